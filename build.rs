@@ -1,0 +1,3 @@
+//! Nothing without feature `torch`.
+
+fn main() {}

@@ -1,0 +1,420 @@
+//! The C++ side's view of [`Group`](crate::group::Group): plain values in, plain values out.
+//!
+//! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status), never crosses the boundary.
+
+/// The single source of truth for both languages.
+#[cxx::bridge(namespace = "symm")]
+pub mod ffi {
+    /// The outcome of a call. `kind` 0 is success; else a code of `error::Kind`.
+    struct Status {
+        kind: u8,
+        message: String,
+    }
+
+    /// A contiguous piece of a tensor: address and length in bytes.
+    #[derive(Clone, Copy)]
+    struct Span {
+        addr: usize,
+        bytes: usize,
+    }
+
+    /// One collective; the meaning of `inputs` and `outputs` stands at `coll::call::Call`.
+    struct CallSpec {
+        /// Code of `coll::call::Op`.
+        op: u8,
+        /// `c10::ScalarType`.
+        dtype: i32,
+        /// `c10d::ReduceOp::RedOpType`.
+        reduce_op: u8,
+        root: i32,
+        factor: f64,
+        inputs: Vec<Span>,
+        outputs: Vec<Span>,
+    }
+
+    /// Who joins which group.
+    struct JoinSpec {
+        group: String,
+        rank: i32,
+        size: i32,
+        /// Ranks of the members in the default group; empty: the same as in this group.
+        global_ranks: Vec<i32>,
+        timeout_ms: i64,
+    }
+
+    /// A new group, or null and why not.
+    struct Joined {
+        status: Status,
+        group: Box<GroupHandle>,
+    }
+
+    /// One send or receive.
+    struct Transfer {
+        /// The other rank; -1 receives from any.
+        peer: i32,
+        tag: i32,
+        dtype: i32,
+        span: Span,
+        /// Milliseconds; negative or 0: the group's timeout.
+        timeout_ms: i64,
+    }
+
+    unsafe extern "C++" {
+        include!("symm_bridge.hpp");
+
+        /// A `c10d::Store`. Every function throws on failure.
+        type StoreHandle;
+        fn compare_set(
+            self: &StoreHandle,
+            key: &str,
+            expected: &[u8],
+            desired: &[u8],
+        ) -> Result<Vec<u8>>;
+        /// False once the time has passed.
+        fn wait(self: &StoreHandle, keys: &[String], timeout_ms: i64) -> Result<bool>;
+        fn multi_get(self: &StoreHandle, keys: &[String]) -> Result<Vec<Bytes>>;
+        fn check(self: &StoreHandle, keys: &[String]) -> Result<bool>;
+        fn remove(self: &StoreHandle, key: &str) -> Result<()>;
+
+        /// Where the outcome of an asynchronous call goes; called exactly once, on any thread, without locks held.
+        type Completion;
+        /// `source` is the rank a receive got its message from, else -1.
+        fn complete(self: &Completion, status: &Status, source: i32);
+    }
+
+    /// A value of the store.
+    struct Bytes {
+        data: Vec<u8>,
+    }
+
+    extern "Rust" {
+        type GroupHandle;
+
+        /// Joins a group through `store`. On failure `status` says why and `group` is dead.
+        fn join(store: UniquePtr<StoreHandle>, spec: &JoinSpec) -> Joined;
+
+        /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
+        fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
+        /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
+        fn submit(
+            self: &GroupHandle,
+            calls: &[CallSpec],
+            timeout_ms: i64,
+            done: UniquePtr<Completion>,
+        ) -> u64;
+        /// Starts a send; the returned ticket is for `wait`.
+        fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
+        /// Starts a receive; the returned ticket is for `wait`.
+        fn recv(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
+        /// Blocks until the ticket's completion has been called, helping it along. `timeout_ms` 0: no limit but the call's own.
+        /// The status is that of the waiting (kind 9 after the time), not that of the call.
+        fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
+        /// Helps outstanding transfers along without blocking.
+        fn progress(self: &GroupHandle);
+        /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
+        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool) -> Status;
+
+        /// Fails the group on every rank; blocked calls return at once.
+        fn abort(self: &GroupHandle);
+        /// Leaves the group after outstanding calls, at most the timeout; idempotent.
+        fn shutdown(self: &GroupHandle);
+        /// Number of collectives begun so far; the same on all ranks.
+        fn sequence(self: &GroupHandle) -> u64;
+        /// The timeout of calls that bring none.
+        fn set_timeout(self: &GroupHandle, timeout_ms: i64);
+        fn timeout(self: &GroupHandle) -> i64;
+        /// Kind 0 while the group lives; else the first failure.
+        fn error(self: &GroupHandle) -> Status;
+
+        /// Kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
+        fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
+        /// `CARGO_PKG_VERSION`.
+        fn version() -> String;
+    }
+}
+
+use crate::coll::call::{Call, Op, Span};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::group::{Done, Group, JoinOptions, Message};
+use crate::rank::Rank;
+use crate::store::Store;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+/// A group, or the reason why it never came to be.
+pub struct GroupHandle(Result<Group>);
+
+impl GroupHandle {
+    fn group(&self) -> Result<&Group> {
+        self.0.as_ref().map_err(Clone::clone)
+    }
+
+    fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
+        guarded(|| {
+            self.group()?
+                .run(translate(calls)?, milliseconds(timeout_ms))
+        })
+    }
+
+    fn submit(
+        &self,
+        calls: &[ffi::CallSpec],
+        timeout_ms: i64,
+        done: cxx::UniquePtr<ffi::Completion>,
+    ) -> u64 {
+        let done = completion(done);
+        started(
+            |done| {
+                self.group()?
+                    .submit(translate(calls)?, milliseconds(timeout_ms), done)
+            },
+            done,
+        )
+    }
+
+    fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let done = completion(done);
+        started(|done| self.group()?.send(message(transfer)?, done), done)
+    }
+
+    fn recv(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let done = completion(done);
+        started(|done| self.group()?.recv(message(transfer)?, done), done)
+    }
+
+    fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
+        guarded(|| self.group()?.wait(ticket, milliseconds(timeout_ms)))
+    }
+
+    fn progress(&self) {
+        guarded(|| {
+            self.group()?.progress();
+            Ok(())
+        });
+    }
+
+    fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
+        guarded(|| {
+            self.group()?
+                .monitored_barrier(milliseconds(timeout_ms), wait_all_ranks)
+        })
+    }
+
+    fn abort(&self) {
+        guarded(|| {
+            self.group()?.abort();
+            Ok(())
+        });
+    }
+
+    fn shutdown(&self) {
+        guarded(|| {
+            self.group()?.shutdown();
+            Ok(())
+        });
+    }
+
+    fn sequence(&self) -> u64 {
+        self.group().map_or(0, Group::sequence)
+    }
+
+    fn set_timeout(&self, timeout_ms: i64) {
+        if let (Ok(group), Some(timeout)) = (self.group(), milliseconds(timeout_ms)) {
+            group.set_timeout(timeout);
+        }
+    }
+
+    fn timeout(&self) -> i64 {
+        self.group()
+            .map_or(0, |group| group.timeout().as_millis() as i64)
+    }
+
+    fn error(&self) -> ffi::Status {
+        guarded(|| self.group()?.error().map_or(Ok(()), Err))
+    }
+}
+
+fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
+    let mut group = Err(Error::internal("the group was never joined"));
+    let status = guarded(|| {
+        let options = JoinOptions {
+            group: spec.group.clone(),
+            rank: spec.rank,
+            size: spec.size,
+            global_ranks: spec.global_ranks.clone(),
+            timeout: milliseconds(spec.timeout_ms),
+        };
+        group = Group::join(&TorchStore(store), &options);
+        group.as_ref().map(|_| ()).map_err(Clone::clone)
+    });
+    ffi::Joined {
+        status,
+        group: Box::new(GroupHandle(group)),
+    }
+}
+
+fn check_reduce(dtype: i32, reduce_op: u8) -> ffi::Status {
+    guarded(|| {
+        crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?)
+    })
+}
+
+fn version() -> String {
+    env!("CARGO_PKG_VERSION").into()
+}
+
+/// Runs `body`; a panic becomes an internal error.
+fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
+    let outcome =
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)));
+    status(outcome)
+}
+
+/// Runs `body` with `done`; if it fails, `done` hears of it here and the ticket is 0, which is always complete.
+fn started(body: impl FnOnce(Done) -> Result<u64>, done: Done) -> u64 {
+    let failed = done.clone();
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(done)))
+        .unwrap_or_else(|panic| Err(panicked(&*panic)));
+    outcome.unwrap_or_else(|error| {
+        failed.call(Err(error), None);
+        0
+    })
+}
+
+fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
+    let text = panic
+        .downcast_ref::<&str>()
+        .map(ToString::to_string)
+        .or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "no message".into());
+    Error::internal(format!("a bug in torch-symm: panic: {text}"))
+}
+
+fn status(outcome: Result<()>) -> ffi::Status {
+    match outcome {
+        Ok(()) => ffi::Status {
+            kind: 0,
+            message: String::new(),
+        },
+        Err(error) => ffi::Status {
+            kind: error.kind as u8,
+            message: error.message,
+        },
+    }
+}
+
+fn milliseconds(value: i64) -> Option<Duration> {
+    u64::try_from(value)
+        .ok()
+        .filter(|&ms| ms > 0)
+        .map(Duration::from_millis)
+}
+
+fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
+    let spans = |list: &[ffi::Span]| {
+        list.iter()
+            .map(|s| Span {
+                addr: s.addr,
+                bytes: s.bytes,
+            })
+            .collect()
+    };
+    calls
+        .iter()
+        .map(|call| {
+            Ok(Call {
+                op: Op::from_code(call.op).ok_or_else(|| {
+                    Error::value(format!("collective code {} is unknown", call.op))
+                })?,
+                dtype: DType::from_torch(call.dtype)?,
+                reduce_op: ReduceOp::from_torch(call.reduce_op)?,
+                root: Rank(
+                    u32::try_from(call.root)
+                        .map_err(|_| Error::value(format!("root {} is negative", call.root)))?,
+                ),
+                factor: call.factor,
+                inputs: spans(&call.inputs),
+                outputs: spans(&call.outputs),
+            })
+        })
+        .collect()
+}
+
+fn message(transfer: &ffi::Transfer) -> Result<Message> {
+    Ok(Message {
+        peer: u32::try_from(transfer.peer).ok().map(Rank),
+        tag: transfer.tag,
+        dtype: DType::from_torch(transfer.dtype)?,
+        span: Span {
+            addr: transfer.span.addr,
+            bytes: transfer.span.bytes,
+        },
+        timeout: milliseconds(transfer.timeout_ms),
+    })
+}
+
+/// A completion of the C++ side, callable once from any thread.
+fn completion(done: cxx::UniquePtr<ffi::Completion>) -> Done {
+    struct Callback(cxx::UniquePtr<ffi::Completion>);
+    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs demands of its implementation.
+    unsafe impl Send for Callback {}
+    let callback = Callback(done);
+    Done::new(move |outcome, source: Option<Rank>| {
+        let Callback(done) = &callback;
+        if let Some(done) = done.as_ref() {
+            done.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
+        }
+    })
+}
+
+/// torch's store behind this crate's trait.
+struct TorchStore(cxx::UniquePtr<ffi::StoreHandle>);
+
+// SAFETY: a c10d::Store may be used from any thread.
+unsafe impl Send for TorchStore {}
+// SAFETY: c10d::Store implementations lock inside.
+unsafe impl Sync for TorchStore {}
+
+impl TorchStore {
+    fn handle(&self) -> Result<&ffi::StoreHandle> {
+        self.0
+            .as_ref()
+            .ok_or_else(|| Error::config("the store is missing"))
+    }
+}
+
+fn store_error(what: &str) -> impl Fn(cxx::Exception) -> Error + '_ {
+    move |error| Error::config(format!("the store failed at {what}: {}", error.what()))
+}
+
+impl Store for TorchStore {
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        self.handle()?
+            .compare_set(key, expected, desired)
+            .map_err(store_error("compare_set"))
+    }
+
+    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
+        let timeout = timeout.as_millis().clamp(1, i64::MAX as u128) as i64;
+        self.handle()?
+            .wait(keys, timeout)
+            .map_err(store_error("wait"))
+    }
+
+    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
+        let values = self
+            .handle()?
+            .multi_get(keys)
+            .map_err(store_error("multi_get"))?;
+        Ok(values.into_iter().map(|value| value.data).collect())
+    }
+
+    fn check(&self, keys: &[String]) -> Result<bool> {
+        self.handle()?.check(keys).map_err(store_error("check"))
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        self.handle()?.remove(key).map_err(store_error("delete"))
+    }
+}

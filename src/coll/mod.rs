@@ -1,0 +1,3 @@
+//! Collectives: what was asked ([`call`]), what will run (`plan`), and how (`cpu`).
+
+pub mod call;

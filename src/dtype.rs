@@ -1,0 +1,118 @@
+//! Element types and reduce operations: one table each, everything else is derived from it.
+
+use crate::error::{Error, Result};
+
+macro_rules! dtypes {
+    ($($name:ident, $label:literal, $size:literal, $torch:literal;)*) => {
+        /// The type of a tensor's elements.
+        #[repr(u8)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum DType { $(#[doc = $label] $name = $torch),* }
+
+        impl DType {
+            /// Every element type, in table order.
+            pub const ALL: &[DType] = &[$(DType::$name),*];
+
+            /// Bytes of one element.
+            pub const fn size(self) -> usize {
+                match self { $(DType::$name => $size),* }
+            }
+
+            /// The name torch prints after `torch.`.
+            pub const fn name(self) -> &'static str {
+                match self { $(DType::$name => $label),* }
+            }
+
+            /// The type with this `c10::ScalarType` code.
+            pub fn from_torch(code: i32) -> Result<Self> {
+                match code {
+                    $($torch => Ok(DType::$name),)*
+                    other => Err(Error::type_error(format!(
+                        "torch dtype code {other} is not served; cast to one of the numeric dtypes, for example float32"
+                    ))),
+                }
+            }
+        }
+    };
+}
+
+// The last column is the value of `c10::ScalarType`, which torch serialises and therefore never renumbers.
+dtypes! {
+    U8, "uint8", 1, 0;
+    I8, "int8", 1, 1;
+    I16, "int16", 2, 2;
+    I32, "int32", 4, 3;
+    I64, "int64", 8, 4;
+    F16, "float16", 2, 5;
+    F32, "float32", 4, 6;
+    F64, "float64", 8, 7;
+    C64, "complex64", 8, 9;
+    C128, "complex128", 16, 10;
+    Bool, "bool", 1, 11;
+    BF16, "bfloat16", 2, 15;
+    F8E5M2, "float8_e5m2", 1, 23;
+    F8E4M3FN, "float8_e4m3fn", 1, 24;
+    F8E5M2FNUZ, "float8_e5m2fnuz", 1, 25;
+    F8E4M3FNUZ, "float8_e4m3fnuz", 1, 26;
+    U16, "uint16", 2, 27;
+    U32, "uint32", 4, 28;
+    U64, "uint64", 8, 29;
+}
+
+macro_rules! reduce_ops {
+    ($($name:ident, $label:literal, $torch:literal;)*) => {
+        /// How elements of different ranks become one.
+        #[repr(u8)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum ReduceOp { $(#[doc = $label] $name = $torch),* }
+
+        impl ReduceOp {
+            /// Every operation, in table order.
+            pub const ALL: &[ReduceOp] = &[$(ReduceOp::$name),*];
+
+            /// The name torch prints after `ReduceOp.`.
+            pub const fn name(self) -> &'static str {
+                match self { $(ReduceOp::$name => $label),* }
+            }
+
+            /// The operation with this `c10d::ReduceOp::RedOpType` code.
+            pub fn from_torch(code: u8) -> Result<Self> {
+                match code {
+                    $($torch => Ok(ReduceOp::$name),)*
+                    other => Err(Error::value(format!(
+                        "reduce op code {other} is unknown; use ReduceOp.SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM"
+                    ))),
+                }
+            }
+        }
+    };
+}
+
+// The last column is the value of `c10d::ReduceOp::RedOpType`.
+reduce_ops! {
+    Sum, "SUM", 0;
+    Avg, "AVG", 1;
+    Product, "PRODUCT", 2;
+    Min, "MIN", 3;
+    Max, "MAX", 4;
+    BitAnd, "BAND", 5;
+    BitOr, "BOR", 6;
+    BitXor, "BXOR", 7;
+    PremulSum, "PREMUL_SUM", 8;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn torch_codes_round_trip() {
+        for &dtype in DType::ALL {
+            assert_eq!(DType::from_torch(dtype as i32), Ok(dtype));
+        }
+        for &op in ReduceOp::ALL {
+            assert_eq!(ReduceOp::from_torch(op as u8), Ok(op));
+        }
+        assert!(DType::from_torch(12).is_err(), "qint8 is not numeric");
+    }
+}

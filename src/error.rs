@@ -1,0 +1,106 @@
+//! The one error type. Its kind decides which Python exception a caller sees.
+
+/// What went wrong, in the terms in which a user reacts to it.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A member died, left or aborted: `SymmPeerError`.
+    Peer = 1,
+    /// A deadline passed: `SymmTimeout`.
+    Timeout = 2,
+    /// Members disagree on a call: `SymmMismatch`.
+    Mismatch = 3,
+    /// The group could not be formed here: `SymmConfigError`.
+    Config = 4,
+    /// This rank's own `abort()`: `SymmAborted`.
+    Aborted = 5,
+    /// A bad argument value: `ValueError`.
+    Value = 6,
+    /// A bad argument type: `TypeError`.
+    Type = 7,
+    /// Not offered for these arguments: `NotImplementedError`.
+    NotImplemented = 8,
+    /// `Work.wait(timeout)` passed while the call itself goes on: `SymmTimeout`, the group lives.
+    WaitTimeout = 9,
+    /// A fault of this library or of the system: `DistBackendError`.
+    Internal = 10,
+}
+
+impl Kind {
+    /// The kind with this code, as it travels through shared memory and the bridge.
+    pub fn from_code(code: u8) -> Option<Self> {
+        const ALL: [Kind; 10] = [
+            Kind::Peer,
+            Kind::Timeout,
+            Kind::Mismatch,
+            Kind::Config,
+            Kind::Aborted,
+            Kind::Value,
+            Kind::Type,
+            Kind::NotImplemented,
+            Kind::WaitTimeout,
+            Kind::Internal,
+        ];
+        ALL.into_iter().find(|kind| *kind as u8 == code)
+    }
+}
+
+/// A failure: its kind and one lower-case sentence with the numbers.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Error {
+    /// Which exception it becomes.
+    pub kind: Kind,
+    /// What happened, who, how long.
+    pub message: String,
+}
+
+/// `Result` with this crate's error.
+pub type Result<T> = std::result::Result<T, Error>;
+
+macro_rules! constructors {
+    ($($name:ident => $kind:ident),* $(,)?) => {
+        impl Error {
+            $(
+                #[doc = concat!("An error of kind [`Kind::", stringify!($kind), "`].")]
+                pub fn $name(message: impl Into<String>) -> Self {
+                    Self { kind: Kind::$kind, message: message.into() }
+                }
+            )*
+        }
+    };
+}
+
+constructors! {
+    peer => Peer,
+    timeout => Timeout,
+    mismatch => Mismatch,
+    config => Config,
+    aborted => Aborted,
+    value => Value,
+    type_error => Type,
+    not_implemented => NotImplemented,
+    wait_timeout => WaitTimeout,
+    internal => Internal,
+}
+
+impl Error {
+    /// A failed system call: what was attempted, then the system's reason.
+    pub fn os(what: &str, errno: rustix::io::Errno) -> Self {
+        Self::internal(format!("{what}: {errno}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_round_trip() {
+        for code in 1..=10 {
+            assert_eq!(Kind::from_code(code).map(|kind| kind as u8), Some(code));
+        }
+        assert_eq!(Kind::from_code(0), None);
+        assert_eq!(Kind::from_code(11), None);
+    }
+}

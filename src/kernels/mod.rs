@@ -1,0 +1,3 @@
+//! Loops over tensor bytes.
+
+pub mod cpu;
