@@ -64,12 +64,7 @@ pub mod ffi {
 
         /// A `c10d::Store`. Every function throws on failure.
         type StoreHandle;
-        fn compare_set(
-            self: &StoreHandle,
-            key: &str,
-            expected: &[u8],
-            desired: &[u8],
-        ) -> Result<Vec<u8>>;
+        fn compare_set(self: &StoreHandle, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
         /// False once the time has passed.
         fn wait(self: &StoreHandle, keys: &[String], timeout_ms: i64) -> Result<bool>;
         fn multi_get(self: &StoreHandle, keys: &[String]) -> Result<Vec<Bytes>>;
@@ -96,12 +91,7 @@ pub mod ffi {
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
-        fn submit(
-            self: &GroupHandle,
-            calls: &[CallSpec],
-            timeout_ms: i64,
-            done: UniquePtr<Completion>,
-        ) -> u64;
+        fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, done: UniquePtr<Completion>) -> u64;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
@@ -151,26 +141,12 @@ impl GroupHandle {
     }
 
     fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| {
-            self.group()?
-                .run(translate(calls)?, milliseconds(timeout_ms))
-        })
+        guarded(|| self.group()?.run(translate(calls)?, milliseconds(timeout_ms)))
     }
 
-    fn submit(
-        &self,
-        calls: &[ffi::CallSpec],
-        timeout_ms: i64,
-        done: cxx::UniquePtr<ffi::Completion>,
-    ) -> u64 {
+    fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let done = completion(done);
-        started(
-            |done| {
-                self.group()?
-                    .submit(translate(calls)?, milliseconds(timeout_ms), done)
-            },
-            done,
-        )
+        started(|done| self.group()?.submit(translate(calls)?, milliseconds(timeout_ms), done), done)
     }
 
     fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
@@ -195,10 +171,7 @@ impl GroupHandle {
     }
 
     fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
-        guarded(|| {
-            self.group()?
-                .monitored_barrier(milliseconds(timeout_ms), wait_all_ranks)
-        })
+        guarded(|| self.group()?.monitored_barrier(milliseconds(timeout_ms), wait_all_ranks))
     }
 
     fn abort(&self) {
@@ -226,8 +199,7 @@ impl GroupHandle {
     }
 
     fn timeout(&self) -> i64 {
-        self.group()
-            .map_or(0, |group| group.timeout().as_millis() as i64)
+        self.group().map_or(0, |group| group.timeout().as_millis() as i64)
     }
 
     fn error(&self) -> ffi::Status {
@@ -248,16 +220,11 @@ fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::J
         group = Group::join(&TorchStore(store), &options);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
-    ffi::Joined {
-        status,
-        group: Box::new(GroupHandle(group)),
-    }
+    ffi::Joined { status, group: Box::new(GroupHandle(group)) }
 }
 
 fn check_reduce(dtype: i32, reduce_op: u8) -> ffi::Status {
-    guarded(|| {
-        crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?)
-    })
+    guarded(|| crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?))
 }
 
 fn version() -> String {
@@ -266,16 +233,14 @@ fn version() -> String {
 
 /// Runs `body`; a panic becomes an internal error.
 fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
-    let outcome =
-        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)));
     status(outcome)
 }
 
 /// Runs `body` with `done`; if it fails, `done` hears of it here and the ticket is 0, which is always complete.
 fn started(body: impl FnOnce(Done) -> Result<u64>, done: Done) -> u64 {
     let failed = done.clone();
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(done)))
-        .unwrap_or_else(|panic| Err(panicked(&*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(done))).unwrap_or_else(|panic| Err(panicked(&*panic)));
     outcome.unwrap_or_else(|error| {
         failed.call(Err(error), None);
         0
@@ -293,46 +258,25 @@ fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
 
 fn status(outcome: Result<()>) -> ffi::Status {
     match outcome {
-        Ok(()) => ffi::Status {
-            kind: 0,
-            message: String::new(),
-        },
-        Err(error) => ffi::Status {
-            kind: error.kind as u8,
-            message: error.message,
-        },
+        Ok(()) => ffi::Status { kind: 0, message: String::new() },
+        Err(error) => ffi::Status { kind: error.kind as u8, message: error.message },
     }
 }
 
 fn milliseconds(value: i64) -> Option<Duration> {
-    u64::try_from(value)
-        .ok()
-        .filter(|&ms| ms > 0)
-        .map(Duration::from_millis)
+    u64::try_from(value).ok().filter(|&ms| ms > 0).map(Duration::from_millis)
 }
 
 fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
-    let spans = |list: &[ffi::Span]| {
-        list.iter()
-            .map(|s| Span {
-                addr: s.addr,
-                bytes: s.bytes,
-            })
-            .collect()
-    };
+    let spans = |list: &[ffi::Span]| list.iter().map(|s| Span { addr: s.addr, bytes: s.bytes }).collect();
     calls
         .iter()
         .map(|call| {
             Ok(Call {
-                op: Op::from_code(call.op).ok_or_else(|| {
-                    Error::value(format!("collective code {} is unknown", call.op))
-                })?,
+                op: Op::from_code(call.op).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op)))?,
                 dtype: DType::from_torch(call.dtype)?,
                 reduce_op: ReduceOp::from_torch(call.reduce_op)?,
-                root: Rank(
-                    u32::try_from(call.root)
-                        .map_err(|_| Error::value(format!("root {} is negative", call.root)))?,
-                ),
+                root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
                 factor: call.factor,
                 inputs: spans(&call.inputs),
                 outputs: spans(&call.outputs),
@@ -346,10 +290,7 @@ fn message(transfer: &ffi::Transfer) -> Result<Message> {
         peer: u32::try_from(transfer.peer).ok().map(Rank),
         tag: transfer.tag,
         dtype: DType::from_torch(transfer.dtype)?,
-        span: Span {
-            addr: transfer.span.addr,
-            bytes: transfer.span.bytes,
-        },
+        span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
         timeout: milliseconds(transfer.timeout_ms),
     })
 }
@@ -378,9 +319,7 @@ unsafe impl Sync for TorchStore {}
 
 impl TorchStore {
     fn handle(&self) -> Result<&ffi::StoreHandle> {
-        self.0
-            .as_ref()
-            .ok_or_else(|| Error::config("the store is missing"))
+        self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
     }
 }
 
@@ -390,23 +329,16 @@ fn store_error(what: &str) -> impl Fn(cxx::Exception) -> Error + '_ {
 
 impl Store for TorchStore {
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.handle()?
-            .compare_set(key, expected, desired)
-            .map_err(store_error("compare_set"))
+        self.handle()?.compare_set(key, expected, desired).map_err(store_error("compare_set"))
     }
 
     fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
         let timeout = timeout.as_millis().clamp(1, i64::MAX as u128) as i64;
-        self.handle()?
-            .wait(keys, timeout)
-            .map_err(store_error("wait"))
+        self.handle()?.wait(keys, timeout).map_err(store_error("wait"))
     }
 
     fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        let values = self
-            .handle()?
-            .multi_get(keys)
-            .map_err(store_error("multi_get"))?;
+        let values = self.handle()?.multi_get(keys).map_err(store_error("multi_get"))?;
         Ok(values.into_iter().map(|value| value.data).collect())
     }
 

@@ -1,12 +1,21 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
-use crate::coll::call::{Call, Span};
-use crate::dtype::DType;
+use crate::coll::call::{Call, Op, Span};
+use crate::coll::cpu::Runner;
+use crate::dtype::{DType, ReduceOp};
+use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::mem::layout::Layout;
+use crate::mem::shm::Segment;
+use crate::p2p::{self, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
+use crate::sync::board::{Board, Identity};
+use crate::sync::limit::Limit;
+use crate::sys::process;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Who joins which group.
 #[derive(Clone, Debug)]
@@ -52,11 +61,7 @@ impl Done {
 
     /// Delivers the outcome; without effect after the first time.
     pub fn call(&self, outcome: Result<()>, source: Option<Rank>) {
-        let callback = self
-            .0
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
-            .take();
+        let callback = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
         if let Some(callback) = callback {
             callback(outcome, source);
         }
@@ -64,42 +69,310 @@ impl Done {
 }
 
 /// A joined group.
-pub struct Group {}
+pub struct Group {
+    board: Arc<Board>,
+    engine: Arc<Engine>,
+    transfers: Arc<Transfers>,
+    timeout_ms: AtomicU64,
+    closed: AtomicBool,
+}
 
-#[allow(missing_docs, unused_variables)]
+/// The limit of calls where nobody chose one; torch's own default.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// Turns of spinning where every rank can have a core: some 100 µs, twice what sleeping and waking cost.
+const SPINS: u32 = 8192;
+/// Turns where ranks share cores: the peer that is waited for may need this one.
+const SPINS_CROWDED: u32 = 256;
+
 impl Group {
+    /// Joins the group that `options` name, meeting its other members through `store`.
     pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
-        Err(Error::internal("being written"))
+        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
+        let (rank, size) = (options.rank, options.size);
+        let n = usize::try_from(size).ok().filter(|n| (1..=crate::mem::layout::MAX_RANKS).contains(n));
+        let n = n.ok_or_else(|| Error::config(format!("a group of {size} ranks cannot be made here")))?;
+        let rank = u32::try_from(rank).ok().filter(|&rank| (rank as usize) < n).map(Rank);
+        let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
+        let bytes = Layout::new(n).total_bytes();
+        let pid = std::process::id();
+        let keys: Vec<String> = (0..n).map(|r| format!("symm/{}/{r}", options.group)).collect();
+        let file = if rank.0 == 0 { Some(Segment::create(bytes)?) } else { None };
+        let fd = file.as_ref().map_or(-1, std::os::fd::AsRawFd::as_raw_fd);
+        store.compare_set(&keys[rank.index()], b"", format!("{pid} {fd}").as_bytes())?;
+        if !store.wait(&keys, timeout)? {
+            return Err(Error::timeout("some ranks never joined"));
+        }
+        let records: Vec<(u32, i32)> = store
+            .multi_get(&keys)?
+            .iter()
+            .filter_map(|v| {
+                let text = String::from_utf8_lossy(v);
+                let (pid, fd) = text.split_once(' ')?;
+                Some((pid.parse().ok()?, fd.parse().ok()?))
+            })
+            .collect();
+        let file = match file {
+            Some(file) => file,
+            None => std::fs::OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(format!("/proc/{}/fd/{}", records[0].0, records[0].1))
+                .map_err(|e| Error::internal(e.to_string()))?
+                .into(),
+        };
+        let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
+        let members = records.iter().enumerate().map(|(r, &(pid, _))| Identity { pid, global: global(r) }).collect();
+        Self::assemble(Segment::map(file, bytes)?, &options.group, rank, members, timeout)
     }
+
+    /// A group in memory that its members already share. `members` in rank order.
+    pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration) -> Result<Self> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if cores >= members.len() { SPINS } else { SPINS_CROWDED };
+        let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
+        let limit = Limit::from(Instant::now(), timeout);
+        let direct = meet(&board, &limit)?;
+        log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
+        Ok(Self {
+            engine: Engine::new(Runner::new(Arc::clone(&board), direct)),
+            transfers: Transfers::new(Arc::clone(&board), direct, spins),
+            board,
+            timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
-        Err(Error::internal("being written"))
+        self.check_open()?;
+        self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
+
+    /// Queues `calls`; `done` hears the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, done: Done) -> Result<u64> {
-        Err(Error::internal("being written"))
+        self.check_open()?;
+        self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), done)
     }
+
+    /// Starts a send.
     pub fn send(&self, message: Message, done: Done) -> Result<u64> {
-        Err(Error::internal("being written"))
+        self.check_alive()?;
+        self.transfers.send(message, message.timeout.unwrap_or_else(|| self.timeout()), done)
     }
+
+    /// Starts a receive.
     pub fn recv(&self, message: Message, done: Done) -> Result<u64> {
-        Err(Error::internal("being written"))
+        self.check_alive()?;
+        self.transfers.recv(message, message.timeout.unwrap_or_else(|| self.timeout()), done)
     }
+
+    /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
-        Err(Error::internal("being written"))
+        if ticket & p2p::TICKET_BIT != 0 { self.transfers.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
     }
-    pub fn progress(&self) {}
+
+    /// Moves transfers along without blocking.
+    pub fn progress(&self) {
+        self.transfers.progress();
+    }
+
+    /// A barrier whose timeout lists the ranks that did not come, in the words of Gloo: the first, or all.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
-        Err(Error::internal("being written"))
+        let timeout = timeout.unwrap_or_else(|| self.timeout());
+        let barrier = Call {
+            op: Op::Barrier,
+            dtype: DType::U8,
+            reduce_op: ReduceOp::Sum,
+            root: Rank(0),
+            factor: 1.0,
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+        };
+        self.run(vec![barrier], Some(timeout)).map_err(|error| {
+            let begun = |rank: Rank| self.board.collective(rank).load(Ordering::Relaxed);
+            let late: Vec<Rank> = self.board.peers().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
+            let Some(first) = late.iter().min() else { return error };
+            let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
+            let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
+            let milliseconds = timeout.as_millis();
+            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {}", error.message);
+            Error { message: text, ..error }
+        })
     }
-    pub fn abort(&self) {}
-    pub fn shutdown(&self) {}
+
+    /// Fails the group on every rank; blocked calls return at once.
+    pub fn abort(&self) {
+        if self.check_process().is_err() || self.closed.load(Ordering::Acquire) {
+            return;
+        }
+        let me = self.board.describe(self.board.rank());
+        let error = self.board.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.board.name())));
+        self.transfers.close(&error);
+    }
+
+    /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
+    pub fn shutdown(&self) {
+        if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.engine.drain(self.timeout());
+        let name = self.board.name();
+        self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
+        self.transfers.stop();
+        self.engine.stop();
+        self.board.depart();
+    }
+
+    /// Number of collectives asked for.
     pub fn sequence(&self) -> u64 {
-        0
+        self.engine.sequence()
     }
-    pub fn set_timeout(&self, timeout: Duration) {}
+
+    /// The limit of calls that bring none.
     pub fn timeout(&self) -> Duration {
-        Duration::ZERO
+        Duration::from_millis(self.timeout_ms.load(Ordering::Relaxed))
     }
+
+    /// Changes the limit of calls that bring none.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.timeout_ms.store(timeout.as_millis() as u64, Ordering::Relaxed);
+    }
+
+    /// The group's first failure, or a member's death that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
-        None
+        self.board.failure().or_else(|| self.board.dead())
+    }
+
+    fn check_process(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn check_open(&self) -> Result<()> {
+        self.check_process()?;
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        }
+        Ok(())
+    }
+
+    fn check_alive(&self) -> Result<()> {
+        self.check_open()?;
+        self.board.failure().map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+/// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
+fn meet(board: &Board, limit: &Limit) -> Result<bool> {
+    let me = board.rank();
+    let about = || format!("joining group \"{}\"", board.name());
+    let arrive = |phase: u32| {
+        board.phase(me).store(phase, Ordering::Release);
+        board.wake_sleepers();
+        board.wait_for_peers(limit, &about, |peer| board.phase(peer).load(Ordering::Acquire) < phase)
+    };
+    let word = std::hint::black_box(Box::new(PROBE));
+    board.probe(me).store(std::ptr::from_ref(&*word) as u64, Ordering::Relaxed);
+    arrive(1)?;
+    let readable = |peer: Rank| {
+        let mut copy = [0u8; 8];
+        let from = board.probe(peer).load(Ordering::Relaxed) as usize;
+        // SAFETY: `copy` is a local array of 8 bytes.
+        let read = unsafe { process::read_memory(board.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
+        read.is_ok() && copy == PROBE.to_ne_bytes()
+    };
+    board.capable(me).store(u32::from(board.peers().all(readable)), Ordering::Relaxed);
+    arrive(2)?;
+    Ok(board.ranks().all(|rank| board.capable(rank).load(Ordering::Relaxed) == 1))
+}
+
+/// What a rank expects to find at a peer's probe address.
+const PROBE: u64 = 0x746f_7263_6873_796d;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::Span;
+
+    /// Runs `body` on `n` ranks in threads of this process.
+    fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
+        let bytes = Layout::new(n as usize).total_bytes();
+        let file = Segment::create(bytes).expect("memfd");
+        std::thread::scope(|scope| {
+            for rank in 0..n {
+                let (file, body) = (file.try_clone().expect("dup"), &body);
+                scope.spawn(move || {
+                    let segment = Segment::map(file, bytes).expect("map");
+                    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                    body(Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20)).expect("assemble"), rank);
+                });
+            }
+        });
+    }
+
+    fn span<T>(slice: &mut [T]) -> Span {
+        Span { addr: slice.as_mut_ptr() as usize, bytes: size_of_val(slice) }
+    }
+
+    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
+        Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs }
+    }
+
+    #[test]
+    fn all_to_all_and_messages_of_every_plan() {
+        for count in [1usize, 3000, 20_000, 300_000] {
+            with_ranks(3, |group, rank| {
+                let value = |from: u32, to: u32, i: usize| (from * 1000 + to * 100) as i32 + (i % 97) as i32;
+                let mut inputs: Vec<Vec<i32>> = (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
+                let mut outputs = vec![vec![0i32; count]; 3];
+                let (i, o) = (inputs.iter_mut().map(|v| span(v)).collect(), outputs.iter_mut().map(|v| span(v)).collect());
+                group.run(vec![call(Op::AllToAll, i, o)], None).expect("all_to_all");
+                for from in 0..3 {
+                    assert!(outputs[from as usize].iter().enumerate().all(|(i, &v)| v == value(from, rank, i)));
+                }
+                let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
+                let mut got = vec![0i32; count];
+                let message = |peer, span| Message { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None };
+                let done = || Done::new(|outcome, _| outcome.expect("transfer"));
+                let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
+                let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
+                group.wait(recv, None).expect("wait");
+                group.wait(send, None).expect("wait");
+                assert!(got.iter().enumerate().all(|(i, &v)| v == value(last, rank, i)));
+            });
+        }
+    }
+
+    #[test]
+    fn a_disagreement_names_both_calls_on_every_rank() {
+        with_ranks(3, |group, rank| {
+            let mut data = vec![0i32; 4 + (rank == 1) as usize];
+            let op = call(
+                Op::Broadcast,
+                if rank == 0 { vec![span(&mut data)] } else { vec![] },
+                if rank == 0 { vec![] } else { vec![span(&mut data)] },
+            );
+            let error = group.run(vec![op], None).expect_err("sizes differ");
+            assert_eq!(error.kind, crate::error::Kind::Mismatch);
+            assert!(error.message.contains("16 bytes") && error.message.contains("20 bytes"), "{error}");
+            let again = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
+            assert_eq!(again.message, error.message, "the first cause stands");
+        });
+    }
+
+    #[test]
+    fn a_rank_that_leaves_is_named() {
+        with_ranks(2, |group, rank| {
+            if rank == 1 {
+                return;
+            }
+            let error = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("alone");
+            assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
+        });
     }
 }

@@ -29,17 +29,8 @@ pub enum Op {
 
 impl Op {
     /// Every collective, in code order.
-    pub const ALL: &[Op] = &[
-        Op::Barrier,
-        Op::Broadcast,
-        Op::AllReduce,
-        Op::Reduce,
-        Op::AllGather,
-        Op::Gather,
-        Op::Scatter,
-        Op::ReduceScatter,
-        Op::AllToAll,
-    ];
+    pub const ALL: &[Op] =
+        &[Op::Barrier, Op::Broadcast, Op::AllReduce, Op::Reduce, Op::AllGather, Op::Gather, Op::Scatter, Op::ReduceScatter, Op::AllToAll];
 
     /// The collective with this code, as it crosses the bridge and shared memory.
     pub fn from_code(code: u8) -> Option<Self> {

@@ -1,3 +1,6 @@
-//! Collectives: what was asked ([`call`]), what will run (`plan`), and how (`cpu`).
+//! Collectives: what was asked ([`call`]), what will run ([`plan`]), and how ([`cpu`]).
 
 pub mod call;
+pub mod cpu;
+pub mod describe;
+pub mod plan;

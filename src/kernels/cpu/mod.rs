@@ -30,16 +30,12 @@ pub fn supports(_op: ReduceOp, _dtype: DType) -> Result<()> {
 ///
 /// # Safety
 /// Each source and `dst` must be valid for `count` elements of `dtype`; `dst` is the same as a source or overlaps none.
-pub unsafe fn reduce(
-    _op: ReduceOp,
-    _dtype: DType,
-    _dst: *mut u8,
-    _sources: &[Source],
-    _count: usize,
-    _store: Store,
-) {
+pub unsafe fn reduce(_op: ReduceOp, _dtype: DType, _dst: *mut u8, _sources: &[Source], _count: usize, _store: Store) {
     unimplemented!("written in kernels/cpu")
 }
+
+/// How shared staging is written.
+pub const STAGING: Store = Store::Cached;
 
 /// Copies `bytes` bytes from `src` to `dst`.
 ///

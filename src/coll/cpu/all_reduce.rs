@@ -1,0 +1,126 @@
+//! All-reduce and reduce: each rank reduces its share of every chunk, then all (or the root) collect the shares.
+//!
+//! Whatever the plan, an element is combined over ranks 0..n-1 in this order by one rank, so every rank gets the same bits.
+
+use super::Step;
+use super::exchange::{Stages, chunk_of};
+use super::pipeline::{self, Chunks, Phases};
+use super::reduce_scatter::reduce_chunk;
+use crate::coll::call::{Call, Span};
+use crate::coll::plan::Plan;
+use crate::error::Result;
+use crate::kernels::cpu::{self, Source, Store};
+use crate::rank::Rank;
+use crate::sync::board::Board;
+
+impl Step<'_> {
+    pub(super) fn all_reduce(&mut self, plan: Plan) -> Result<()> {
+        let (board, call) = (self.board, self.call);
+        let me = board.rank();
+        match plan {
+            Plan::Inline | Plan::Direct => {
+                if let Some(output) = call.outputs.first() {
+                    let source = |rank| if rank == me { self.own(0) } else { self.peer(rank, self.posted(rank)) };
+                    let sources: Vec<Source> = board.ranks().map(source).collect();
+                    self.reduce(output.ptr(), &sources, output.bytes, Store::Cached);
+                }
+                Ok(())
+            }
+            Plan::Staged { chunk, store } => {
+                let input = call.inputs[0];
+                let mut chunks = Shares {
+                    board,
+                    call,
+                    input,
+                    output: call.outputs.first().copied(),
+                    factors: board.ranks().map(|rank| self.factor(rank)).collect(),
+                    sources: Vec::with_capacity(board.size()),
+                    chunk,
+                    store,
+                };
+                let count = input.bytes.div_ceil(chunk) as u64;
+                pipeline::run(&mut Stages(self), Phases::Two, count, &mut chunks)
+            }
+        }
+    }
+}
+
+/// One rank's shares of a message in chunks.
+struct Shares<'a> {
+    board: &'a Board,
+    call: &'a Call,
+    input: Span,
+    output: Option<Span>,
+    factors: Vec<f64>,
+    sources: Vec<Source>,
+    chunk: usize,
+    store: Store,
+}
+
+impl Shares<'_> {
+    /// The share of `rank` in a chunk of `bytes` bytes: offset and length, of whole elements.
+    fn share(&self, rank: Rank, bytes: usize) -> (usize, usize) {
+        let share = bytes.div_ceil(self.board.size()).next_multiple_of(64);
+        chunk_of(bytes, share, rank.0.into())
+    }
+
+    fn slot(&self, rank: Rank, slot: usize) -> *mut u8 {
+        self.board.segment().ptr(self.board.layout().input(rank, slot), self.chunk)
+    }
+
+    fn result(&self, rank: Rank, slot: usize) -> *mut u8 {
+        let layout = self.board.layout();
+        self.board.segment().ptr(layout.result(rank, slot), layout.result_bytes())
+    }
+}
+
+impl Chunks for Shares<'_> {
+    fn produce(&mut self, t: u64, slot: usize) {
+        let me = self.board.rank();
+        let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
+        // Nobody reads one's own share.
+        let (own, own_bytes) = self.share(me, bytes);
+        let (from, to) = (self.input.ptr().wrapping_add(start), self.slot(me, slot));
+        let after = own + own_bytes;
+        // SAFETY: own + own_bytes <= bytes <= chunk; the slot is this rank's and free in this stage (pipeline).
+        unsafe {
+            cpu::copy(to, from, own, cpu::STAGING);
+            cpu::copy(to.add(after), from.add(after), bytes - after, cpu::STAGING);
+        }
+    }
+
+    fn consume(&mut self, t: u64, slot: usize, result: usize) {
+        let me = self.board.rank();
+        let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
+        let (own, own_bytes) = self.share(me, bytes);
+        self.sources.clear();
+        for rank in self.board.ranks() {
+            let ptr = if rank == me { self.input.ptr().wrapping_add(start) } else { self.slot(rank, slot) };
+            self.sources.push(Source { ptr: ptr.wrapping_add(own), factor: self.factors[rank.index()] });
+        }
+        let shared = self.result(me, result);
+        let dst = self.output.map(|output| output.ptr().wrapping_add(start + own));
+        match dst {
+            // The root of a reduce keeps its share to itself.
+            Some(dst) if self.call.op == crate::coll::call::Op::Reduce => {
+                reduce_chunk(self.call, dst, &self.sources, own_bytes, self.store)
+            }
+            Some(dst) => {
+                reduce_chunk(self.call, shared, &self.sources, own_bytes, Store::Cached);
+                // SAFETY: own_bytes bytes of the result slot were just written; the output span is as long as the input.
+                unsafe { cpu::copy(dst, shared, own_bytes, self.store) }
+            }
+            None => reduce_chunk(self.call, shared, &self.sources, own_bytes, Store::Cached),
+        }
+    }
+
+    fn finish(&mut self, t: u64, result: usize) {
+        let Some(output) = self.output else { return };
+        let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
+        for peer in self.board.peers() {
+            let (share, share_bytes) = self.share(peer, bytes);
+            // SAFETY: start + share + share_bytes <= output.bytes; the peer's result slot holds its share of chunk `t` (pipeline).
+            unsafe { cpu::copy(output.ptr().add(start + share), self.result(peer, result), share_bytes, self.store) }
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! The arrival: one post per rank and call, in one of two places by the parity of the call's number.
+//!
+//! A rank that posts call `s + 2` over its post of call `s` has seen everybody's post of `s + 1`, so everybody is past `s`.
+
+use super::Step;
+use crate::coll::call::Span;
+use crate::coll::describe::Description;
+use crate::coll::plan::Plan;
+use crate::dtype::ReduceOp;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::mem::layout::{INLINE_BYTES, POST_HEAD};
+use crate::rank::Rank;
+use crate::sync::flag::Flag;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What a peer needs before anything else: one cache line with up to 32 bytes of data.
+#[repr(C)]
+struct Head {
+    flag: AtomicU64,
+    fingerprint: AtomicU64,
+    factor: AtomicU64,
+    spare: AtomicU64,
+}
+
+const _: () = assert!(size_of::<Head>() == POST_HEAD);
+
+/// Places in the table behind the inline data.
+const HEAD: usize = 0;
+const BYTES: usize = 1;
+const SENT: usize = 8;
+
+impl Step<'_> {
+    fn post(&self, rank: Rank) -> &Head {
+        // SAFETY: Head consists of atomics, and `layout.post` is the offset of one for every rank and parity.
+        unsafe { self.board.segment().at(self.board.layout().post(rank, self.seq)) }
+    }
+
+    /// The inline data of a post, valid for `INLINE_BYTES`.
+    pub(super) fn posted(&self, rank: Rank) -> *mut u8 {
+        self.board.segment().ptr(self.board.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
+    }
+
+    fn table(&self, rank: Rank, word: usize) -> &AtomicU64 {
+        let layout = self.board.layout();
+        assert!(word < layout.table_words());
+        // SAFETY: an atomic, within the table behind the inline data of this post.
+        unsafe { self.board.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
+    }
+
+    /// Bytes that `from` sends to `to`, where posts carry them.
+    pub(super) fn sent(&self, from: Rank, to: Rank) -> usize {
+        self.table(from, SENT + to.index()).load(Ordering::Relaxed) as usize
+    }
+
+    fn received(&self, from: Rank, to: Rank) -> usize {
+        self.table(to, SENT + self.board.size() + from.index()).load(Ordering::Relaxed) as usize
+    }
+
+    /// Address in the memory of `from` of what it gives to message `index`.
+    pub(super) fn address(&self, from: Rank, index: usize) -> usize {
+        self.table(from, SENT + 2 * self.board.size() + index).load(Ordering::Relaxed) as usize
+    }
+
+    /// The factor of `rank` under PREMUL_SUM.
+    pub(super) fn factor(&self, rank: Rank) -> f64 {
+        f64::from_bits(self.post(rank).factor.load(Ordering::Relaxed))
+    }
+
+    /// Returns once everybody has posted the same call; with [`Plan::Inline`] their data lie beside the flags.
+    pub(super) fn arrive(&self, plan: Plan) -> Result<()> {
+        self.write_post(plan == Plan::Inline, self.call.agreed_lengths(), &[]);
+        self.await_posts()?;
+        self.compare()
+    }
+
+    /// As `arrive`, and compares what each rank sends with what each expects. `None`: all data lie beside the flags; else the longest message.
+    pub(super) fn arrive_all_to_all(&self) -> Result<Option<usize>> {
+        let inline = |total: usize| total <= INLINE_BYTES;
+        let total: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
+        self.write_post(inline(total), &self.call.inputs, &self.call.outputs);
+        self.await_posts()?;
+        self.compare()?;
+        let (mut longest, mut all_inline) = (0, true);
+        for from in self.board.ranks() {
+            let mut total = 0usize;
+            for to in self.board.ranks() {
+                let (sent, expected) = (self.sent(from, to), self.received(from, to));
+                if sent != expected {
+                    let text = format!(
+                        "{}: {} sends {sent} bytes to {}, which expects {expected}",
+                        self.about(),
+                        self.board.describe(from),
+                        self.board.describe(to)
+                    );
+                    return Err(self.board.fail(Error::mismatch(text)));
+                }
+                longest = longest.max(sent);
+                total = total.saturating_add(sent);
+            }
+            all_inline &= inline(total);
+        }
+        Ok(if all_inline { None } else { Some(longest) })
+    }
+
+    fn write_post(&self, inline: bool, sent: &[Span], received: &[Span]) {
+        let (board, call, me) = (self.board, self.call, self.board.rank());
+        let description = Description::of(call);
+        let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
+        put(HEAD, description.head);
+        put(BYTES, description.bytes);
+        for (i, span) in sent.iter().enumerate() {
+            put(SENT + i, span.bytes as u64);
+        }
+        for (i, span) in received.iter().enumerate() {
+            put(SENT + board.size() + i, span.bytes as u64);
+        }
+        if inline {
+            let mut at = self.posted(me);
+            for span in &call.inputs {
+                // SAFETY: the plan is inline only if the inputs' bytes together fit INLINE_BYTES; nobody reads this post before its flag
+                // is published below, nor its predecessor any more (module docs); the spans are the caller's.
+                unsafe {
+                    cpu::copy(at, span.ptr(), span.bytes, Store::Cached);
+                    at = at.add(span.bytes);
+                }
+            }
+        } else {
+            for (i, span) in call.inputs.iter().enumerate() {
+                put(SENT + 2 * board.size() + i, span.addr as u64);
+            }
+        }
+        let post = self.post(me);
+        post.factor.store(call.factor.to_bits(), Ordering::Relaxed);
+        let lengths = call.agreed_lengths();
+        post.fingerprint.store(description.fingerprint(lengths), Ordering::Relaxed);
+        board.collective(me).store(self.seq, Ordering::Relaxed);
+        post.flag.publish(self.seq);
+        board.wake_sleepers();
+    }
+
+    fn await_posts(&self) -> Result<()> {
+        let missing = |peer| self.post(peer).flag.observe() != self.seq;
+        self.board.wait_for_peers(self.limit, &|| self.about(), missing)
+    }
+
+    /// Fails the group if a peer was asked to do something else.
+    fn compare(&self) -> Result<()> {
+        let print = |rank| self.post(rank).fingerprint.load(Ordering::Relaxed);
+        let mine = print(self.board.rank());
+        if self.board.peers().all(|peer| print(peer) == mine) {
+            return Ok(());
+        }
+        let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.board.name());
+        for rank in self.board.ranks() {
+            let word = |place| self.table(rank, place).load(Ordering::Relaxed);
+            let description = Description { head: word(HEAD), bytes: word(BYTES) };
+            let _ = write!(text, "; {} called {description}", self.board.describe(rank));
+            if !self.call.agreed_lengths().is_empty() && self.board.size() <= 16 {
+                let lengths: Vec<usize> = self.board.ranks().map(|to| self.sent(rank, to)).collect();
+                let _ = write!(text, " with lengths {lengths:?} bytes");
+            }
+        }
+        Err(self.board.fail(Error::mismatch(text)))
+    }
+
+    /// This rank's own input `index` as a source.
+    pub(super) fn own(&self, index: usize) -> Source {
+        Source { ptr: self.call.inputs[index].ptr(), factor: self.call.factor }
+    }
+
+    /// Reduces `bytes` bytes of every source into `dst`.
+    pub(super) fn reduce(&self, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+        let (dtype, op): (_, ReduceOp) = (self.call.dtype, self.call.reduce_op);
+        // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
+        // bounds `Segment::ptr` checked, and synchronises with their writers before.
+        unsafe { cpu::reduce(op, dtype, dst, sources, bytes / dtype.size(), store) }
+    }
+}

@@ -1,0 +1,180 @@
+//! Broadcast, all-gather, gather, scatter, all-to-all: messages that move unchanged.
+//!
+//! They differ only in who sends, who receives, and whether everybody gets the same message.
+
+use super::Step;
+use super::pipeline::{self, Chunks, Clock, Phases};
+use crate::coll::call::{Op, Span};
+use crate::coll::plan::Plan;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Store};
+use crate::rank::Rank;
+use crate::sync::flag::Flag;
+
+/// A group's stage counters, as the pipeline sees them.
+pub(super) struct Stages<'a, 'b>(pub(super) &'a mut Step<'b>);
+
+impl Clock for Stages<'_, '_> {
+    fn stage(&self) -> u64 {
+        *self.0.stage
+    }
+
+    fn tick(&mut self) {
+        *self.0.stage += 1;
+        let board = self.0.board;
+        board.stage(board.rank()).publish(*self.0.stage);
+        board.wake_sleepers();
+    }
+
+    fn wait_for(&mut self, stage: u64) -> Result<()> {
+        let step = &self.0;
+        let missing = |peer| step.board.stage(peer).observe() < stage;
+        step.board.wait_for_peers(step.limit, &|| step.about(), missing)
+    }
+}
+
+/// The bytes of chunk `t`.
+pub(super) fn chunk_of(bytes: usize, chunk: usize, t: u64) -> (usize, usize) {
+    let start = (t as usize).saturating_mul(chunk).min(bytes);
+    (start, chunk.min(bytes - start))
+}
+
+impl Step<'_> {
+    /// Whether every receiver gets a message of its own.
+    fn personal(&self) -> bool {
+        matches!(self.call.op, Op::Scatter | Op::AllToAll)
+    }
+
+    /// What this rank sends, with the place of each message among those of its sender.
+    fn outgoing(&self) -> impl Iterator<Item = (usize, Span)> {
+        // A personal message to oneself does not travel.
+        let me = self.board.rank().index();
+        let personal = self.personal();
+        self.call.inputs.iter().copied().enumerate().filter(move |&(index, _)| !personal || index != me)
+    }
+
+    /// From whom this rank receives what.
+    fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
+        let (call, me) = (self.call, self.board.rank());
+        let one = matches!(call.op, Op::Broadcast | Op::Scatter);
+        let single = call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
+        let many = self.board.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
+        single.into_iter().chain(many)
+    }
+
+    /// Copies this rank's message to itself.
+    pub(super) fn keep_own(&self) {
+        let (call, me) = (self.call, self.board.rank().index());
+        let pick = |spans: &[Span]| if spans.len() > 1 { spans.get(me).copied() } else { spans.first().copied() };
+        if let (Some(input), Some(output)) = (pick(&call.inputs), pick(&call.outputs))
+            && input.addr != output.addr
+        {
+            // SAFETY: `validate` saw equal lengths; the spans are the caller's and do not overlap unless they are the same.
+            unsafe { cpu::copy(output.ptr(), input.ptr(), input.bytes, Store::Cached) }
+        }
+    }
+
+    pub(super) fn exchange(&mut self, plan: Plan) -> Result<()> {
+        match plan {
+            Plan::Inline => {
+                for (from, output) in self.incoming() {
+                    let skipped: usize = match self.call.op {
+                        Op::Scatter => self.board.rank().index() * output.bytes,
+                        Op::AllToAll => (0..self.board.rank().0).map(|to| self.sent(from, Rank(to))).sum(),
+                        _ => 0,
+                    };
+                    // SAFETY: `from` posted this many bytes behind its flag (lengths compared at arrival); `await_posts` acquired them;
+                    // the plan keeps all inputs of a rank within INLINE_BYTES.
+                    unsafe { cpu::copy(output.ptr(), self.posted(from).add(skipped), output.bytes, Store::Cached) }
+                }
+            }
+            Plan::Staged { chunk, store } => {
+                let longest = if self.call.op == Op::AllToAll { self.longest_pair() } else { self.call.longest() };
+                let count = longest.div_ceil(chunk) as u64;
+                let (board, personal) = (self.board, self.personal());
+                let mut chunks = Messages {
+                    outgoing: self.outgoing().collect(),
+                    incoming: self.incoming().collect(),
+                    slot: &|from, slot, index| {
+                        let index = if personal { index } else { 0 };
+                        board.segment().ptr(board.layout().input(from, slot) + index * chunk, chunk)
+                    },
+                    me: board.rank(),
+                    chunk,
+                    store,
+                };
+                pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)?;
+            }
+            Plan::Direct => self.read_directly()?,
+        }
+        self.keep_own();
+        Ok(())
+    }
+
+    fn longest_pair(&self) -> usize {
+        let pairs = self.board.ranks().flat_map(|from| self.board.ranks().map(move |to| (from, to)));
+        pairs.map(|(from, to)| self.sent(from, to)).max().unwrap_or(0)
+    }
+
+    /// One copy, made by the kernel; then everybody waits until nobody reads any more.
+    fn read_directly(&mut self) -> Result<()> {
+        for (from, output) in self.incoming() {
+            let index = if self.personal() { self.board.rank().index() } else { 0 };
+            // SAFETY: the span is the caller's, who leaves it alone during the call.
+            let copied =
+                unsafe { crate::sys::process::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
+            if let Err(error) = copied {
+                return Err(self.explain(from, error));
+            }
+        }
+        let mut clock = Stages(self);
+        clock.tick();
+        let stage = clock.stage();
+        clock.wait_for(stage)
+    }
+
+    /// A peer whose memory cannot be read any more has probably died: waits a moment for that to be known.
+    fn explain(&self, from: Rank, error: Error) -> Error {
+        let limit = crate::sync::limit::Limit::from_first_wait(std::time::Duration::from_millis(500));
+        while limit.left().is_some() {
+            if let Err(lost) = self.board.check(self.limit, &|| self.about(), &|peer| peer == from) {
+                return lost;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        self.board.fail(Error::internal(format!("{} in {}", error.message, self.about())))
+    }
+}
+
+/// The messages of one rank, in chunks.
+struct Messages<'a> {
+    outgoing: Vec<(usize, Span)>,
+    incoming: Vec<(Rank, Span)>,
+    /// The place of message `index` in an input slot of a rank, valid for `chunk` bytes.
+    slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
+    me: Rank,
+    chunk: usize,
+    store: Store,
+}
+
+impl Chunks for Messages<'_> {
+    fn produce(&mut self, t: u64, slot: usize) {
+        for &(index, span) in &self.outgoing {
+            let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
+            let place = (self.slot)(self.me, slot, index);
+            // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+            unsafe { cpu::copy(place, span.ptr().add(start), bytes, cpu::STAGING) }
+        }
+    }
+
+    fn consume(&mut self, t: u64, slot: usize, _result: usize) {
+        for &(from, span) in &self.incoming {
+            let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
+            let place = (self.slot)(from, slot, self.me.index());
+            // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at arrival).
+            unsafe { cpu::copy(span.ptr().add(start), place, bytes, self.store) }
+        }
+    }
+
+    fn finish(&mut self, _t: u64, _result: usize) {}
+}

@@ -1,0 +1,106 @@
+//! Collectives on tensors in host memory.
+//!
+//! Every collective begins with an arrival ([`arrival`]): each rank posts what it was asked to do, waits for everybody's post and compares.
+//! No user memory is written before. What follows depends on the plan: the data came with the posts, or move through staging in a
+//! [`pipeline`], or are read straight out of the senders' memory.
+
+mod all_reduce;
+mod arrival;
+mod exchange;
+pub mod pipeline;
+mod reduce_scatter;
+
+use crate::coll::call::{Call, Op};
+use crate::coll::plan::{self, Facts, Plan};
+use crate::error::Result;
+use crate::sync::board::Board;
+use crate::sync::limit::Limit;
+use std::sync::Arc;
+
+/// Runs a group's collectives, one at a time.
+#[derive(Debug)]
+pub struct Runner {
+    board: Arc<Board>,
+    facts: Facts,
+    seq: u64,
+    stage: u64,
+    staging_reserved: bool,
+}
+
+/// One collective under way.
+struct Step<'a> {
+    board: &'a Board,
+    call: &'a Call,
+    limit: &'a Limit,
+    seq: u64,
+    stage: &'a mut u64,
+}
+
+impl Runner {
+    /// A runner for a group that has run nothing yet. `direct`: every rank may read every other's memory.
+    pub fn new(board: Arc<Board>, direct: bool) -> Self {
+        let facts = Facts { ranks: board.size(), direct };
+        Self { board, facts, seq: 0, stage: 0, staging_reserved: false }
+    }
+
+    /// Number of collectives begun.
+    pub fn sequence(&self) -> u64 {
+        self.seq
+    }
+
+    /// Runs `call`; returns when its outputs are complete and its inputs may change.
+    pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+        let n = self.board.size();
+        call.validate(self.board.rank(), n)?;
+        if let Some(failure) = self.board.failure() {
+            return Err(failure);
+        }
+        self.seq += 1;
+        let plan = plan::choose(call.op, call.longest(), self.facts);
+        let board = Arc::clone(&self.board);
+        let mut step = Step { board: &board, call, limit, seq: self.seq, stage: &mut self.stage };
+        if n == 1 {
+            return step.alone();
+        }
+        // Only the ranks together know the longest message of an all-to-all.
+        let plan = if call.op == Op::AllToAll {
+            step.arrive_all_to_all()?.map_or(Plan::Inline, |longest| plan::choose(call.op, longest, self.facts))
+        } else {
+            step.arrive(plan)?;
+            plan
+        };
+        if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
+            let layout = board.layout();
+            let purpose = format_args!("group \"{}\"", board.name());
+            board.segment().reserve(layout.staging(board.rank()), layout.staging_bytes(), purpose).map_err(|e| board.fail(e))?;
+            self.staging_reserved = true;
+        }
+        match call.op {
+            Op::Barrier => Ok(()),
+            Op::AllReduce | Op::Reduce => step.all_reduce(plan),
+            Op::ReduceScatter => step.reduce_scatter(plan),
+            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan),
+        }
+    }
+}
+
+impl Step<'_> {
+    /// The collective of a single rank.
+    fn alone(&self) -> Result<()> {
+        match self.call.op {
+            Op::Barrier | Op::Broadcast => {}
+            Op::AllReduce | Op::Reduce | Op::ReduceScatter => {
+                let (input, output) = (self.call.inputs[0], self.call.outputs[0]);
+                self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::Store::Cached);
+            }
+            Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.keep_own(),
+        }
+        Ok(())
+    }
+
+    /// Names the call in messages.
+    fn about(&self) -> String {
+        let description = crate::coll::describe::Description::of(self.call);
+        format!("{description} #{} of group \"{}\"", self.seq, self.board.name())
+    }
+}

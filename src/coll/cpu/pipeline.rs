@@ -1,0 +1,123 @@
+//! The pipeline behind every staged collective: a message passes in chunks, and each rank is at most one stage ahead of the slowest.
+//!
+//! Each rank owns one counter, the number of stages it has finished since the group was made. In a stage it writes chunk `t` into an
+//! input slot, works on chunk `t - 1` out of everybody's input slots, and in two-phase collectives passes on the results of chunk `t - 2`.
+//! Slots are chosen by the running number of the stage, so a call may begin while peers are still in the last stage of the call before.
+//! The argument why three input slots and two result slots suffice stands in `docs/memory-model.md`; loom checks it (`tests/loom.rs`).
+
+use crate::error::Result;
+use crate::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
+
+/// The ranks' stage counters.
+pub trait Clock {
+    /// Stages that this rank has finished.
+    fn stage(&self) -> u64;
+    /// Finishes a stage: releases everything that was written in it.
+    fn tick(&mut self);
+    /// Returns once every peer has finished `stage` stages; acquires what they wrote.
+    fn wait_for(&mut self, stage: u64) -> Result<()>;
+}
+
+/// What a collective does with a chunk.
+pub trait Chunks {
+    /// Writes chunk `t` of this rank's input to its input slot.
+    fn produce(&mut self, t: u64, slot: usize);
+    /// Works on chunk `t` in everybody's input slots; in two-phase collectives writes this rank's share to its result slot.
+    fn consume(&mut self, t: u64, slot: usize, result: usize);
+    /// Passes on everybody's results of chunk `t`. Called in two-phase collectives only.
+    fn finish(&mut self, t: u64, result: usize);
+}
+
+/// Whether results are shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phases {
+    /// Each rank keeps what it consumes.
+    One,
+    /// What one rank consumes, all ranks finish.
+    Two,
+}
+
+/// Passes `count` chunks through the slots. The caller has just seen every peer arrive at this call, so every peer has finished all stages
+/// of the call before.
+pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl Chunks) -> Result<()> {
+    if count == 0 {
+        return Ok(());
+    }
+    let input = |stage: u64| (stage % INPUT_SLOTS as u64) as usize;
+    let result = |stage: u64| (stage % RESULT_SLOTS as u64) as usize;
+    let stages = count + if phases == Phases::Two { 2 } else { 1 };
+    for t in 0..stages {
+        let stage = clock.stage();
+        if t < count {
+            chunks.produce(t, input(stage));
+        }
+        if t > 0 {
+            clock.wait_for(stage)?;
+            if t - 1 < count {
+                chunks.consume(t - 1, input(stage - 1), result(stage));
+            }
+            if t > 1 && phases == Phases::Two {
+                chunks.finish(t - 2, result(stage - 1));
+            }
+        }
+        clock.tick();
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Alone(u64);
+
+    impl Clock for Alone {
+        fn stage(&self) -> u64 {
+            self.0
+        }
+        fn tick(&mut self) {
+            self.0 += 1;
+        }
+        fn wait_for(&mut self, _stage: u64) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[derive(Default)]
+    struct Log {
+        inputs: [Option<u64>; INPUT_SLOTS],
+        results: [Option<u64>; RESULT_SLOTS],
+        finished: Vec<u64>,
+        consumed: Vec<u64>,
+    }
+
+    impl Chunks for Log {
+        fn produce(&mut self, t: u64, slot: usize) {
+            self.inputs[slot] = Some(t);
+        }
+        fn consume(&mut self, t: u64, slot: usize, result: usize) {
+            assert_eq!(self.inputs[slot], Some(t));
+            self.results[result] = Some(t);
+            self.consumed.push(t);
+        }
+        fn finish(&mut self, t: u64, result: usize) {
+            assert_eq!(self.results[result], Some(t));
+            self.finished.push(t);
+        }
+    }
+
+    #[test]
+    fn every_chunk_passes_once_in_order_from_its_own_slot() {
+        let mut clock = Alone::default();
+        for count in [0, 1, 2, 3, 10] {
+            for phases in [Phases::One, Phases::Two] {
+                let mut log = Log::default();
+                run(&mut clock, phases, count, &mut log).expect("alone");
+                let all: Vec<u64> = (0..count).collect();
+                assert_eq!(log.consumed, all);
+                assert_eq!(log.finished, if phases == Phases::Two { all } else { Vec::new() });
+            }
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Reduce-scatter: each rank reduces its own message out of everybody's posts or slots.
+
+use super::Step;
+use super::exchange::{Stages, chunk_of};
+use super::pipeline::{self, Chunks, Phases};
+use crate::coll::call::Span;
+use crate::coll::plan::Plan;
+use crate::error::Result;
+use crate::kernels::cpu::{self, Source, Store};
+use crate::rank::Rank;
+
+impl Step<'_> {
+    pub(super) fn reduce_scatter(&mut self, plan: Plan) -> Result<()> {
+        let (board, call) = (self.board, self.call);
+        let (me, output) = (board.rank(), call.outputs[0]);
+        match plan {
+            Plan::Inline | Plan::Direct => {
+                let skipped: usize = call.inputs[..me.index()].iter().map(|span| span.bytes).sum();
+                let sources: Vec<Source> = board
+                    .ranks()
+                    .map(|rank| if rank == me { self.own(me.index()) } else { self.peer(rank, self.posted(rank).wrapping_add(skipped)) })
+                    .collect();
+                self.reduce(output.ptr(), &sources, output.bytes, Store::Cached);
+                Ok(())
+            }
+            Plan::Staged { chunk, store } => {
+                let count = call.longest().div_ceil(chunk) as u64;
+                let step: &Step<'_> = self;
+                let factors: Vec<f64> = board.ranks().map(|rank| step.factor(rank)).collect();
+                let reduce = |dst: *mut u8, sources: &[Source], bytes| reduce_chunk(call, dst, sources, bytes, store);
+                let mut chunks = Scatter {
+                    inputs: &call.inputs,
+                    output,
+                    factors,
+                    reduce: &reduce,
+                    slot: &|from, slot, index| board.segment().ptr(board.layout().input(from, slot) + index * chunk, chunk),
+                    sources: Vec::with_capacity(board.size()),
+                    me,
+                    chunk,
+                };
+                pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)
+            }
+        }
+    }
+
+    /// A peer's elements as a source.
+    pub(super) fn peer(&self, rank: Rank, ptr: *const u8) -> Source {
+        Source { ptr, factor: self.factor(rank) }
+    }
+}
+
+/// `Step::reduce` for a pipeline, which holds the step itself.
+pub(super) fn reduce_chunk(call: &crate::coll::call::Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+    // SAFETY: the pipelines pass slots and spans that hold `bytes` bytes, after their writers' stage was acquired.
+    unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
+}
+
+struct Scatter<'a> {
+    inputs: &'a [Span],
+    output: Span,
+    factors: Vec<f64>,
+    reduce: &'a dyn Fn(*mut u8, &[Source], usize),
+    slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
+    sources: Vec<Source>,
+    me: Rank,
+    chunk: usize,
+}
+
+impl Chunks for Scatter<'_> {
+    fn produce(&mut self, t: u64, slot: usize) {
+        for (index, span) in self.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index()) {
+            let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
+            let place = (self.slot)(self.me, slot, index);
+            // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+            unsafe { cpu::copy(place, span.ptr().add(start), bytes, cpu::STAGING) }
+        }
+    }
+
+    fn consume(&mut self, t: u64, slot: usize, _result: usize) {
+        let (start, bytes) = chunk_of(self.output.bytes, self.chunk, t);
+        let me = self.me.index();
+        self.sources.clear();
+        for (rank, &factor) in self.factors.iter().enumerate() {
+            let ptr = if rank == me { self.inputs[me].ptr().wrapping_add(start) } else { (self.slot)(Rank(rank as u32), slot, me) };
+            self.sources.push(Source { ptr, factor });
+        }
+        (self.reduce)(self.output.ptr().wrapping_add(start), &self.sources, bytes);
+    }
+
+    fn finish(&mut self, _t: u64, _result: usize) {}
+}

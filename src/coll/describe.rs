@@ -1,0 +1,184 @@
+//! What ranks compare about a call before they touch memory, and how messages print it.
+
+use crate::coll::call::{Call, Op, Span};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+/// The part of a call on which all ranks must agree, as two words that fit beside the arrival flag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Description {
+    /// op, dtype, reduce op, root from the lowest byte up.
+    pub head: u64,
+    /// Bytes that must agree, see [`Call::agreed_bytes`].
+    pub bytes: u64,
+}
+
+impl Description {
+    /// What `call` shows its peers.
+    pub fn of(call: &Call) -> Self {
+        let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
+        let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
+        let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
+        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | root << 32;
+        Self { head, bytes: call.agreed_bytes() }
+    }
+
+    /// One word that differs where descriptions or `lengths` differ (64-bit mixing, splitmix64's finaliser).
+    pub fn fingerprint(self, lengths: &[Span]) -> u64 {
+        let mut hash = mix(self.head ^ mix(self.bytes));
+        for span in lengths {
+            hash = mix(hash ^ span.bytes as u64);
+        }
+        hash
+    }
+}
+
+fn mix(word: u64) -> u64 {
+    let word = word.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+impl std::fmt::Display for Description {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let byte = |shift: u32| (self.head >> shift) as u8;
+        let (Some(op), Ok(dtype), Ok(reduce_op)) =
+            (Op::from_code(byte(0)), DType::from_torch(byte(8).into()), ReduceOp::from_torch(byte(16)))
+        else {
+            return f.write_str("an unreadable call");
+        };
+        if op == Op::Barrier {
+            return f.write_str("barrier");
+        }
+        let count = self.bytes / dtype.size() as u64;
+        write!(f, "{}({count} × {}, {} bytes", op.name(), dtype.name(), self.bytes)?;
+        if op.reduces() {
+            write!(f, ", {}", reduce_op.name())?;
+        }
+        if op.rooted() {
+            write!(f, ", root {}", self.head >> 32)?;
+        }
+        f.write_str(")")
+    }
+}
+
+impl Call {
+    /// The bytes that must be equal on all ranks: of one message, or of all where each rank knows all lengths. All-to-all: of nothing.
+    pub fn agreed_bytes(&self) -> u64 {
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
+        let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);
+        match self.op {
+            Op::Barrier | Op::AllToAll => 0,
+            Op::AllReduce | Op::Reduce | Op::Gather => one(&self.inputs),
+            Op::Broadcast => one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs }),
+            Op::Scatter => one(&self.outputs),
+            Op::AllGather => sum(&self.outputs),
+            Op::ReduceScatter => sum(&self.inputs),
+        }
+    }
+
+    /// The lengths that every rank knows of every other.
+    pub fn agreed_lengths(&self) -> &[Span] {
+        match self.op {
+            Op::AllGather => &self.outputs,
+            Op::ReduceScatter => &self.inputs,
+            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => &[],
+        }
+    }
+
+    /// The longest single message between two ranks, as far as this rank knows.
+    pub fn longest(&self) -> usize {
+        self.inputs.iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
+    }
+
+    /// All bytes that this rank gives or receives, whichever is more.
+    pub fn volume(&self) -> usize {
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
+        sum(&self.inputs).max(sum(&self.outputs))
+    }
+
+    /// Whether the spans are of the number and length that the collective demands of rank `me` of `n`.
+    pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
+        let root = me == self.root;
+        let at_root = |count| if root { count } else { 0 };
+        let (inputs, outputs) = match self.op {
+            Op::Barrier => (0, 0),
+            Op::Broadcast => (at_root(1), 1 - at_root(1)),
+            Op::AllReduce => (1, 1),
+            Op::Reduce => (1, at_root(1)),
+            Op::AllGather => (1, n),
+            Op::Gather => (1, at_root(n)),
+            Op::Scatter => (at_root(n), 1),
+            Op::ReduceScatter => (n, 1),
+            Op::AllToAll => (n, n),
+        };
+        let name = self.op.name();
+        if self.op.rooted() && self.root.index() >= n {
+            return Err(Error::value(format!("{name}: root {} is outside the group of {n} ranks", self.root)));
+        }
+        if (self.inputs.len(), self.outputs.len()) != (inputs, outputs) {
+            let (i, o) = (self.inputs.len(), self.outputs.len());
+            return Err(Error::value(format!("{name} takes {inputs} inputs and {outputs} outputs here, not {i} and {o}")));
+        }
+        let own = |spans: &[Span]| spans.get(if spans.len() == n { me.index() } else { 0 }).map_or(0, |span| span.bytes);
+        let even = |spans: &[Span]| spans.windows(2).all(|pair| pair[0].bytes == pair[1].bytes);
+        let fits = match self.op {
+            Op::Barrier | Op::Broadcast => true,
+            Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll => own(&self.inputs) == own(&self.outputs),
+            Op::Reduce => !root || own(&self.inputs) == own(&self.outputs),
+            Op::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),
+            Op::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
+        };
+        let whole = |span: &Span| span.bytes % self.dtype.size() == 0;
+        if fits && self.inputs.iter().chain(&self.outputs).all(whole) {
+            return Ok(());
+        }
+        let lengths = |spans: &[Span]| spans.iter().map(|span| span.bytes).collect::<Vec<_>>();
+        Err(Error::value(format!(
+            "{name}: the lengths of inputs {:?} and outputs {:?} (bytes, rank {me} of {n}, {}) do not fit each other",
+            lengths(&self.inputs),
+            lengths(&self.outputs),
+            self.dtype.name()
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Call {
+        let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
+        let (inputs, outputs) = (spans(inputs), spans(outputs));
+        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs }
+    }
+
+    #[test]
+    fn descriptions_read_as_calls() {
+        assert_eq!(Description::of(&call(Op::AllReduce, 0, &[4096], &[4096])).to_string(), "all_reduce(1024 × float32, 4096 bytes, SUM)");
+        assert_eq!(Description::of(&call(Op::Broadcast, 2, &[], &[8])).to_string(), "broadcast(2 × float32, 8 bytes, root 2)");
+        assert_eq!(Description::of(&call(Op::Barrier, 0, &[], &[])).to_string(), "barrier");
+    }
+
+    #[test]
+    fn fingerprints_tell_calls_apart() {
+        let print = |call: &Call| Description::of(call).fingerprint(call.agreed_lengths());
+        let base = call(Op::AllGather, 0, &[4], &[4, 8]);
+        assert_eq!(print(&base), print(&call(Op::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
+        assert_ne!(print(&base), print(&call(Op::AllGather, 0, &[8], &[8, 4])), "other lengths");
+        assert_ne!(print(&base), print(&Call { dtype: DType::I32, ..base.clone() }));
+        assert_ne!(print(&call(Op::Reduce, 0, &[4], &[4])), print(&call(Op::Reduce, 1, &[4], &[])), "other root");
+    }
+
+    #[test]
+    fn spans_that_do_not_fit_are_refused() {
+        assert!(call(Op::AllReduce, 0, &[8], &[8]).validate(Rank(0), 2).is_ok());
+        assert!(call(Op::AllReduce, 0, &[8], &[4]).validate(Rank(0), 2).is_err());
+        assert!(call(Op::AllReduce, 0, &[6], &[6]).validate(Rank(0), 2).is_err(), "half an element");
+        assert!(call(Op::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(), "root outside");
+        assert!(call(Op::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(), "uneven gather");
+        assert!(call(Op::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
+    }
+}

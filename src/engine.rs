@@ -1,0 +1,218 @@
+//! One ordered queue of collectives per group.
+//!
+//! A synchronous call on an idle group runs on its caller's thread. Everything else queues; whoever waits for a job, or else the group's
+//! worker, runs what stands before it and then the job itself. The worker thread begins with the first asynchronous call.
+
+use crate::coll::call::Call;
+use crate::coll::cpu::Runner;
+use crate::error::{Error, Result};
+use crate::group::Done;
+use crate::sync::limit::Limit;
+use std::collections::{BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
+const FOREVER: Duration = Duration::from_secs(3600);
+
+/// A group's queue.
+pub struct Engine {
+    state: Mutex<State>,
+    changed: Condvar,
+    runner: Mutex<Runner>,
+    worker: Mutex<Option<JoinHandle<()>>>,
+    issued: AtomicU64,
+}
+
+struct State {
+    queue: VecDeque<Job>,
+    /// Tickets whose completion has not been called.
+    open: BTreeSet<u64>,
+    next: u64,
+    /// Somebody holds the runner.
+    busy: bool,
+    stopping: bool,
+    /// Threads asleep on `changed`: waking nobody costs a system call too.
+    sleepers: usize,
+}
+
+struct Job {
+    ticket: u64,
+    calls: Vec<Call>,
+    submitted: Instant,
+    timeout: Duration,
+    done: Done,
+}
+
+/// A lock whose holder panicked is taken over: every state change under these locks is a single step.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Engine {
+    /// An idle queue in front of `runner`.
+    pub fn new(runner: Runner) -> Arc<Self> {
+        let state = State { queue: VecDeque::new(), open: BTreeSet::new(), next: 1, busy: false, stopping: false, sleepers: 0 };
+        Arc::new(Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            runner: Mutex::new(runner),
+            worker: Mutex::new(None),
+            issued: AtomicU64::new(0),
+        })
+    }
+
+    /// Number of collectives asked for.
+    pub fn sequence(&self) -> u64 {
+        self.issued.load(Ordering::Relaxed)
+    }
+
+    /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
+    pub fn run(&self, calls: Vec<Call>, timeout: Duration) -> Result<()> {
+        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
+        let mut state = lock(&self.state);
+        if !state.busy && state.queue.is_empty() {
+            state.busy = true;
+            drop(state);
+            let outcome = self.execute(&calls, &Limit::from_first_wait(timeout));
+            self.finish(&mut lock(&self.state), None);
+            return outcome;
+        }
+        let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
+        let slot = Arc::clone(&outcome);
+        let done = Done::new(move |result, _| *lock(&slot) = result);
+        let ticket = state.push(calls, timeout, done);
+        drop(state);
+        self.wait(ticket, None)?;
+        let result = lock(&outcome).clone();
+        result
+    }
+
+    /// Queues `calls`; `done` hears the outcome.
+    pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, done: Done) -> Result<u64> {
+        self.start_worker()?;
+        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
+        let mut state = lock(&self.state);
+        let ticket = state.push(calls, timeout, done);
+        self.notify(&state);
+        Ok(ticket)
+    }
+
+    /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
+    pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        let limit = limit.map(|limit| (limit, Instant::now()));
+        let mut state = lock(&self.state);
+        while state.open.contains(&ticket) {
+            state = match limit {
+                None if !state.busy && !state.queue.is_empty() => self.run_next(state),
+                None => self.sleep(state, FOREVER),
+                Some((limit, since)) => {
+                    let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
+                        let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
+                        return Err(Error::wait_timeout(text));
+                    };
+                    self.sleep(state, left)
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Returns once nothing is queued or running, or after `limit`.
+    pub fn drain(&self, limit: Duration) {
+        let since = Instant::now();
+        let mut state = lock(&self.state);
+        while state.busy || !state.queue.is_empty() {
+            let Some(left) = limit.checked_sub(since.elapsed()) else { return };
+            state = self.sleep(state, left);
+        }
+    }
+
+    /// Ends the worker after the jobs that are queued.
+    pub fn stop(&self) {
+        let mut state = lock(&self.state);
+        state.stopping = true;
+        self.notify(&state);
+        drop(state);
+        let worker = lock(&self.worker).take();
+        // A completion may drop the last handle of the group on the worker itself.
+        if let Some(worker) = worker.filter(|worker| worker.thread().id() != std::thread::current().id()) {
+            let _ = worker.join();
+        }
+    }
+
+    fn start_worker(self: &Arc<Self>) -> Result<()> {
+        let mut worker = lock(&self.worker);
+        if worker.is_none() {
+            let engine = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("symm-worker".into()).spawn(move || engine.work());
+            *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's worker thread: {e}")))?);
+        }
+        Ok(())
+    }
+
+    fn work(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            state = if !state.busy && !state.queue.is_empty() {
+                self.run_next(state)
+            } else if state.stopping && state.queue.is_empty() {
+                return;
+            } else {
+                self.sleep(state, FOREVER)
+            };
+        }
+    }
+
+    fn sleep<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        state.sleepers += 1;
+        let mut state = self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+        state.sleepers -= 1;
+        state
+    }
+
+    fn notify(&self, state: &State) {
+        if state.sleepers > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Runs the oldest job. The queue must not be empty, and nobody may be busy.
+    fn run_next<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let Some(job) = state.queue.pop_front() else { return state };
+        state.busy = true;
+        drop(state);
+        let limit = Limit::from(job.submitted, job.timeout);
+        job.done.call(self.execute(&job.calls, &limit), None);
+        let mut state = lock(&self.state);
+        self.finish(&mut state, Some(job.ticket));
+        state
+    }
+
+    fn execute(&self, calls: &[Call], limit: &Limit) -> Result<()> {
+        let mut runner = lock(&self.runner);
+        let body = AssertUnwindSafe(|| calls.iter().try_for_each(|call| runner.run(call, limit)));
+        catch_unwind(body).unwrap_or_else(|_| Err(Error::internal("a bug in torch-symm: a collective panicked")))
+    }
+
+    fn finish(&self, state: &mut State, ticket: Option<u64>) {
+        state.busy = false;
+        if let Some(ticket) = ticket {
+            state.open.remove(&ticket);
+        }
+        self.notify(state);
+    }
+}
+
+impl State {
+    fn push(&mut self, calls: Vec<Call>, timeout: Duration, done: Done) -> u64 {
+        let ticket = self.next;
+        self.next += 1;
+        self.open.insert(ticket);
+        self.queue.push_back(Job { ticket, calls, submitted: Instant::now(), timeout, done });
+        ticket
+    }
+}

@@ -1,0 +1,157 @@
+//! Where everything lies in a group's memory. Pure.
+//!
+//! ```text
+//! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1
+//! ```
+//! Control (up to the rings) is reserved when the group is made; rings and staging when they are first used.
+
+use crate::rank::Rank;
+
+/// Bytes of a message that travel beside the arrival flag.
+pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
+/// Flag, fingerprint, factor and one spare word stand before the inline data: an 8-byte message is one cache line.
+pub const POST_HEAD: usize = 32;
+/// Bytes of one input slot; a rank has [`INPUT_SLOTS`].
+pub const SLOT_BYTES: usize = 256 << 10;
+/// Three: one being written, one being read, one that the slowest peer may still be reading (`docs/memory-model.md`).
+pub const INPUT_SLOTS: usize = 3;
+/// Two: a result is read one stage after it was written.
+pub const RESULT_SLOTS: usize = 2;
+/// Bytes of one ring's data; a power of two.
+pub const RING_BYTES: usize = 256 << 10;
+/// Head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
+pub const RING_HEAD: usize = 4 * LINE_PAIR;
+/// 128, not 64: adjacent-line prefetch pairs lines on x86.
+pub const LINE_PAIR: usize = 128;
+/// Header, including the text of the first failure.
+pub const HEADER_BYTES: usize = 4096;
+/// One member's own words.
+pub const MEMBER_BYTES: usize = 4 * LINE_PAIR;
+/// More members than this are refused: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
+pub const MAX_RANKS: usize = 128;
+
+/// Offsets for a group of `n` members.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    n: usize,
+}
+
+impl Layout {
+    /// The layout for `n` members, `1 <= n <= MAX_RANKS`.
+    pub fn new(n: usize) -> Self {
+        assert!((1..=MAX_RANKS).contains(&n), "{n} ranks");
+        Self { n }
+    }
+
+    /// Number of members.
+    pub fn ranks(self) -> usize {
+        self.n
+    }
+
+    /// Offset of a member's own words.
+    pub fn member(self, rank: Rank) -> usize {
+        HEADER_BYTES + rank.index() * MEMBER_BYTES
+    }
+
+    /// Offset of the post of `rank` for calls of parity `seq % 2`.
+    pub fn post(self, rank: Rank, seq: u64) -> usize {
+        self.posts() + (rank.index() * 2 + (seq % 2) as usize) * self.post_bytes()
+    }
+
+    /// Words of the table behind a post's inline data: 8 for the description, then lengths sent, lengths received, addresses.
+    pub fn table_words(self) -> usize {
+        8 + 3 * self.n
+    }
+
+    /// Bytes of a post: head, inline data, table.
+    pub fn post_bytes(self) -> usize {
+        (POST_HEAD + INLINE_BYTES + self.table_words() * 8).next_multiple_of(LINE_PAIR)
+    }
+
+    /// Offset of the ring that carries messages from `from` to `to`.
+    pub fn ring(self, from: Rank, to: Rank) -> usize {
+        self.rings() + (from.index() * self.n + to.index()) * self.ring_bytes()
+    }
+
+    /// Bytes of a ring with its counters.
+    pub fn ring_bytes(self) -> usize {
+        RING_HEAD + RING_BYTES
+    }
+
+    /// Offset of a rank's input slot.
+    pub fn input(self, rank: Rank, slot: usize) -> usize {
+        self.staging(rank) + slot * SLOT_BYTES
+    }
+
+    /// Offset of a rank's result slot.
+    pub fn result(self, rank: Rank, slot: usize) -> usize {
+        self.staging(rank) + INPUT_SLOTS * SLOT_BYTES + slot * self.result_bytes()
+    }
+
+    /// Bytes of a result slot: a rank's share of one chunk.
+    pub fn result_bytes(self) -> usize {
+        (SLOT_BYTES / self.n + LINE_PAIR).next_multiple_of(4096)
+    }
+
+    /// Offset of a rank's staging area.
+    pub fn staging(self, rank: Rank) -> usize {
+        (self.rings() + self.n * self.n * self.ring_bytes()).next_multiple_of(4096) + rank.index() * self.staging_bytes()
+    }
+
+    /// Bytes of a rank's staging area.
+    pub fn staging_bytes(self) -> usize {
+        INPUT_SLOTS * SLOT_BYTES + RESULT_SLOTS * self.result_bytes()
+    }
+
+    /// Bytes of the part that is reserved when the group is made.
+    pub fn control_bytes(self) -> usize {
+        self.rings()
+    }
+
+    /// Bytes of the whole.
+    pub fn total_bytes(self) -> usize {
+        self.staging(Rank(self.n as u32))
+    }
+
+    fn posts(self) -> usize {
+        HEADER_BYTES + self.n * MEMBER_BYTES
+    }
+
+    fn rings(self) -> usize {
+        (self.posts() + self.n * 2 * self.post_bytes()).next_multiple_of(4096)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every area as (offset, bytes).
+    fn areas(layout: Layout) -> Vec<(usize, usize)> {
+        let n = layout.ranks() as u32;
+        let mut list = vec![(0, HEADER_BYTES)];
+        for a in (0..n).map(Rank) {
+            list.push((layout.member(a), MEMBER_BYTES));
+            list.extend((0..2).map(|seq| (layout.post(a, seq), layout.post_bytes())));
+            list.extend((0..n).map(|b| (layout.ring(a, Rank(b)), layout.ring_bytes())));
+            list.extend((0..INPUT_SLOTS).map(|slot| (layout.input(a, slot), SLOT_BYTES)));
+            list.extend((0..RESULT_SLOTS).map(|slot| (layout.result(a, slot), layout.result_bytes())));
+        }
+        list
+    }
+
+    #[test]
+    fn areas_are_aligned_disjoint_and_inside() {
+        for n in [1, 2, 3, 4, 7, 8, 16, MAX_RANKS] {
+            let layout = Layout::new(n);
+            let mut list = areas(layout);
+            list.sort_unstable();
+            for pair in list.windows(2) {
+                assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{n} ranks: {pair:?} overlap");
+            }
+            assert!(list.iter().all(|(offset, _)| offset % LINE_PAIR == 0), "{n} ranks: misaligned");
+            let (offset, bytes) = list[list.len() - 1];
+            assert!(offset + bytes <= layout.total_bytes(), "{n} ranks: outside");
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! Memory that all members of a group see.
+
+pub mod layout;
+pub mod shm;

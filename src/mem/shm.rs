@@ -1,0 +1,131 @@
+//! One mapped piece of anonymous shared memory.
+
+use crate::error::{Error, Result};
+use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::fmt::Display;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+
+/// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing.
+#[derive(Debug)]
+pub struct Segment {
+    base: NonNull<u8>,
+    bytes: usize,
+    file: OwnedFd,
+}
+
+// SAFETY: the mapping is plain memory; who may touch which byte when is decided by the protocols in `sync` and `coll`.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+impl Segment {
+    /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
+    pub fn create(bytes: usize) -> Result<OwnedFd> {
+        use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = memfd_create("symm", flags).map_err(|e| Error::os("creating the group's memory", e))?;
+        ftruncate(&file, bytes as u64).map_err(|e| Error::os(&format!("sizing the group's memory to {bytes} bytes"), e))?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| Error::os("sealing the group's memory", e))?;
+        Ok(file)
+    }
+
+    /// Maps the first `bytes` bytes of `file`.
+    pub fn map(file: OwnedFd, bytes: usize) -> Result<Self> {
+        let stat = rustix::fs::fstat(&file).map_err(|e| Error::os("reading the size of the group's memory", e))?;
+        if (stat.st_size as u64) < bytes as u64 {
+            return Err(Error::config(format!("the group's memory has {} bytes, {bytes} are needed", stat.st_size)));
+        }
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                &file,
+                0,
+            )
+        }
+        .map_err(|e| Error::os(&format!("mapping {bytes} bytes of the group's memory"), e))?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("mmap returned the null page"))?;
+        Ok(Self { base, bytes, file })
+    }
+
+    /// Allocates the pages of a range, so that a full machine is an error here and not SIGBUS at the first touch.
+    pub fn reserve(&self, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
+        self.check(offset, bytes);
+        loop {
+            match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(e) => {
+                    return Err(Error::config(format!("{bytes} bytes of shared memory for {purpose} could not be reserved: {e}")));
+                }
+            }
+        }
+    }
+
+    /// Address of a range within the mapping; valid while `self` lives.
+    pub fn ptr(&self, offset: usize, bytes: usize) -> *mut u8 {
+        self.check(offset, bytes);
+        // SAFETY: `check` saw that the range lies within the mapping.
+        unsafe { self.base.as_ptr().add(offset) }
+    }
+
+    /// A control structure within the mapping.
+    ///
+    /// # Safety
+    /// `T` consists of atomics only, and every member uses the same type at `offset`.
+    pub unsafe fn at<T>(&self, offset: usize) -> &T {
+        let ptr = self.ptr(offset, size_of::<T>()).cast::<T>();
+        assert!(ptr.is_aligned(), "offset {offset} is misaligned");
+        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, atomics accept zero), lives as long as `self`;
+        // concurrent changes are through atomics by the caller's promise.
+        unsafe { &*ptr }
+    }
+
+    fn check(&self, offset: usize, bytes: usize) {
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
+            "{bytes} bytes at {offset} leave the segment of {} bytes",
+            self.bytes
+        );
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: base and bytes come from mmap; references handed out borrow `self`.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_mappings_of_one_file_show_the_same_bytes() {
+        let file = Segment::create(8192).expect("memfd");
+        let other = file.try_clone().expect("dup");
+        let (a, b) = (Segment::map(file, 8192).expect("map"), Segment::map(other, 8192).expect("map"));
+        a.reserve(0, 8192, "a test").expect("reserve");
+        // SAFETY: both ranges are mapped and only this thread touches them.
+        unsafe {
+            a.ptr(4096, 1).write_volatile(7);
+            assert_eq!(b.ptr(4096, 1).read_volatile(), 7);
+        }
+    }
+
+    #[test]
+    fn the_size_is_final_and_checked() {
+        let file = Segment::create(4096).expect("memfd");
+        assert!(rustix::fs::ftruncate(&file, 0).is_err(), "sealed against shrinking");
+        let error = Segment::map(file, 8192).expect_err("too small");
+        assert!(error.message.contains("4096") && error.message.contains("8192"), "{error}");
+    }
+}

@@ -1,0 +1,174 @@
+//! The two rings between this rank and one peer.
+
+use super::frame::{Frame, Kind};
+use crate::coll::call::Span;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Store};
+use crate::mem::layout::{LINE_PAIR, RING_BYTES, RING_HEAD};
+use crate::rank::Rank;
+use crate::sync::board::Board;
+use crate::sync::flag::Flag;
+use crate::sync::ring::{Ring, UNIT};
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicU64;
+
+/// Something that waits for room in the outgoing ring.
+#[derive(Debug)]
+pub(super) enum Outgoing {
+    /// A frame without payload.
+    Control(Frame),
+    /// A whole message; send `id` is complete once it is written.
+    Eager(Frame, Span),
+    /// A message from the given offset on; send `id` is complete with its last byte.
+    Stream(Frame, Span),
+}
+
+/// This rank's side of the connection to `peer`.
+#[derive(Debug)]
+pub(super) struct Channel {
+    peer: Rank,
+    tail: u64,
+    head: u64,
+    reserved: bool,
+    outbox: VecDeque<Outgoing>,
+    /// Short messages sent; the peer counts those it has matched.
+    eager: u64,
+    matched: u64,
+}
+
+/// Short messages that the peer has not matched yet; beyond it they are offered, so a sender cannot fill the receiver's memory.
+const EAGER_WINDOW: u64 = 1024;
+
+struct Side<'a> {
+    ring: Ring<'a, AtomicU64>,
+    matched: &'a AtomicU64,
+    data: *mut u8,
+}
+
+fn side(board: &Board, from: Rank, to: Rank) -> Side<'_> {
+    let (segment, offset) = (board.segment(), board.layout().ring(from, to));
+    // SAFETY: three counters on line pairs of their own at the head of each ring.
+    let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
+    let ring = Ring { tail: word(0), head: word(1), capacity: RING_BYTES as u64 };
+    Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, RING_BYTES) }
+}
+
+impl Channel {
+    pub(super) fn new(peer: Rank) -> Self {
+        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, matched: 0 }
+    }
+
+    /// Whether another short message may go without being asked for.
+    pub(super) fn may_send_eagerly(&self, board: &Board) -> bool {
+        self.eager - side(board, board.rank(), self.peer).matched.observe() < EAGER_WINDOW
+    }
+
+    pub(super) fn enqueue(&mut self, item: Outgoing) {
+        if matches!(item, Outgoing::Eager(..)) {
+            self.eager += 1;
+        }
+        self.outbox.push_back(item);
+    }
+
+    /// Tells the peer that one of its short messages found its receive.
+    pub(super) fn count_match(&mut self, board: &Board) {
+        self.matched += 1;
+        side(board, self.peer, board.rank()).matched.publish(self.matched);
+    }
+
+    /// Whether the peer has sent something, or has made room for what waits here.
+    pub(super) fn stirs(&self, board: &Board) -> bool {
+        let (inward, outward) = (side(board, self.peer, board.rank()), side(board, board.rank(), self.peer));
+        let room = |item: &Outgoing| outward.ring.room(self.tail, next_frame(item).footprint()).is_some();
+        inward.ring.oldest(self.head).is_some() || self.outbox.front().is_some_and(room)
+    }
+
+    /// Writes what fits; `sent` hears the ids of messages that need their memory no longer. Returns whether anything was written.
+    pub(super) fn flush(&mut self, board: &Board, mut sent: impl FnMut(u64)) -> Result<bool> {
+        if self.outbox.is_empty() {
+            return Ok(false);
+        }
+        let layout = board.layout();
+        if !self.reserved {
+            let purpose = format_args!("messages from rank {} to rank {}", board.rank(), self.peer);
+            board.segment().reserve(layout.ring(board.rank(), self.peer), layout.ring_bytes(), purpose)?;
+            self.reserved = true;
+        }
+        let side = side(board, board.rank(), self.peer);
+        let before = self.tail;
+        while let Some(item) = self.outbox.front_mut() {
+            let frame = next_frame(item);
+            let Some(room) = side.ring.room(self.tail, frame.footprint()) else { break };
+            if let Some(place) = room.padding {
+                write_head(&side, place, Frame::control(Kind::Padding, 0));
+            }
+            write_head(&side, room.place, frame);
+            let payload = match item {
+                Outgoing::Control(_) => None,
+                Outgoing::Eager(_, span) => Some(span.ptr()),
+                Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
+            };
+            if let Some(from) = payload {
+                // SAFETY: `room` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span is
+                // the sender's, whose send is not complete yet.
+                unsafe { cpu::copy(side.data.add((room.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
+            }
+            self.tail = room.tail;
+            side.ring.publish(self.tail);
+            match item {
+                Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
+                    head.value += frame.payload() as u64;
+                    board.wake_sleepers();
+                    continue;
+                }
+                Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
+                Outgoing::Control(_) => {}
+            }
+            self.outbox.pop_front();
+        }
+        if self.tail != before {
+            board.wake_sleepers();
+        }
+        Ok(self.tail != before)
+    }
+
+    /// Hands the oldest incoming frame and its payload to `take`; false if there is none.
+    pub(super) fn receive(&mut self, board: &Board, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
+        let side = side(board, self.peer, board.rank());
+        loop {
+            let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
+            // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
+            let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
+            let frame = Frame::decode(words);
+            let fits = |frame: &Frame| place + frame.footprint() <= RING_BYTES as u64;
+            let Some(frame) = frame.filter(fits) else {
+                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
+            };
+            if frame.kind == Kind::Padding {
+                self.head += RING_BYTES as u64 - place;
+                continue;
+            }
+            // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
+            let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), frame.payload()) };
+            take(frame, payload)?;
+            self.head += frame.footprint();
+            side.ring.release(self.head);
+            // Only a producer that ran out of room waits for this.
+            if side.ring.tail.observe() - self.head > RING_BYTES as u64 / 2 {
+                board.wake_sleepers();
+            }
+            return Ok(true);
+        }
+    }
+}
+
+fn next_frame(item: &Outgoing) -> Frame {
+    match item {
+        Outgoing::Control(frame) | Outgoing::Eager(frame, _) | Outgoing::Stream(frame, _) => *frame,
+    }
+}
+
+fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
+    // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `room`.
+    unsafe { side.data.add(place as usize).cast::<[u64; 4]>().write(frame.encode()) }
+}

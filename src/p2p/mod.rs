@@ -1,0 +1,12 @@
+//! Send and receive: frames through one ring per ordered pair of ranks, matched by tag.
+//!
+//! A short message travels in its frame. A long one is offered first; the receiver then reads it straight out of the sender's memory and
+//! acknowledges, or, where that is not permitted, asks for it and gets it in frames. Whoever waits for a transfer moves all of them along;
+//! a progress thread does while nobody waits.
+
+mod channel;
+mod frame;
+mod matching;
+mod transfers;
+
+pub use transfers::{TICKET_BIT, Transfers};

@@ -1,0 +1,297 @@
+//! A member's view of the group's control block: who is there, who waits, what failed.
+
+use crate::error::{Error, Result};
+use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
+use crate::mem::shm::Segment;
+use crate::rank::{Rank, name_ranks};
+use crate::sync::doorbell::{Doorbell, Sleepers};
+use crate::sync::failure::FirstFailure;
+use crate::sync::limit::Limit;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Shared by all members.
+#[repr(C, align(128))]
+struct Header {
+    failure: FirstFailure,
+    sleepers: AlignedSleepers,
+}
+
+/// On its own pair of lines: a publisher reads it after every flag.
+#[repr(C, align(128))]
+struct AlignedSleepers(Sleepers);
+
+/// One member's own words: written by it alone, except for its bell.
+#[repr(C, align(128))]
+struct MemberWords {
+    stage: AtomicU64,
+    bell: AlignedBell,
+    departed: AtomicU32,
+    phase: AtomicU32,
+    capable: AtomicU32,
+    probe: AtomicU64,
+    collective: AtomicU64,
+}
+
+#[repr(C, align(128))]
+struct AlignedBell(Doorbell);
+
+const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
+
+/// What a message says about a member.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Process id.
+    pub pid: u32,
+    /// Rank in the default group.
+    pub global: u32,
+}
+
+/// A member's view of its group.
+#[derive(Debug)]
+pub struct Board {
+    segment: Segment,
+    layout: Layout,
+    rank: Rank,
+    name: String,
+    members: Vec<Identity>,
+    gone: Vec<OnceLock<String>>,
+    any_gone: AtomicBool,
+    spins: u32,
+}
+
+/// Looks at the clock, the failure record and dead members once in so many turns.
+const CHECK_EVERY: u32 = 64;
+/// Turns of giving the core away before going to sleep.
+const YIELDS: u32 = 16;
+
+impl Board {
+    /// The view of `rank` in the group `name`; `spins` turns are spent before the core is given away.
+    pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
+        let layout = Layout::new(members.len());
+        let gone = members.iter().map(|_| OnceLock::new()).collect();
+        Self { segment, layout, rank, name, members, gone, any_gone: AtomicBool::new(false), spins }
+    }
+
+    /// This member.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Number of members.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Everybody.
+    pub fn ranks(&self) -> impl DoubleEndedIterator<Item = Rank> + use<> {
+        (0..self.members.len() as u32).map(Rank)
+    }
+
+    /// Everybody else, starting with the next rank: peers do not all look at the same member first.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
+        let (me, n) = (self.rank.0, self.members.len() as u32);
+        (1..n).map(move |step| Rank((me + step) % n))
+    }
+
+    /// The group's memory.
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// Where things lie in it.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The group's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn header(&self) -> &Header {
+        // SAFETY: Header consists of atomics, and every member's offset 0 holds a Header.
+        unsafe { self.segment.at(0) }
+    }
+
+    fn words(&self, rank: Rank) -> &MemberWords {
+        // SAFETY: MemberWords consists of atomics, and `layout.member` is the offset of one for every rank.
+        unsafe { self.segment.at(self.layout.member(rank)) }
+    }
+
+    /// Counts the stages of pipelined collectives that `rank` has finished; see `coll::cpu::pipeline`.
+    pub fn stage(&self, rank: Rank) -> &AtomicU64 {
+        &self.words(rank).stage
+    }
+
+    /// Number of the last collective that `rank` has begun.
+    pub fn collective(&self, rank: Rank) -> &AtomicU64 {
+        &self.words(rank).collective
+    }
+
+    /// Which phase of joining `rank` has reached.
+    pub fn phase(&self, rank: Rank) -> &AtomicU32 {
+        &self.words(rank).phase
+    }
+
+    /// Address of a word in the private memory of `rank` that holds its own address, for trying `process_vm_readv`.
+    pub fn probe(&self, rank: Rank) -> &AtomicU64 {
+        &self.words(rank).probe
+    }
+
+    /// 1 if `rank` could read the memory of every peer.
+    pub fn capable(&self, rank: Rank) -> &AtomicU32 {
+        &self.words(rank).capable
+    }
+
+    /// Process id of `rank`.
+    pub fn pid(&self, rank: Rank) -> u32 {
+        self.members[rank.index()].pid
+    }
+
+    /// "rank 1 (pid 4711)", with the rank in the default group where that differs.
+    pub fn describe(&self, rank: Rank) -> String {
+        let Identity { pid, global } = self.members[rank.index()];
+        if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }
+    }
+
+    /// Makes everything that this member has published so far known to sleeping members.
+    pub fn wake_sleepers(&self) {
+        if self.header().sleepers.0.any() {
+            self.ring_all();
+        }
+    }
+
+    /// Wakes everybody, oneself included.
+    fn ring_all(&self) {
+        for rank in self.ranks() {
+            self.words(rank).bell.0.ring();
+        }
+    }
+
+    /// Records the group's first failure and wakes everybody; returns the failure that stands.
+    pub fn fail(&self, error: Error) -> Error {
+        self.header().failure.record(self.rank, &error);
+        self.ring_all();
+        self.failure().unwrap_or(error)
+    }
+
+    /// The first failure of the group.
+    pub fn failure(&self) -> Option<Error> {
+        let failure = &self.header().failure;
+        if failure.stands() { failure.read(self.rank) } else { None }
+    }
+
+    /// Notes that the process of `rank` has ended, and wakes this member.
+    pub fn note_gone(&self, rank: Rank, how: String) {
+        let _ = self.gone[rank.index()].set(how);
+        self.any_gone.store(true, Ordering::Release);
+        self.words(self.rank).bell.0.ring();
+    }
+
+    /// Tells everybody that this member takes part in nothing further.
+    pub fn depart(&self) {
+        self.words(self.rank).departed.store(1, Ordering::Release);
+        self.ring_all();
+    }
+
+    /// How `rank` became unable to take part, if it did.
+    pub fn absence(&self, rank: Rank) -> Option<String> {
+        let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
+        let gone = if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get() } else { None };
+        match (departed, gone) {
+            (true, _) => Some("left the group (destroy_process_group or exit)".into()),
+            (false, Some(how)) => Some(how.clone()),
+            (false, None) => None,
+        }
+    }
+
+    /// The first member whose process ended without leaving the group.
+    pub fn dead(&self) -> Option<Error> {
+        if !self.any_gone.load(Ordering::Acquire) {
+            return None;
+        }
+        let dead = |&rank: &Rank| self.gone[rank.index()].get().is_some() && self.words(rank).departed.load(Ordering::Acquire) == 0;
+        let rank = self.ranks().find(dead)?;
+        let how = self.gone[rank.index()].get()?;
+        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
+    }
+
+    /// Returns once no peer is `missing`. What a peer published before it stopped being missing is visible then.
+    ///
+    /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the call.
+    #[inline]
+    pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        for peer in self.peers() {
+            let mut spins = 0;
+            while missing(peer) {
+                spins += 1;
+                if spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
+                    return self.wait_slowly(limit, about, &missing);
+                }
+                std::hint::spin_loop();
+            }
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+        let first_missing = || self.peers().any(missing);
+        let mut turns = 0;
+        while first_missing() {
+            self.check(limit, about, missing)?;
+            if limit.warning_due() {
+                let (late, seconds) = (self.late(missing), limit.waited().as_secs_f32());
+                log::warn!("{} has waited {seconds:.0} s in {} for {late}", self.describe(self.rank), about());
+            }
+            turns += 1;
+            if turns <= YIELDS {
+                std::thread::yield_now();
+            } else {
+                self.sleep(limit.left().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
+            }
+        }
+        Ok(())
+    }
+
+    /// Sleeps until a peer publishes something, a slice of time or `limit` at most, unless `ready` holds.
+    pub fn sleep(&self, limit: Duration, ready: impl FnOnce() -> bool) {
+        self.words(self.rank).bell.0.sleep(&self.header().sleepers.0, limit, ready);
+    }
+
+    /// Why waiting for the `missing` members is pointless, if it is. Fails the group then.
+    pub fn check(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+        if let Some(failure) = self.failure() {
+            return Err(failure);
+        }
+        let seconds = || limit.waited().as_secs_f32();
+        let me = || self.describe(self.rank);
+        // `missing` is asked again after the absence was seen: a peer may finish its part just before it leaves.
+        let lost = |peer| if missing(peer) { self.absence(peer).filter(|_| missing(peer)).map(|how| (peer, how)) } else { None };
+        if let Some((peer, how)) = self.peers().find_map(lost) {
+            let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
+            return Err(self.fail(Error::peer(text)));
+        }
+        if limit.left().is_none() {
+            let text = format!("{} waited {:.1} s in {} for {}", me(), seconds(), about(), self.late(missing));
+            return Err(self.fail(Error::timeout(text)));
+        }
+        Ok(())
+    }
+
+    /// The missing members, each with what its process is doing.
+    fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
+        let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
+        let state = |rank: &Rank| {
+            let pid = self.pid(*rank);
+            let seen = self.collective(*rank).load(Ordering::Relaxed);
+            let state = crate::sys::process::state(pid).unwrap_or("gone");
+            let seen = if seen == 0 { "has begun no collective".into() } else { format!("last seen in collective #{seen}") };
+            format!("rank {rank}: pid {pid} {state}, {seen}")
+        };
+        let states: Vec<String> = late.iter().map(state).collect();
+        format!("{} ({})", name_ranks(&late), states.join("; "))
+    }
+}

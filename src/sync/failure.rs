@@ -1,0 +1,93 @@
+//! The first failure of a group: written once, read by everybody.
+
+use crate::error::{Error, Kind};
+use crate::rank::Rank;
+use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+const NONE: u32 = 0;
+const WRITING: u32 = 1;
+const WRITTEN: u32 = 2;
+const TEXT_BYTES: usize = 3072;
+
+/// In shared memory. The first writer wins; everything after it is ignored.
+#[repr(C)]
+pub struct FirstFailure {
+    state: AtomicU32,
+    kind: AtomicU32,
+    author: AtomicU32,
+    bytes: AtomicU32,
+    text: [AtomicU8; TEXT_BYTES],
+}
+
+impl FirstFailure {
+    /// Records `error` unless a failure stands already.
+    pub fn record(&self, author: Rank, error: &Error) {
+        if self.state.compare_exchange(NONE, WRITING, Ordering::AcqRel, Ordering::Acquire).is_err() {
+            return;
+        }
+        let mut bytes = error.message.len().min(TEXT_BYTES);
+        while !error.message.is_char_boundary(bytes) {
+            bytes -= 1;
+        }
+        for (cell, byte) in self.text.iter().zip(&error.message.as_bytes()[..bytes]) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        self.kind.store(error.kind as u32, Ordering::Relaxed);
+        self.author.store(author.0, Ordering::Relaxed);
+        self.bytes.store(bytes as u32, Ordering::Relaxed);
+        self.state.store(WRITTEN, Ordering::Release);
+    }
+
+    /// Whether a failure stands: one load of a line that nobody writes while all is well.
+    pub fn stands(&self) -> bool {
+        self.state.load(Ordering::Relaxed) != NONE
+    }
+
+    /// The failure, as `reader` should see it.
+    pub fn read(&self, reader: Rank) -> Option<Error> {
+        let start = Instant::now();
+        loop {
+            match self.state.load(Ordering::Acquire) {
+                NONE => return None,
+                WRITTEN => break,
+                // Its author may have been killed between the two stores.
+                _ if start.elapsed() > Duration::from_millis(100) => {
+                    return Some(Error::peer("another rank died while it was reporting a failure"));
+                }
+                _ => std::thread::yield_now(),
+            }
+        }
+        let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT_BYTES);
+        let text: Vec<u8> = self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
+        let kind = Kind::from_code(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(Kind::Internal);
+        let own = self.author.load(Ordering::Relaxed) == reader.0;
+        let kind = if kind == Kind::Aborted && !own { Kind::Peer } else { kind };
+        Some(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_failure_stands() {
+        // SAFETY: FirstFailure consists of atomic integers, for which all zeros is a value.
+        let failure: Box<FirstFailure> = unsafe { Box::new(std::mem::zeroed()) };
+        assert_eq!(failure.read(Rank(0)), None);
+        failure.record(Rank(1), &Error::aborted("rank 1 aborted"));
+        failure.record(Rank(2), &Error::peer("later"));
+        assert_eq!(failure.read(Rank(1)), Some(Error::aborted("rank 1 aborted")));
+        assert_eq!(failure.read(Rank(0)), Some(Error::peer("rank 1 aborted")));
+    }
+
+    #[test]
+    fn long_texts_are_cut_between_characters() {
+        // SAFETY: as above.
+        let failure: Box<FirstFailure> = unsafe { Box::new(std::mem::zeroed()) };
+        failure.record(Rank(0), &Error::peer("é".repeat(TEXT_BYTES)));
+        let text = failure.read(Rank(0)).expect("recorded").message;
+        assert_eq!(text, "é".repeat(TEXT_BYTES / 2));
+    }
+}

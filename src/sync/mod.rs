@@ -1,0 +1,8 @@
+//! How members of a group wait for each other: never without a deadline, never past a failure.
+
+pub mod board;
+pub mod doorbell;
+pub mod failure;
+pub mod flag;
+pub mod limit;
+pub mod ring;

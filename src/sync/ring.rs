@@ -1,0 +1,82 @@
+//! A byte ring with one producer and one consumer: where the next frame goes, where the oldest one stands.
+//!
+//! Positions only grow; a position's place is its remainder by the capacity. Frames are multiples of [`UNIT`] bytes and never wrap: where
+//! one does not fit before the end, the producer skips to the start. The bytes themselves belong to the caller.
+
+use crate::sync::flag::Flag;
+
+/// Frames begin and end at multiples of this many bytes, so a frame's head always fits before the end.
+pub const UNIT: u64 = 32;
+
+/// The two counters of a ring. `tail`: bytes ever produced; `head`: bytes ever consumed.
+#[derive(Clone, Copy, Debug)]
+pub struct Ring<'a, F> {
+    /// Written by the producer.
+    pub tail: &'a F,
+    /// Written by the consumer.
+    pub head: &'a F,
+    /// Bytes of data; a multiple of `UNIT`.
+    pub capacity: u64,
+}
+
+/// Where a frame may be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Place of bytes to skip at the end of the ring, if any: the producer marks them as padding.
+    pub padding: Option<u64>,
+    /// Place of the frame.
+    pub place: u64,
+    /// The tail after the frame.
+    pub tail: u64,
+}
+
+impl<F: Flag> Ring<'_, F> {
+    /// Room for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
+    pub fn room(&self, tail: u64, bytes: u64) -> Option<Room> {
+        let place = tail % self.capacity;
+        let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };
+        let end = tail + skip + bytes;
+        // Acquires the consumer's last reads of what is about to be overwritten.
+        (end - self.head.observe() <= self.capacity).then_some(Room {
+            padding: (skip > 0).then_some(place),
+            place: (tail + skip) % self.capacity,
+            tail: end,
+        })
+    }
+
+    /// Shows the consumer everything up to `tail`.
+    pub fn publish(&self, tail: u64) {
+        self.tail.publish(tail);
+    }
+
+    /// Place of the oldest frame, given the consumer's own `head`; `None` while the ring is empty.
+    pub fn oldest(&self, head: u64) -> Option<u64> {
+        (self.tail.observe() != head).then_some(head % self.capacity)
+    }
+
+    /// Gives the bytes up to `head` back to the producer.
+    pub fn release(&self, head: u64) {
+        self.head.publish(head);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    #[test]
+    fn frames_never_wrap_and_never_overtake() {
+        let (tail, head) = (AtomicU64::new(0), AtomicU64::new(0));
+        let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
+        let first = ring.room(0, 3 * UNIT).expect("empty");
+        assert_eq!(first, Room { padding: None, place: 0, tail: 3 * UNIT });
+        assert_eq!(ring.oldest(0), None);
+        ring.publish(first.tail);
+        assert_eq!(ring.oldest(0), Some(0));
+        assert_eq!(ring.room(first.tail, 2 * UNIT), None, "one unit is free");
+        ring.release(3 * UNIT);
+        let second = ring.room(first.tail, 2 * UNIT).expect("all is free");
+        assert_eq!(second, Room { padding: Some(3 * UNIT), place: 0, tail: 6 * UNIT });
+    }
+}

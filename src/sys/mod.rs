@@ -1,0 +1,3 @@
+//! The smallest safe wrappers over what the system offers.
+
+pub mod process;
