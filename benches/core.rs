@@ -1,0 +1,165 @@
+//! Times the core alone, without torch: `cargo bench --bench core -- [ranks] [op,..] [bytes,..]`.
+//!
+//! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers; printed is the median over calls of the
+//! slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of all_gather, the input of reduce_scatter.
+//! Results are compared with the expected ones before timing.
+#![allow(clippy::print_stdout, clippy::unwrap_used)]
+
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+use symm::coll::call::{Call, Op, Span};
+use symm::dtype::{DType, ReduceOp};
+use symm::group::{Done, Group, Message};
+use symm::mem::layout::Layout;
+use symm::mem::shm::Segment;
+use symm::rank::Rank;
+use symm::sync::board::Identity;
+
+const OPS: &[&str] =
+    &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
+const SIZES: &[usize] = &[8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    if args.first().is_some_and(|arg| arg == "--rank") {
+        return child(args[1].parse().unwrap(), args[2].parse().unwrap(), &args[3], &args[4..]);
+    }
+    let n: u32 = args.first().map_or(4, |arg| arg.parse().unwrap());
+    let file = Segment::create(Layout::new(n as usize).total_bytes()).unwrap();
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    let exe = std::env::current_exe().unwrap();
+    let children: Vec<_> = (0..n)
+        .map(|rank| {
+            let mut command = std::process::Command::new(&exe);
+            command.args(["--rank", &rank.to_string(), &n.to_string(), &path]).args(args.iter().skip(1));
+            command.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::inherit()).spawn().unwrap()
+        })
+        .collect();
+    let pids: Vec<String> = children.iter().map(|child| child.id().to_string()).collect();
+    let mut children = children;
+    for child in &mut children {
+        use std::io::Write;
+        writeln!(child.stdin.take().unwrap(), "{}", pids.join(" ")).unwrap();
+    }
+    for mut child in children {
+        assert!(child.wait().unwrap().success());
+    }
+}
+
+fn child(rank: u32, n: u32, path: &str, args: &[String]) {
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).unwrap();
+    let members = line.split_whitespace().enumerate().map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 }).collect();
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let segment = Segment::map(file.into(), Layout::new(n as usize).total_bytes()).unwrap();
+    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60)).unwrap();
+    let list = |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
+    let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());
+    let sizes = list(1).map_or_else(|| SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.parse().unwrap()).collect());
+    if rank == 0 {
+        println!("{n} ranks: µs per call at {sizes:?} bytes");
+    }
+    for op in ops {
+        let mut row = Vec::new();
+        for &bytes in if op == "barrier" { &sizes[..1] } else { &sizes[..] } {
+            row.push(format!("{:>10.1}", time(&group, &op, rank, n, bytes.max(4 * n as usize))));
+        }
+        if rank == 0 {
+            println!("{op:<16}{}", row.concat());
+        }
+    }
+}
+
+fn span(data: &mut [f32], start: usize, count: usize) -> Span {
+    Span { addr: data[start..start + count].as_mut_ptr() as usize, bytes: count * 4 }
+}
+
+fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
+    let count = bytes / 4;
+    let piece = count / n as usize;
+    let count = if matches!(op, "all_gather" | "reduce_scatter" | "all_to_all") { piece * n as usize } else { count };
+    let bf16 = op == "all_reduce_bf16";
+    let one = if bf16 { f32::from_bits(0x3f80_3f80) } else { 1.0 };
+    let mut input: Vec<f32> = vec![one; count];
+    let mut output: Vec<f32> = vec![0.0; count];
+    let all = |data: &mut [f32]| span(data, 0, count);
+    let pieces = |data: &mut [f32]| (0..n as usize).map(|i| span(data, i * piece, piece)).collect::<Vec<_>>();
+    let (code, inputs, outputs) = match op {
+        "barrier" => (Op::Barrier, vec![], vec![]),
+        "broadcast" if rank == 0 => (Op::Broadcast, vec![all(&mut input)], vec![]),
+        "broadcast" => (Op::Broadcast, vec![], vec![all(&mut output)]),
+        "all_reduce" | "all_reduce_bf16" => (Op::AllReduce, vec![all(&mut input)], vec![all(&mut output)]),
+        "all_gather" => (Op::AllGather, vec![span(&mut input, 0, piece)], pieces(&mut output)),
+        "reduce_scatter" => (Op::ReduceScatter, pieces(&mut input), vec![span(&mut output, 0, piece)]),
+        "all_to_all" => (Op::AllToAll, pieces(&mut input), pieces(&mut output)),
+        "send_recv" => (Op::Barrier, vec![], vec![]),
+        other => panic!("no operation {other}; there are {OPS:?}"),
+    };
+    let call = |op, inputs: &Vec<Span>, outputs: &Vec<Span>| Call {
+        op,
+        dtype: if bf16 { DType::BF16 } else { DType::F32 },
+        reduce_op: ReduceOp::Sum,
+        root: Rank(0),
+        factor: 1.0,
+        inputs: inputs.clone(),
+        outputs: outputs.clone(),
+    };
+    let out = all(&mut output);
+    let given = all(&mut input);
+    let once = || {
+        if op == "send_recv" {
+            // Half of a ping-pong between ranks 0 and 1.
+            let transfer = |send: bool, peer, span| {
+                let message = Message { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
+                let done = Done::new(|outcome, _| outcome.unwrap());
+                let ticket = if send { group.send(message, done) } else { group.recv(message, done) };
+                group.wait(ticket.unwrap(), None).unwrap();
+            };
+            match rank {
+                0 => (transfer(true, 1, given), transfer(false, 1, out)).1,
+                1 => (transfer(false, 0, out), transfer(true, 0, given)).1,
+                _ => {}
+            }
+        } else {
+            group.run(vec![call(code, &inputs, &outputs)], None).unwrap();
+        }
+    };
+    let barrier = || group.run(vec![call(Op::Barrier, &vec![], &vec![])], None).unwrap();
+    once();
+    barrier();
+    let expected = match op {
+        "all_reduce" | "reduce_scatter" => n as f32,
+        "all_reduce_bf16" if n == 4 => f32::from_bits(0x4080_4080),
+        "all_reduce_bf16" if n == 2 => f32::from_bits(0x4000_4000),
+        _ => one,
+    };
+    let received = match op {
+        "barrier" => 0,
+        "broadcast" if rank == 0 => 0,
+        "send_recv" if rank > 1 => 0,
+        "reduce_scatter" => piece,
+        _ => count,
+    };
+    assert!(output[..received].iter().all(|&value| value == expected), "{op} of {bytes} bytes: wrong result on rank {rank}");
+    let calls = (200_000_000 / (bytes + 100_000)).clamp(1, 500);
+    let mut blocks: Vec<f64> = Vec::new();
+    let begin = Instant::now();
+    let mut enough = [0f32];
+    while enough[0] == 0.0 {
+        barrier();
+        let start = Instant::now();
+        for _ in 0..calls {
+            once();
+        }
+        let took = start.elapsed().as_secs_f64() * 1e6 / calls as f64 / if op == "send_recv" { 2.0 } else { 1.0 };
+        let mut slowest = [took as f32];
+        let max = Call { reduce_op: ReduceOp::Max, ..call(Op::AllReduce, &vec![span(&mut slowest, 0, 1)], &vec![span(&mut slowest, 0, 1)]) };
+        group.run(vec![Call { dtype: DType::F32, ..max }], None).unwrap();
+        blocks.push(slowest[0].into());
+        enough[0] = f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
+        let root = call(Op::Broadcast, &if rank == 0 { vec![span(&mut enough, 0, 1)] } else { vec![] }, &if rank == 0 { vec![] } else { vec![span(&mut enough, 0, 1)] });
+        group.run(vec![root], None).unwrap();
+    }
+    blocks.sort_by(f64::total_cmp);
+    blocks[blocks.len() / 2]
+}

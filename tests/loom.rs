@@ -1,0 +1,251 @@
+//! The protocols of shared memory under every interleaving that loom finds: `make loom`.
+//!
+//! Rings and the pipeline run the crate's own code over loom's atomics. Arrival and doorbell are a few lines each, repeated here.
+#![cfg(loom)]
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU64, Ordering, fence};
+use loom::thread;
+use symm::coll::cpu::pipeline::{self, Chunks, Clock, Phases};
+use symm::error::Result;
+use symm::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
+use symm::sync::flag::Flag;
+use symm::sync::ring::{Ring, UNIT};
+
+struct Word(AtomicU64);
+
+impl Word {
+    fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+}
+
+impl Flag for Word {
+    fn publish(&self, value: u64) {
+        self.0.store(value, Ordering::Release);
+    }
+    fn observe(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// Bytes whose simultaneous use loom reports.
+struct Cell(UnsafeCell<u64>);
+
+// SAFETY: loom checks each access; that is what the tests are for.
+unsafe impl Sync for Cell {}
+
+impl Cell {
+    fn new() -> Self {
+        Self(UnsafeCell::new(0))
+    }
+    fn write(&self, value: u64) {
+        // SAFETY: loom panics if another access overlaps.
+        self.0.with_mut(|cell| unsafe { *cell = value });
+    }
+    fn read(&self) -> u64 {
+        // SAFETY: as above.
+        self.0.with(|cell| unsafe { *cell })
+    }
+}
+
+fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.check(body);
+}
+
+#[test]
+fn a_ring_hands_over_every_frame_once_and_in_order() {
+    const UNITS: u64 = 3;
+    const FRAMES: [u64; 4] = [1, 2, 1, 2];
+    struct Shared {
+        tail: Word,
+        head: Word,
+        data: [Cell; UNITS as usize],
+    }
+    model(3, || {
+        let shared = Arc::new(Shared { tail: Word::new(), head: Word::new(), data: std::array::from_fn(|_| Cell::new()) });
+        let producer = Arc::clone(&shared);
+        let thread = thread::spawn(move || {
+            let ring = Ring { tail: &producer.tail, head: &producer.head, capacity: UNITS * UNIT };
+            let mut tail = 0;
+            for (number, units) in FRAMES.into_iter().enumerate() {
+                let room = loop {
+                    match ring.room(tail, units * UNIT) {
+                        Some(room) => break room,
+                        None => thread::yield_now(),
+                    }
+                };
+                if let Some(place) = room.padding {
+                    producer.data[(place / UNIT) as usize].write(0);
+                }
+                for unit in 0..units {
+                    producer.data[(room.place / UNIT + unit) as usize].write(number as u64 + 1);
+                }
+                tail = room.tail;
+                ring.publish(tail);
+            }
+        });
+        let ring = Ring { tail: &shared.tail, head: &shared.head, capacity: UNITS * UNIT };
+        let mut head = 0;
+        for (number, units) in FRAMES.into_iter().enumerate() {
+            let place = loop {
+                match ring.oldest(head) {
+                    Some(place) if shared.data[(place / UNIT) as usize].read() == 0 => head += UNITS * UNIT - place,
+                    Some(place) => break place,
+                    None => thread::yield_now(),
+                }
+            };
+            for unit in 0..units {
+                assert_eq!(shared.data[(place / UNIT + unit) as usize].read(), number as u64 + 1);
+            }
+            head += units * UNIT;
+            ring.release(head);
+        }
+        thread.join().unwrap();
+    });
+}
+
+const RANKS: usize = 2;
+
+struct Group {
+    stages: [Word; RANKS],
+    posts: [[Word; 2]; RANKS],
+    posted: [[Cell; 2]; RANKS],
+    inputs: [[Cell; INPUT_SLOTS]; RANKS],
+    results: [[Cell; RESULT_SLOTS]; RANKS],
+}
+
+fn group() -> Arc<Group> {
+    fn words<const N: usize>() -> [Word; N] {
+        std::array::from_fn(|_| Word::new())
+    }
+    fn cells<const N: usize>() -> [Cell; N] {
+        std::array::from_fn(|_| Cell::new())
+    }
+    Arc::new(Group {
+        stages: words(),
+        posts: std::array::from_fn(|_| words()),
+        posted: std::array::from_fn(|_| cells()),
+        inputs: std::array::from_fn(|_| cells()),
+        results: std::array::from_fn(|_| cells()),
+    })
+}
+
+/// As `coll::cpu::arrival`: data, then the flag; wait for all flags; read everybody's data.
+fn arrive(group: &Group, me: usize, seq: u64, value: u64) -> u64 {
+    let parity = (seq % 2) as usize;
+    group.posted[me][parity].write(value);
+    group.posts[me][parity].publish(seq);
+    let peer = 1 - me;
+    while group.posts[peer][parity].observe() != seq {
+        thread::yield_now();
+    }
+    group.posted[peer][parity].read() + value
+}
+
+#[test]
+fn two_parities_suffice_for_posts() {
+    model(3, || {
+        let shared = group();
+        let other = Arc::clone(&shared);
+        let thread = thread::spawn(move || (1..=4).for_each(|seq| assert_eq!(arrive(&other, 1, seq, 10 * seq), 11 * seq)));
+        (1..=4).for_each(|seq| assert_eq!(arrive(&shared, 0, seq, seq), 11 * seq));
+        thread.join().unwrap();
+    });
+}
+
+struct Stages<'a> {
+    group: &'a Group,
+    me: usize,
+    stage: u64,
+}
+
+impl Clock for Stages<'_> {
+    fn stage(&self) -> u64 {
+        self.stage
+    }
+    fn tick(&mut self) {
+        self.stage += 1;
+        self.group.stages[self.me].publish(self.stage);
+    }
+    fn wait_for(&mut self, stage: u64) -> Result<()> {
+        while self.group.stages[1 - self.me].observe() < stage {
+            thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+struct Sum<'a> {
+    group: &'a Group,
+    me: usize,
+    phases: Phases,
+    base: u64,
+}
+
+impl Sum<'_> {
+    fn input(&self, rank: usize, t: u64) -> u64 {
+        self.base + t + 100 * rank as u64
+    }
+}
+
+impl Chunks for Sum<'_> {
+    fn produce(&mut self, t: u64, slot: usize) {
+        self.group.inputs[self.me][slot].write(self.input(self.me, t));
+    }
+    fn consume(&mut self, t: u64, slot: usize, result: usize) {
+        let theirs = self.group.inputs[1 - self.me][slot].read();
+        assert_eq!(theirs, self.input(1 - self.me, t));
+        if self.phases == Phases::Two {
+            self.group.results[self.me][result].write(theirs + self.input(self.me, t));
+        }
+    }
+    fn finish(&mut self, t: u64, result: usize) {
+        assert_eq!(self.group.results[1 - self.me][result].read(), 2 * (self.base + t) + 100);
+    }
+}
+
+/// Two calls back to back: more stages than slots, then a single chunk.
+fn two_calls(group: &Group, me: usize) {
+    let mut stage = 0;
+    for (seq, (phases, count)) in [(Phases::Two, 3), (Phases::One, 1)].into_iter().enumerate() {
+        arrive(group, me, seq as u64 + 1, 1);
+        let mut clock = Stages { group, me, stage };
+        pipeline::run(&mut clock, phases, count, &mut Sum { group, me, phases, base: 1000 * seq as u64 }).unwrap();
+        stage = clock.stage;
+    }
+}
+
+#[test]
+fn three_input_slots_and_two_result_slots_suffice() {
+    model(2, || {
+        let shared = group();
+        let other = Arc::clone(&shared);
+        let thread = thread::spawn(move || two_calls(&other, 1));
+        two_calls(&shared, 0);
+        thread.join().unwrap();
+    });
+}
+
+/// As `sync::doorbell`: a sleeper announces itself and looks again; a publisher writes and looks for sleepers.
+#[test]
+fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
+    model(3, || {
+        let (flag, sleepers) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let (flag_there, sleepers_there) = (Arc::clone(&flag), Arc::clone(&sleepers));
+        let publisher = thread::spawn(move || {
+            flag_there.store(1, Ordering::Release);
+            fence(Ordering::SeqCst);
+            sleepers_there.load(Ordering::Relaxed) > 0
+        });
+        sleepers.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let seen = flag.load(Ordering::Acquire) == 1;
+        let rung = publisher.join().unwrap();
+        assert!(seen || rung, "the sleeper would sleep and nobody would wake it");
+    });
+}
