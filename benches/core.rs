@@ -15,8 +15,7 @@ use symm::mem::shm::Segment;
 use symm::rank::Rank;
 use symm::sync::board::Identity;
 
-const OPS: &[&str] =
-    &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
+const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
 const SIZES: &[usize] = &[8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];
 
 fn main() {
@@ -53,7 +52,8 @@ fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
     let segment = Segment::map(file.into(), Layout::new(n as usize).total_bytes()).unwrap();
     let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60)).unwrap();
-    let list = |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
+    let list =
+        |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
     let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());
     let sizes = list(1).map_or_else(|| SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.parse().unwrap()).collect());
     if rank == 0 {
@@ -153,11 +153,16 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         }
         let took = start.elapsed().as_secs_f64() * 1e6 / calls as f64 / if op == "send_recv" { 2.0 } else { 1.0 };
         let mut slowest = [took as f32];
-        let max = Call { reduce_op: ReduceOp::Max, ..call(Op::AllReduce, &vec![span(&mut slowest, 0, 1)], &vec![span(&mut slowest, 0, 1)]) };
+        let max =
+            Call { reduce_op: ReduceOp::Max, ..call(Op::AllReduce, &vec![span(&mut slowest, 0, 1)], &vec![span(&mut slowest, 0, 1)]) };
         group.run(vec![Call { dtype: DType::F32, ..max }], None).unwrap();
         blocks.push(slowest[0].into());
         enough[0] = f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
-        let root = call(Op::Broadcast, &if rank == 0 { vec![span(&mut enough, 0, 1)] } else { vec![] }, &if rank == 0 { vec![] } else { vec![span(&mut enough, 0, 1)] });
+        let root = call(
+            Op::Broadcast,
+            &if rank == 0 { vec![span(&mut enough, 0, 1)] } else { vec![] },
+            &if rank == 0 { vec![] } else { vec![span(&mut enough, 0, 1)] },
+        );
         group.run(vec![root], None).unwrap();
     }
     blocks.sort_by(f64::total_cmp);

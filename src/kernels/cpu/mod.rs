@@ -1,7 +1,33 @@
 //! CPU kernels: reduce, copy, convert; the best instruction set of this machine is chosen at run time.
+//!
+//! What they guarantee: an output element is a function of the input elements in the order of the sources and of
+//! nothing else. Not of the instruction set, the alignment, the count, the way a range is split or the [`Store`].
+//! Floats narrower than 32 bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN
+//! result is always the format's canonical quiet NaN. Subnormals are kept, unless the calling thread flushes them.
+//!
+//! - [`element`]: numbers and how they add, multiply, compare
+//! - [`convert`]: float16, bfloat16 and the float8 formats
+//! - [`lanes`]: the conversions for which an instruction set has an instruction
+//! - [`op`]: the reduce operations
+//! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
+//! - [`dispatch`]: which compiled loop serves a call
+//! - [`copy`](mod@copy): memory to memory
+
+mod convert;
+mod copy;
+mod dispatch;
+mod element;
+mod lanes;
+mod op;
+mod reduce;
+#[cfg(test)]
+mod reference;
+#[cfg(test)]
+mod tests;
 
 use crate::dtype::{DType, ReduceOp};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use dispatch::Isa;
 
 /// One rank's elements, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]
@@ -22,16 +48,59 @@ pub enum Store {
 }
 
 /// Whether `op` means something for `dtype`; the error names the nearest supported form.
-pub fn supports(_op: ReduceOp, _dtype: DType) -> Result<()> {
-    Ok(())
+pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
+    if dispatch::kernel(op, dtype, Isa::Portable).is_some() {
+        return Ok(());
+    }
+    Err(Error::not_implemented(format!("reduce op {} is not defined for {}; {}", op.name(), dtype.name(), instead(dtype))))
+}
+
+/// What to do where [`supports`] refuses.
+fn instead(dtype: DType) -> String {
+    let float = |integer: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX or PREMUL_SUM, or view the tensor as {integer}");
+    let integer = |float: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to {float}");
+    let complex = |float: &str| format!("use SUM, AVG or PREMUL_SUM, or reduce its parts as {float} with torch.view_as_real");
+    match dtype {
+        DType::F64 => float("int64"),
+        DType::F32 => float("int32"),
+        DType::F16 | DType::BF16 => float("int16"),
+        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => float("uint8"),
+        DType::C64 => complex("float32"),
+        DType::C128 => complex("float64"),
+        DType::U8 | DType::I8 | DType::I16 | DType::U16 => integer("float32"),
+        DType::I32 | DType::U32 | DType::I64 | DType::U64 => integer("float64"),
+        DType::Bool => "use SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to float32".to_owned(),
+    }
 }
 
 /// `dst[i] = op(sources[0][i], .., sources[n-1][i])` for `i < count`, combined in the order of `sources`.
+/// Without sources nothing is written.
+///
+/// # Panics
+/// If [`supports`] refuses `op` for `dtype`.
 ///
 /// # Safety
-/// Each source and `dst` must be valid for `count` elements of `dtype`; `dst` is the same as a source or overlaps none.
-pub unsafe fn reduce(_op: ReduceOp, _dtype: DType, _dst: *mut u8, _sources: &[Source], _count: usize, _store: Store) {
-    unimplemented!("written in kernels/cpu")
+/// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source
+/// or overlaps none. Under `Bool` every byte is 0 or 1.
+pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
+    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, store) }
+}
+
+/// [`reduce`] with a named instruction set.
+///
+/// # Safety
+/// As [`reduce`], on a machine that has `isa`.
+unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
+    let Some(kernel) = dispatch::kernel(op, dtype, isa) else {
+        panic!("reduce op {} was let through for {}", op.name(), dtype.name());
+    };
+    if sources.is_empty() || count == 0 {
+        return;
+    }
+    let job = reduce::Job { dst, sources, count: count * dispatch::parts(dtype), store };
+    // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now counts.
+    unsafe { kernel(&job) }
 }
 
 /// How shared staging is written.
@@ -41,7 +110,15 @@ pub const STAGING: Store = Store::Cached;
 ///
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `bytes` bytes; they do not overlap.
-pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, _store: Store) {
-    // SAFETY: the caller's contract is this function's.
-    unsafe { std::ptr::copy_nonoverlapping(src, dst, bytes) }
+pub unsafe fn copy(dst: *mut u8, src: *const u8, bytes: usize, store: Store) {
+    // SAFETY: the caller's contract is that of both.
+    unsafe {
+        match store {
+            Store::Cached => copy::cached(dst, src, bytes),
+            Store::Streaming => {
+                copy::stream(dst, src, bytes);
+                copy::fence();
+            }
+        }
+    }
 }

@@ -1,0 +1,131 @@
+//! Copies into a buffer whose lines another core owns, as a shared staging buffer's are after its last reader.
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+use symm::kernels::cpu::{Store, copy};
+
+/// A way to copy: (dst, src, bytes).
+type Copy = unsafe fn(*mut u8, *const u8, usize);
+
+const WAYS: &[(&str, Copy)] = &[
+    ("cached", cached),
+    ("streaming", streaming),
+    ("memcpy", memcpy),
+    #[cfg(target_arch = "x86_64")]
+    ("rep movsb", rep_movsb),
+    #[cfg(target_arch = "x86_64")]
+    ("prefetchw", prefetchw),
+];
+
+unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { copy(dst, src, bytes, Store::Cached) }
+}
+
+unsafe fn streaming(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { copy(dst, src, bytes, Store::Streaming) }
+}
+
+unsafe fn memcpy(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { src.copy_to_nonoverlapping(dst, bytes) }
+}
+
+#[cfg(target_arch = "x86_64")]
+unsafe fn rep_movsb(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract; the direction flag is clear by the ABI.
+    unsafe {
+        std::arch::asm!("rep movsb", inout("rcx") bytes => _, inout("rdi") dst => _, inout("rsi") src => _,
+            options(nostack, preserves_flags));
+    }
+}
+
+/// Asks for ownership of `AHEAD` bytes' lines before it stores to them.
+#[cfg(target_arch = "x86_64")]
+unsafe fn prefetchw(dst: *mut u8, src: *const u8, bytes: usize) {
+    const AHEAD: usize = 4096;
+    for start in (0..bytes).step_by(AHEAD) {
+        let length = AHEAD.min(bytes - start);
+        for line in (start..start + length).step_by(64) {
+            // SAFETY: a prefetch never faults.
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) dst.wrapping_add(line), options(nostack, preserves_flags)) };
+        }
+        // SAFETY: `start + length <= bytes`.
+        unsafe { src.add(start).copy_to_nonoverlapping(dst.add(start), length) };
+    }
+}
+
+pub(super) fn report() {
+    println!("copy to lines that another core has read: copy GB/s (bytes copied once) / that core's read GB/s");
+    let sizes = [1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+    print!("{:<11}", "");
+    sizes.iter().for_each(|size| print!("{:>7} KiB    ", size >> 10));
+    println!();
+    for &(name, way) in WAYS {
+        print!("{name:<11}");
+        for bytes in sizes {
+            let (copied, read) = handed_over(way, bytes);
+            print!(" {copied:>6.1}/{read:<6.1}");
+        }
+        println!();
+    }
+}
+
+fn pin(core: usize) {
+    // SAFETY: a zeroed set is an empty one; both calls get it by its size.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(core, &mut set);
+        libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
+    }
+}
+
+/// Thread 0 copies in, thread 1 reads, in turns; the median speeds of both.
+fn handed_over(way: Copy, bytes: usize) -> (f64, f64) {
+    let rounds = (200_000_000 / bytes).clamp(15, 400);
+    let source = vec![7u8; bytes];
+    let mut staging = vec![1u8; bytes + 64];
+    let staging = &raw mut staging[0];
+    let staging = staging.wrapping_add(staging.align_offset(64)).expose_provenance();
+    let turn = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            pin(1);
+            let mut times = Vec::new();
+            for round in 0..rounds {
+                while turn.load(Ordering::Acquire) != 2 * round + 1 {
+                    std::hint::spin_loop();
+                }
+                let start = Instant::now();
+                // SAFETY: `staging` outlives the scope and thread 0 waits for the turn.
+                let words = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u64>(staging), bytes / 8) };
+                black_box(words.iter().fold(0, |sum, word| sum ^ word));
+                times.push(start.elapsed().as_secs_f64());
+                turn.store(2 * round + 2, Ordering::Release);
+            }
+            times
+        });
+        pin(0);
+        let mut times = Vec::new();
+        for round in 0..rounds {
+            while turn.load(Ordering::Acquire) != 2 * round {
+                std::hint::spin_loop();
+            }
+            black_box(source.iter().step_by(64).fold(0, |sum, byte| sum ^ byte));
+            let start = Instant::now();
+            // SAFETY: both hold `bytes` bytes; thread 1 waits for the turn.
+            unsafe { way(std::ptr::with_exposed_provenance_mut(staging), source.as_ptr(), bytes) };
+            times.push(start.elapsed().as_secs_f64());
+            turn.store(2 * round + 1, Ordering::Release);
+        }
+        let reads = reader.join().unwrap_or_default();
+        (speed(bytes, times), speed(bytes, reads))
+    })
+}
+
+fn speed(bytes: usize, mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    bytes as f64 / times[times.len() / 2] / 1e9
+}

@@ -1,0 +1,59 @@
+//! Moving bytes, through the cache or past it.
+
+/// Copies with ordinary stores.
+///
+/// # Safety
+/// As [`super::copy`].
+pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { src.copy_to_nonoverlapping(dst, bytes) }
+}
+
+/// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends through it.
+/// Ordered before later stores only by [`fence`].
+///
+/// # Safety
+/// As [`super::copy`].
+#[cfg(target_arch = "x86_64")]
+pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, bytes: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    const LINE: usize = 64;
+    let head = dst.align_offset(LINE).min(bytes);
+    let lines = (bytes - head) / LINE;
+    let tail = head + lines * LINE;
+    // SAFETY: `head <= tail <= bytes`; `dst + head` lies on a cache line when `lines > 0`; SSE2 is part of x86-64.
+    unsafe {
+        src.copy_to_nonoverlapping(dst, head);
+        for at in (head..tail).step_by(LINE) {
+            let from = src.add(at).cast::<__m128i>();
+            let to = dst.add(at).cast::<__m128i>();
+            let line = [_mm_loadu_si128(from), _mm_loadu_si128(from.add(1)), _mm_loadu_si128(from.add(2)), _mm_loadu_si128(from.add(3))];
+            _mm_stream_si128(to, line[0]);
+            _mm_stream_si128(to.add(1), line[1]);
+            _mm_stream_si128(to.add(2), line[2]);
+            _mm_stream_si128(to.add(3), line[3]);
+        }
+        src.add(tail).copy_to_nonoverlapping(dst.add(tail), bytes - tail);
+    }
+}
+
+/// Orders every [`stream`] of this thread before its later stores.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn fence() {
+    // SAFETY: SSE is part of x86-64.
+    unsafe { std::arch::x86_64::_mm_sfence() };
+}
+
+/// Other machines have no stable non-temporal store: the cache it is.
+///
+/// # Safety
+/// As [`super::copy`].
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, bytes: usize) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { cached(dst, src, bytes) }
+}
+
+/// Nothing to order: [`stream`] used ordinary stores.
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) fn fence() {}

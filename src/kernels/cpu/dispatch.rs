@@ -1,0 +1,134 @@
+//! Which compiled loop serves an op, a dtype and a machine. `None` here is what [`super::supports`] refuses.
+
+use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
+use super::element::{Bits, Element};
+use super::op::{And, Avg, Max, Min, Op, Or, PremulSum, Product, Sum, Xor};
+use super::reduce::{self, Kernel};
+use crate::dtype::{DType, ReduceOp};
+
+/// An instruction set that the loops are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Isa {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Isa {
+    /// All that this machine has, the best last.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn available() -> &'static [Isa] {
+        const ALL: &[Isa] = &[Isa::Portable, Isa::Avx2, Isa::Avx512];
+        // The standard library caches what `cpuid` said: each of these is one load and a test.
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
+        let avx512 = avx2
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq");
+        &ALL[..1 + usize::from(avx2) + usize::from(avx512)]
+    }
+
+    /// All that this machine has, the best last.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn available() -> &'static [Isa] {
+        &[Isa::Portable]
+    }
+
+    /// The widest that this machine has.
+    pub(super) fn best() -> Isa {
+        Isa::available().last().copied().unwrap_or(Isa::Portable)
+    }
+
+    fn kernel<E: Element, O: Op<E::Acc>, const T: usize>(self) -> Kernel {
+        match self {
+            Isa::Portable => reduce::portable::<E, O, T>,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => reduce::avx2::<E, O, T>,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => reduce::avx512::<E, O, T>,
+        }
+    }
+}
+
+/// Numbers that the loops see in one element: a complex number is its two parts, and every op that is served for
+/// complex numbers acts on the parts alone.
+pub(super) fn parts(dtype: DType) -> usize {
+    if matches!(dtype, DType::C64 | DType::C128) { 2 } else { 1 }
+}
+
+/// The loop for `op` over `dtype`, if the two fit together.
+// Tiles are 256 bytes of accumulators: four AVX-512 or eight AVX2 registers.
+pub(super) fn kernel(op: ReduceOp, dtype: DType, isa: Isa) -> Option<Kernel> {
+    match dtype {
+        DType::F32 => float::<f32, 64>(op, isa),
+        DType::F64 => float::<f64, 32>(op, isa),
+        DType::F16 => float::<F16, 64>(op, isa),
+        DType::BF16 => float::<BF16, 64>(op, isa),
+        DType::F8E5M2 => float::<E5M2, 64>(op, isa),
+        DType::F8E4M3FN => float::<E4M3Fn, 64>(op, isa),
+        DType::F8E5M2FNUZ => float::<E5M2Fnuz, 64>(op, isa),
+        DType::F8E4M3FNUZ => float::<E4M3Fnuz, 64>(op, isa),
+        DType::C64 => complex::<f32, 64>(op, isa),
+        DType::C128 => complex::<f64, 32>(op, isa),
+        DType::U8 => integer::<u8, u8, 256>(op, isa),
+        DType::I8 => integer::<i8, u8, 256>(op, isa),
+        DType::U16 => integer::<u16, u16, 128>(op, isa),
+        DType::I16 => integer::<i16, u16, 128>(op, isa),
+        DType::U32 => integer::<u32, u32, 64>(op, isa),
+        DType::I32 => integer::<i32, u32, 64>(op, isa),
+        DType::U64 => integer::<u64, u64, 32>(op, isa),
+        DType::I64 => integer::<i64, u64, 32>(op, isa),
+        DType::Bool => boolean(op, isa),
+    }
+}
+
+fn float<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+    match op {
+        ReduceOp::Sum => Some(isa.kernel::<E, Sum, T>()),
+        ReduceOp::Avg => Some(isa.kernel::<E, Avg, T>()),
+        ReduceOp::Product => Some(isa.kernel::<E, Product, T>()),
+        ReduceOp::Min => Some(isa.kernel::<E, Min, T>()),
+        ReduceOp::Max => Some(isa.kernel::<E, Max, T>()),
+        ReduceOp::PremulSum => Some(isa.kernel::<E, PremulSum, T>()),
+        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+    }
+}
+
+fn complex<E: Element, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+    match op {
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => float::<E, T>(op, isa),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => None,
+    }
+}
+
+/// `W` is the unsigned integer of `E`'s size, which wraps and combines bits alike: half the loops to compile.
+fn integer<E, W, const T: usize>(op: ReduceOp, isa: Isa) -> Option<Kernel>
+where
+    E: Element,
+    W: Element<Acc: Bits>,
+{
+    match op {
+        ReduceOp::Sum => Some(isa.kernel::<W, Sum, T>()),
+        ReduceOp::Avg => Some(isa.kernel::<E, Avg, T>()),
+        ReduceOp::Product => Some(isa.kernel::<W, Product, T>()),
+        ReduceOp::Min => Some(isa.kernel::<E, Min, T>()),
+        ReduceOp::Max => Some(isa.kernel::<E, Max, T>()),
+        ReduceOp::BitAnd => Some(isa.kernel::<W, And, T>()),
+        ReduceOp::BitOr => Some(isa.kernel::<W, Or, T>()),
+        ReduceOp::BitXor => Some(isa.kernel::<W, Xor, T>()),
+        ReduceOp::PremulSum => None,
+    }
+}
+
+/// A bool is a byte 0 or 1, and its arithmetic is torch's: `True + True` is `True`.
+fn boolean(op: ReduceOp, isa: Isa) -> Option<Kernel> {
+    match op {
+        ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => Some(isa.kernel::<u8, Or, 256>()),
+        ReduceOp::Product | ReduceOp::Min | ReduceOp::BitAnd => Some(isa.kernel::<u8, And, 256>()),
+        ReduceOp::BitXor => Some(isa.kernel::<u8, Xor, 256>()),
+        ReduceOp::Avg | ReduceOp::PremulSum => None,
+    }
+}

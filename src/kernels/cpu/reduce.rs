@@ -1,0 +1,162 @@
+//! The reduction loop, once, and its compilation for each instruction set.
+//!
+//! A tile of `T` accumulators stays in registers while the sources go by in rank order, so each output element depends
+//! on its own inputs alone: not on alignment, on the count, on how a range was split or on the vector width. Rust never
+//! contracts a product and a sum into a fused operation, so neither do the wider instruction sets.
+
+use super::element::{Element, Number};
+use super::lanes::{self, Lanes};
+use super::op::Op;
+use super::{Source, Store, copy};
+
+/// One call of [`super::reduce`]. Whoever builds it vouches for its pointers.
+pub(super) struct Job<'a> {
+    pub(super) dst: *mut u8,
+    pub(super) sources: &'a [Source],
+    /// Elements, as the kernel counts them (a complex number counts two).
+    pub(super) count: usize,
+    pub(super) store: Store,
+}
+
+/// A reduction compiled for one op, element type and instruction set.
+///
+/// # Safety
+/// The machine has the instruction set; the job satisfies the contract of [`super::reduce`].
+pub(super) type Kernel = unsafe fn(&Job);
+
+/// Bytes that a streaming reduction computes into L1 before it writes them out; a power of two of cache lines.
+const BLOCK: usize = 4096;
+
+/// From this many left-over elements on, padded copies of them go through a whole tile; fewer go one by one, which
+/// takes 5 ns for one element of four ranks instead of 30.
+const FEW: usize = 8;
+
+#[repr(align(64))]
+struct Block([u8; BLOCK]);
+
+/// # Safety
+/// The job satisfies the contract of [`super::reduce`] with elements of type `E`.
+pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { run::<E, O, lanes::Portable, T>(job) }
+}
+
+/// # Safety
+/// As [`portable`], on a machine with AVX2 and F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { run::<E, O, lanes::Avx2, T>(job) }
+}
+
+/// # Safety
+/// As [`portable`], on a machine with AVX-512 F, BW, VL and DQ.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+pub(super) unsafe fn avx512<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { run::<E, O, lanes::Avx512, T>(job) }
+}
+
+/// # Safety
+/// As [`portable`].
+#[inline(always)]
+unsafe fn run<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(job: &Job) {
+    let size = size_of::<E>();
+    if job.store == Store::Cached {
+        // SAFETY: all of `job` is in bounds by the caller's contract.
+        unsafe { span::<E, O, I, T>(job.sources, 0, job.count, job.dst) };
+        return;
+    }
+    let mut block = Block([0; BLOCK]);
+    // Ends the first block on a cache line of `dst`, so that the others stream whole lines.
+    let mut length = (BLOCK - job.dst.addr() % 64) / size;
+    let mut start = 0;
+    while start < job.count {
+        let now = length.min(job.count - start);
+        // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps nothing of the caller's.
+        unsafe {
+            span::<E, O, I, T>(job.sources, start, now, block.0.as_mut_ptr());
+            copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
+        }
+        start += now;
+        length = BLOCK / size;
+    }
+    copy::fence();
+}
+
+/// Reduces elements `start .. start + count` into `out`.
+///
+/// # Safety
+/// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
+#[inline(always)]
+unsafe fn span<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(sources: &[Source], start: usize, count: usize, out: *mut u8) {
+    let size = size_of::<E>();
+    let whole = count - count % T;
+    let mut done = 0;
+    while done < whole {
+        // SAFETY: `done + T <= whole <= count`.
+        unsafe {
+            let acc = tile::<E, O, I, T>(sources, |source| source.ptr.add((start + done) * size));
+            E::narrow_tile::<I, T>(&acc, out.add(done * size));
+        }
+        done += T;
+    }
+    if count - whole < FEW {
+        for at in whole..count {
+            // SAFETY: `at < count`.
+            unsafe {
+                let acc = tile::<E, O, I, 1>(sources, |source| source.ptr.add((start + at) * size));
+                E::narrow_tile::<I, 1>(&acc, out.add(at * size));
+            }
+        }
+    } else {
+        let rest = count - whole;
+        let mut pad = [E::ZERO; T];
+        let pad = (&raw mut pad).cast::<u8>();
+        // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one padded copy before
+        // it asks for the next.
+        unsafe {
+            let acc = tile::<E, O, I, T>(sources, |source| {
+                source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
+                pad.cast_const()
+            });
+            E::narrow_tile::<I, T>(&acc, pad);
+            pad.copy_to_nonoverlapping(out.add(whole * size), rest * size);
+        }
+    }
+}
+
+/// The accumulators of `T` elements of which `locate` gives the first, for each source.
+///
+/// # Safety
+/// `locate` returns pointers that are valid for `T` elements until its next call; the machine has `I`.
+#[inline(always)]
+unsafe fn tile<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(
+    sources: &[Source],
+    mut locate: impl FnMut(&Source) -> *const u8,
+) -> [E::Acc; T] {
+    let mut lifted = |source: &Source| {
+        let factor = E::Acc::factor(source.factor);
+        // SAFETY: `locate`'s pointers are valid for `T` elements, and this is read before its next call.
+        let mut values = unsafe { E::widen_tile::<I, T>(locate(source)) };
+        for value in &mut values {
+            *value = O::lift(*value, factor);
+        }
+        values
+    };
+    let Some((first, others)) = sources.split_first() else {
+        return [E::Acc::ZERO; T];
+    };
+    let mut acc = lifted(first);
+    for source in others {
+        for (acc, value) in acc.iter_mut().zip(lifted(source)) {
+            *acc = O::combine(*acc, value);
+        }
+    }
+    for value in &mut acc {
+        *value = O::finish(*value, sources.len());
+    }
+    acc
+}
