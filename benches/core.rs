@@ -8,10 +8,12 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
+use symm::done::Done;
 use symm::dtype::{DType, ReduceOp};
-use symm::group::{Done, Group, Message};
+use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
+use symm::p2p::Message;
 use symm::rank::Rank;
 use symm::sync::board::Identity;
 
@@ -51,7 +53,7 @@ fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     let members = line.split_whitespace().enumerate().map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 }).collect();
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
     let segment = Segment::map(file.into(), Layout::new(n as usize).total_bytes()).unwrap();
-    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60)).unwrap();
+    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60), Tuning::default()).unwrap();
     let list =
         |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
     let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());

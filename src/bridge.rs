@@ -124,9 +124,11 @@ pub mod ffi {
 }
 
 use crate::coll::call::{Call, Op, Span};
+use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::group::{Done, Group, JoinOptions, Message};
+use crate::group::{Group, JoinOptions};
+use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
 use std::panic::{AssertUnwindSafe, catch_unwind};

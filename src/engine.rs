@@ -5,8 +5,8 @@
 
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
+use crate::done::Done;
 use crate::error::{Error, Result};
-use crate::group::Done;
 use crate::sync::limit::Limit;
 use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};

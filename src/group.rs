@@ -1,20 +1,21 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op};
 use crate::coll::cpu::Runner;
+use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
-use crate::p2p::{self, Transfers};
+use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::board::{Board, Identity};
 use crate::sync::limit::Limit;
 use crate::sys::process;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Who joins which group.
@@ -32,39 +33,18 @@ pub struct JoinOptions {
     pub timeout: Option<Duration>,
 }
 
-/// One send or receive.
+/// What a user may choose about a group; the same on all its ranks.
 #[derive(Clone, Copy, Debug)]
-pub struct Message {
-    /// The other rank; `None` receives from any.
-    pub peer: Option<Rank>,
-    /// Matches the other side's.
-    pub tag: i32,
-    /// Element type, for messages about a mismatch.
-    pub dtype: DType,
-    /// What is sent or filled.
-    pub span: Span,
-    /// Limit; absent: the group's.
-    pub timeout: Option<Duration>,
+pub struct Tuning {
+    /// Whether ranks may read each other's memory where the system permits it.
+    pub direct: bool,
+    /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
+    pub spins: Option<u32>,
 }
 
-type Callback = Box<dyn FnOnce(Result<()>, Option<Rank>) + Send>;
-
-/// Where the outcome of an asynchronous call goes. Clones share the one callback; the first call wins.
-#[derive(Clone)]
-pub struct Done(Arc<Mutex<Option<Callback>>>);
-
-impl Done {
-    /// Wraps `callback`, which gets the outcome and, for a receive, the rank that sent.
-    pub fn new(callback: impl FnOnce(Result<()>, Option<Rank>) + Send + 'static) -> Self {
-        Self(Arc::new(Mutex::new(Some(Box::new(callback)))))
-    }
-
-    /// Delivers the outcome; without effect after the first time.
-    pub fn call(&self, outcome: Result<()>, source: Option<Rank>) {
-        let callback = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
-        if let Some(callback) = callback {
-            callback(outcome, source);
-        }
+impl Default for Tuning {
+    fn default() -> Self {
+        Self { direct: true, spins: None }
     }
 }
 
@@ -122,16 +102,16 @@ impl Group {
         };
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
         let members = records.iter().enumerate().map(|(r, &(pid, _))| Identity { pid, global: global(r) }).collect();
-        Self::assemble(Segment::map(file, bytes)?, &options.group, rank, members, timeout)
+        Self::assemble(Segment::map(file, bytes)?, &options.group, rank, members, timeout, Tuning::default())
     }
 
     /// A group in memory that its members already share. `members` in rank order.
-    pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration) -> Result<Self> {
+    pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let spins = if cores >= members.len() { SPINS } else { SPINS_CROWDED };
+        let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
         let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
         let limit = Limit::from(Instant::now(), timeout);
-        let direct = meet(&board, &limit)?;
+        let direct = meet(&board, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
         Ok(Self {
             engine: Engine::new(Runner::new(Arc::clone(&board), direct)),
@@ -268,7 +248,7 @@ impl Drop for Group {
 }
 
 /// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
-fn meet(board: &Board, limit: &Limit) -> Result<bool> {
+fn meet(board: &Board, limit: &Limit, try_direct: bool) -> Result<bool> {
     let me = board.rank();
     let about = || format!("joining group \"{}\"", board.name());
     let arrive = |phase: u32| {
@@ -286,7 +266,7 @@ fn meet(board: &Board, limit: &Limit) -> Result<bool> {
         let read = unsafe { process::read_memory(board.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
         read.is_ok() && copy == PROBE.to_ne_bytes()
     };
-    board.capable(me).store(u32::from(board.peers().all(readable)), Ordering::Relaxed);
+    board.capable(me).store(u32::from(try_direct && board.peers().all(readable)), Ordering::Relaxed);
     arrive(2)?;
     Ok(board.ranks().all(|rank| board.capable(rank).load(Ordering::Relaxed) == 1))
 }
@@ -309,7 +289,11 @@ mod tests {
                 scope.spawn(move || {
                     let segment = Segment::map(file, bytes).expect("map");
                     let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                    body(Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20)).expect("assemble"), rank);
+                    body(
+                        Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20), Tuning::default())
+                            .expect("assemble"),
+                        rank,
+                    );
                 });
             }
         });

@@ -9,11 +9,13 @@
 //! - [`kernels`]: loops over tensor bytes
 //! - [`store`]: the key-value store through which ranks meet
 //! - [`sys`]: thin wrappers over the system
+//! - [`done`]: where outcomes go
 //! - [`dtype`], [`rank`], [`error`]: leaves that everyone may import
 
 #[cfg(feature = "torch")]
 pub mod bridge;
 pub mod coll;
+pub mod done;
 pub mod dtype;
 pub mod engine;
 pub mod error;

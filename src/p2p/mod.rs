@@ -7,6 +7,8 @@
 mod channel;
 mod frame;
 mod matching;
+mod message;
 mod transfers;
 
+pub use message::Message;
 pub use transfers::{TICKET_BIT, Transfers};
