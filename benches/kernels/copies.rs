@@ -1,9 +1,11 @@
 //! Copies into a buffer whose lines another core owns, as a shared staging buffer's are after its last reader.
 
 use std::hint::black_box;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
-use symm::kernels::cpu::{Store, copy};
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cpu::{Source, Store, copy, reduce};
 
 /// A way to copy: (dst, src, bytes).
 type Copy = unsafe fn(*mut u8, *const u8, usize);
@@ -71,6 +73,112 @@ pub(super) fn report() {
         }
         println!();
     }
+    println!(
+        "staged by {RANKS} ranks at once, {SLOTS} slots each: GB/s of input a rank, copied in and reduced by parts"
+    );
+    print!("{:<11}", "");
+    let shapes = [
+        (64, 1),
+        (256, 1),
+        (512, 1),
+        (1024, 1),
+        (4096, 1),
+        (16 << 10, 1),
+        (1024, 16),
+        (16 << 10, 256),
+        (64 << 10, 1024),
+    ];
+    shapes
+        .iter()
+        .for_each(|(total, chunks)| print!("{:>10}", format!("{total}K/{chunks}")));
+    println!();
+    for &(name, way) in WAYS {
+        print!("{name:<11}");
+        for (total, chunks) in shapes {
+            print!("{:>10.1}", staged(way, (total << 10) / chunks, chunks));
+        }
+        println!();
+    }
+}
+
+const RANKS: usize = 4;
+const SLOTS: usize = 3;
+
+/// `RANKS` threads copy private inputs, chunk by chunk, into rings of slots that all of them read, and each reduces its
+/// part of every chunk: what a two-phase all-reduce does before it hands the result back. The speed of the
+/// least disturbed round.
+fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
+    let total = chunk * chunks;
+    let rounds = (100_000_000 / total).clamp(12, 2000);
+    let mut memory: Vec<Vec<u8>> = (0..RANKS).map(|_| vec![1u8; SLOTS * chunk]).collect();
+    let rings: Vec<usize> = memory
+        .iter_mut()
+        .map(|ring| ring.as_mut_ptr().expose_provenance())
+        .collect();
+    let arrived = AtomicUsize::new(0);
+    let all_times = Mutex::new(Vec::new());
+    let run = |rank: usize| {
+        pin(rank);
+        let input = vec![rank as u8; total];
+        let mut output = vec![0u8; chunk / RANKS];
+        let mut arrivals = 0;
+        let mut barrier = || {
+            arrivals += RANKS;
+            arrived.fetch_add(1, Ordering::AcqRel);
+            while arrived.load(Ordering::Acquire) < arrivals {
+                std::hint::spin_loop();
+            }
+        };
+        let mut times = Vec::new();
+        for _ in 0..rounds {
+            barrier();
+            let start = Instant::now();
+            for at in 0..chunks {
+                let slot = |of: usize| rings[of] + at % SLOTS * chunk;
+                let part = rank * (chunk / RANKS);
+                let source = |of| Source {
+                    ptr: std::ptr::with_exposed_provenance(slot(of) + part),
+                    factor: 1.0,
+                };
+                // SAFETY: the rings outlive the threads; the barrier stands between the writes of a slot and its reads,
+                // and two barriers between its reads and the next writes.
+                unsafe {
+                    way(
+                        std::ptr::with_exposed_provenance_mut(slot(rank)),
+                        input[at * chunk..].as_ptr(),
+                        chunk,
+                    );
+                    barrier();
+                    let list: [Source; RANKS] = std::array::from_fn(source);
+                    let count = output.len() / 4;
+                    reduce(
+                        ReduceOp::Sum,
+                        DType::F32,
+                        output.as_mut_ptr(),
+                        &list,
+                        count,
+                        Store::Cached,
+                    );
+                }
+            }
+            barrier();
+            times.push(start.elapsed().as_secs_f64());
+        }
+        if rank == 0
+            && let Ok(mut all) = all_times.lock()
+        {
+            all.append(&mut times);
+        }
+    };
+    std::thread::scope(|scope| {
+        for rank in 1..RANKS {
+            let run = &run;
+            scope.spawn(move || run(rank));
+        }
+        run(0);
+    });
+    let times = all_times.into_inner().unwrap_or_default();
+    total as f64 / times.into_iter().fold(f64::INFINITY, f64::min) / 1e9
 }
 
 fn pin(core: usize) {
