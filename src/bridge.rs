@@ -352,3 +352,14 @@ impl Store for TorchStore {
         self.handle()?.remove(key).map_err(store_error("delete"))
     }
 }
+
+unsafe extern "C" {
+    fn PyInit__C_init() -> *mut std::ffi::c_void;
+}
+
+/// Python's entry point. rustc exports only Rust symbols from a cdylib, so this one passes on to the C++ module.
+#[unsafe(no_mangle)]
+pub extern "C" fn PyInit__C() -> *mut std::ffi::c_void {
+    // SAFETY: the module initialiser that PYBIND11_MODULE defines; Python calls this with the GIL held.
+    unsafe { PyInit__C_init() }
+}

@@ -1,0 +1,34 @@
+"""Makes the name ``symm`` known to torch. Runs at every ``import torch``: imports nothing heavy and never raises."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_symm._C import ProcessGroupSymm
+
+
+def autoload() -> None:
+    """Registers backend ``symm`` for CPU and CUDA with ``torch.distributed``, once per process.
+
+    Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure becomes a warning, since an
+    exception here would make ``import torch`` fail.
+    """
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and "symm" not in dist.Backend.backend_list:
+            dist.Backend.register_backend("symm", create, extended_api=True, devices=["cpu", "cuda"])
+    except Exception as error:  # noqa: BLE001 - whatever it is, torch must still import
+        warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
+
+
+def create(options: object, group_options: object) -> ProcessGroupSymm:
+    """Makes the group that torch asks for; called by ``torch.distributed``.
+
+    ``options`` is torch's ``_DistributedBackendOptions``; ``group_options`` a ``torch_symm.Options`` or ``None``.
+    """
+    from torch_symm._group import create_group
+
+    return create_group(options, group_options)

@@ -1,0 +1,30 @@
+"""From torch's options to a group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch_symm._native import load
+
+
+def create_group(options: Any, group_options: Any) -> Any:
+    """Joins the group described by torch's ``_DistributedBackendOptions``.
+
+    ``group_options`` may be a :class:`torch_symm.Options`; its timeout then wins over torch's.
+
+    Raises:
+        TypeError: ``group_options`` is of another type.
+        SymmConfigError, SymmTimeout: the group cannot be formed; the message names the ranks.
+    """
+    native = load()
+    if group_options is None:
+        timeout = options.timeout
+    elif isinstance(group_options, native.Options):
+        timeout = group_options._timeout
+    else:
+        raise TypeError(f"pg_options must be a torch_symm.Options, not {type(group_options).__name__}")
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=float(timeout))
+    own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
+    return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)

@@ -1,0 +1,73 @@
+#include "arguments.hpp"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+namespace symm {
+
+namespace {
+
+auto refuse(const char* call) {
+  return [call](const std::string& message) { TORCH_CHECK_VALUE(false, "ProcessGroupSymm::", call, ": ", message); };
+}
+
+} // namespace
+
+const at::Tensor& single(const char* call, const std::vector<at::Tensor>& tensors) {
+  ::c10d::assertNonEmpty(refuse(call), tensors);
+  ::c10d::assertSingleElement(refuse(call), tensors);
+  TORCH_CHECK_VALUE(tensors[0].defined(), "ProcessGroupSymm::", call, ": the tensor is undefined");
+  return tensors[0];
+}
+
+const std::vector<at::Tensor>& single_list(
+    const char* call,
+    const char* role,
+    const std::vector<std::vector<at::Tensor>>& lists,
+    int size) {
+  if (lists.size() != 1) {
+    refuse(call)(std::string("requires a single-element ") + role + " list");
+  }
+  if (lists[0].size() != static_cast<size_t>(size)) {
+    refuse(call)(
+        std::string("Incorrect ") + role + " list size " + std::to_string(lists[0].size()) + ". " + role +
+        " list size should be " + std::to_string(size) + ", same as size of the process group.");
+  }
+  return lists[0];
+}
+
+void check_root(const char* call, int64_t root, int64_t tensor, int size) {
+  ::c10d::assertRootRank(refuse(call), root, size);
+  ::c10d::assertRootTensor(refuse(call), tensor, 1);
+}
+
+void check_like(const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    TORCH_CHECK_VALUE(tensors[i].defined(), "ProcessGroupSymm::", call, ": the tensor at index ", i, " is undefined");
+    ::c10d::assertTypeMatch(refuse(call), like.options(), tensors, i);
+    if (sizes) {
+      ::c10d::assertSizesMatch(refuse(call), like.sizes(), tensors, i);
+    }
+  }
+}
+
+void check_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int parts) {
+  TORCH_CHECK_TYPE(
+      whole.scalar_type() == part.scalar_type(),
+      "ProcessGroupSymm::", call, ": the input tensor is ", part.scalar_type(), ", the output tensor ", whole.scalar_type(),
+      "; both must have the same dtype");
+  TORCH_CHECK_VALUE(
+      whole.numel() == part.numel() * parts,
+      "ProcessGroupSymm::", call, ": the larger tensor has ", whole.numel(), " elements, it must have ", parts, " (world size) times the ",
+      part.numel(), " elements of the smaller");
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || !a.has_storage() || !b.has_storage()) {
+    return false;
+  }
+  const auto start = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.storage().data()); };
+  return start(a) < start(b) + b.storage().nbytes() && start(b) < start(a) + a.storage().nbytes();
+}
+
+} // namespace symm

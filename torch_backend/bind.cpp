@@ -1,0 +1,93 @@
+// The Python module torch_symm._C.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "errors.hpp"
+#include "process_group.hpp"
+
+namespace py = pybind11;
+
+namespace symm {
+
+namespace {
+
+// A subclass of torch.distributed.DistBackendError, and the translation of its C++ counterpart.
+template <typename E>
+void bind_error(py::module_& module, const char* name, const char* doc) {
+  const py::object base = py::module_::import("torch._C").attr("_DistBackendError");
+  const std::string full = std::string("torch_symm.") + name;
+  // Lives as long as the process: exceptions may be thrown by any thread until the end.
+  static PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base.ptr(), nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  module.attr(name) = py::reinterpret_borrow<py::object>(type);
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (const E& e) {
+      PyErr_SetString(type, e.what_without_backtrace());
+    }
+  });
+}
+
+template <typename T>
+using Holder = c10::intrusive_ptr<T>;
+
+using Options = ProcessGroupSymm::Options;
+
+void bind(py::module_ module) {
+  module.doc() = "The native part of torch_symm.";
+  module.attr("__version__") = std::string(version());
+  bind_error<PeerError>(module, "SymmPeerError", "A rank died, left or aborted while others needed it.");
+  bind_error<TimeoutError>(module, "SymmTimeout", "A deadline passed; the message names the ranks that are missing.");
+  bind_error<MismatchError>(module, "SymmMismatch", "Ranks were asked for different collectives; the message shows each.");
+  bind_error<ConfigError>(module, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
+  bind_error<AbortedError>(module, "SymmAborted", "This process aborted or destroyed the group.");
+
+  py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
+      .def(
+          py::init([](std::chrono::milliseconds timeout, const std::string& group, const std::vector<uint64_t>& ranks) {
+            auto options = c10::make_intrusive<Options>(timeout);
+            options->group_name = group;
+            options->global_ranks_in_group = ranks;
+            return options;
+          }),
+          py::arg("timeout") = kBackendDefaultTimeout,
+          py::arg("group_name") = "",
+          py::arg("global_ranks_in_group") = std::vector<uint64_t>())
+      .def("__copy__", [](const Options& self) { return c10::make_intrusive<Options>(self); })
+      .def(
+          "__deepcopy__",
+          [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); },
+          py::arg("memo"));
+
+  py::class_<ProcessGroupSymm, Holder<ProcessGroupSymm>, ::c10d::Backend>(module, "ProcessGroupSymm")
+      .def(
+          py::init<const Holder<::c10d::Store>&, int, int, Holder<Options>>(),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
+      .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
+      // Called on ranks outside a new group, with which a symm group has nothing to agree.
+      .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
+      .def("get_error", &ProcessGroupSymm::getError)
+      .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
+      .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace
+
+} // namespace symm
+
+PYBIND11_MODULE(_C_init, module) {
+  symm::bind(module);
+}

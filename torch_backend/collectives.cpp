@@ -1,0 +1,192 @@
+// Collectives on single tensors.
+#include "process_group.hpp"
+
+#include <numeric>
+
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include "arguments.hpp"
+#include "errors.hpp"
+
+namespace symm {
+
+using ::c10d::OpType;
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
+  const auto& tensor = single("broadcast", tensors);
+  check_root("broadcast", opts.rootRank, opts.rootTensor, getSize());
+  auto operation = std::make_shared<Operation>(OpType::BROADCAST, "symm:broadcast");
+  operation->begin(Collective::Broadcast, tensor).root = static_cast<int32_t>(opts.rootRank);
+  if (getRank() == opts.rootRank) {
+    operation->give(tensor);
+    operation->outputs.push_back(tensor);
+  } else {
+    operation->take(tensor);
+    operation->inputs.push_back(tensor);
+  }
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  const auto& tensor = single("allreduce", tensors);
+  if (tensor.is_sparse()) {
+    return sum_sparse(tensor, opts);
+  }
+  auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce");
+  operation->begin(Collective::AllReduce, tensor);
+  operation->reduce_with(opts.reduceOp);
+  operation->transform(tensor);
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_coalesced(
+    Tensors& tensors,
+    const ::c10d::AllreduceCoalescedOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "ProcessGroupSymm::allreduce_coalesced: requires non-empty tensor list");
+  check_like("allreduce_coalesced", tensors, tensors.front(), false);
+  auto operation = std::make_shared<Operation>(OpType::ALLREDUCE_COALESCED, "symm:all_reduce");
+  for (const auto& tensor : tensors) {
+    operation->begin(Collective::AllReduce, tensor);
+    operation->reduce_with(opts.reduceOp);
+    operation->transform(tensor);
+  }
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
+  const auto& tensor = single("reduce", tensors);
+  check_root("reduce", opts.rootRank, opts.rootTensor, getSize());
+  auto operation = std::make_shared<Operation>(OpType::REDUCE, "symm:reduce");
+  operation->begin(Collective::Reduce, tensor).root = static_cast<int32_t>(opts.rootRank);
+  operation->reduce_with(opts.reduceOp);
+  if (getRank() == opts.rootRank) {
+    operation->transform(tensor);
+  } else {
+    operation->give(tensor);
+    operation->outputs.push_back(tensor);
+  }
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+std::vector<int64_t> ProcessGroupSymm::even_lengths(const at::Tensor& piece) const {
+  return std::vector<int64_t>(getSize(), piece.numel());
+}
+
+std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& outputs, const Tensors& inputs) const {
+  TORCH_CHECK_VALUE(
+      outputs.size() == inputs.size() && !inputs.empty(),
+      "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length, got ", inputs.size(), " inputs and ",
+      outputs.size(), " outputs");
+  auto operation = std::make_shared<Operation>(OpType::_ALLGATHER_BASE, "symm:all_gather");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_parts("_allgather_base", outputs[i], inputs[i], getSize());
+    operation->begin(Collective::AllGather, inputs[i]);
+    operation->give(inputs[i]);
+    operation->take_pieces(outputs[i], even_lengths(inputs[i]));
+  }
+  return operation;
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::_allgather_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const ::c10d::AllgatherOptions& opts) {
+  return launch(allgather_operation({output}, {input}), opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_into_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const ::c10d::AllgatherOptions& opts) {
+  return launch(allgather_operation(outputs, inputs), opts.timeout, opts.asyncOp);
+}
+
+std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
+    const Tensors& outputs,
+    const Tensors& inputs,
+    const ::c10d::ReduceOp& op) const {
+  TORCH_CHECK_VALUE(
+      outputs.size() == inputs.size() && !inputs.empty(),
+      "ProcessGroupSymm::reduce_scatter: requires input/output tensor lists to have the same length, got ", inputs.size(),
+      " inputs and ", outputs.size(), " outputs");
+  auto operation = std::make_shared<Operation>(OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_parts("_reduce_scatter_base", inputs[i], outputs[i], getSize());
+    operation->begin(Collective::ReduceScatter, inputs[i]);
+    operation->reduce_with(op);
+    operation->give_pieces(inputs[i], even_lengths(outputs[i]));
+    operation->take(outputs[i]);
+  }
+  return operation;
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::_reduce_scatter_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const ::c10d::ReduceScatterOptions& opts) {
+  return launch(reduce_scatter_operation({output}, {input}, opts.reduceOp), opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const ::c10d::ReduceScatterOptions& opts) {
+  return launch(reduce_scatter_operation(outputs, inputs, opts.reduceOp), opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const ::c10d::AllToAllOptions& opts) {
+  TORCH_CHECK_TYPE(
+      output.scalar_type() == input.scalar_type(),
+      "ProcessGroupSymm::alltoall_base: the input tensor is ", input.scalar_type(), ", the output tensor ", output.scalar_type(),
+      "; both must have the same dtype");
+  const auto lengths = [this](const char* role, const std::vector<int64_t>& splits, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.dim() > 0, "ProcessGroupSymm::alltoall_base: the ", role, " tensor is a scalar and cannot be split");
+    for (const auto split : splits) {
+      TORCH_CHECK_VALUE(split >= 0, "ProcessGroupSymm::alltoall_base: ", role, " split size ", split, " is negative");
+    }
+    const auto size = static_cast<size_t>(getSize());
+    TORCH_CHECK_VALUE(
+        splits.empty() || splits.size() == size,
+        "ProcessGroupSymm::alltoall_base: Number of tensor splits not equal to group size: ", splits.size(), " ", role,
+        " splits for ", size, " ranks");
+    TORCH_CHECK_VALUE(
+        !splits.empty() || tensor.size(0) % getSize() == 0,
+        "ProcessGroupSymm::alltoall_base: Tensor's dim 0 does not divide equally across group size: ", tensor.size(0), " rows of the ",
+        role, " tensor, ", size, " ranks");
+    const auto sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+    TORCH_CHECK_VALUE(
+        splits.empty() || sum == tensor.size(0),
+        "ProcessGroupSymm::alltoall_base: Split sizes doesn't match total dim 0 size: ", role, " splits sum to ", sum, ", dim 0 is ",
+        tensor.size(0));
+    const auto row = tensor.size(0) == 0 ? 0 : tensor.numel() / tensor.size(0);
+    std::vector<int64_t> result(size, tensor.size(0) / getSize() * row);
+    for (size_t i = 0; i < splits.size(); ++i) {
+      result[i] = splits[i] * row;
+    }
+    return result;
+  };
+  const auto sent = lengths("input", input_splits, input);
+  const auto received = lengths("output", output_splits, output);
+  auto operation = std::make_shared<Operation>(OpType::ALLTOALL_BASE, "symm:all_to_all");
+  operation->begin(Collective::AllToAll, input);
+  operation->give_pieces(overlap(input, output) ? input.clone() : input, sent);
+  operation->take_pieces(output, received);
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions& opts) {
+  auto operation = std::make_shared<Operation>(OpType::BARRIER, "symm:barrier");
+  operation->begin(Collective::Barrier, {});
+  return launch(operation, opts.timeout, opts.asyncOp);
+}
+
+void ProcessGroupSymm::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  check((*group_)->monitored_barrier(opts.timeout.count(), wait_all_ranks));
+}
+
+} // namespace symm

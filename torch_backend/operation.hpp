@@ -1,0 +1,76 @@
+// One c10d call in preparation: its tensors, checked, as plain spans for the core.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "compat.hpp"
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+// Codes of coll::call::Op in src/coll/call.rs.
+enum class Collective : uint8_t {
+  Barrier = 0,
+  Broadcast = 1,
+  AllReduce = 2,
+  Reduce = 3,
+  AllGather = 4,
+  Gather = 5,
+  Scatter = 6,
+  ReduceScatter = 7,
+  AllToAll = 8,
+};
+
+// Owns every tensor that the core reads or writes. Tensors that are not contiguous are replaced by copies, and results
+// are written back by `write_back`.
+class Operation {
+ public:
+  // `title` is the profiling name "symm:<op>"; its tail names the call in messages.
+  Operation(::c10d::OpType type, const char* title) : type(type), title(title) {}
+
+  // Begins a collective; the spans that follow belong to it.
+  CallSpec& begin(Collective op, const at::Tensor& like);
+  // The reduce op of the current collective and its factor.
+  void reduce_with(const ::c10d::ReduceOp& op);
+  // `tensor` as an input of the current collective.
+  void give(const at::Tensor& tensor);
+  // `tensor` as an output of the current collective; it is part of the result.
+  void take(const at::Tensor& tensor);
+  // `tensor` as input and output in one.
+  void transform(const at::Tensor& tensor);
+  // `pieces` consecutive parts of `tensor` of the given lengths in elements.
+  void give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
+  void take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
+
+  // A contiguous tensor with the values of `tensor`; kept alive.
+  at::Tensor readable(const at::Tensor& tensor);
+  // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive.
+  at::Tensor writable(const at::Tensor& tensor, bool keep_values);
+  void write_back();
+
+  // Name of the call in messages: "all_reduce".
+  std::string name() const;
+
+  ::c10d::OpType type;
+  const char* title;
+  std::vector<CallSpec> calls;
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> outputs;
+  // Sizes of output lists where the call had several; empty: one flat list.
+  std::vector<std::vector<at::Tensor>> lists;
+
+ private:
+  void check(const at::Tensor& tensor, const char* role) const;
+
+  std::vector<at::Tensor> alive_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
+};
+
+Span span_of(const at::Tensor& contiguous);
+
+} // namespace symm

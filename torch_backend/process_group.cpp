@@ -1,0 +1,211 @@
+// Joining, leaving and running; the calls themselves stand in collectives.cpp, lists.cpp and point_to_point.cpp.
+#include "process_group.hpp"
+
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "errors.hpp"
+#include "store.hpp"
+
+namespace symm {
+
+namespace {
+
+Group join_group(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    const ProcessGroupSymm::Options& options) {
+  JoinSpec spec;
+  spec.group = options.group_name;
+  spec.rank = rank;
+  spec.size = size;
+  for (const auto global : options.global_ranks_in_group) {
+    spec.global_ranks.push_back(static_cast<int32_t>(global));
+  }
+  spec.timeout_ms = options.timeout.count();
+  auto joined = join(std::make_unique<TorchStore>(store), spec);
+  check(joined.status);
+  return std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
+}
+
+} // namespace
+
+ProcessGroupSymm::ProcessGroupSymm(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), store_(store), options_(std::move(options)) {
+  group_ = join_group(store_, rank, size, *options_);
+}
+
+ProcessGroupSymm::~ProcessGroupSymm() {
+  // The last reference may die in Python, with the GIL held; leaving waits for threads whose completions may need it.
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release release;
+    (*group_)->shutdown();
+  } else {
+    (*group_)->shutdown();
+  }
+}
+
+c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions() {
+  return c10::static_intrusive_pointer_cast<::c10d::Backend::Options>(options_);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
+    std::shared_ptr<Operation> operation,
+    std::chrono::milliseconds timeout,
+    bool async) {
+  auto& calls = operation->calls;
+  const auto sequence = (*group_)->sequence() + 1;
+  const auto type = operation->inputs.empty() ? at::kByte : operation->inputs.front().scalar_type();
+  const auto elements = [](const Tensors& tensors) {
+    int64_t count = 0;
+    for (const auto& tensor : tensors) {
+      count += tensor.numel();
+    }
+    return count;
+  };
+  RECORD_PARAM_COMMS_DATA(
+      std::make_tuple(static_cast<int64_t>(sequence), false),
+      std::make_tuple(options_->group_name, getGroupDesc()),
+      operation->inputs,
+      operation->outputs,
+      getRank(),
+      operation->name(),
+      elements(operation->inputs),
+      elements(operation->outputs),
+      type,
+      std::vector<int64_t>(),
+      std::vector<int64_t>(),
+      -1,
+      -1,
+      getSize());
+  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
+  const rust::Slice<const CallSpec> slice(calls.data(), calls.size());
+  const auto limit = timeout.count();
+  if (async) {
+    work->set_ticket((*group_)->submit(slice, limit, std::make_unique<WorkCompletion>(work)));
+    if (work->isCompleted()) {
+      work->rethrow();
+    }
+    return remember(work);
+  }
+  const auto status = (*group_)->run(slice, limit);
+  work->complete(exception_of(status), -1);
+  work->rethrow();
+  return remember(work);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
+  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), (*group_)->sequence());
+  work->complete(nullptr, -1);
+  return remember(work);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (coalesced_) {
+    coalesced_->push_back(work);
+  }
+  return work;
+}
+
+void ProcessGroupSymm::startCoalescing() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  coalesced_.emplace();
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::endCoalescing() {
+  std::vector<WorkPtr> parts;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (coalesced_) {
+      parts = std::move(*coalesced_);
+    }
+    coalesced_.reset();
+  }
+  return c10::make_intrusive<WorkCoalesced>(getRank(), std::move(parts));
+}
+
+uint64_t ProcessGroupSymm::getSequenceNumberForGroup() {
+  return (*group_)->sequence();
+}
+
+void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  (*group_)->set_timeout(timeout.count());
+}
+
+::c10d::ErrorType ProcessGroupSymm::getError() {
+  const auto status = (*group_)->error();
+  switch (status.kind) {
+    case 0:
+      return ::c10d::ErrorType::SUCCESS;
+    case 2:
+      return ::c10d::ErrorType::TIMEOUT;
+    case 1:
+      return ::c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void ProcessGroupSymm::abort() {
+  (*group_)->abort();
+}
+
+void ProcessGroupSymm::shutdown() {
+  (*group_)->shutdown();
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& opts) {
+  const auto me = std::find(ranks.begin(), ranks.end(), getRank());
+  if (me == ranks.end()) {
+    return nullptr;
+  }
+  TORCH_CHECK_VALUE(opts, "split: the options of the new group are missing");
+  // torch asks once per device type, each time for the same group.
+  const auto known = children_.find(opts->group_name);
+  if (known != children_.end()) {
+    if (auto same = known->second.lock()) {
+      return same;
+    }
+  }
+  auto options = c10::make_intrusive<Options>(opts->timeout);
+  options->group_name = opts->group_name;
+  options->group_desc = opts->group_desc;
+  for (const auto rank : ranks) {
+    const auto& global = options_->global_ranks_in_group;
+    options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
+  }
+  auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-split/" + opts->group_name, store);
+  const auto place = static_cast<int>(me - ranks.begin());
+  c10::intrusive_ptr<::c10d::Backend> child =
+      c10::make_intrusive<ProcessGroupSymm>(prefixed, place, static_cast<int>(ranks.size()), options);
+  children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<::c10d::Backend>(child));
+  return child;
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& opts,
+    const int& rank,
+    const int& size) {
+  TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
+  auto options = c10::make_intrusive<Options>(opts->timeout);
+  options->group_name = opts->group_name;
+  options->group_desc = opts->group_desc;
+  options->global_ranks_in_group = opts->global_ranks_in_group;
+  auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
+  return c10::make_intrusive<ProcessGroupSymm>(prefixed, rank, size, options);
+}
+
+} // namespace symm

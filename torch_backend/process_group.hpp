@@ -1,0 +1,129 @@
+// torch's view of a group: every `dist.*` call arrives here and goes on to the core.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "compat.hpp"
+#include "operation.hpp"
+#include "work.hpp"
+
+namespace symm {
+
+class ProcessGroupSymm final : public ::c10d::Backend {
+ public:
+  struct Options final : ::c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+        : ::c10d::Backend::Options("symm", timeout) {}
+  };
+
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  // Joins the group; returns once every member has, or throws within the options' timeout.
+  ProcessGroupSymm(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options);
+  ~ProcessGroupSymm() override;
+
+  const std::string getBackendName() const override {
+    return "symm";
+  }
+  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override;
+
+  WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts)
+      override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  bool supportsCoalescing() const override {
+    return true;
+  }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void enableCollectivesTiming() override {}
+  void eagerConnectSingleDevice(at::Device) override {}
+  ::c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  bool supportsSplitting() const override {
+    return true;
+  }
+  c10::intrusive_ptr<::c10d::Backend> split(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& opts) override;
+  c10::intrusive_ptr<::c10d::Backend> merge(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& opts,
+      const int& rank,
+      const int& size) override;
+
+ private:
+  // Runs a prepared operation inline, or queues it.
+  WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
+  WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
+  WorkPtr remember(WorkPtr work);
+  // What remains of a call that is complete already.
+  WorkPtr completed(std::shared_ptr<Operation> operation);
+  WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);
+  std::vector<int64_t> even_lengths(const at::Tensor& piece) const;
+  std::shared_ptr<Operation> allgather_operation(const Tensors& outputs, const Tensors& inputs) const;
+  std::shared_ptr<Operation> reduce_scatter_operation(
+      const Tensors& outputs,
+      const Tensors& inputs,
+      const ::c10d::ReduceOp& op) const;
+
+  c10::intrusive_ptr<::c10d::Store> store_;
+  c10::intrusive_ptr<Options> options_;
+  Group group_;
+  std::mutex mutex_;
+  std::optional<std::vector<WorkPtr>> coalesced_;
+  std::map<std::string, c10::weak_intrusive_ptr<::c10d::Backend>> children_;
+};
+
+} // namespace symm

@@ -1,0 +1,222 @@
+#include "work.hpp"
+
+#include "errors.hpp"
+
+namespace symm {
+
+WorkSymm::WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence)
+    : Work(rank, operation->type, operation->title, operation->inputs),
+      group_(std::move(group)),
+      operation_(std::move(operation)),
+      sequence_(sequence) {}
+
+bool WorkSymm::isCompleted() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (completed_) {
+      return true;
+    }
+  }
+  (*group_)->progress();
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_;
+}
+
+bool WorkSymm::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ && !exception_;
+}
+
+int WorkSymm::sourceRank() const {
+  return source_;
+}
+
+std::vector<at::Tensor> WorkSymm::result() {
+  return operation_->outputs;
+}
+
+void WorkSymm::set_ticket(uint64_t ticket) {
+  ticket_ = ticket;
+}
+
+void WorkSymm::rethrow() const {
+  std::exception_ptr error;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = exception_;
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+bool WorkSymm::wait(std::chrono::milliseconds timeout) {
+  bool completed = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    completed = completed_;
+  }
+  if (!completed) {
+    check((*group_)->wait(ticket_, timeout.count()));
+  }
+  rethrow();
+  return true;
+}
+
+void WorkSymm::abort() {
+  (*group_)->abort();
+}
+
+uint64_t WorkSymm::getSequencenumber() const {
+  return sequence_;
+}
+
+void WorkSymm::complete(std::exception_ptr error, int source) {
+  if (!error) {
+    try {
+      operation_->write_back();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  source_ = source;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (completed_) {
+      return;
+    }
+  }
+  finish(error);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    future = future_;
+  }
+  if (future) {
+    fulfil(*future);
+  }
+}
+
+void WorkSymm::fulfil(c10::ivalue::Future& future) {
+  if (fulfilled_.test_and_set()) {
+    return;
+  }
+  std::exception_ptr error;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    error = exception_;
+  }
+  if (error) {
+    future.setError(error);
+  } else if (operation_->lists.empty()) {
+    future.markCompleted(c10::IValue(operation_->outputs));
+  } else {
+    future.markCompleted(c10::IValue(operation_->lists));
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
+  bool completed = false;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (future_) {
+      return future_;
+    }
+    const auto tensors = c10::ListType::create(c10::TensorType::get());
+    const c10::TypePtr type =
+        operation_->lists.empty() ? c10::TypePtr(tensors) : c10::TypePtr(c10::ListType::create(tensors));
+    future_ = c10::make_intrusive<c10::ivalue::Future>(type);
+    future = future_;
+    completed = completed_;
+  }
+  if (completed) {
+    fulfil(*future);
+  }
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFutureResult() {
+  auto outcome = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  getFuture()->addCallback([outcome](c10::ivalue::Future& future) {
+    const auto result = future.hasError() ? ::c10d::WorkResult::COMM_ERROR : ::c10d::WorkResult::SUCCESS;
+    outcome->markCompleted(c10::IValue(static_cast<int64_t>(result)));
+  });
+  return outcome;
+}
+
+WorkCoalesced::WorkCoalesced(int rank, std::vector<c10::intrusive_ptr<::c10d::Work>> parts)
+    : Work(rank, ::c10d::OpType::COALESCED), parts_(std::move(parts)) {}
+
+bool WorkCoalesced::isCompleted() {
+  bool all = true;
+  for (const auto& part : parts_) {
+    all = part->isCompleted() && all;
+  }
+  return all;
+}
+
+bool WorkCoalesced::isSuccess() const {
+  for (const auto& part : parts_) {
+    if (!part->isSuccess()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::exception_ptr WorkCoalesced::exception() const {
+  for (const auto& part : parts_) {
+    if (auto error = part->exception()) {
+      return error;
+    }
+  }
+  return nullptr;
+}
+
+std::vector<at::Tensor> WorkCoalesced::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& part : parts_) {
+    const auto some = part->result();
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
+  for (const auto& part : parts_) {
+    part->wait(timeout);
+  }
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (future_) {
+    return future_;
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
+  auto all = result();
+  auto done = [left, all, future = future_](c10::ivalue::Future& part) {
+    if (part.hasError()) {
+      future->setErrorIfNeeded(part.exception_ptr());
+    }
+    if (left->fetch_sub(1) == 1 && !future->completed()) {
+      future->markCompleted(c10::IValue(all));
+    }
+  };
+  for (const auto& part : parts_) {
+    part->getFuture()->addCallback(done);
+  }
+  if (left->fetch_sub(1) == 1 && !future_->completed()) {
+    future_->markCompleted(c10::IValue(all));
+  }
+  return future_;
+}
+
+void WorkCompletion::complete(const Status& status, int32_t source) const {
+  work_->complete(exception_of(status), source);
+}
+
+} // namespace symm
