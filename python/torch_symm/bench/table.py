@@ -1,0 +1,113 @@
+"""Rows as text: one line of progress, and the closing table by rich where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from .record import Row
+from .units import format_size, format_us
+
+HEADINGS = (
+    "ranks", "operation", "dtype", "size",
+    "µs", "p99", "algbw", "busbw", "peer µs", "peer p99", "ratio", "target", "×limit", "others",
+)  # fmt: skip
+TEXT_COLUMNS = 3
+
+
+def progress_line(row: Row, number: int, total: int) -> str:
+    """One finished cell."""
+    cell, tested = row.cell, row.tested
+    parts = [
+        f"[{number}/{total}] {cell.world} ranks {cell.op} {cell.dtype} {format_size(cell.size)}:",
+        f"{tested.backend} {format_us(tested.median_us)} µs",
+    ]
+    if row.peer is not None and row.ratio is not None:
+        parts.append(f"{row.peer.backend} {format_us(row.peer.median_us)} µs, {row.ratio:.1f}×{_target(row)}")
+    return " ".join(parts)
+
+
+def write_table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
+    """Writes the table of ``rows`` to ``stream`` (default: standard output)."""
+    stream = stream or sys.stdout
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        stream.write(_plain(rows))
+        return
+    width = None if stream.isatty() else 140
+    table = Table(title=_title(rows), caption=CAPTION, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if 0 < number <= TEXT_COLUMNS - 1 else "right", no_wrap=True)
+    before: Row | None = None
+    for row in rows:
+        if before is not None and (before.cell.op, before.cell.world) != (row.cell.op, row.cell.world):
+            table.add_section()
+        table.add_row(*_fields(row), style=None if row.met is None else ("green" if row.met else "red"))
+        before = row
+    Console(file=stream, width=width).print(table)
+
+
+CAPTION = (
+    "µs: median over calls of the slowest rank; algbw, busbw in GB/s; target: ratio wanted (and met: yes/NO); "
+    "×limit: median ÷ time to read each input and write each output once at the measured copy bandwidth; "
+    "others: cores used by other processes"
+)
+
+
+def verdict(rows: Iterable[Row]) -> str:
+    """How many of the targets are met, and which are not."""
+    judged = [row for row in rows if row.met is not None]
+    missed = [f"{row.cell.op} {row.cell.dtype} {format_size(row.cell.size)}" for row in judged if not row.met]
+    text = f"{len(judged) - len(missed)} of {len(judged)} targets met"
+    return f"{text}; not met: {', '.join(missed)}" if missed else text
+
+
+def _title(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "nothing measured"
+    peer = rows[0].peer
+    return rows[0].tested.backend + (f" against {peer.backend}" if peer else "")
+
+
+def _target(row: Row) -> str:
+    if row.target is None or row.met is None:
+        return ""
+    return f" (target {row.target:g}× {'met' if row.met else 'NOT met'})"
+
+
+def _fields(row: Row) -> list[str]:
+    cell, tested, peer = row.cell, row.tested, row.peer
+    judged = "" if row.met is None else (" yes" if row.met else " NO")
+    return [
+        str(cell.world),
+        cell.op,
+        cell.dtype if cell.size else "",
+        format_size(cell.size),
+        format_us(tested.median_us),
+        format_us(tested.p99_us),
+        f"{tested.algbw:.2f}" if cell.size else "",
+        f"{tested.busbw:.2f}" if cell.size else "",
+        format_us(peer.median_us) if peer else "",
+        format_us(peer.p99_us) if peer else "",
+        f"{row.ratio:.2f}" if row.ratio is not None else "",
+        (f"{row.target:g}" if row.target is not None else "") + judged,
+        f"{row.times_floor:.2f}" if row.times_floor is not None else "",
+        f"{row.other_cores:.1f}",
+    ]
+
+
+def _plain(rows: Sequence[Row]) -> str:
+    lines = [list(HEADINGS), *(_fields(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
+    text = [_title(rows)]
+    for line in lines:
+        padded = [
+            field.ljust(width) if 0 < column <= TEXT_COLUMNS - 1 else field.rjust(width)
+            for column, (field, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(padded).rstrip())
+    return "\n".join([*text, CAPTION, ""])
