@@ -99,7 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         failure = "interrupted"
     elapsed = time.monotonic() - started
     write_table(rows)
-    print(f"{verdict(rows)}; {elapsed:.0f} s, every result checked", flush=True)
+    checked = "every result checked and right" if failure is None else f"ended after {len(rows)} of {total} cells"
+    print(f"{verdict(rows)}; {elapsed:.0f} s, {checked}", flush=True)
     if path is not None:
         Run(here, list(arguments), rows, rates, machine.loadavg(), elapsed, failure).write(path)
         print(f"written to {path}", flush=True)

@@ -22,12 +22,15 @@ from .ops import OPS
 COPY_BYTES = 64 << 20
 # Below this size tensors may live in the cache, and a limit set by memory means nothing.
 SMALLEST = 16 << 20
+REPEATS = 3
+TRIALS = 2 * REPEATS
 
 
-def measure_copy(align: Callable[[], None], seconds: float = 0.15, repeats: int = 3) -> float:
-    """This rank's best copy rate while the others copy as well, in bytes touched (read + written) per second.
+def measure_copy(align: Callable[[], None], seconds: float = 0.15) -> list[float]:
+    """This rank's copy rates while the others copy as well, in bytes touched (read + written) per second.
 
     Tries torch's ``copy_`` and libc's ``memmove`` (which writes around the cache). ``align`` starts all ranks together.
+    There are ``TRIALS`` rates; the sum over ranks of one trial is the machine's rate in it.
     """
     source = torch.ones(COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros(COPY_BYTES, dtype=torch.uint8)
@@ -38,9 +41,9 @@ def measure_copy(align: Callable[[], None], seconds: float = 0.15, repeats: int 
     def by_torch() -> None:
         target.copy_(source)
 
-    best = 0.0
+    rates = []
     for copy in (by_torch, by_libc):
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             align()
             start = time.perf_counter()
             elapsed, copies = 0.0, 0
@@ -48,8 +51,8 @@ def measure_copy(align: Callable[[], None], seconds: float = 0.15, repeats: int 
                 copy()
                 copies += 1
                 elapsed = time.perf_counter() - start
-            best = max(best, 2 * COPY_BYTES * copies / elapsed)
-    return best
+            rates.append(2 * COPY_BYTES * copies / elapsed)
+    return rates
 
 
 def limit_us(op: str, size: int, world: int, bytes_per_second: float, *, staged: bool) -> float | None:

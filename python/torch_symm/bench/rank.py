@@ -57,9 +57,9 @@ def main(rank: int, task: Task, board: Board, results: Queue[Message]) -> None:
     default = dist.group.WORLD
     assert default is not None
     groups = [default, *(dist.new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in task.backends[1:])]
-    board.copy_rates[rank] = limits.measure_copy(board.align)
+    board.copy_rates[rank] = torch.tensor(limits.measure_copy(board.align), dtype=torch.float64)
     board.align()
-    bandwidth = float(board.copy_rates.sum())
+    bandwidth = float(board.copy_rates.sum(dim=0).max())
     if rank == 0:
         results.put(bandwidth)
     gc.disable()

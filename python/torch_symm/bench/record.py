@@ -12,6 +12,8 @@ from . import limits, targets
 from .machine import Machine
 from .ops import OPS
 
+DISTURBED_CORES = 0.5
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -51,6 +53,11 @@ class Row:
     floor_us: float | None
     staged_us: float | None
     other_cores: float
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others kept more than half a core busy, so that ratio and verdict say little."""
+        return self.other_cores > DISTURBED_CORES
 
     @property
     def times_floor(self) -> float | None:

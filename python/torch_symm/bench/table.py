@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from .record import Row
+from .record import Cell, Row
 from .units import format_size, format_us
 
 HEADINGS = (
@@ -14,13 +14,14 @@ HEADINGS = (
     "µs", "p99", "algbw", "busbw", "peer µs", "peer p99", "ratio", "target", "×limit", "others",
 )  # fmt: skip
 TEXT_COLUMNS = 3
+MISSED_SHOWN = 12
 
 
 def progress_line(row: Row, number: int, total: int) -> str:
     """One finished cell."""
     cell, tested = row.cell, row.tested
     parts = [
-        f"[{number}/{total}] {cell.world} ranks {cell.op} {cell.dtype} {format_size(cell.size)}:",
+        f"[{number}/{total}] {cell.world} ranks {_name(cell)}:",
         f"{tested.backend} {format_us(tested.median_us)} µs",
     ]
     if row.peer is not None and row.ratio is not None:
@@ -52,18 +53,27 @@ def write_table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
 
 
 CAPTION = (
-    "µs: median over calls of the slowest rank; algbw, busbw in GB/s; target: ratio wanted (and met: yes/NO); "
+    "µs: median over calls of the slowest rank; algbw, busbw in GB/s; "
+    "target: ratio wanted (and met: yes/NO, with ? beside other work); "
     "×limit: median ÷ time to read each input and write each output once at the measured copy bandwidth; "
     "others: cores used by other processes"
 )
 
 
 def verdict(rows: Iterable[Row]) -> str:
-    """How many of the targets are met, and which are not."""
+    """How many of the targets are met, which are not, and how many cells were measured beside other work."""
     judged = [row for row in rows if row.met is not None]
-    missed = [f"{row.cell.op} {row.cell.dtype} {format_size(row.cell.size)}" for row in judged if not row.met]
+    missed = [_name(row.cell) for row in judged if not row.met]
     text = f"{len(judged) - len(missed)} of {len(judged)} targets met"
-    return f"{text}; not met: {', '.join(missed)}" if missed else text
+    if missed:
+        more = f" and {len(missed) - MISSED_SHOWN} more" if len(missed) > MISSED_SHOWN else ""
+        text += f"; not met: {', '.join(missed[:MISSED_SHOWN])}{more}"
+    disturbed = sum(row.disturbed for row in judged)
+    return f"{text}; {disturbed} of them measured beside other work (marked ?)" if disturbed else text
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.op} {cell.dtype} {format_size(cell.size)}" if cell.size else cell.op
 
 
 def _title(rows: Sequence[Row]) -> str:
@@ -81,7 +91,9 @@ def _target(row: Row) -> str:
 
 def _fields(row: Row) -> list[str]:
     cell, tested, peer = row.cell, row.tested, row.peer
-    judged = "" if row.met is None else (" yes" if row.met else " NO")
+    judged = ""
+    if row.met is not None:
+        judged = (" yes" if row.met else " NO") + ("?" if row.disturbed else "")
     return [
         str(cell.world),
         cell.op,

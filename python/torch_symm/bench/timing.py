@@ -11,6 +11,7 @@ from multiprocessing.synchronize import Barrier
 import torch
 import torch.distributed as dist
 
+from . import limits
 from .ops import Work
 
 MAX_SAMPLES = 2000
@@ -36,7 +37,7 @@ class Board:
         self.samples = _shared(2, world, MAX_SAMPLES + MAX_ROUNDS)
         self.estimates = _shared(2, world)
         self.cpu_seconds = _shared(world)
-        self.copy_rates = _shared(world)
+        self.copy_rates = _shared(world, limits.TRIALS)
         self.budget_s = _shared(1)
         self._barrier = barrier
 
