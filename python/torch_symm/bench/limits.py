@@ -1,0 +1,63 @@
+"""The memory limit of a cell: bytes that must move, divided by the copy bandwidth of all ranks at once.
+
+Two counts, both in `ops.OPS`, as multiples of S summed over all ranks:
+
+* ``floor``: every input byte read once and every output byte written once. No algorithm on ordinary tensors is faster
+  once the tensors exceed the cache.
+* ``staged``: in addition every byte that crosses from one rank to another is written once into shared memory and read
+  once by each reader: what private tensors cost without kernel help and without staging that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+
+import torch
+
+from .ops import OPS
+
+# Beyond the last-level cache of one rank's share on any machine at hand; two of these a rank.
+COPY_BYTES = 64 << 20
+# Below this size tensors may live in the cache, and a limit set by memory means nothing.
+SMALLEST = 16 << 20
+REPEATS = 3
+TRIALS = 2 * REPEATS
+
+
+def measure_copy(align: Callable[[], None], seconds: float = 0.15) -> list[float]:
+    """This rank's copy rates while the others copy as well, in bytes touched (read + written) per second.
+
+    Tries torch's ``copy_`` and libc's ``memmove`` (which writes around the cache). ``align`` starts all ranks together.
+    There are ``TRIALS`` rates; the sum over ranks of one trial is the machine's rate in it.
+    """
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    target = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+
+    def by_libc() -> None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), COPY_BYTES)
+
+    def by_torch() -> None:
+        target.copy_(source)
+
+    rates = []
+    for copy in (by_torch, by_libc):
+        for _ in range(REPEATS):
+            align()
+            start = time.perf_counter()
+            elapsed, copies = 0.0, 0
+            while elapsed < seconds:
+                copy()
+                copies += 1
+                elapsed = time.perf_counter() - start
+            rates.append(2 * COPY_BYTES * copies / elapsed)
+    return rates
+
+
+def limit_us(op: str, size: int, world: int, bytes_per_second: float, *, staged: bool) -> float | None:
+    """Microseconds that ``op`` at S = ``size`` bytes needs at ``bytes_per_second``; None where memory sets no limit."""
+    if size < SMALLEST or bytes_per_second <= 0.0:
+        return None
+    moved = (OPS[op].staged if staged else OPS[op].floor)(world) * size
+    return moved / bytes_per_second * 1e6 if moved > 0.0 else None

@@ -1,0 +1,242 @@
+"""The benchmarked operations: tensors, call, exact check, bus factor and bytes moved. One table, everything derived.
+
+``S`` is the size in the field's convention (nccl-tests): the tensor for all_reduce, broadcast, reduce and send/recv;
+the output of all_gather and of gather at its root; the input of reduce_scatter, of all_to_all and of scatter at its
+root. Where a tensor is divided among ranks, S is rounded up to one element a rank. algbw = S / t, busbw = algbw ×
+factor. send/recv is a ping-pong between ranks 0 and 1, the others idle; its time is half a round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .pattern import Pattern, pieces
+
+DTYPES: dict[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+POISON = -1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a builder needs: place, element type and number of elements of S."""
+
+    rank: int
+    world: int
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's part of S."""
+        return self.count // self.world
+
+    def pattern(self, ranks: range | list[int], start: int, count: int) -> Pattern:
+        """The sum over ``ranks`` of ``count`` elements from ``start``."""
+        return Pattern(ranks, start, count, self.world, self.dtype)
+
+    def empty(self, count: int) -> torch.Tensor:
+        """A flat tensor of ``count`` elements."""
+        return torch.empty(count, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One rank's side of a cell. ``check(k)`` holds after ``reset`` and ``k`` calls."""
+
+    reset: Callable[[], None]
+    call: Callable[[dist.ProcessGroup], object]
+    check: Callable[[int], None]
+    checks_chain: bool = True
+    """False: only the result after exactly one call is defined."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row of the table. ``floor`` and ``staged`` are bytes / S for n ranks: see `limits`."""
+
+    build: Callable[[Shape], Work]
+    bus_factor: Callable[[int], float]
+    floor: Callable[[int], float]
+    staged: Callable[[int], float]
+    divided: bool = False
+    messages_per_call: int = 1
+
+
+def _nothing() -> None:
+    return None
+
+
+def _all_reduce(shape: Shape) -> Work:
+    own = shape.pattern([shape.rank], 0, shape.count)
+    total = shape.pattern(range(shape.world), 0, shape.count)
+    tensor = shape.empty(shape.count)
+    exact = shape.world & (shape.world - 1) == 0 and shape.dtype.is_floating_point
+    return Work(
+        lambda: own.fill(tensor),
+        lambda group: dist.all_reduce(tensor, group=group),
+        lambda calls: total.check(tensor, "all_reduce", float(shape.world ** (calls - 1))),
+        checks_chain=exact,
+    )
+
+
+def _all_gather(shape: Shape) -> Work:
+    parts = [shape.pattern([rank], 0, shape.share) for rank in range(shape.world)]
+    source, output = shape.empty(shape.share), shape.empty(shape.count)
+    parts[shape.rank].fill(source)
+
+    def check(_calls: int) -> None:
+        for rank, part in enumerate(pieces(output, shape.share)):
+            parts[rank].check(part, f"all_gather_into_tensor, part of rank {rank}")
+
+    return Work(
+        lambda: _refill(output),
+        lambda group: dist.all_gather_into_tensor(output, source, group=group),
+        check,
+    )
+
+
+def _reduce_scatter(shape: Shape) -> Work:
+    source, output = shape.empty(shape.count), shape.empty(shape.share)
+    shape.pattern([shape.rank], 0, shape.count).fill(source)
+    total = shape.pattern(range(shape.world), shape.rank * shape.share, shape.share)
+    return Work(
+        lambda: _refill(output),
+        lambda group: dist.reduce_scatter_tensor(output, source, group=group),
+        lambda _calls: total.check(output, "reduce_scatter_tensor"),
+    )
+
+
+def _all_to_all(shape: Shape) -> Work:
+    source, output = shape.empty(shape.count), shape.empty(shape.count)
+    shape.pattern([shape.rank], 0, shape.count).fill(source)
+    start = shape.rank * shape.share
+    parts = [shape.pattern([rank], start, shape.share) for rank in range(shape.world)]
+
+    def check(_calls: int) -> None:
+        for rank, part in enumerate(pieces(output, shape.share)):
+            parts[rank].check(part, f"all_to_all_single, part of rank {rank}")
+
+    return Work(
+        lambda: _refill(output),
+        lambda group: dist.all_to_all_single(output, source, group=group),
+        check,
+    )
+
+
+def _broadcast(shape: Shape) -> Work:
+    root = shape.pattern([0], 0, shape.count)
+    tensor = shape.empty(shape.count)
+    return Work(
+        lambda: root.fill(tensor) if shape.rank == 0 else _refill(tensor),
+        lambda group: dist.broadcast(tensor, 0, group=group),
+        lambda _calls: root.check(tensor, "broadcast"),
+    )
+
+
+def _reduce(shape: Shape) -> Work:
+    own = shape.pattern([shape.rank], 0, shape.count)
+    total = shape.pattern(range(shape.world), 0, shape.count)
+    tensor = shape.empty(shape.count)
+    # The tensors of the other ranks are undefined afterwards, hence only one call has a defined result.
+    return Work(
+        lambda: own.fill(tensor),
+        lambda group: dist.reduce(tensor, 0, group=group),
+        lambda _calls: total.check(tensor, "reduce") if shape.rank == 0 else None,
+        checks_chain=False,
+    )
+
+
+def _gather(shape: Shape) -> Work:
+    source = shape.empty(shape.share)
+    shape.pattern([shape.rank], 0, shape.share).fill(source)
+    if shape.rank != 0:
+        return Work(_nothing, lambda group: dist.gather(source, None, 0, group=group), lambda _calls: None)
+    outputs = [shape.empty(shape.share) for _ in range(shape.world)]
+    parts = [shape.pattern([rank], 0, shape.share) for rank in range(shape.world)]
+
+    def check(_calls: int) -> None:
+        for rank, output in enumerate(outputs):
+            parts[rank].check(output, f"gather, part of rank {rank}")
+
+    return Work(
+        lambda: _refill(*outputs),
+        lambda group: dist.gather(source, outputs, 0, group=group),
+        check,
+    )
+
+
+def _scatter(shape: Shape) -> Work:
+    output = shape.empty(shape.share)
+    wanted = shape.pattern([0], shape.rank * shape.share, shape.share)
+    sources: list[torch.Tensor] | None = None
+    if shape.rank == 0:
+        sources = [shape.empty(shape.share) for _ in range(shape.world)]
+        for rank, source in enumerate(sources):
+            shape.pattern([0], rank * shape.share, shape.share).fill(source)
+    return Work(
+        lambda: _refill(output),
+        lambda group: dist.scatter(output, sources, 0, group=group),
+        lambda _calls: wanted.check(output, "scatter"),
+    )
+
+
+def _send_recv(shape: Shape) -> Work:
+    if shape.rank > 1:
+        return Work(_nothing, lambda _group: None, lambda _calls: None)
+    peer = 1 - shape.rank
+    mine, theirs = shape.pattern([shape.rank], 0, shape.count), shape.pattern([peer], 0, shape.count)
+    source, output = shape.empty(shape.count), shape.empty(shape.count)
+    mine.fill(source)
+
+    def call(group: dist.ProcessGroup) -> None:
+        if shape.rank == 0:
+            dist.send(source, peer, group=group)
+            dist.recv(output, peer, group=group)
+        else:
+            dist.recv(output, peer, group=group)
+            dist.send(source, peer, group=group)
+
+    return Work(lambda: _refill(output), call, lambda _calls: theirs.check(output, "send/recv"))
+
+
+def _barrier(_shape: Shape) -> Work:
+    return Work(_nothing, lambda group: dist.barrier(group=group), lambda _calls: None)
+
+
+def _refill(*outputs: torch.Tensor) -> None:
+    for output in outputs:
+        output.fill_(POISON)
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _one(_n: int) -> float:
+    return 1.0
+
+
+# Derivation of `floor` and `staged`: docs/benchmark.md, "Memory limit".
+OPS: dict[str, Op] = {
+    "all_reduce": Op(_all_reduce, lambda n: 2 * _others(n), lambda n: 2.0 * n, lambda n: 5.0 * n - 2),
+    "all_gather": Op(_all_gather, _others, lambda n: 1.0 + n, lambda n: 2.0 * n + 1, divided=True),
+    "reduce_scatter": Op(_reduce_scatter, _others, lambda n: 1.0 + n, lambda n: 3.0 * n - 1, divided=True),
+    "all_to_all": Op(_all_to_all, _others, lambda n: 2.0 * n, lambda n: 4.0 * n - 2, divided=True),
+    "broadcast": Op(_broadcast, _one, float, lambda n: 2.0 * n),
+    "reduce": Op(_reduce, _one, lambda n: n + 1.0, lambda n: 3.0 * n - 1),
+    "gather": Op(_gather, _others, lambda _n: 2.0, lambda n: 2.0 + 2 * _others(n), divided=True),
+    "scatter": Op(_scatter, _others, lambda _n: 2.0, lambda n: 2.0 + 2 * _others(n), divided=True),
+    "send_recv": Op(_send_recv, _one, lambda _n: 2.0, lambda _n: 4.0, messages_per_call=2),
+    "barrier": Op(_barrier, lambda _n: 0.0, lambda _n: 0.0, lambda _n: 0.0),
+}

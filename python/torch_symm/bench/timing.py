@@ -1,0 +1,125 @@
+"""Clock and rhythm of the measurement: how many calls, in which bursts, and the samples of all ranks in one place."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+
+import torch
+import torch.distributed as dist
+
+from . import limits
+from .ops import Work
+
+MAX_SAMPLES = 2000
+MAX_ROUNDS = 16
+MAX_BURST = 64
+BATCH = 8
+BATCH_BELOW_US = 10.0
+# From here on the skew with which ranks leave the start line (about 0.1 ms) is below 2 % of a call.
+LEAD_BELOW_US = 5000.0
+START_TIMEOUT_S = 300.0
+
+
+def _shared(*shape: int) -> torch.Tensor:
+    tensor: torch.Tensor = torch.zeros(shape, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class Board:
+    """Memory that all ranks of a run share: samples, estimates, budget; and the start line."""
+
+    def __init__(self, world: int, barrier: Barrier) -> None:
+        """For ``world`` ranks that meet at ``barrier``."""
+        self.samples = _shared(2, world, MAX_SAMPLES + MAX_ROUNDS)
+        self.estimates = _shared(2, world)
+        self.cpu_seconds = _shared(world)
+        self.copy_rates = _shared(world, limits.TRIALS)
+        self.budget_s = _shared(1)
+        self._barrier = barrier
+
+    def align(self) -> None:
+        """Returns once all ranks have called it.
+
+        Raises:
+            BrokenBarrierError: a rank did not within 300 s.
+        """
+        self._barrier.wait(START_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How one side of a cell is measured: in each of ``rounds`` blocks, ``bursts`` of ``samples`` timed stretches.
+
+    ``batch`` calls make one sample; an untimed ``lead`` call opens a burst and absorbs the skew of its start.
+    """
+
+    rounds: int
+    bursts: int
+    samples: int
+    batch: int
+    lead: bool
+
+    @property
+    def iterations(self) -> int:
+        """Timed calls in all."""
+        return self.rounds * self.bursts * self.samples * self.batch
+
+
+def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: int) -> Rhythm:
+    """The rhythm of a side whose call takes about ``estimate_us``, within about ``budget_s`` but ``least`` samples.
+
+    A burst is short enough that ``world ** calls`` stays far from the largest float: all_reduce feeds on its result.
+    """
+    batch = BATCH if estimate_us < BATCH_BELOW_US else 1
+    lead = estimate_us < LEAD_BELOW_US
+    cost_us = max(estimate_us, 0.1) * batch
+    wanted = int(min(MAX_SAMPLES, max(least, budget_s * 1e6 / cost_us)))
+    a_round = math.ceil(wanted / rounds)
+    longest = min(MAX_BURST, int(112 / max(1.0, math.log2(world)))) - int(lead)
+    samples = max(1, min(a_round, longest // batch))
+    # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the board's room.
+    return Rhythm(rounds, a_round // samples, samples, batch, lead)
+
+
+def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm) -> list[float]:
+    """One burst of blocking calls, checked; µs per call of each sample.
+
+    Raises:
+        WrongResult: the tensors do not hold what the calls made must leave.
+    """
+    now, call = time.perf_counter_ns, work.call
+    work.reset()
+    if rhythm.lead:
+        call(group)
+    stamps = [now()]
+    if rhythm.batch == 1:
+        for _ in range(rhythm.samples):
+            call(group)
+            stamps.append(now())
+    else:
+        repeats = range(rhythm.batch)
+        for _ in range(rhythm.samples):
+            for _ in repeats:
+                call(group)
+            stamps.append(now())
+    if work.checks_chain:
+        work.check(rhythm.samples * rhythm.batch + int(rhythm.lead))
+    else:
+        check_once(work, group)
+    scale = 1e3 * rhythm.batch
+    return [(after - before) / scale for before, after in pairwise(stamps)]
+
+
+def check_once(work: Work, group: dist.ProcessGroup) -> None:
+    """Makes one call on fresh tensors and checks its result.
+
+    Raises:
+        WrongResult: it is wrong.
+    """
+    work.reset()
+    work.call(group)
+    work.check(1)

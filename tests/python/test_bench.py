@@ -1,0 +1,127 @@
+"""The benchmark's arithmetic, its exact checks, and one short run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch_symm.bench import limits, targets
+from torch_symm.bench.launch import Options, cells
+from torch_symm.bench.ops import DTYPES, OPS
+from torch_symm.bench.pattern import TILE, Pattern, WrongResult
+from torch_symm.bench.record import Cell, quantile, summarize
+from torch_symm.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
+from torch_symm.bench.units import format_size, parse_size
+
+BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
+KB, MB = 1 << 10, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8", 8), ("64K", 64 * KB), ("64KB", 64 * KB), ("16 MB", 16 * MB), ("1GiB", 1 << 30), ("8b", 8)]
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-8", "K", "8X", "1.5M"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+def test_sizes_are_written() -> None:
+    assert [format_size(size) for size in (0, 8, 64 * KB, 16 * MB)] == ["-", "8 B", "64 KB", "16 MB"]
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_sums_of_the_pattern_are_exact(dtype: torch.dtype, world: int) -> None:
+    total = torch.zeros(3000, dtype=torch.float64)
+    for rank in range(world):
+        part = torch.empty(3000, dtype=dtype)
+        Pattern([rank], 5, 3000, world, dtype).fill(part)
+        total += part.double()
+    Pattern(range(world), 5, 3000, world, dtype).check(total.to(dtype), "sum")
+    assert total.max() <= 256
+
+
+def test_a_wrong_element_is_named() -> None:
+    pattern = Pattern([0], 0, TILE + 10, 2, torch.float32)
+    tensor = torch.empty(TILE + 10)
+    pattern.fill(tensor)
+    pattern.check(tensor, "right")
+    tensor[TILE + 3] += 1
+    with pytest.raises(WrongResult, match=f"here: element {TILE + 3} of {TILE + 10}"):
+        pattern.check(tensor, "here")
+
+
+def test_targets_follow_the_bands() -> None:
+    assert targets.ratio_target("all_reduce", 8, 4) == 50
+    assert targets.ratio_target("all_gather", 64 * MB, 4) == 6
+    assert targets.ratio_target("all_gather", 256 * MB, 4) == 6
+    assert targets.ratio_target("barrier", 0, 4) == 40
+    assert targets.ratio_target("all_reduce", 4 * MB, 4) is None
+    assert targets.ratio_target("all_reduce", 8, 2) is None
+    assert targets.is_met("all_reduce", 8, 4, 14.0, 60.0) is True
+    assert targets.is_met("all_reduce", 8, 4, 16.0, 60.0) is False
+    assert targets.is_met("send_recv", MB, 4, 1.0, 3.9) is False
+    assert targets.is_met("send_recv", MB, 4, 1.0, None) is None
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_staging_costs_more_than_the_floor(op: str, world: int) -> None:
+    floor = limits.limit_us(op, 64 * MB, world, 80e9, staged=False)
+    staged = limits.limit_us(op, 64 * MB, world, 80e9, staged=True)
+    assert floor is not None
+    assert staged is not None
+    assert floor < staged
+
+
+def test_a_limit_of_memory_means_nothing_in_the_cache() -> None:
+    assert limits.limit_us("all_reduce", MB, 4, 80e9, staged=False) is None
+    assert limits.limit_us("all_reduce", 16 * MB, 4, 80e9, staged=False) == pytest.approx(8 * 16 * MB / 80e9 * 1e6)
+
+
+@pytest.mark.parametrize("estimate", [0.01, 5.0, 9.9, 10.0, 700.0, 4_999.0, 5_000.0, 300_000.0])
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
+def test_the_rhythm_fits_the_board_and_the_exponent(estimate: float, world: int) -> None:
+    for rounds in (3, 5, MAX_ROUNDS):
+        rhythm = plan(estimate, 1.5, world, least=20, rounds=rounds)
+        assert 20 <= rhythm.rounds * rhythm.bursts * rhythm.samples <= MAX_SAMPLES + MAX_ROUNDS
+        calls = rhythm.samples * rhythm.batch + int(rhythm.lead)
+        assert torch.isfinite(torch.tensor(256.0 * float(world) ** (calls - 1), dtype=torch.bfloat16))
+
+
+def test_median_and_p99() -> None:
+    cell = Cell("all_reduce", "f32", 4, MB, MB)
+    side = summarize(cell, "x", [float(value) for value in range(1, 101)], 100)
+    assert (side.median_us, side.p99_us, side.min_us) == (50.5, 99.0, 1.0)
+    assert side.algbw == pytest.approx(MB / 50.5e-6 / 1e9)
+    assert side.busbw == pytest.approx(1.5 * side.algbw)
+    assert quantile([7.0], 0.99) == 7.0
+
+
+def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
+    options = Options("symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1)
+    assert [(cell.size, cell.bytes) for cell in cells(options, 4)] == [(8, 16), (KB, KB), (0, 0)]
+
+
+def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "torch_symm.bench", "--backend", BACKEND, "--quick", "--ranks", "2"]
+    command += ["--sizes", "8,20K", "--seconds", "4", "--json", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(path.read_text())
+    assert {row["cell"]["op"] for row in found["rows"]} == set(OPS)
+    assert len(found["rows"]) == 2 * len(OPS) + 1
+    assert all(row["tested"]["median_us"] > 0 and row["ratio"] > 0 for row in found["rows"])
+    assert found["failure"] is None
+    assert found["machine"]["cores"] >= 1

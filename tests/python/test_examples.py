@@ -1,0 +1,44 @@
+"""Every example runs under torchrun with 4 ranks, ends well and says so.
+
+The backend is symm; SYMM_TEST_BACKEND names another one for development.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
+LIMIT_S = 150
+
+
+def launch(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example under torchrun with 4 ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += [str(ROOT / "examples" / example), "--backend", BACKEND, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
+
+
+def test_examples_are_there() -> None:
+    assert len(EXAMPLES) == 7
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_passes(example: str) -> None:
+    result = launch(example)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert any(line.startswith("ok: ") for line in result.stdout.splitlines()), result.stdout + result.stderr
+
+
+def test_trace_is_written(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = launch("07_profile.py", "--trace", str(trace))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{BACKEND}:all_reduce" in trace.read_text()
