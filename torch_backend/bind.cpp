@@ -1,5 +1,7 @@
 // The Python module torch_symm._C.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "errors.hpp"

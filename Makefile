@@ -1,0 +1,68 @@
+# make demo | test | bench | lint | fmt | loom | headers; PYTHON= and VENV= choose interpreter and environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH := 2.11.0
+# Wherever cargo may have been installed without the shell knowing.
+export PATH := $(PATH):$(HOME)/.cargo/bin
+PYTEST_FLAGS ?= -q
+
+.PHONY: demo test test-rust test-python bench lint fmt loom headers build tools clean
+demo: build
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
+
+test: test-rust test-python
+
+test-rust: tools
+	cargo test --quiet
+
+test-python: build
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/python tests/torch
+
+bench: build
+	$(BIN)/python -m torch_symm.bench
+
+lint: build
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: build
+	cargo fmt
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The protocols of shared memory under every interleaving.
+loom: tools
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --release --test loom
+
+# Compiles torch_backend/ against the headers of other versions of torch (downloads their wheels).
+headers: build
+	$(BIN)/python tests/headers.py
+
+build: $(VENV)/.built
+
+SOURCES := $(shell find src cpp torch_backend -type f) Cargo.toml Cargo.lock build.rs setup.py pyproject.toml
+
+$(VENV)/.built: $(VENV)/.ready $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+$(VENV)/.ready: | tools
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy "setuptools>=77" setuptools-rust wheel \
+		pytest pytest-timeout rich ruff==0.14.* mypy==1.18.* scikit-learn
+	@touch $@
+
+tools:
+	@command -v cargo >/dev/null || { echo "cargo is missing: install Rust 1.89 or newer from https://rustup.rs"; exit 1; }
+	@command -v c++ >/dev/null || { echo "a C++ compiler is missing: install g++ 12 or newer (Debian, Ubuntu: apt install g++)"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: install Python 3.10 or newer, or name one with PYTHON="; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: install Python 3.10 or newer, or name one with PYTHON="; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "the headers of $(PYTHON) are missing: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
+
+clean:
+	rm -rf target build dist $(VENV) python/*.egg-info python/torch_symm/*.so
