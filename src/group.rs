@@ -144,13 +144,13 @@ impl Group {
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
-        self.check_open()?;
+        self.check_calls(&calls)?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `done` hears the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, done: Done) -> Result<u64> {
-        self.check_open()?;
+        self.check_calls(&calls)?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), done)
     }
 
@@ -264,6 +264,12 @@ impl Group {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
         }
         Ok(())
+    }
+
+    /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
+    fn check_calls(&self, calls: &[Call]) -> Result<()> {
+        self.check_open()?;
+        calls.iter().try_for_each(|call| call.validate(self.board.rank(), self.board.size()))
     }
 
     fn check_alive(&self) -> Result<()> {
