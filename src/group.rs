@@ -66,10 +66,10 @@ pub struct Group {
 
 /// The limit of calls where nobody chose one; torch's own default.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// Turns of spinning where every rank can have a core: some 100 µs, twice what sleeping and waking cost.
-const SPINS: u32 = 8192;
+/// Turns of spinning, some 40 ns each, where every rank can have a core.
+const SPINS: u32 = 512;
 /// Turns where ranks share cores: the peer that is waited for may need this one.
-const SPINS_CROWDED: u32 = 256;
+const SPINS_CROWDED: u32 = 64;
 
 impl Group {
     /// Joins the group that `options` name, meeting its other members through `store`.

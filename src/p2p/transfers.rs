@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
 use crate::p2p::message::Message;
 use crate::rank::Rank;
-use crate::sync::board::Board;
+use crate::sync::board::{Board, YIELDS};
 use crate::sync::limit::Limit;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -65,6 +65,8 @@ struct Finished {
     source: Option<Rank>,
 }
 
+/// Turns of spinning between two moments of giving the core away.
+const SPINS_BETWEEN: u32 = 8;
 /// How long the progress thread polls after the last transfer before it parks.
 const LINGER: Duration = Duration::from_millis(200);
 /// Its pause between looks while transfers are open and another thread may be moving them.
@@ -170,13 +172,14 @@ impl Transfers {
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let since = Instant::now();
         self.lock().waiting_threads += 1;
+        let mut turns = 0;
         let outcome = loop {
             let mut state = self.lock();
             if !state.open.contains(&ticket) {
                 break Ok(());
             }
             let mut stirred = self.advance(&mut state);
-            for _ in 0..self.spins {
+            for _ in 0..if turns == 0 { self.spins } else { SPINS_BETWEEN } {
                 if stirred || !state.finished.is_empty() {
                     break;
                 }
@@ -186,6 +189,12 @@ impl Transfers {
             let finished = !state.finished.is_empty();
             self.settle(state);
             if stirred || finished {
+                turns = 0;
+                continue;
+            }
+            turns += 1;
+            if turns <= YIELDS {
+                std::thread::yield_now();
                 continue;
             }
             self.fail_if_lost();
@@ -194,7 +203,6 @@ impl Transfers {
                 let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
                 break Err(Error::wait_timeout(text));
             }
-            std::thread::yield_now();
             let left = left.min(self.soonest_deadline());
             self.board.sleep(left, || {
                 let state = self.lock();
