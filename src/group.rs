@@ -175,7 +175,7 @@ impl Group {
     /// Moves transfers along without blocking.
     pub fn progress(&self) {
         if self.check_process().is_ok() {
-            self.transfers.progress();
+            let _ = self.transfers.progress();
         }
     }
 

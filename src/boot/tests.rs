@@ -114,11 +114,6 @@ fn strangers_do_not_delay_a_join() {
         assert!(store.wait(&key, LATER).expect("wait"));
         let leader_record = Record::decode(&store.multi_get(&key).expect("get")[0]).expect("record");
         // One says nothing, one has the wrong token.
-        let member = scope.spawn(|| {
-            std::thread::sleep(Duration::from_millis(100));
-            join(&store, &spec("g", 1, 2, LATER))
-        });
-        assert!(store.wait(&["symm/g/0/1".to_string()], LATER).expect("wait"));
         let _silent = message::connect(&leader_record.socket).expect("connect").expect("listening");
         let liar = message::connect(&leader_record.socket).expect("connect");
         if let Some(liar) = &liar {
@@ -134,6 +129,7 @@ fn strangers_do_not_delay_a_join() {
             };
             let _ = message::send(liar, &greeting, &[]);
         }
+        let member = scope.spawn(|| join(&store, &spec("g", 1, 2, LATER)));
         leader.join().expect("no panic").expect("leader");
         member.join().expect("no panic").expect("member");
     });

@@ -32,6 +32,7 @@ struct MemberWords {
     capable: AtomicU32,
     probe: AtomicU64,
     collective: AtomicU64,
+    attending: AtomicU32,
 }
 
 #[repr(C, align(128))]
@@ -144,6 +145,16 @@ impl Board {
     /// 1 if `rank` could read the memory of every peer.
     pub fn capable(&self, rank: Rank) -> &AtomicU32 {
         &self.words(rank).capable
+    }
+
+    /// Tells peers whether a thread of this rank is busy moving messages along.
+    pub fn attend(&self, attending: bool) {
+        self.words(self.rank).attending.store(attending.into(), Ordering::Relaxed);
+    }
+
+    /// Whether a thread of `rank` is busy moving messages along. A hint.
+    pub fn attends(&self, rank: Rank) -> bool {
+        self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
 
     /// Process id of `rank`.
