@@ -1,0 +1,229 @@
+//! Any other rank: asks rank 0 for the memory.
+
+use super::claim::Claim;
+use super::gather::{Gathered, REREAD, Standing, read};
+use super::record::Record;
+use super::wire::{Answer, BUFFER, Hello};
+use super::{Attempt, GRACE, Joined, Member};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::sys::process::{self, ProcessId};
+use crate::sys::socket;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
+use rustix::io::Errno;
+use std::time::{Duration, Instant};
+
+/// What a rank holds before it publishes.
+pub(super) struct Seat {
+    /// Keeps a place for the descriptor of the memory: without one free, the kernel would drop it silently.
+    place: OwnedFd,
+}
+
+impl Seat {
+    pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
+        let place = eventfd(0, EventfdFlags::CLOEXEC)
+            .map_err(|errno| attempt.os("reserve a descriptor", errno))?;
+        Ok(Self { place })
+    }
+
+    /// Returns once rank 0 has answered.
+    pub(super) fn receive(
+        self,
+        attempt: &Attempt<'_>,
+        claim: &Claim<'_>,
+        gathered: Gathered,
+    ) -> Result<Joined> {
+        let Gathered {
+            mut leader,
+            mut members,
+        } = gathered;
+        let mut place = Some(self.place);
+        loop {
+            if let Some(segment) = ask(attempt, &leader, &members[0], &mut place)? {
+                claim.withdraw();
+                return Ok(Joined {
+                    segment,
+                    members,
+                    token: leader.nonce,
+                });
+            }
+            // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
+            (leader, members[0]) = next_record(attempt, claim, &leader)?;
+        }
+    }
+}
+
+/// Rank 0's memory, or `None` if `leader`'s socket is closed.
+fn ask(
+    attempt: &Attempt<'_>,
+    leader: &Record,
+    process: &Member,
+    place: &mut Option<OwnedFd>,
+) -> Result<Option<OwnedFd>> {
+    let Some(socket) = greet(attempt, leader)? else {
+        return Ok(None);
+    };
+    let answer_by = attempt.clock.deadline + GRACE;
+    loop {
+        let remaining = answer_by.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return Err(late(attempt, leader));
+        }
+        let mut fds = vec![PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
+        if let Some(pidfd) = &process.pidfd {
+            fds.push(PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN));
+        }
+        match poll(&mut fds, Timespec::try_from(remaining).ok().as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(attempt.os("poll", errno)),
+        }
+        if !fds[0].revents().is_empty() {
+            // Taken up by the descriptor that comes now.
+            drop(place.take());
+        }
+        let mut buffer = [0; BUFFER];
+        match socket::receive(&socket, &mut buffer) {
+            Ok(received) if received.length > 0 => {
+                if received.fd.is_none() && received.cut {
+                    return Err(attempt.os("receive the shared memory", Errno::MFILE));
+                }
+                let answer = Answer::decode(&buffer[..received.length.min(BUFFER)]);
+                return accept(attempt, leader, answer, received.fd).map(Some);
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {
+                if let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| process::ended(pidfd)) {
+                    let id = ProcessId {
+                        pid: process.pid,
+                        start_time: process.start_time,
+                    };
+                    return Err(attempt.ended(
+                        Rank(0),
+                        process.pid,
+                        &process::exit_cause(id, pidfd),
+                    ));
+                }
+            }
+            // Closed without a word.
+            Ok(_) | Err(Errno::CONNRESET) => return Ok(None),
+            Err(errno) => return Err(attempt.os("receive from rank 0", errno)),
+        }
+    }
+}
+
+/// A connection to rank 0 that has introduced itself; `None` if nobody listens there.
+fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
+    let socket = loop {
+        match socket::connect_to(&leader.socket) {
+            Ok(socket) => break socket,
+            Err(Errno::CONNREFUSED | Errno::NOENT) => return Ok(None),
+            Err(Errno::AGAIN | Errno::INTR) => {
+                if attempt.clock.remaining().is_zero() {
+                    return Err(late(attempt, leader));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(errno) => return Err(attempt.os("connect to rank 0", errno)),
+        }
+    };
+    let peer =
+        socket::peer(&socket).map_err(|errno| attempt.os("look at the peer of a socket", errno))?;
+    if peer
+        != (socket::Peer {
+            pid: leader.pid,
+            uid: rustix::process::geteuid().as_raw(),
+        })
+    {
+        // The name is free once rank 0 has gone, and anybody may take it then.
+        return Ok(None);
+    }
+    let spec = attempt.spec;
+    let hello = Hello {
+        rank: spec.rank.0,
+        size: spec.size,
+        pid: attempt.own.pid,
+        segment_bytes: spec.segment_bytes,
+        token: leader.nonce,
+    };
+    match socket::send(&socket, &hello.encode(), None) {
+        Ok(()) => Ok(Some(socket)),
+        // It may have spoken before it closed, and that stays readable.
+        Err(Errno::PIPE | Errno::CONNRESET) => Ok(Some(socket)),
+        Err(errno) => Err(attempt.os("write to rank 0", errno)),
+    }
+}
+
+/// Checks that what came is what was promised: memory of the right size that nobody can cut short.
+fn accept(
+    attempt: &Attempt<'_>,
+    leader: &Record,
+    answer: Option<Answer>,
+    fd: Option<OwnedFd>,
+) -> Result<OwnedFd> {
+    let wrong = |what: &str| {
+        Err(Error::internal(format!(
+            "rank 0 (pid {}) sent {what} to {} while joining {}",
+            leader.pid,
+            attempt.me(),
+            attempt.group()
+        )))
+    };
+    let Some(answer) = answer else {
+        return wrong("a message not of this protocol");
+    };
+    if let Some(error) = answer.failure {
+        return Err(error);
+    }
+    let Some(fd) = fd.filter(|_| answer.token == leader.nonce) else {
+        return wrong("no memory of this group");
+    };
+    let stat = fstat(&fd).map_err(|errno| attempt.os("look at the shared memory", errno))?;
+    let seals = fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
+        || !seals.contains(SealFlags::SHRINK)
+    {
+        return wrong("a descriptor that is not sealed memory");
+    }
+    if size != attempt.spec.segment_bytes {
+        return wrong(&format!(
+            "{size} bytes of memory, not {},",
+            attempt.spec.segment_bytes
+        ));
+    }
+    Ok(fd)
+}
+
+/// Rank 0's record, once it is another one than `seen`.
+fn next_record(
+    attempt: &Attempt<'_>,
+    claim: &Claim<'_>,
+    seen: &Record,
+) -> Result<(Record, Member)> {
+    let key = [attempt.key(0)];
+    loop {
+        let present = attempt.await_keys(&key, attempt.clock.remaining())?;
+        if present
+            && let Some(Some(Standing::Live(record, member))) =
+                read(attempt, claim, &key, true)?.pop()
+            && record.nonce != seen.nonce
+        {
+            return Ok((*record, member));
+        }
+        if attempt.clock.remaining().is_zero() {
+            return Err(late(attempt, seen));
+        }
+        std::thread::sleep(REREAD.min(attempt.clock.remaining()));
+    }
+}
+
+fn late(attempt: &Attempt<'_>, leader: &Record) -> Error {
+    Error::timeout(format!(
+        "{} waited {:.1} s for rank 0 (pid {}) to hand over the shared memory of {}",
+        attempt.me(),
+        attempt.clock.waited(),
+        leader.pid,
+        attempt.group()
+    ))
+}
