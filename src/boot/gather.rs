@@ -15,6 +15,9 @@ pub(super) const LOOK_MAX: Duration = Duration::from_secs(8);
 /// How often records are read again while one of them is left over from a process that has ended.
 pub(super) const REREAD: Duration = Duration::from_millis(10);
 
+/// How long a failure from before this call may be replaced by its rank before it counts.
+const SETTLE: Duration = Duration::from_secs(1);
+
 /// All ranks' records and processes, which fit together.
 pub(super) struct Gathered {
     pub(super) leader: Record,
@@ -111,8 +114,10 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
     }
     let fresh = record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
-        // A failure from before this call counts, but for one of an attempt that this rank has itself been part of.
-        if fresh || (lives && !claim.again) {
+        // One from before this call counts if its rank lives and does not start anew either; unless this rank has itself
+        // been part of that attempt, and now waits for the others to start theirs.
+        let stands = lives && !claim.again && attempt.clock.waited() >= SETTLE.as_secs_f64();
+        if fresh || stands {
             return Err(failure.error());
         }
         return Ok(Standing::Left { pid: record.pid });

@@ -146,7 +146,10 @@ impl Reception<'_> {
                 .filter(|rank| self.seated[rank.index()].is_none())
                 .collect();
             if missing.is_empty() {
-                return Ok(());
+                // All have come; nobody may have left since.
+                let mut ready = self.poll(Duration::ZERO)?;
+                ready.retain(|source| matches!(source, Source::Connection(_) | Source::Process(_)));
+                return self.serve(&ready);
             }
             let clock = &self.attempt.clock;
             if clock.remaining().is_zero() {
