@@ -339,4 +339,28 @@ mod tests {
         assert_eq!(receiver.recv_timeout(Duration::from_secs(2)), Ok(()));
         child.wait().expect("reaped");
     }
+
+    #[test]
+    fn a_forked_child_watches_anew_and_leaves_the_parent_alone() {
+        let (mut sleeper, member) = sleeper();
+        let (subscription, heard) = watching(std::slice::from_ref(&member));
+        // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            drop(subscription);
+            let (_watch, news) = watching(&[member]);
+            let heard = news.recv_timeout(Duration::from_secs(5));
+            // SAFETY: `_exit` takes any code.
+            unsafe { libc::_exit(i32::from(heard.is_err())) };
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        sleeper.kill().expect("killed");
+        let mut status = 0;
+        // SAFETY: `status` is valid for a write; `child` is our own.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        assert!(heard.recv_timeout(Duration::from_secs(2)).is_ok());
+        drop(subscription);
+        sleeper.wait().expect("reaped");
+    }
 }

@@ -5,15 +5,16 @@ use rustix::fd::OwnedFd;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Value, json};
 use std::process::{Child, Command};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::boot::{JoinSpec, Joined, join};
+use symm::boot::{JoinSpec, Joined, Member, join};
 use symm::error::{Error, Kind, Result};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
-use symm::sys::process;
+use symm::sys::process::{self, ProcessId};
+use symm::watch::watch;
 
 const SHORT: Duration = Duration::from_millis(400);
 const LONG: Duration = Duration::from_secs(20);
@@ -627,4 +628,55 @@ fn a_thousand_groups_of_one_name_leave_nothing() {
     );
     assert!(tokens.iter().all(|others| *others == tokens[0]));
     assert!(store.is_empty());
+}
+
+/// Threads of this process that watch.
+fn watchers() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+    names
+        .filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-watch"))
+        .count()
+}
+
+#[test]
+fn one_watcher_serves_all_groups_and_ends_with_the_last() {
+    let _flat = Flat::start();
+    let (mut child, start_time) = sleeper();
+    let pid = child.id();
+    let pidfd = process::open(ProcessId { pid, start_time }).unwrap();
+    let member = Member {
+        pid,
+        start_time,
+        pidfd,
+    };
+    for cycle in 0..100 {
+        let groups = if cycle == 0 { 200 } else { 1 };
+        let watches: Vec<_> = (0..groups)
+            .map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap())
+            .collect();
+        if cycle == 0 {
+            // It gives itself its name, a moment after it starts.
+            let started = Instant::now();
+            while watchers() != 1 {
+                assert!(
+                    started.elapsed() < Duration::from_secs(1),
+                    "{} watchers",
+                    watchers()
+                );
+            }
+        }
+        drop(watches);
+    }
+    let started = Instant::now();
+    while watchers() > 0 {
+        assert!(
+            started.elapsed() < Duration::from_secs(1),
+            "a watcher thread is left"
+        );
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(member);
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

@@ -5,7 +5,7 @@ use super::record::{Record, agree};
 use super::{Attempt, Member};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
-use crate::sys::process;
+use crate::sys::process::{self, ProcessId};
 use std::time::Duration;
 
 /// First interval after which a wait looks at who has come, and at how they fare; it doubles up to the second.
@@ -102,6 +102,18 @@ pub(super) fn read(
     Ok(standings)
 }
 
+/// The cause in the record of `rank`, if `process` wrote one.
+pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
+    let key = [attempt.key(rank.0)];
+    if !attempt.store.check(&key).ok()? {
+        return None;
+    }
+    let value = attempt.store.multi_get(&key).ok()?.pop()?;
+    let record = Record::decode(rank, &value).ok()?;
+    let failure = record.failure.as_ref()?;
+    (record.process() == process).then(|| failure.error())
+}
+
 fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Standing> {
     let rank = Rank(record.rank);
     let mut pidfd = None;
@@ -124,11 +136,16 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
     }
     if !lives {
         if fresh {
-            let cause = pidfd.map_or_else(
-                || "gone".into(),
-                |fd| process::exit_cause(record.process(), &fd),
+            // Read again: what was read before it ended may lack the failure.
+            return Err(
+                failure_of(attempt, rank, record.process()).unwrap_or_else(|| {
+                    let cause = pidfd.map_or_else(
+                        || "gone".into(),
+                        |pidfd| process::exit_cause(record.process(), &pidfd),
+                    );
+                    attempt.ended(rank, record.pid, &cause)
+                }),
             );
-            return Err(attempt.ended(rank, record.pid, &cause));
         }
         return Ok(Standing::Left { pid: record.pid });
     }

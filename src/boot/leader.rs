@@ -3,10 +3,9 @@
 use super::claim::Claim;
 use super::gather::{Gathered, LOOK, LOOK_MAX, read};
 use super::wire::{Answer, BUFFER, Hello};
-use super::{Attempt, Joined, Member, nonce};
+use super::{Attempt, Joined, Member, REAP, nonce};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
-use crate::sys::process::{self, ProcessId};
 use crate::sys::socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -19,9 +18,6 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Silent connections kept at once; the oldest goes first.
 const GUESTS: usize = 32;
-
-/// How long the end of a process may follow the end of its connection.
-const REAP: Duration = Duration::from_millis(50);
 
 /// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
@@ -218,7 +214,7 @@ impl Reception<'_> {
         // Processes first: how a rank ended says more than that its connection did.
         for source in ready {
             if let Source::Process(rank) = source {
-                return Err(self.ended(*rank));
+                return Err(self.left(*rank));
             }
         }
         let mut heard = Vec::new();
@@ -243,40 +239,16 @@ impl Reception<'_> {
         Ok(())
     }
 
-    fn ended(&self, rank: Rank) -> Error {
-        let Member {
-            pid,
-            start_time,
-            pidfd,
-        } = &self.members[rank.index()];
-        let process = ProcessId {
-            pid: *pid,
-            start_time: *start_time,
-        };
-        let cause = pidfd.as_ref().map_or_else(
-            || "gone".into(),
-            |pidfd| process::exit_cause(process, pidfd),
-        );
-        self.attempt.ended(rank, *pid, &cause)
-    }
-
     /// Why a rank that was here is not: its process ended, or it gave up.
     fn left(&self, rank: Rank) -> Error {
         let member = &self.members[rank.index()];
-        let give_up = Instant::now() + REAP;
-        while let Some(pidfd) = &member.pidfd
-            && Instant::now() < give_up
-        {
-            if process::ended(pidfd) {
-                return self.ended(rank);
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Error::peer(format!(
-            "rank {rank} (pid {}) left while joining {}",
-            member.pid,
-            self.attempt.group()
-        ))
+        self.attempt.end_of(rank, member, REAP).unwrap_or_else(|| {
+            let group = self.attempt.group();
+            Error::peer(format!(
+                "rank {rank} (pid {}) left while joining {group}",
+                member.pid
+            ))
+        })
     }
 
     fn accept_all(&mut self) -> Result<()> {

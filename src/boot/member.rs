@@ -4,10 +4,9 @@ use super::claim::Claim;
 use super::gather::{Gathered, REREAD, Standing, read};
 use super::record::Record;
 use super::wire::{Answer, BUFFER, Hello};
-use super::{Attempt, GRACE, Joined, Member};
+use super::{Attempt, GRACE, Joined, Member, REAP};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::sys::process::{self, ProcessId};
 use crate::sys::socket;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -50,7 +49,7 @@ impl Seat {
                 });
             }
             // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
-            (leader, members[0]) = next_record(attempt, claim, &leader)?;
+            (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;
         }
     }
 }
@@ -93,20 +92,14 @@ fn ask(
                 return accept(attempt, leader, answer, received.fd).map(Some);
             }
             Err(Errno::AGAIN | Errno::INTR) => {
-                if let Some(pidfd) = process.pidfd.as_ref().filter(|pidfd| process::ended(pidfd)) {
-                    let id = ProcessId {
-                        pid: process.pid,
-                        start_time: process.start_time,
-                    };
-                    return Err(attempt.ended(
-                        Rank(0),
-                        process.pid,
-                        &process::exit_cause(id, pidfd),
-                    ));
+                if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
+                    return Err(error);
                 }
             }
             // Closed without a word.
-            Ok(_) | Err(Errno::CONNRESET) => return Ok(None),
+            Ok(_) | Err(Errno::CONNRESET) => {
+                return attempt.end_of(Rank(0), process, REAP).map_or(Ok(None), Err);
+            }
             Err(errno) => return Err(attempt.os("receive from rank 0", errno)),
         }
     }
@@ -200,6 +193,7 @@ fn next_record(
     attempt: &Attempt<'_>,
     claim: &Claim<'_>,
     seen: &Record,
+    process: &Member,
 ) -> Result<(Record, Member)> {
     let key = [attempt.key(0)];
     loop {
@@ -210,6 +204,10 @@ fn next_record(
             && record.nonce != seen.nonce
         {
             return Ok((*record, member));
+        }
+        // It lived when its record was read.
+        if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
+            return Err(error);
         }
         if attempt.clock.remaining().is_zero() {
             return Err(late(attempt, seen));

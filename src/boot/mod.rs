@@ -1,13 +1,13 @@
 //! Joining a group: the ranks of one host find each other through a key-value store and share one piece of memory.
 //!
-//! 1. Each rank publishes a [`Record`](record::Record) under `symm/{group}/{restart}/{rank}` ([`claim`]), waits for all
-//!    of them and reads all of them ([`gather`]): a fixed number of store round trips, whatever the size.
-//! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket ([`leader`], [`member`]).
+//! 1. Each rank publishes a `Record` under `symm/{group}/{restart}/{rank}` (`claim`), waits for all
+//!    of them and reads all of them (`gather`): a fixed number of store round trips, whatever the size.
+//! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket (`leader`, `member`).
 //!    It has listened since before it published, under a random name that stands in its record.
 //! 3. Each rank removes its key.
 //!
 //! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
-//! So all raise the same cause. Nothing waits past the deadline of its caller, but for [`GRACE`].
+//! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
 
 mod claim;
 mod gather;
@@ -35,6 +35,9 @@ pub const MAX_SIZE: u32 = 128;
 
 /// How long a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
 const GRACE: Duration = Duration::from_millis(300);
+
+/// How long the end of a process may follow the end of its connection.
+const REAP: Duration = Duration::from_millis(50);
 
 /// Who joins which group.
 #[derive(Clone, Copy, Debug)]
@@ -146,10 +149,33 @@ impl Attempt<'_> {
     }
 
     fn ended(&self, rank: Rank, pid: u32, cause: &str) -> Error {
+        let group = self.group();
         Error::peer(format!(
-            "rank {rank} (pid {pid}) ended while joining {}: {cause}",
-            self.group()
+            "rank {rank} (pid {pid}) ended while joining {group}: {cause}"
         ))
+    }
+
+    /// What there is to say if the process of `rank` ends within `limit`.
+    fn end_of(&self, rank: Rank, member: &Member, limit: Duration) -> Option<Error> {
+        let pidfd = member.pidfd.as_ref()?;
+        let give_up = Instant::now() + limit;
+        while !process::ended(pidfd) {
+            if Instant::now() >= give_up {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let process = ProcessId {
+            pid: member.pid,
+            start_time: member.start_time,
+        };
+        // It may have failed, said so in its record, and gone.
+        let failure = gather::failure_of(self, rank, process);
+        Some(
+            failure.unwrap_or_else(|| {
+                self.ended(rank, member.pid, &process::exit_cause(process, pidfd))
+            }),
+        )
     }
 
     /// A failed system call; where descriptors ran out, the limit and the need.
