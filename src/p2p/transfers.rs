@@ -435,8 +435,7 @@ impl State {
                 while direct && got < span.bytes && !board.attends(from) {
                     let bytes = DIRECT_BYTES.min(span.bytes - got);
                     // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
-                    let read =
-                        unsafe { crate::sys::process::read_memory(board.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
+                    let read = unsafe { crate::sys::remote::read_memory(board.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
                     if let Err(error) = read {
                         let text = format!("receiving {} bytes from {}: {error}", span.bytes, board.describe(from));
                         return Err(self.refuse(posted, Error::peer(text)));
@@ -575,6 +574,6 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
 }
 
 fn state_of(board: &Board, peer: Rank) -> String {
-    let state = crate::sys::process::state(board.pid(peer)).unwrap_or("gone");
+    let state = crate::sys::remote::state(board.pid(peer)).unwrap_or("gone");
     format!("{} ({state})", board.describe(peer))
 }

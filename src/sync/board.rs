@@ -299,7 +299,7 @@ impl Board {
         let state = |rank: &Rank| {
             let pid = self.pid(*rank);
             let seen = self.collective(*rank).load(Ordering::Relaxed);
-            let state = crate::sys::process::state(pid).unwrap_or("gone");
+            let state = crate::sys::remote::state(pid).unwrap_or("gone");
             let seen = if seen == 0 { "has begun no collective".into() } else { format!("last seen in collective #{seen}") };
             format!("rank {rank}: pid {pid} {state}, {seen}")
         };
