@@ -14,4 +14,17 @@ using PremulSumSupplement = ::c10d::PreMulSumSupplement;
 using PremulSumSupplement = ::c10d::NCCLPreMulSumSupplement;
 #endif
 
+// 2.15: torch clones the options of a parent for split() and merge().
+#define SYMM_OPTIONS_CLONE (TORCH_VERSION_MINOR >= 15)
+
+// 2.11: options carry a description of the group.
+inline void copy_description(const ::c10d::Backend::Options& from, ::c10d::Backend::Options& to) {
+#if TORCH_VERSION_MINOR >= 11
+  to.group_desc = from.group_desc;
+#else
+  static_cast<void>(from);
+  static_cast<void>(to);
+#endif
+}
+
 } // namespace symm
