@@ -1,21 +1,25 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
+use crate::boot::{self, JoinSpec, Joined, Member};
 use crate::coll::call::{Call, Op};
 use crate::coll::cpu::Runner;
+use crate::config;
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::mem::layout::Layout;
+use crate::mem::layout::{Layout, MAX_RANKS};
 use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::board::{Board, Identity};
 use crate::sync::limit::Limit;
-use crate::sys::process;
-use std::sync::Arc;
+use crate::sys::{fork, pidfd, process};
+use crate::watch;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Who joins which group.
@@ -55,6 +59,9 @@ pub struct Group {
     transfers: Arc<Transfers>,
     timeout_ms: AtomicU64,
     closed: AtomicBool,
+    /// Of the process that made the group.
+    generation: u64,
+    watching: Mutex<Option<watch::Subscription>>,
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
@@ -67,49 +74,60 @@ const SPINS_CROWDED: u32 = 256;
 impl Group {
     /// Joins the group that `options` name, meeting its other members through `store`.
     pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
+        let config = config::get();
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
-        let (rank, size) = (options.rank, options.size);
-        let n = usize::try_from(size).ok().filter(|n| (1..=crate::mem::layout::MAX_RANKS).contains(n));
-        let n = n.ok_or_else(|| Error::config(format!("a group of {size} ranks cannot be made here")))?;
-        let rank = u32::try_from(rank).ok().filter(|&rank| (rank as usize) < n).map(Rank);
+        let size = usize::try_from(options.size).ok().filter(|n| (1..=MAX_RANKS).contains(n));
+        let size =
+            size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
+        let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
         let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
-        let bytes = Layout::new(n).total_bytes();
-        let pid = std::process::id();
-        let keys: Vec<String> = (0..n).map(|r| format!("symm/{}/{r}", options.group)).collect();
-        let file = if rank.0 == 0 { Some(Segment::create(bytes)?) } else { None };
-        let fd = file.as_ref().map_or(-1, std::os::fd::AsRawFd::as_raw_fd);
-        store.compare_set(&keys[rank.index()], b"", format!("{pid} {fd}").as_bytes())?;
-        if !store.wait(&keys, timeout)? {
-            return Err(Error::timeout("some ranks never joined"));
-        }
-        let records: Vec<(u32, i32)> = store
-            .multi_get(&keys)?
-            .iter()
-            .filter_map(|v| {
-                let text = String::from_utf8_lossy(v);
-                let (pid, fd) = text.split_once(' ')?;
-                Some((pid.parse().ok()?, fd.parse().ok()?))
-            })
-            .collect();
-        let file = match file {
-            Some(file) => file,
-            None => std::fs::OpenOptions::new()
-                .read(true)
-                .write(true)
-                .open(format!("/proc/{}/fd/{}", records[0].0, records[0].1))
-                .map_err(|e| Error::internal(e.to_string()))?
-                .into(),
+        let segment_bytes = Layout::new(size).total_bytes();
+        let joined = if size == 1 {
+            // Nobody to meet.
+            Joined { segment: Segment::create(segment_bytes)?, members: vec![Member { process: pidfd::own()?, handle: None }] }
+        } else {
+            let spec = JoinSpec { group: &options.group, rank, size, restart: &config.restart, timeout, segment_bytes };
+            boot::join(store, &spec)?
         };
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
-        let members = records.iter().enumerate().map(|(r, &(pid, _))| Identity { pid, global: global(r) }).collect();
-        Self::assemble(Segment::map(file, bytes)?, &options.group, rank, members, timeout, Tuning::default())
+        let identity = |(r, member): (usize, &Member)| Identity { pid: member.process.0, global: global(r) };
+        let members = joined.members.iter().enumerate().map(identity).collect();
+        let tuning = Tuning { direct: config.direct, spins: config.spins };
+        let segment = Segment::map(joined.segment, segment_bytes)?;
+        let handles = joined.members.into_iter().zip(0u32..).filter_map(|(member, r)| Some((Rank(r), member.handle?))).collect();
+        Self::with_watched(segment, &options.group, rank, members, handles, timeout, tuning)
     }
 
-    /// A group in memory that its members already share. `members` in rank order.
+    /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
     pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
+        Self::with_watched(segment, name, rank, members, Vec::new(), timeout, tuning)
+    }
+
+    fn with_watched(
+        segment: Segment,
+        name: &str,
+        rank: Rank,
+        members: Vec<Identity>,
+        handles: Vec<(Rank, Arc<OwnedFd>)>,
+        timeout: Duration,
+        tuning: Tuning,
+    ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
         let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
+        board.segment().reserve(0, board.layout().control_bytes(), format_args!("group \"{name}\""))?;
+        let watching = if handles.is_empty() {
+            None
+        } else {
+            // The board does not outlive the group because somebody watches its members.
+            let listener = Arc::downgrade(&board);
+            let on_exit: watch::OnExit = Arc::new(move |rank, how| {
+                if let Some(board) = listener.upgrade() {
+                    board.note_gone(rank, how);
+                }
+            });
+            Some(watch::watch(&handles, &on_exit)?)
+        };
         let limit = Limit::from(Instant::now(), timeout);
         let direct = meet(&board, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
@@ -119,18 +137,20 @@ impl Group {
             board,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),
+            generation: fork::generation(),
+            watching: Mutex::new(watching),
         })
     }
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
-        self.check_open()?;
+        self.check_calls(&calls)?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `done` hears the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, done: Done) -> Result<u64> {
-        self.check_open()?;
+        self.check_calls(&calls)?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), done)
     }
 
@@ -148,12 +168,15 @@ impl Group {
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
+        self.check_process()?;
         if ticket & p2p::TICKET_BIT != 0 { self.transfers.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
     }
 
     /// Moves transfers along without blocking.
     pub fn progress(&self) {
-        self.transfers.progress();
+        if self.check_process().is_ok() {
+            self.transfers.progress();
+        }
     }
 
     /// A barrier whose timeout lists the ranks that did not come, in the words of Gloo: the first, or all.
@@ -201,6 +224,7 @@ impl Group {
         self.transfers.stop();
         self.engine.stop();
         self.board.depart();
+        drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
     /// Number of collectives asked for.
@@ -224,7 +248,14 @@ impl Group {
     }
 
     fn check_process(&self) -> Result<()> {
-        Ok(())
+        if fork::generation() == self.generation {
+            return Ok(());
+        }
+        let (name, maker) = (self.board.name(), self.board.pid(self.board.rank()));
+        Err(Error::config(format!(
+            "group \"{name}\" was made by process {maker}, of which process {} is a forked child; make a new group in the child",
+            std::process::id()
+        )))
     }
 
     fn check_open(&self) -> Result<()> {
@@ -233,6 +264,12 @@ impl Group {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
         }
         Ok(())
+    }
+
+    /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
+    fn check_calls(&self, calls: &[Call]) -> Result<()> {
+        self.check_open()?;
+        calls.iter().try_for_each(|call| call.validate(self.board.rank(), self.board.size()))
     }
 
     fn check_alive(&self) -> Result<()> {

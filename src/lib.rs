@@ -7,14 +7,17 @@
 //! - [`sync`]: waiting, failing, deadlines
 //! - [`mem`]: memory that all members see
 //! - [`kernels`]: loops over tensor bytes
+//! - [`boot`]: how ranks find each other and come to share memory; [`watch`]: noticing that one has died
 //! - [`store`]: the key-value store through which ranks meet
 //! - [`sys`]: thin wrappers over the system
-//! - [`done`]: where outcomes go
+//! - [`config`]: what the environment says; [`done`]: where outcomes go
 //! - [`dtype`], [`rank`], [`error`]: leaves that everyone may import
 
+pub mod boot;
 #[cfg(feature = "torch")]
 pub mod bridge;
 pub mod coll;
+pub mod config;
 pub mod done;
 pub mod dtype;
 pub mod engine;
@@ -27,3 +30,4 @@ pub mod rank;
 pub mod store;
 pub mod sync;
 pub mod sys;
+pub mod watch;

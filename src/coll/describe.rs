@@ -99,8 +99,11 @@ impl Call {
         sum(&self.inputs).max(sum(&self.outputs))
     }
 
-    /// Whether the spans are of the number and length that the collective demands of rank `me` of `n`.
+    /// Whether the spans are of the number and length that the collective demands of rank `me` of `n`, and the elements can be reduced.
     pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
+        if self.op.reduces() {
+            crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;
+        }
         let root = me == self.root;
         let at_root = |count| if root { count } else { 0 };
         let (inputs, outputs) = match self.op {

@@ -1,5 +1,7 @@
 //! The key-value store through which ranks meet.
 
+pub mod memory;
+
 use crate::error::Result;
 use std::time::Duration;
 

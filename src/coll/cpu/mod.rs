@@ -48,10 +48,9 @@ impl Runner {
         self.seq
     }
 
-    /// Runs `call`; returns when its outputs are complete and its inputs may change.
+    /// Runs `call`, which [`Call::validate`] has passed; returns when its outputs are complete and its inputs may change.
     pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
         let n = self.board.size();
-        call.validate(self.board.rank(), n)?;
         if let Some(failure) = self.board.failure() {
             return Err(failure);
         }

@@ -3,11 +3,12 @@
 //! What they guarantee: an output element is a function of the input elements in the order of the sources and of
 //! nothing else. Not of the instruction set, the alignment, the count, the way a range is split or the [`Store`].
 //! Floats narrower than 32 bits and `f32` accumulate in `f32`, `f64` in `f64`, and round once; integers wrap. A NaN
-//! result is always the format's canonical quiet NaN. Subnormals are kept, unless the calling thread flushes them.
+//! result is always the format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
 //! - [`element`]: numbers and how they add, multiply, compare
 //! - [`convert`]: float16, bfloat16 and the float8 formats
 //! - [`lanes`]: the conversions for which an instruction set has an instruction
+//! - [`mode`]: the calling thread's rounding and flushing
 //! - [`op`]: the reduce operations
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
 //! - [`dispatch`]: which compiled loop serves a call
@@ -18,6 +19,7 @@ mod copy;
 mod dispatch;
 mod element;
 mod lanes;
+mod mode;
 mod op;
 mod reduce;
 #[cfg(test)]
@@ -83,6 +85,7 @@ fn instead(dtype: DType) -> String {
 /// Each source and `dst` must be valid for `count` elements of `dtype`, at any alignment; `dst` is the same as a source
 /// or overlaps none. Under `Bool` every byte is 0 or 1.
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
+    let _mode = mode::DefaultMode::enter();
     // SAFETY: the caller's contract; `best` returns what this machine was found to have.
     unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, store) }
 }

@@ -1,0 +1,236 @@
+//! Ranks as processes, one of which is killed, stopped or leaves at every phase.
+//!
+//! The test binary starts itself again for each rank (`SYMM_TEST_RANK` and so on); ranks meet through a store of small files.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use symm::coll::call::{Call, Op, Span};
+use symm::dtype::{DType, ReduceOp};
+use symm::error::{Error, Kind, Result};
+use symm::group::{Group, JoinOptions};
+use symm::rank::Rank;
+use symm::store::Store;
+
+/// A store of one file per key, for tests only.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn path(&self, key: &str) -> PathBuf {
+        self.0.join(key.replace('/', "_"))
+    }
+}
+
+impl Store for Folder {
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        let path = self.path(key);
+        match std::fs::read(&path) {
+            Ok(stands) if stands != expected => Ok(stands),
+            _ => {
+                let temporary = path.with_extension(format!("new{}", std::process::id()));
+                std::fs::write(&temporary, desired).unwrap();
+                std::fs::rename(temporary, path).unwrap();
+                Ok(desired.into())
+            }
+        }
+    }
+    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
+        let start = Instant::now();
+        while !self.check(keys)? {
+            if start.elapsed() > timeout {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(true)
+    }
+    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
+        keys.iter().map(|key| std::fs::read(self.path(key)).map_err(|e| Error::config(e.to_string()))).collect()
+    }
+    fn check(&self, keys: &[String]) -> Result<bool> {
+        Ok(keys.iter().all(|key| self.path(key).exists()))
+    }
+    fn delete(&self, key: &str) -> Result<()> {
+        let _ = std::fs::remove_file(self.path(key));
+        Ok(())
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
+    let span = Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) };
+    let call = Call {
+        op: Op::AllReduce,
+        dtype: DType::F32,
+        reduce_op: ReduceOp::Sum,
+        root: Rank(0),
+        factor: 1.0,
+        inputs: vec![span],
+        outputs: vec![span],
+    };
+    group.run(vec![call], None)
+}
+
+/// What a child does: join, then all-reduce until something fails; each step is announced on stdout.
+#[test]
+fn rank() {
+    let (Some(rank), Some(folder)) = (variable("SYMM_TEST_RANK"), variable("SYMM_TEST_FOLDER")) else { return };
+    let count: usize = variable("SYMM_TEST_COUNT").unwrap().parse().unwrap();
+    let seconds: f64 = variable("SYMM_TEST_TIMEOUT").unwrap().parse().unwrap();
+    let options = JoinOptions {
+        group: "g".into(),
+        rank: rank.parse().unwrap(),
+        size: 3,
+        global_ranks: Vec::new(),
+        timeout: Some(Duration::from_secs_f64(seconds)),
+    };
+    let say = |text: String| {
+        // Straight to the descriptor: the test harness keeps what goes through print.
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "{text}").unwrap();
+        out.flush().unwrap();
+    };
+    let group = match Group::join(&Folder(folder.into()), &options) {
+        Ok(group) => group,
+        Err(error) => return say(format!("error {} {error}", error.kind as u8)),
+    };
+    say("joined".into());
+    let mut data = vec![1.0f32; count];
+    for call in 0.. {
+        if let Err(error) = all_reduce(&group, &mut data) {
+            say(format!("error {} {error}", error.kind as u8));
+            let again = all_reduce(&group, &mut data).expect_err("the group is dead");
+            assert_eq!(again.message, error.message, "the first cause stands");
+            return;
+        }
+        data.fill(1.0);
+        if call == 3 {
+            say("looping".into());
+        }
+    }
+}
+
+struct Ranks {
+    children: Vec<Child>,
+    lines: Vec<std::sync::mpsc::Receiver<String>>,
+    folder: PathBuf,
+}
+
+fn start(name: &str, ranks: &[u32], count: usize, timeout: f64) -> Ranks {
+    let folder = std::env::temp_dir().join(format!("symm-killed-{}-{name}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let mut children = Vec::new();
+    let mut lines = Vec::new();
+    for rank in ranks {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "rank", "--nocapture"])
+            .env("SYMM_TEST_RANK", rank.to_string())
+            .env("SYMM_TEST_FOLDER", &folder)
+            .env("SYMM_TEST_COUNT", count.to_string())
+            .env("SYMM_TEST_TIMEOUT", timeout.to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || out.lines().map_while(std::result::Result::ok).try_for_each(|line| sender.send(line)));
+        children.push(child);
+        lines.push(receiver);
+    }
+    Ranks { children, lines, folder }
+}
+
+impl Ranks {
+    /// The first line of a rank that begins with `word`, within `limit`.
+    fn expect(&self, index: usize, word: &str, limit: Duration) -> String {
+        let end = Instant::now() + limit;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let line =
+                self.lines[index].recv_timeout(left).unwrap_or_else(|_| panic!("rank {index} did not say {word:?} within {limit:?}"));
+            if line.starts_with(word) {
+                return line;
+            }
+        }
+    }
+
+    fn signal(&self, index: usize, signal: i32) {
+        // SAFETY: a child of this process that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.children[index].id() as i32, signal) }, 0);
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_dir_all(Path::new(&self.folder));
+    }
+}
+
+const SOON: Duration = Duration::from_secs(1);
+const LATER: Duration = Duration::from_secs(20);
+
+fn kill_while_running(name: &str, count: usize, victim: usize) {
+    let mut ranks = start(name, &[0, 1, 2], count, 30.0);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    let pid = ranks.children[victim].id();
+    ranks.signal(victim, libc::SIGKILL);
+    let collected = std::thread::scope(|scope| {
+        let child = &mut ranks.children[victim];
+        scope.spawn(move || child.wait()).join()
+    });
+    assert!(collected.is_ok());
+    for survivor in (0..3).filter(|&rank| rank != victim) {
+        let line = ranks.expect(survivor, "error", SOON);
+        assert!(line.starts_with(&format!("error {} ", Kind::Peer as u8)), "{line}");
+        assert!(line.contains(&format!("rank {victim} (pid {pid})")) && line.contains("all_reduce"), "{line}");
+    }
+}
+
+#[test]
+fn killed_between_and_inside_collectives_of_every_size() {
+    for (index, count) in [2, 3_000, 40_000, 16 << 20].into_iter().enumerate() {
+        kill_while_running(&format!("size{index}"), count, index % 3);
+    }
+}
+
+#[test]
+fn killed_while_joining() {
+    // Rank 1 never comes; rank 2 is killed while it waits. The others name who is missing.
+    let ranks = start("joining", &[0, 2], 2, 1.5);
+    std::thread::sleep(Duration::from_millis(300));
+    ranks.signal(1, libc::SIGKILL);
+    let line = ranks.expect(0, "error", Duration::from_millis(2500));
+    assert!(line.starts_with(&format!("error {} ", Kind::Timeout as u8)) && line.contains("rank 1"), "{line}");
+}
+
+#[test]
+fn stopped_and_continued_loses_nothing() {
+    let ranks = start("stopped", &[0, 1, 2], 1000, 30.0);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    ranks.signal(1, libc::SIGSTOP);
+    std::thread::sleep(Duration::from_millis(1500));
+    ranks.signal(1, libc::SIGCONT);
+    std::thread::sleep(Duration::from_millis(300));
+    assert!((0..3).all(|rank| ranks.lines[rank].try_recv().is_err()), "nobody fails");
+}
+
+#[test]
+fn stopped_past_the_timeout_is_named_as_stopped() {
+    let ranks = start("late", &[0, 1, 2], 1000, 1.5);
+    (0..3).for_each(|rank| drop(ranks.expect(rank, "looping", LATER)));
+    ranks.signal(1, libc::SIGSTOP);
+    for survivor in [0, 2] {
+        let line = ranks.expect(survivor, "error", Duration::from_millis(2500));
+        assert!(line.starts_with(&format!("error {} ", Kind::Timeout as u8)), "{line}");
+        assert!(line.contains("rank 1") && line.contains("stopped") && line.contains("all_reduce(1000"), "{line}");
+    }
+}
