@@ -32,9 +32,8 @@ Group join_group(
 
 c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
   auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
-  options->group_name = given.group_name;
+  copy_names(given, *options);
   options->global_ranks_in_group = given.global_ranks_in_group;
-  copy_description(given, *options);
   return options;
 }
 

@@ -24,11 +24,9 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : ::c10d::Backend::Options("symm", timeout) {}
-#if SYMM_OPTIONS_CLONE
-    c10::intrusive_ptr<::c10d::Backend::Options> clone() const override {
+    c10::intrusive_ptr<::c10d::Backend::Options> clone() const SYMM_OVERRIDE_CLONE {
       return c10::make_intrusive<Options>(*this);
     }
-#endif
   };
 
   using Tensors = std::vector<at::Tensor>;
