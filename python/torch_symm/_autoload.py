@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def autoload() -> None:
         if dist.is_available() and "symm" not in dist.Backend.backend_list:
             dist.Backend.register_backend("symm", create, extended_api=True, devices=["cpu", "cuda"])
     except Exception as error:  # noqa: BLE001 - whatever it is, torch must still import
-        warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
+        with suppress(Warning):  # where warnings are errors
+            warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
 
 
 def create(options: object, group_options: object) -> ProcessGroupSymm:
