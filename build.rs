@@ -89,7 +89,15 @@ print(sysconfig.get_paths()['include'])
         println!("cargo::rerun-if-changed={}/version.py", facts.library.trim_end_matches("/lib"));
         let out = std::env::var("OUT_DIR").expect("cargo sets it");
         let minor: Vec<&str> = facts.version.split('.').take(2).collect();
-        println!("cargo::rustc-env=SYMM_TORCH_VERSION={}", minor.join("."));
+        let minor = minor.join(".");
+        let stated = "python/torch_symm/_version.py";
+        println!("cargo::rerun-if-changed={stated}");
+        let text = std::fs::read_to_string(stated).expect("the file is part of the repository");
+        assert!(
+            text.contains(&format!("TORCH_VERSION = \"{minor}\"")),
+            "{stated} names another torch than the installed {}: install that one, or change it there and in pyproject.toml",
+            facts.version
+        );
         let mut build = cxx_build::bridge("src/bridge.rs");
         build.files(sources("torch_backend")).include("cpp").include("torch_backend").std("c++20");
         for include in &facts.includes {

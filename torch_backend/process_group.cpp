@@ -180,8 +180,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
     }
   }
   auto options = c10::make_intrusive<Options>(opts->timeout);
-  options->group_name = opts->group_name;
-  options->group_desc = opts->group_desc;
+  copy_names(*opts, *options);
   for (const auto rank : ranks) {
     const auto& global = options_->global_ranks_in_group;
     options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
@@ -201,8 +200,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
     const int& size) {
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
   auto options = c10::make_intrusive<Options>(opts->timeout);
-  options->group_name = opts->group_name;
-  options->group_desc = opts->group_desc;
+  copy_names(*opts, *options);
   options->global_ranks_in_group = opts->global_ranks_in_group;
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
   return c10::make_intrusive<ProcessGroupSymm>(prefixed, rank, size, options);

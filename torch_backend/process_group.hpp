@@ -22,6 +22,9 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : ::c10d::Backend::Options("symm", timeout) {}
+    c10::intrusive_ptr<::c10d::Backend::Options> clone() const SYMM_OVERRIDE_CLONE {
+      return c10::make_intrusive<Options>(*this);
+    }
   };
 
   using Tensors = std::vector<at::Tensor>;
