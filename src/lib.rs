@@ -2,15 +2,15 @@
 //!
 //! From the outside in:
 //! - `bridge` (feature `torch`): what C++ sees
-//! - [`group`]: a group of ranks and everything one can ask of it
-//! - [`coll`]: collectives
-//! - [`sync`]: waiting, failing, deadlines
-//! - [`mem`]: memory that all members see
-//! - [`kernels`]: loops over tensor bytes
-//! - [`store`]: the key-value store through which ranks meet
-//! - [`sys`]: thin wrappers over the system
-//! - [`done`]: where outcomes go
-//! - [`dtype`], [`rank`], [`error`]: leaves that everyone may import
+//! - [`group`][]: a group of ranks and everything one can ask of it
+//! - [`coll`][]: collectives
+//! - [`sync`][]: waiting, failing, deadlines
+//! - [`mem`][]: memory that all members see
+//! - [`kernels`][]: loops over tensor bytes
+//! - [`store`][]: the key-value store through which ranks meet
+//! - [`sys`][]: thin wrappers over the system
+//! - [`done`][]: where outcomes go
+//! - [`dtype`], [`rank`], [`error`][]: leaves that everyone may import
 
 #[cfg(feature = "torch")]
 pub mod bridge;

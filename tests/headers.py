@@ -1,7 +1,7 @@
 """Compiles torch_backend/ against the headers of several versions of torch; `make headers` runs it.
 
-Downloads one wheel per version (the smallest that pip offers: the headers do not depend on the platform), keeps only its
-headers under target/headers, and prints one line per version. Fails if a version that could be had does not compile.
+Downloads one wheel per version (a small one: the headers do not depend on the platform), keeps only its headers under
+target/headers, and prints one line per version. Fails if a version that could be had does not compile.
 """
 
 from __future__ import annotations

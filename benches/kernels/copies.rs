@@ -73,24 +73,10 @@ pub(super) fn report() {
         }
         println!();
     }
-    println!(
-        "staged by {RANKS} ranks at once, {SLOTS} slots each: GB/s of input a rank, copied in and reduced by parts"
-    );
+    println!("staged by {RANKS} ranks at once, {SLOTS} slots each: GB/s of input a rank, copied in and reduced by parts");
     print!("{:<11}", "");
-    let shapes = [
-        (64, 1),
-        (256, 1),
-        (512, 1),
-        (1024, 1),
-        (4096, 1),
-        (16 << 10, 1),
-        (1024, 16),
-        (16 << 10, 256),
-        (64 << 10, 1024),
-    ];
-    shapes
-        .iter()
-        .for_each(|(total, chunks)| print!("{:>10}", format!("{total}K/{chunks}")));
+    let shapes = [(64, 1), (256, 1), (512, 1), (1024, 1), (4096, 1), (16 << 10, 1), (1024, 16), (16 << 10, 256), (64 << 10, 1024)];
+    shapes.iter().for_each(|(total, chunks)| print!("{:>10}", format!("{total}K/{chunks}")));
     println!();
     for &(name, way) in WAYS {
         print!("{name:<11}");
@@ -111,10 +97,7 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
     let total = chunk * chunks;
     let rounds = (100_000_000 / total).clamp(12, 2000);
     let mut memory: Vec<Vec<u8>> = (0..RANKS).map(|_| vec![1u8; SLOTS * chunk]).collect();
-    let rings: Vec<usize> = memory
-        .iter_mut()
-        .map(|ring| ring.as_mut_ptr().expose_provenance())
-        .collect();
+    let rings: Vec<usize> = memory.iter_mut().map(|ring| ring.as_mut_ptr().expose_provenance()).collect();
     let arrived = AtomicUsize::new(0);
     let all_times = Mutex::new(Vec::new());
     let run = |rank: usize| {
@@ -136,29 +119,15 @@ fn staged(way: Copy, chunk: usize, chunks: usize) -> f64 {
             for at in 0..chunks {
                 let slot = |of: usize| rings[of] + at % SLOTS * chunk;
                 let part = rank * (chunk / RANKS);
-                let source = |of| Source {
-                    ptr: std::ptr::with_exposed_provenance(slot(of) + part),
-                    factor: 1.0,
-                };
+                let source = |of| Source { ptr: std::ptr::with_exposed_provenance(slot(of) + part), factor: 1.0 };
                 // SAFETY: the rings outlive the threads; the barrier stands between the writes of a slot and its reads,
                 // and two barriers between its reads and the next writes.
                 unsafe {
-                    way(
-                        std::ptr::with_exposed_provenance_mut(slot(rank)),
-                        input[at * chunk..].as_ptr(),
-                        chunk,
-                    );
+                    way(std::ptr::with_exposed_provenance_mut(slot(rank)), input[at * chunk..].as_ptr(), chunk);
                     barrier();
                     let list: [Source; RANKS] = std::array::from_fn(source);
                     let count = output.len() / 4;
-                    reduce(
-                        ReduceOp::Sum,
-                        DType::F32,
-                        output.as_mut_ptr(),
-                        &list,
-                        count,
-                        Store::Cached,
-                    );
+                    reduce(ReduceOp::Sum, DType::F32, output.as_mut_ptr(), &list, count, Store::Cached);
                 }
             }
             barrier();

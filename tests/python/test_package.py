@@ -1,6 +1,6 @@
 """What is shipped: the extension's symbols, libraries and strings; the wheel; how torch finds the backend.
 
-The wheel is built once per session, with cargo's usual target folder so that this takes seconds after `make build`.
+The wheel is built once per session, in a folder that cargo keeps: a minute the first time, seconds without a change.
 Each question about registration gets a process of its own, since torch registers a backend once per process.
 """
 
@@ -24,25 +24,29 @@ needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="read
 def python(code: str, **environment: str) -> str:
     """Runs `code` in a fresh interpreter; returns what it printed."""
     full = {**os.environ, **environment}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=full, cwd="/")
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=full, cwd="/", check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout.strip()
 
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources without anything that was built before."""
-    source = tmp_path_factory.mktemp("source") / "torch-symm"
-    unwanted = shutil.ignore_patterns("target", ".git", ".venv*", "*.so", "*.egg-info", "build", "dist", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, source, ignore=unwanted)
+    """A wheel built from a copy of the sources without anything that was built before.
+
+    The copy keeps its place and its files' times, so that cargo compiles only what changed since the last session.
+    """
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).absolute() / "wheel"
+    source = target / "source"
+    shutil.rmtree(source, ignore_errors=True)
+    unwanted = ("target", ".*", "*.so", "*.egg-info", "build", "dist", "out", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
     out = tmp_path_factory.mktemp("wheel")
-    # A folder of its own beside cargo's: the sources lie elsewhere, so nothing of the repository's build would be reused.
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "wheel"
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
     command += ["--no-deps", f"--wheel-dir={out}", str(source)]
     path = os.environ["PATH"] + os.pathsep + str(Path.home() / ".cargo" / "bin")
     environment = {**os.environ, "CARGO_TARGET_DIR": str(target), "PATH": path}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = out.glob("*.whl")
     return built
@@ -76,7 +80,8 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
 def test_extension_exports_its_initialiser_only(extension: Path) -> None:
-    symbols = subprocess.run(["nm", "-D", "--defined-only", extension], capture_output=True, text=True, check=True).stdout
+    command = ["nm", "-D", "--defined-only", str(extension)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__C"]
 
 
@@ -91,10 +96,10 @@ def test_extension_needs_no_driver_and_looks_in_torch_only(extension: Path) -> N
 
 def test_extension_names_no_build_path(extension: Path, wheel: Path) -> None:
     content = extension.read_bytes()
-    home = Path.home()
-    places = [ROOT, extension.parents[1], wheel.parent.parent, home, sys.prefix, sys.base_prefix, Path(torch.__file__).parent]
-    places += [os.environ.get(name) for name in ("CARGO_HOME", "RUSTUP_HOME", "CARGO_TARGET_DIR", "VIRTUAL_ENV", "TMPDIR")]
-    for place in {str(place) for place in places if place} - {"/", "/usr"}:
+    torch_home = Path(torch.__file__).parent
+    places = [ROOT, extension.parents[1], wheel.parent.parent, Path.home(), sys.prefix, sys.base_prefix, torch_home]
+    variables = ("CARGO_HOME", "RUSTUP_HOME", "CARGO_TARGET_DIR", "VIRTUAL_ENV", "TMPDIR")
+    for place in {str(place) for place in [*places, *map(os.environ.get, variables)] if place} - {"/", "/usr"}:
         assert place.encode() not in content, place
     # Paths of source files are relative, or rustc's own name for its library.
     absolute = re.findall(rb"(?<![\w.$-])/(?:[\w.+-]+/)+[\w.+-]+\.(?:rs|cpp|cc|hpp|h|py)\b", content)
@@ -127,7 +132,12 @@ assert "torch_symm._C" not in sys.modules and "torch_symm._native" not in sys.mo
 
 
 def test_package_may_be_imported_first() -> None:
-    python("import torch_symm, torch.distributed as dist; assert 'symm' in dist.Backend.backend_list; torch_symm.Options()")
+    code = """
+import torch_symm, torch.distributed as dist
+assert "symm" in dist.Backend.backend_list
+torch_symm.Options()
+"""
+    python(code)
 
 
 def test_without_autoload_the_import_registers() -> None:
@@ -174,8 +184,8 @@ def test_autoload_warns_and_never_raises() -> None:
 import warnings, torch.distributed as dist
 from torch_symm._autoload import autoload
 def refuse(*args, **kwargs): raise RuntimeError("no more backends")
+dist.Backend.backend_list.remove("symm")
 dist.Backend.register_backend = refuse
-autoload()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     autoload()

@@ -19,10 +19,7 @@ pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, bytes: usize) {
         done += PIECE;
     }
     // SAFETY: the rest ends at `bytes`.
-    unsafe {
-        src.add(done)
-            .copy_to_nonoverlapping(dst.add(done), bytes - done)
-    };
+    unsafe { src.add(done).copy_to_nonoverlapping(dst.add(done), bytes - done) };
 }
 
 /// Copies with non-temporal stores: whole cache lines of `dst` past the cache, its ragged ends through it.
