@@ -9,7 +9,7 @@ use symm::rank::Rank;
 use symm::sync::board::Identity;
 
 /// Runs `body` on `n` ranks, each in a thread of its own.
-pub fn with_ranks(n: u32, tuning: Tuning, body: impl Fn(&Group, u32) + Sync) {
+pub(crate) fn with_ranks(n: u32, tuning: Tuning, body: impl Fn(&Group, u32) + Sync) {
     let bytes = Layout::new(n as usize).total_bytes();
     let file = Segment::create(bytes).expect("memfd");
     std::thread::scope(|scope| {
@@ -26,6 +26,6 @@ pub fn with_ranks(n: u32, tuning: Tuning, body: impl Fn(&Group, u32) + Sync) {
 }
 
 /// The whole of `data`.
-pub fn span<T>(data: &mut [T]) -> Span {
+pub(crate) fn span<T>(data: &mut [T]) -> Span {
     Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) }
 }
