@@ -1,4 +1,4 @@
-"""What a collective must compute, restated with torch and numpy: rank order, float32 for narrower floats, one rounding."""
+"""What a collective must compute, with torch and numpy: rank order, float32 for narrower floats, one rounding."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The elements' bytes in logical order."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     if flat.dtype in COMPLEX:
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(torch.uint8)

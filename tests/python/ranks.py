@@ -1,7 +1,7 @@
 """Runs a function on real processes, one per rank.
 
-The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that starting a rank takes
-milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their threads and are killed.
+The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that
+starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their threads and are killed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def run_ranks(
 ) -> Results:
     """Calls ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns the results.
 
-    ``backend``: of the default group that is made before and destroyed after; ``None``: ``fn`` makes its own. ``timeout``: seconds for
-    everything. ``expect_killed``: ranks that must die of SIGKILL. A rank's exception, with its traceback, fails the caller.
+    ``backend``: of the default group that is made before and destroyed after; ``None``: ``fn`` makes its own.
+    ``timeout``: seconds for everything. ``expect_killed``: ranks that must die of SIGKILL. A rank's exception, with its
+    traceback, fails the caller.
     """
     context = get_context("fork")
     with tempfile.TemporaryDirectory(prefix="symm-test-") as directory, _environment(env or {}):
@@ -101,7 +102,7 @@ def run_ranks(
 
 
 def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -> int:
-    """Forks this rank; the child calls ``fn(rank, world_size, *args)`` and ends with status 0, or 1 after a printed traceback."""
+    """Forks this rank; the child calls ``fn(rank, world_size, *args)`` and ends with 0, or 1 after a traceback."""
     pid = os.fork()
     if pid:
         return pid
@@ -109,7 +110,7 @@ def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -
     try:
         fn(rank, world_size, *args)
         status = 0
-    except BaseException:  # noqa: BLE001 - the child must not return into the parent's code
+    except BaseException:  # The child must not return into the parent's code
         traceback.print_exc()
     finally:
         sys.stderr.flush()
@@ -209,7 +210,7 @@ def _rank(
         if dist.is_initialized():
             dist.destroy_process_group()
         (place / f"result-{rank}").write_bytes(pickle.dumps(result))
-    except BaseException:  # noqa: BLE001 - whatever it is, the parent reports it
+    except BaseException:  # Whatever it is, the parent reports it
         (place / f"trace-{rank}").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
