@@ -33,7 +33,7 @@ struct Entry {
 
 struct Watcher {
     epoll: Arc<OwnedFd>,
-    stop: OwnedFd,
+    stop: Arc<OwnedFd>,
     entries: BTreeMap<u64, Entry>,
     next: u64,
     generation: u64,
@@ -102,17 +102,18 @@ impl Watcher {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create", e))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::os("eventfd", e))?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN).map_err(|e| Error::os("epoll_ctl", e))?;
-        let epoll = Arc::new(epoll);
-        let for_thread = Arc::clone(&epoll);
+        let (epoll, stop) = (Arc::new(epoll), Arc::new(stop));
+        // The thread holds `stop` too: closing the last copy would take the event back before the thread has seen it.
+        let for_thread = (Arc::clone(&epoll), Arc::clone(&stop));
         std::thread::Builder::new()
             .name("symm-watch".into())
-            .spawn(move || listen(&for_thread))
+            .spawn(move || listen(&for_thread.0, &for_thread.1))
             .map_err(|e| Error::internal(format!("starting the thread that watches other ranks: {e}")))?;
         Ok(Self { epoll, stop, entries: BTreeMap::new(), next: 1, generation })
     }
 }
 
-fn listen(epoll: &Arc<OwnedFd>) {
+fn listen(epoll: &Arc<OwnedFd>, _stop: &OwnedFd) {
     loop {
         let mut events = Vec::with_capacity(16);
         if epoll::wait(&**epoll, rustix::buffer::spare_capacity(&mut events), None).is_err() {

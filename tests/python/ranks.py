@@ -77,7 +77,7 @@ def run_ranks(
 ) -> Results:
     """Calls ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns the results.
 
-    ``backend``: of the default group that is made before and destroyed after; ``None``: ``fn`` makes its own.
+    ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own.
     ``timeout``: seconds for everything. ``expect_killed``: ranks that must die of SIGKILL. A rank's exception, with its
     traceback, fails the caller.
     """
