@@ -176,6 +176,9 @@ impl Group {
     /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
+        if timeout.is_zero() {
+            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.board.rank())));
+        }
         let barrier = Call {
             op: Op::Barrier,
             dtype: DType::U8,
