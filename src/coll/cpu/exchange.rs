@@ -122,7 +122,7 @@ impl Step<'_> {
             let index = if self.personal() { self.board.rank().index() } else { 0 };
             // SAFETY: the span is the caller's, who leaves it alone during the call.
             let copied =
-                unsafe { crate::sys::process::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
+                unsafe { crate::sys::remote::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
             if let Err(error) = copied {
                 return Err(self.explain(from, error));
             }
