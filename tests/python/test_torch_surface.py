@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import copy
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
 import torch_symm
 
 WORLD = 3
@@ -140,12 +141,16 @@ def refused(rank: int) -> None:
         (ValueError, "share memory", lambda: dist.all_reduce(torch.ones(8).as_strided((3, 3), (2, 1)))),
         (ValueError, "freed", lambda: dist.all_reduce(freed)),
         (ValueError, "storage of 8 bytes", lambda: dist.all_reduce(short)),
-        (ValueError, "sparse", lambda: backend().broadcast([torch.eye(2).to_sparse()], root(0))),
-        (TypeError, "not served", lambda: backend().broadcast([torch.quantize_per_tensor(one, 1.0, 0, torch.qint8)], root(0))),
+        (ValueError, "layout Sparse", lambda: backend().broadcast([torch.eye(2).to_sparse()], root(0))),
+        (
+            TypeError,
+            "not served",
+            lambda: backend().broadcast([torch.quantize_per_tensor(one, 1.0, 0, torch.qint8)], root(0)),
+        ),
         (ValueError, "root", lambda: backend().broadcast([one], root(7))),
         (ValueError, "tag", lambda: dist.send(one, (rank + 1) % WORLD, tag=-1)),
         (ValueError, "own size", lambda: dist.all_gather([torch.ones(5) for _ in range(WORLD)], one)),
-        (ValueError, "dtype", lambda: dist.all_gather([one, one.double(), one], one)),
+        (ValueError, "dtype", lambda: backend().allgather([[one, one.double(), one]], [one])),
         (ValueError, "parts", lambda: dist.all_gather_into_tensor(torch.ones(5), one)),
         (ValueError, "parts", lambda: dist.reduce_scatter_tensor(one, torch.ones(5))),
         (TypeError, "same type", lambda: dist.all_gather_into_tensor(torch.ones(4 * WORLD).double(), one)),
@@ -235,7 +240,8 @@ def premultiplied(rank: int) -> None:
 def sparse(rank: int) -> None:
     mine = torch.sparse_coo_tensor([[0, rank + 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], (5, 3, 2))
     expected = sum(
-        torch.sparse_coo_tensor([[0, r + 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], (5, 3, 2)).to_dense() for r in range(WORLD)
+        torch.sparse_coo_tensor([[0, r + 1], [1, 1]], [[1.0, 2.0], [3.0, 4.0]], (5, 3, 2)).to_dense()
+        for r in range(WORLD)
     )
     dist.all_reduce(mine)
     assert mine.is_coalesced() and mine.to_dense().equal(expected)
@@ -260,8 +266,6 @@ def exceptions(rank: int) -> None:
         future.wait()
     with pytest.raises(torch_symm.SymmMismatch):
         future.value()
-    error = work.exception()
-    assert type(error) is torch_symm.SymmMismatch, repr(error)
     assert work.is_completed() and not work.is_success()
     with pytest.raises(torch_symm.SymmMismatch):
         dist.barrier(group=other)
@@ -276,9 +280,10 @@ def exceptions(rank: int) -> None:
         other = lost._get_backend(torch.device("cpu"))
         assert other.get_error() != backend().get_error()
     dist.barrier()
-    with pytest.raises(torch_symm.SymmAborted):
-        gone = dist.new_group()
+    gone = dist.new_group()
+    if rank == 0:
         gone._get_backend(torch.device("cpu")).abort()
+    with pytest.raises(torch_symm.SymmAborted if rank == 0 else torch_symm.SymmPeerError):
         dist.all_reduce(torch.ones(1), group=gone)
 
 
@@ -329,7 +334,7 @@ def profile(rank: int) -> None:
 
 
 def aborted(rank: int) -> None:
-    """The destructor with the interpreter's lock, and ends without destroy."""
+    """Ends while completions run Python code: by destroy, and by the destructor, called with the interpreter's lock."""
     group = dist.new_group()
     dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().then(lambda _: time.sleep(0.05))
     dist.destroy_process_group(group)
@@ -339,22 +344,45 @@ def aborted(rank: int) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("body", [overlapping, layouts, refused, futures, premultiplied, sparse, exceptions, split, profile, aborted])
+@pytest.mark.parametrize(
+    "body", [overlapping, layouts, refused, futures, premultiplied, sparse, exceptions, split, profile, aborted]
+)
 def test(body: Callable[[int], None]) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "dist.all_reduce(torch.ones(4), async_op=True)"])
-def test_exit_without_destroy_is_silent(ending: str) -> None:
-    import subprocess
-
-    code = f"""
+LEAVING = """
 import sys, torch, torch_symm, torch.distributed as dist
-dist.init_process_group("symm", store=dist.HashStore(), rank=0, world_size=1)
+rank = int(sys.argv[1])
+dist.init_process_group("symm", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4), async_op=True).wait()
-{ending}
 """
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and not done.stdout and "symm" not in done.stderr.lower(), done.stderr
-    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+    ("ending", "seconds"),
+    [
+        ("pass", 2),
+        ("sys.exit(0)", 2),
+        ("dist.all_reduce(torch.ones(4), async_op=True)", 2),
+        ("for _ in range(50): dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value())", 2),
+        ("if rank == 0: dist.irecv(torch.ones(4), 1)", 2),
+        ("if rank == 0: dist.all_reduce(torch.ones(4), async_op=True)", 8),
+    ],
+)
+def test_exit_without_destroy_is_silent_and_quick(ending: str, seconds: float, tmp_path: Path) -> None:
+    code = LEAVING + "start = time.monotonic()\n" + ending
+    # Registered in front of the extension's own, which was registered later and so runs earlier.
+    code = "import atexit, time\natexit.register(lambda: print(time.monotonic() - start))\n" + code
+    command = [sys.executable, "-c", code]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(r), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    for process in ranks:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "terminate" not in err and "Traceback" not in err, err
+        assert float(out) < seconds
