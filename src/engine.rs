@@ -99,8 +99,7 @@ impl Engine {
         let ticket = state.push(calls, timeout, done);
         drop(state);
         self.wait(ticket, None)?;
-        let result = lock(&outcome).clone();
-        result
+        lock(&outcome).clone()
     }
 
     /// Queues `calls`; `done` hears the outcome.

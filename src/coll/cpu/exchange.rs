@@ -81,7 +81,7 @@ impl Step<'_> {
                     let skipped: usize = match self.call.op {
                         Op::Scatter => self.board.rank().index() * output.bytes,
                         Op::AllToAll => (0..self.board.rank().0).map(|to| self.sent(from, Rank(to))).sum(),
-                        _ => 0,
+                        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::ReduceScatter => 0,
                     };
                     // SAFETY: `from` posted this many bytes behind its flag (lengths compared at arrival); `await_posts` acquired them;
                     // the plan keeps all inputs of a rank within INLINE_BYTES.
