@@ -53,7 +53,7 @@ $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy "setuptools>=77" setuptools-rust wheel \
-		pytest pytest-timeout rich ruff==0.14.* mypy==1.18.* scikit-learn
+		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
 tools:
