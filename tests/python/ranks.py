@@ -84,7 +84,7 @@ def run_ranks(
         group_timeout: seconds given to ``init_process_group``.
         join: make the default group first and destroy it afterwards; otherwise ``body`` does so with ``init``.
         env: environment of the ranks, on top of this process's.
-        may_die: ranks that may end by a signal.
+        may_die: ranks that may end by a signal or by ``os._exit``.
         meanwhile: called with the pids while the ranks run.
 
     Raises:
@@ -202,6 +202,7 @@ def _child(
     value: Any = None
     error: str | None = None
     started = time.monotonic()
+    own = os.getpid()
     try:
         if join:
             init(rank, world, timeout=group_timeout, backend=backend)
@@ -210,6 +211,9 @@ def _child(
             dist.destroy_process_group()
     except BaseException:
         error = traceback.format_exc()
+    if os.getpid() != own:
+        # A child forked by the body: its end is no result of the rank.
+        os._exit(0)
     seconds = time.monotonic() - started
     try:
         data = pickle.dumps((value, error, seconds))
@@ -243,7 +247,7 @@ def _collect(running: list[Running], timeout: float, may_die: Collection[int]) -
                     selector.unregister(key.fd)
                     os.close(key.fd)
                     _read(one)
-                    _finish(one)
+                    _finish(one, may_die)
                     if one.outcome.error or (one.outcome.signal and one.outcome.rank not in may_die):
                         until = min(until, time.monotonic() + GRACE_S)
         finally:
@@ -265,14 +269,14 @@ def _read(one: Running) -> None:
         one.data += some
 
 
-def _finish(one: Running) -> None:
+def _finish(one: Running, may_die: Collection[int]) -> None:
     _, status = os.waitpid(one.outcome.pid, 0)
     one.ended = True
     if os.WIFSIGNALED(status):
         one.outcome.signal = os.WTERMSIG(status)
     elif one.data:
         one.outcome.value, one.outcome.error, one.outcome.seconds = pickle.loads(bytes(one.data))
-    else:
+    elif one.outcome.rank not in may_die:
         one.outcome.error = f"ended with status {os.WEXITSTATUS(status)} and without a result"
 
 

@@ -40,7 +40,19 @@ ARRAY_OPS = {
     BOR: np.bitwise_or,
     BXOR: np.bitwise_xor,
 }
-TENSOR_OPS = {SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
+
+
+def lesser(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a`` unless ``b`` is strictly less; any NaN wins."""
+    return torch.where((b < a) | b.isnan(), b, a)
+
+
+def greater(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a`` unless ``b`` is strictly greater; any NaN wins."""
+    return torch.where((b > a) | b.isnan(), b, a)
+
+
+TENSOR_OPS = {SUM: torch.add, AVG: torch.add, PRODUCT: torch.mul, MIN: lesser, MAX: greater}
 BOOL_OPS = {SUM: "or", MAX: "or", BOR: "or", PRODUCT: "and", MIN: "and", BAND: "and", BXOR: "xor"}
 
 
