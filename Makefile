@@ -25,6 +25,7 @@ bench: build
 lint: build
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
+	SYMM_PYTHON=$(BIN)/python cargo clippy --quiet --features torch -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -3,6 +3,7 @@
 //! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status), never crosses the boundary.
 
 /// The single source of truth for both languages.
+#[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
     /// The outcome of a call. `kind` 0 is success; else a code of `error::Kind`.
@@ -352,6 +353,9 @@ impl Store for TorchStore {
         self.handle()?.remove(key).map_err(store_error("delete"))
     }
 }
+
+// Only `PyInit__C` is exported; build.rs says how this achieves it.
+std::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/hidden.s")));
 
 unsafe extern "C" {
     fn PyInit__C_init() -> *mut std::ffi::c_void;
