@@ -174,7 +174,8 @@ impl GroupHandle {
     }
 
     fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
-        guarded(|| self.group()?.monitored_barrier(milliseconds(timeout_ms), wait_all_ranks))
+        let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks))
     }
 
     fn abort(&self) {

@@ -173,9 +173,12 @@ impl Group {
         }
     }
 
-    /// A barrier whose timeout lists the ranks that did not come, in the words of Gloo: the first, or all.
+    /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
+        if timeout.is_zero() {
+            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.board.rank())));
+        }
         let barrier = Call {
             op: Op::Barrier,
             dtype: DType::U8,
@@ -186,13 +189,19 @@ impl Group {
             outputs: Vec::new(),
         };
         self.run(vec![barrier], Some(timeout)).map_err(|error| {
+            let (me, cause) = (self.board.rank(), &error.message);
+            if me.0 != 0 {
+                let reached = format!("Rank {me} successfully reached monitoredBarrier");
+                let text = format!("{reached}, but received errors while waiting for send/recv from rank 0: {cause}");
+                return Error { message: text, ..error };
+            }
             let begun = |rank: Rank| self.board.collective(rank).load(Ordering::Relaxed);
             let late: Vec<Rank> = self.board.peers().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
             let Some(first) = late.iter().min() else { return error };
             let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
             let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
             let milliseconds = timeout.as_millis();
-            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {}", error.message);
+            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {cause}");
             Error { message: text, ..error }
         })
     }

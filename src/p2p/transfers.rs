@@ -501,7 +501,11 @@ impl State {
             }
             if limit.left().is_none() {
                 let from = peer.map_or_else(|| "any rank".into(), |peer| state_of(board, peer));
-                return Some(Error::timeout(format!("{me} waited {:.1} s in {} for {from}", limit.waited().as_secs_f32(), what())));
+                return Some(Error::timeout(format!(
+                    "{me} waited {:.1} s until its timeout in {} for {from}",
+                    limit.waited().as_secs_f32(),
+                    what()
+                )));
             }
         }
         for Sending { peer, tag, span, limit, .. } in self.sends.values() {
@@ -512,7 +516,11 @@ impl State {
             }
             if limit.left().is_none() {
                 let to = state_of(board, *peer);
-                return Some(Error::timeout(format!("{me} waited {:.1} s in {} for {to}", limit.waited().as_secs_f32(), what())));
+                return Some(Error::timeout(format!(
+                    "{me} waited {:.1} s until its timeout in {} for {to}",
+                    limit.waited().as_secs_f32(),
+                    what()
+                )));
             }
         }
         None

@@ -287,7 +287,7 @@ impl Board {
             return Err(self.fail(Error::peer(text)));
         }
         if limit.left().is_none() {
-            let text = format!("{} waited {:.1} s in {} for {}", me(), seconds(), about(), self.late(missing));
+            let text = format!("{} waited {:.1} s until its timeout in {} for {}", me(), seconds(), about(), self.late(missing));
             return Err(self.fail(Error::timeout(text)));
         }
         Ok(())

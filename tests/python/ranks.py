@@ -1,308 +1,216 @@
-"""Runs a function on N real processes, quickly, and says what happened to each.
+"""Runs a function on real processes, one per rank.
 
-The ranks are forked from the test process, which has torch loaded and no thread of its own, so they start in
-milliseconds and the function may be a closure. Every run has its own store. A run that takes too long ends with the
-stacks of all ranks.
+The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that
+starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their threads and are killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import gc
 import os
 import pickle
-import selectors
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-torch.set_num_threads(1)
+#: Where the ranks of this run meet and leave files; set in ranks only.
+scratch: Path
 
-BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
-# Once one rank has failed, the others have this long to end by themselves.
-GRACE_S = 12.0
-
-
-@dataclass
-class Outcome:
-    """What became of one rank."""
-
-    rank: int
-    pid: int
-    value: Any = None
-    error: str | None = None
-    signal: int | None = None
-    late: bool = False
-    output: str = ""
-    seconds: float = 0.0
+#: Seconds that the other ranks have to end after the first has failed.
+GRACE_S = 8.0
 
 
-@dataclass
-class Running:
-    """A rank that has been started."""
+class Results(list[Any]):
+    """What the function returned, by rank; ``None`` for ranks that were killed. ``logs``: what each rank printed."""
 
-    outcome: Outcome
-    pipe: int
-    log: Path
-    data: bytearray = field(default_factory=bytearray)
-    ended: bool = False
+    logs: list[str]
+    seconds: float
 
 
-class RanksFailed(AssertionError):
-    """At least one rank failed, died or was late."""
+def file_store(name: str, world_size: int) -> dist.FileStore:
+    """A store that the ranks of this run share under ``name``."""
+    return dist.FileStore(str(scratch / f"store-{name}"), world_size)
 
 
-def run_ranks(
-    world: int,
-    body: Callable[[int], Any],
-    *,
-    timeout: float = 40,
-    group_timeout: float = 30,
-    join: bool = True,
-    backend: str | None = None,
-    env: Mapping[str, str] | None = None,
-    may_die: Collection[int] = (),
-    meanwhile: Callable[[list[int]], None] | None = None,
-) -> list[Outcome]:
-    """Calls ``body(rank)`` in ``world`` processes and returns their outcomes in order of rank.
-
-    Args:
-        timeout: seconds until all ranks are killed and the test fails with their stacks.
-        group_timeout: seconds given to ``init_process_group``.
-        join: make the default group first and destroy it afterwards; otherwise ``body`` does so with ``init``.
-        env: environment of the ranks, on top of this process's.
-        may_die: ranks that may end by a signal or by ``os._exit``.
-        meanwhile: called with the pids while the ranks run.
-
-    Raises:
-        RanksFailed: a rank raised, died or was late; with the traceback and the output of every rank concerned.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    running = []
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.collect()
-        gc.freeze()
-        for rank in range(world):
-            running.append(_start(rank, world, body, folder, group_timeout, join, backend or BACKEND, env or {}))
-        gc.unfreeze()
-        if meanwhile is not None:
-            meanwhile([one.outcome.pid for one in running])
-        _collect(running, timeout, may_die)
-    finally:
-        for one in running:
-            if not one.ended:
-                os.kill(one.outcome.pid, signal.SIGKILL)
-                os.waitpid(one.outcome.pid, 0)
-            one.outcome.output = one.log.read_text(errors="replace")
-            os.close(one.pipe)
-        shutil.rmtree(folder, ignore_errors=True)
-    outcomes = [one.outcome for one in running]
-    _judge(outcomes, may_die, timeout)
-    return outcomes
+def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60, name: str = "default") -> None:
+    """``init_process_group`` over a fresh file store."""
+    dist.init_process_group(
+        backend,
+        store=file_store(name, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
 
 
-def values(outcomes: list[Outcome]) -> list[Any]:
-    """What each rank returned."""
-    return [outcome.value for outcome in outcomes]
-
-
-def init(
-    rank: int, world: int, *, timeout: float = 30, name: str = "store", backend: str | None = None, **more: Any
-) -> None:
-    """``init_process_group`` over a file store that the ranks of this run share; another ``name`` gives a fresh one."""
-    store = dist.FileStore(os.path.join(os.environ["RANKS_FOLDER"], name), world)
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group(backend or BACKEND, store=store, rank=rank, world_size=world, timeout=limit, **more)
-
-
-def meet(name: str, rank: int, world: int, timeout: float = 20) -> None:
-    """A barrier over files, for tests whose group may be broken."""
-    folder = Path(os.environ["RANKS_FOLDER"]) / f"meet-{name}"
-    folder.mkdir(exist_ok=True)
-    (folder / str(rank)).touch()
-    until = time.monotonic() + timeout
-    while len(list(folder.iterdir())) < world:
-        if time.monotonic() > until:
-            raise TimeoutError(f"meeting {name!r}: only ranks {sorted(p.name for p in folder.iterdir())} came")
+def meet(name: str, rank: int, world_size: int, timeout: float = 30) -> None:
+    """Returns once every rank has called it with this name; works without a group."""
+    (scratch / f"meet-{name}-{rank}").touch()
+    deadline = time.monotonic() + timeout
+    while not all((scratch / f"meet-{name}-{r}").exists() for r in range(world_size)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all ranks came to {name!r}")
         time.sleep(0.002)
 
 
-@contextmanager
-def raises_within(
-    limit: float, *types: type[BaseException], match: str = ""
-) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """``pytest.raises`` with a limit in seconds."""
-    started = time.monotonic()
-    with pytest.raises(types, match=match or None) as info:
-        yield info
-    took = time.monotonic() - started
-    assert took <= limit, f"raised after {took:.2f} s, more than {limit} s: {info.value}"
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "symm",
+    timeout: float = 60,
+    group_timeout: float = 60,
+    expect_killed: Collection[int] = (),
+    env: dict[str, str] | None = None,
+) -> Results:
+    """Calls ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns the results.
 
-
-def _start(
-    rank: int,
-    world: int,
-    body: Callable[[int], Any],
-    folder: Path,
-    group_timeout: float,
-    join: bool,
-    backend: str,
-    env: Mapping[str, str],
-) -> Running:
-    reader, writer = os.pipe()
-    log = folder / f"log-{rank}"
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _child(rank, world, body, folder, log, writer, group_timeout, join, backend, env)
-    os.close(writer)
-    os.set_blocking(reader, False)
-    return Running(Outcome(rank, pid), reader, log)
-
-
-def _child(
-    rank: int,
-    world: int,
-    body: Callable[[int], Any],
-    folder: Path,
-    log: Path,
-    writer: int,
-    group_timeout: float,
-    join: bool,
-    backend: str,
-    env: Mapping[str, str],
-) -> NoReturn:
-    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    # pytest's capture holds its own objects; write to the descriptors.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    os.environ.update(env)
-    os.environ.update(RANKS_FOLDER=str(folder), RANK=str(rank), WORLD_SIZE=str(world))
-    if "TORCH_DISTRIBUTED_DEBUG" in env:
-        dist.set_debug_level_from_env()
-    value: Any = None
-    error: str | None = None
-    started = time.monotonic()
-    own = os.getpid()
-    try:
-        if join:
-            init(rank, world, timeout=group_timeout, backend=backend)
-        value = body(rank)
-        if join and dist.is_initialized():
-            dist.destroy_process_group()
-    except BaseException:
-        error = traceback.format_exc()
-    if os.getpid() != own:
-        # A child forked by the body: its end is no result of the rank.
-        os._exit(0)
-    seconds = time.monotonic() - started
-    try:
-        data = pickle.dumps((value, error, seconds))
-    except Exception:
-        data = pickle.dumps((None, f"what the rank returned cannot be pickled: {value!r}", seconds))
-    while data:
-        data = data[os.write(writer, data) :]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _collect(running: list[Running], timeout: float, may_die: Collection[int]) -> None:
-    """Reads results until every rank has ended or the time is over."""
-    until = time.monotonic() + timeout
-    with selectors.DefaultSelector() as selector:
-        for one in running:
-            selector.register(one.pipe, selectors.EVENT_READ, one)
-            selector.register(os.pidfd_open(one.outcome.pid), selectors.EVENT_READ, one)
+    ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own.
+    ``timeout``: seconds for everything. ``expect_killed``: ranks that must die of SIGKILL. A rank's exception, with its
+    traceback, fails the caller.
+    """
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="symm-test-") as directory, _environment(env or {}):
+        place = Path(directory)
+        start = time.monotonic()
+        processes = [
+            context.Process(target=_rank, args=(fn, rank, world_size, args, backend, group_timeout, place))
+            for rank in range(world_size)
+        ]
         try:
-            while not all(one.ended for one in running):
-                left = until - time.monotonic()
-                if left <= 0:
-                    _dump_stacks(running)
-                    return
-                for key, _ in selector.select(left):
-                    one = key.data
-                    if key.fd == one.pipe:
-                        _read(one)
-                        continue
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    _read(one)
-                    _finish(one, may_die)
-                    if one.outcome.error or (one.outcome.signal and one.outcome.rank not in may_die):
-                        until = min(until, time.monotonic() + GRACE_S)
+            for process in processes:
+                process.start()
+            late = _await(processes, start + timeout, expect_killed)
         finally:
-            for key in list(selector.get_map().values()):
-                if key.fd != key.data.pipe:
-                    os.close(key.fd)
+            for process in processes:
+                if process.pid is not None and process.is_alive():
+                    process.kill()
+                    process.join()
+        return _collect(processes, place, late, expect_killed, time.monotonic() - start)
 
 
-def _read(one: Running) -> None:
+def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -> int:
+    """Forks this rank; the child calls ``fn(rank, world_size, *args)`` and ends with 0, or 1 after a traceback."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        fn(rank, world_size, *args)
+        status = 0
+    except BaseException:  # The child must not return into the parent's code
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _await(processes: list[Any], deadline: float, expect_killed: Collection[int]) -> list[int]:
+    """Waits for all to end; returns those that did not, after they printed their stacks."""
     while True:
-        try:
-            some = os.read(one.pipe, 1 << 16)
-        except BlockingIOError:
-            return
-        if not some:
-            # A closed pipe is always readable: what is left to wait for is the end of the process.
-            time.sleep(0.0005)
-            return
-        one.data += some
-
-
-def _finish(one: Running, may_die: Collection[int]) -> None:
-    _, status = os.waitpid(one.outcome.pid, 0)
-    one.ended = True
-    if os.WIFSIGNALED(status):
-        one.outcome.signal = os.WTERMSIG(status)
-    elif one.data:
-        one.outcome.value, one.outcome.error, one.outcome.seconds = pickle.loads(bytes(one.data))
-    elif one.outcome.rank not in may_die:
-        one.outcome.error = f"ended with status {os.WEXITSTATUS(status)} and without a result"
-
-
-def _dump_stacks(running: list[Running]) -> None:
-    for one in running:
-        if not one.ended:
-            one.outcome.late = True
-            os.kill(one.outcome.pid, signal.SIGCONT)
-            os.kill(one.outcome.pid, signal.SIGUSR1)
+        running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        if not running:
+            return []
+        failed = any(
+            process.exitcode not in (None, 0) for rank, process in enumerate(processes) if rank not in expect_killed
+        )
+        if failed:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if time.monotonic() > deadline:
+            break
+        wait([processes[rank].sentinel for rank in running], timeout=0.05)
+    for rank in running:
+        os.kill(processes[rank].pid, signal.SIGCONT)
+        os.kill(processes[rank].pid, signal.SIGUSR1)
     time.sleep(0.5)
+    return running
 
 
-def _judge(outcomes: list[Outcome], may_die: Collection[int], timeout: float) -> None:
-    parts = []
-    for outcome in outcomes:
-        if outcome.late:
-            parts.append(f"rank {outcome.rank} (pid {outcome.pid}) was still running; its stacks are in its output")
-        elif outcome.signal and outcome.rank not in may_die:
-            parts.append(
-                f"rank {outcome.rank} (pid {outcome.pid}) died of signal {signal.Signals(outcome.signal).name}"
+def _collect(
+    processes: list[Any], place: Path, late: list[int], expect_killed: Collection[int], seconds: float
+) -> Results:
+    results = Results([None] * len(processes))
+    results.seconds = seconds
+    results.logs = []
+    failures = []
+    for rank, process in enumerate(processes):
+        log = (place / f"log-{rank}").read_text(errors="replace") if (place / f"log-{rank}").exists() else ""
+        results.logs.append(log)
+        killed = rank in expect_killed
+        if rank in late:
+            failures.append((float("inf"), f"rank {rank} did not end; its threads:\n{log[-8000:]}"))
+        elif killed and process.exitcode != -signal.SIGKILL:
+            failures.append(
+                (0.0, f"rank {rank} should have been killed, it ended with {process.exitcode}\n{log[-4000:]}")
             )
-        elif outcome.error:
-            parts.append(f"rank {outcome.rank} (pid {outcome.pid}) raised\n{outcome.error}")
-        else:
-            continue
-        if outcome.output:
-            parts.append(f"rank {outcome.rank} wrote\n{outcome.output[-8000:]}")
-    if parts:
-        raise RanksFailed("\n\n".join(parts))
+        elif not killed and process.exitcode != 0:
+            trace = place / f"trace-{rank}"
+            when = trace.stat().st_mtime if trace.exists() else 0.0
+            text = trace.read_text() if trace.exists() else f"exit code {process.exitcode}, no traceback"
+            failures.append((when, f"rank {rank} failed:\n{text}\n{log[-4000:]}"))
+        elif not killed:
+            results[rank] = pickle.loads((place / f"result-{rank}").read_bytes())
+    if failures:
+        raise AssertionError("\n\n".join(text for _, text in sorted(failures, key=lambda failure: failure[0])))
+    return results
+
+
+def _rank(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str | None,
+    group_timeout: float,
+    place: Path,
+) -> None:
+    global scratch
+    scratch = place
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    log = os.open(place / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    # pytest's capture holds other objects than the descriptors.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            init(rank, world_size, backend, group_timeout)
+        result = fn(rank, world_size, *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        (place / f"result-{rank}").write_bytes(pickle.dumps(result))
+    except BaseException:  # Whatever it is, the parent reports it
+        (place / f"trace-{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,124 @@
+"""What a collective must compute, with torch and numpy: rank order, float32 for narrower floats, one rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import numpy as np
+import torch
+from torch.distributed import ReduceOp
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
+FLOATS = (torch.float64, torch.float32, *NARROW)
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+INTEGERS = (*SIGNED, *UNSIGNED)
+COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+
+
+def name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def seeded(dtype: torch.dtype, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Random values that fill the dtype's range without leaving it: full range for integers, around 0 for floats."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, tuple(shape), generator=generator, dtype=torch.uint8).to(torch.bool)
+    if dtype in INTEGERS:
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8).view(dtype).reshape(tuple(shape))
+    if dtype in COMPLEX:
+        return torch.randn(tuple(shape), generator=generator, dtype=dtype)
+    return (torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * 4).to(dtype)
+
+
+def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
+    """The reduction of every rank's input, in rank order. ``factors``: of each rank, for PREMUL_SUM."""
+    dtype = inputs[0].dtype
+    if dtype in COMPLEX:
+        return torch.view_as_complex(reduced(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors))
+    if dtype == torch.bool:
+        return _reduced_bools(op, inputs)
+    if dtype in INTEGERS:
+        return _reduced_integers(op, inputs)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    values = [x.to(wide) for x in inputs]
+    if op == "PREMUL_SUM":
+        values = [x * torch.tensor(factor, dtype=wide) for x, factor in zip(values, factors, strict=True)]
+    combine = {
+        "SUM": torch.add,
+        "AVG": torch.add,
+        "PREMUL_SUM": torch.add,
+        "PRODUCT": torch.mul,
+        "MIN": lambda a, b: torch.where((b < a) | b.isnan(), b, a),
+        "MAX": lambda a, b: torch.where((b > a) | b.isnan(), b, a),
+    }[op]
+    result = reduce(combine, values)
+    if op == "AVG":
+        result = result / torch.tensor(len(inputs), dtype=wide)
+    return result.to(dtype)
+
+
+def _reduced_bools(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    combine = {
+        "SUM": torch.logical_or,
+        "MAX": torch.logical_or,
+        "BOR": torch.logical_or,
+        "PRODUCT": torch.logical_and,
+        "MIN": torch.logical_and,
+        "BAND": torch.logical_and,
+        "BXOR": torch.logical_xor,
+    }[op]
+    return reduce(combine, inputs)
+
+
+def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    combine = {
+        "SUM": np.add,
+        "AVG": np.add,
+        "PRODUCT": np.multiply,
+        "MIN": np.minimum,
+        "MAX": np.maximum,
+        "BAND": np.bitwise_and,
+        "BOR": np.bitwise_or,
+        "BXOR": np.bitwise_xor,
+    }[op]
+    with np.errstate(over="ignore"):
+        result = np.asarray(reduce(combine, [x.contiguous().numpy() for x in inputs]))
+    if op == "AVG":
+        # Toward zero, where numpy's // rounds down.
+        down = result // np.array(len(inputs), result.dtype)
+        exact = down * np.array(len(inputs), result.dtype) == result
+        result = np.where((result < 0) & ~exact, down + np.array(1, result.dtype), down).astype(result.dtype)
+    return torch.from_numpy(result.copy())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bytes in logical order."""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    if flat.dtype in COMPLEX:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def assert_same_bits(got: torch.Tensor, wanted: torch.Tensor, about: object) -> None:
+    """Fails with the first difference."""
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype, f"{about}: {got.shape} {got.dtype}, {wanted.shape}"
+    a, b = bits(got), bits(wanted)
+    if torch.equal(a, b):
+        return
+    first = int((a != b).nonzero()[0]) // got.element_size()
+    values = [x.detach().contiguous().reshape(-1)[first] for x in (got, wanted)]
+    raise AssertionError(f"{about}: element {first} of {got.numel()} is {values[0]}, should be {values[1]}")
+
+
+def op_of(op: str, factor: float = 1.0) -> ReduceOp:
+    """torch's reduce op with this name."""
+    if op == "PREMUL_SUM":
+        return torch.distributed._make_nccl_premul_sum(factor)
+    return getattr(ReduceOp, op)

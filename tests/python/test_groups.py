@@ -1,0 +1,360 @@
+"""Making, using and leaving groups: subsets, meshes, many at once, spellings, stores, forks, refusals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import file_store, init, run_ranks, spawn_rank
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def check_group(group: dist.ProcessGroup | None = None) -> None:
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == sum(members)
+
+
+def subsets(rank: int, world: int) -> None:
+    # First: torch's name for such a group contains the number of groups that the rank has.
+    check_group(dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True))
+    for members in ([0, 1], [3, 1], [2], [1, 2, 3], [3, 2, 1, 0]):
+        group = dist.new_group(members)
+        if rank not in members:
+            assert group == dist.GroupMember.NON_GROUP_MEMBER
+            continue
+        check_group(group)
+        position = dist.get_group_rank(group, rank)
+        gathered = torch.zeros(len(members), dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, torch.tensor([rank]), group=group)
+        ordered = sorted(members)
+        assert gathered.tolist() == ordered and ordered[position] == rank
+        root = ordered[-1]
+        tensor = torch.tensor([rank])
+        dist.broadcast(tensor, src=root, group=group)
+        assert tensor.item() == root
+        if len(members) > 1:
+            if rank == ordered[0]:
+                dist.send(torch.tensor([42]), ordered[1], group=group)
+            elif rank == ordered[1]:
+                dist.recv(tensor, ordered[0], group=group)
+                assert tensor.item() == 42
+    own, groups = dist.new_subgroups(2)
+    check_group(own)
+    assert len(groups) == 2
+
+
+def test_new_group_of_subsets() -> None:
+    run_ranks(subsets, 4)
+
+
+def mesh(rank: int, world: int) -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    check_group(grid["rows"].get_group())
+    check_group(grid["columns"].get_group())
+    assert grid["columns"].get_group().name() is not None
+    flat = grid._flatten()
+    check_group(flat.get_group())
+
+
+def test_device_mesh() -> None:
+    run_ranks(mesh, 4)
+
+
+def resources() -> Counter[str]:
+    """Descriptors by what they are, mappings that could be ours, threads by name."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[f"descriptor {os.readlink(f'/proc/self/fd/{entry}')}"] += 1
+        except OSError:
+            continue
+    found["mapping"] = sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    for task in Path("/proc/self/task").iterdir():
+        found[f"thread {(task / 'comm').read_text().strip()}"] += 1
+    return found
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_nothing_left(before: Counter[str]) -> None:
+    """Fails unless all that was not there before is gone once threads that are ending have ended."""
+    deadline = time.monotonic() + 3
+    while (more := resources() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not more
+
+
+def cycle(rank: int, asynchronous: bool) -> None:
+    group = dist.new_group()
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, group=group, async_op=asynchronous)
+    if work is not None:
+        work.wait()
+    if asynchronous:
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, 1 - rank, group),
+                dist.P2POp(dist.irecv, torch.zeros(3), 1 - rank, group),
+            ]
+        ):
+            work.wait()
+    dist.destroy_process_group(group)
+
+
+def many_groups(rank: int, world: int) -> None:
+    check_group()
+    for _ in range(5):
+        cycle(rank, True)
+    before = resources()
+    groups = [dist.new_group() for _ in range(200)]
+    for group in groups:
+        check_group(group)
+    for group in groups:
+        dist.destroy_process_group(group)
+    del groups, group
+    assert_nothing_left(before)
+
+
+def test_200_groups_at_once() -> None:
+    run_ranks(many_groups, 2)
+
+
+def many_cycles(rank: int, world: int) -> int:
+    for i in range(100):
+        cycle(rank, i % 2 == 0)
+    before, memory = resources(), resident()
+    for i in range(1000):
+        cycle(rank, i % 4 == 0)
+    growth = resident() - memory
+    assert_nothing_left(before)
+    assert growth < 16 << 20, f"{growth / 2**20:.1f} MB more after 1000 groups"
+    return growth
+
+
+def test_1000_cycles_leave_nothing() -> None:
+    run_ranks(many_cycles, 2, timeout=100)
+
+
+def default_groups(rank: int, world: int) -> None:
+    for i in range(30):
+        init(rank, world, name=str(i))
+        check_group()
+        dist.destroy_process_group()
+        if i == 4:
+            before = resources()
+    assert_nothing_left(before)
+
+
+def test_default_groups_one_after_another() -> None:
+    run_ranks(default_groups, 2, backend=None)
+
+
+def spelled(rank: int, world: int) -> None:
+    if dist.get_backend_config() == "cpu:gloo,cuda:symm":
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).name() == "gloo"
+        return
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert isinstance(backend, torch_symm.ProcessGroupSymm) and backend.name() == "symm"
+    check_group()
+    check_group(dist.new_group())
+
+
+@pytest.mark.parametrize(
+    "backend", ("symm", "cpu:symm", "cpu:symm,cuda:symm", "cpu:symm,cuda:nccl", "cpu:gloo,cuda:symm")
+)
+def test_spellings(backend: str) -> None:
+    if "nccl" in backend and not torch.cuda.is_available():
+        pytest.skip("torch makes an NCCL group only where there is a GPU")
+    run_ranks(spelled, 2, backend=backend)
+
+
+def new_groups_of_a_gloo_job(rank: int, world: int) -> None:
+    group = dist.new_group(backend="symm")
+    assert dist.get_backend(group) == "symm"
+    check_group(group)
+
+
+def test_a_symm_group_in_a_gloo_job() -> None:
+    run_ranks(new_groups_of_a_gloo_job, 2, backend="gloo")
+
+
+def over_store(rank: int, world: int, kind: str, port: int) -> None:
+    store: dist.Store
+    if kind == "tcp":
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20), wait_for_workers=False)
+    elif kind == "file":
+        store = file_store("own", world)
+    else:
+        store = dist.PrefixStore("a/b", dist.PrefixStore("c", file_store("own", world)))
+    dist.init_process_group("symm", store=store, rank=rank, world_size=world)
+    check_group()
+    check_group(dist.new_group())
+    dist.barrier()
+    if kind == "tcp":
+        keys = store.num_keys()
+        for _ in range(10):
+            dist.destroy_process_group(dist.new_group())
+        dist.barrier()
+        # torch's own keys grow by a few for each group; ours are removed.
+        assert store.num_keys() <= keys + 10 * 4, store.list_keys()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("kind", ("tcp", "file", "prefix"))
+def test_stores(kind: str) -> None:
+    port = 0
+    if kind == "tcp":
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    run_ranks(over_store, 3, kind, port, backend=None)
+
+
+def two_ranks_of_one_process(rank: int, world: int) -> None:
+    """HashStore lives in one process: its ranks are threads, made through the backend's own class."""
+    store = dist.HashStore()
+    errors: list[BaseException] = []
+    sums: list[float] = []
+
+    def body(member: int) -> None:
+        try:
+            options = torch_symm.Options(timeout=timedelta(seconds=20), group_name="threads")
+            group = torch_symm.ProcessGroupSymm(store, member, 3, options)
+            tensor = torch.tensor([float(member)])
+            group.allreduce([tensor]).wait()
+            sums.append(tensor.item())
+            big = torch.full((300_000,), float(member))
+            group.allreduce([big]).wait()
+            assert (big == 3).all()
+            group.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(member,)) for member in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert sums == [3.0] * 3
+
+
+def test_ranks_as_threads_over_a_hash_store() -> None:
+    run_ranks(two_ranks_of_one_process, 1, backend=None)
+
+
+def in_child(rank: int, world: int, children: int) -> None:
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), async_op=True),
+        lambda: dist.barrier(),
+        lambda: dist.send(torch.ones(1), 1 - rank),
+        lambda: dist.recv(torch.ones(1), 1 - rank),
+    ):
+        with pytest.raises(torch_symm.SymmConfigError, match="fork"):
+            call()
+    dist.destroy_process_group()
+    init(rank, world, name=f"children-{children}")
+    check_group()
+    dist.destroy_process_group()
+
+
+def forking(rank: int, world: int) -> None:
+    check_group()
+    dist.all_reduce(torch.ones(10), async_op=True).wait()
+    pid = spawn_rank(in_child, rank, world, 1)
+    check_group()
+    assert os.waitpid(pid, 0)[1] == 0, "the child's traceback is in the log"
+    # A child that never touches the group and ends.
+    pid = spawn_rank(lambda *_: gc.collect(), rank, world)
+    os.waitpid(pid, 0)
+    check_group()
+    dist.barrier()
+
+
+def test_a_forked_child_may_not_use_its_parents_group() -> None:
+    run_ranks(forking, 2)
+
+
+def duplicates(rank: int, world: int) -> str:
+    """Two processes claim rank 0: the later is refused at once, the earlier goes on waiting for rank 1."""
+    start = time.monotonic()
+    with pytest.raises((torch_symm.SymmConfigError, torch_symm.SymmTimeout)) as error:
+        init(0, world, timeout=2)
+    seconds = time.monotonic() - start
+    if isinstance(error.value, torch_symm.SymmTimeout):
+        assert "rank 1" in str(error.value)
+        return "waited"
+    assert "rank 0" in str(error.value) and f"pid {os.getpid()}" in str(error.value)
+    assert seconds < 1
+    return "refused"
+
+
+def test_a_rank_that_joins_twice_is_named() -> None:
+    assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
+
+
+def missing(rank: int, world: int) -> None:
+    if rank == 2:
+        return
+    start = time.monotonic()
+    with pytest.raises((torch_symm.SymmTimeout, torch_symm.SymmConfigError), match="rank 2"):
+        init(rank, world, timeout=2)
+    assert 1.5 < time.monotonic() - start < 5
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    run_ranks(missing, 3, backend=None)
+
+
+def outside(rank: int, world: int) -> None:
+    options = torch_symm.Options(timeout=timedelta(seconds=2))
+    for place, size in ((1, 1), (5, 2), (-1, 2), (0, 0), (0, -1)):
+        start = time.monotonic()
+        with pytest.raises((torch_symm.SymmConfigError, ValueError), match=str(place if size > 0 else size)):
+            torch_symm.ProcessGroupSymm(dist.HashStore(), place, size, options)
+        assert time.monotonic() - start < 1
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    run_ranks(outside, 1, backend=None)
+
+
+def options_of_a_group(rank: int, world: int) -> None:
+    options = torch_symm.Options(timeout=timedelta(seconds=17))
+    dist.init_process_group("symm", store=file_store("o", world), rank=rank, world_size=world, pg_options=options)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=17)
+    dist.destroy_process_group()
+    with pytest.raises(TypeError, match=r"torch_symm\.Options"):
+        dist.init_process_group("symm", store=file_store("p", world), rank=rank, world_size=world, pg_options=3)
+
+
+def test_options() -> None:
+    run_ranks(options_of_a_group, 2, backend=None)
+
+
+def without_import(rank: int, world: int) -> None:
+    init(rank, world)
+    check_group()
+
+
+def test_a_group_of_one() -> None:
+    run_ranks(without_import, 1, backend=None)

@@ -1,0 +1,284 @@
+"""The handle of a call: waiting, futures, order, threads, and who owns the tensors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import meet, run_ranks
+
+
+def on_threads(bodies: list[Callable[[], None]]) -> None:
+    """Runs all at once and raises the first exception."""
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def waiting_with_a_limit(rank: int, world: int) -> None:
+    tensor = torch.ones(10)
+    if rank == 0:
+        work = dist.all_reduce(tensor, async_op=True)
+        assert not work.is_completed()
+        start = time.monotonic()
+        with pytest.raises(torch_symm.SymmTimeout, match=r"0\.2 s"):
+            work.wait(timedelta(seconds=0.2))
+        assert 0.15 < time.monotonic() - start < 1
+        assert not work.is_completed()
+        meet("late", rank, world)
+        assert work.wait(timedelta(seconds=20))
+        assert work.is_completed() and work.is_success()
+    else:
+        meet("late", rank, world)
+        dist.all_reduce(tensor)
+    assert (tensor == 2).all()
+    dist.all_reduce(tensor)
+    assert (tensor == 4).all(), "the group lives"
+
+
+def test_a_wait_that_gives_up_leaves_the_call_alone() -> None:
+    run_ranks(waiting_with_a_limit, 2)
+
+
+def receiving_with_a_limit(rank: int, world: int) -> None:
+    got = torch.zeros(3)
+    if rank == 0:
+        work = dist.irecv(got, 1)
+        with pytest.raises(torch_symm.SymmTimeout):
+            work.wait(timedelta(seconds=0.1))
+        meet("late", rank, world)
+        work.wait()
+        assert (got == 7).all()
+    else:
+        meet("late", rank, world)
+        dist.send(torch.full((3,), 7.0), 0)
+
+
+def test_a_wait_for_a_message_that_gives_up() -> None:
+    run_ranks(receiving_with_a_limit, 2)
+
+
+def futures(rank: int, world: int) -> None:
+    for count in (1, 500_000):
+        tensor = torch.ones(count)
+        work = dist.all_reduce(tensor, async_op=True)
+        future = work.get_future()
+        doubled = future.then(lambda f: f.value()[0] * 2)
+        assert (doubled.wait() == 2 * world).all()
+        assert future.value()[0].data_ptr() == tensor.data_ptr()
+        assert future.done() and work.is_completed()
+        assert work.result()[0].data_ptr() == tensor.data_ptr()
+        assert (work.get_future().wait()[0] == world).all(), "asked for again, after the end"
+        assert work.get_future_result().wait() == 0
+
+        outputs = [torch.zeros(count) for _ in range(world)]
+        lists = dist.all_gather(outputs, torch.full((count,), float(rank)), async_op=True).get_future().wait()
+        assert [t.data_ptr() for t in lists[0]] == [t.data_ptr() for t in outputs]
+        assert all((t == r).all() for r, t in enumerate(outputs))
+
+    seen: list[int] = []
+    works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(50)]
+    results = [work.get_future().then(lambda f, i=i: seen.append(i)) for i, work in enumerate(works)]
+    torch.futures.wait_all(results)
+    assert sorted(seen) == list(range(50))
+    assert (dist.barrier(async_op=True).get_future().wait()) is not None
+
+
+def test_futures() -> None:
+    run_ranks(futures, 3)
+
+
+def failed_future(rank: int, world: int) -> None:
+    tensor = torch.ones(4 + rank)
+    work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(RuntimeError, match="all_reduce"):
+        work.get_future().wait()
+    with pytest.raises(torch_symm.SymmMismatch):
+        work.wait()
+    assert work.is_completed() and not work.is_success()
+
+
+def test_a_failed_future_carries_the_cause() -> None:
+    run_ranks(failed_future, 2)
+
+
+def mixed(rank: int, world: int) -> None:
+    tensor = torch.ones(50_000)
+    value = 1.0
+    pending = []
+    for i in range(200):
+        if i % 3 == 0:
+            dist.all_reduce(tensor)
+            value *= world
+        else:
+            pending.append(dist.all_reduce(tensor, async_op=True))
+            value *= world
+        if i % 10 == 9:
+            # The next synchronous call comes after everything that was queued.
+            tensor_before = torch.zeros(1)
+            dist.broadcast(tensor_before, 0)
+            assert (tensor == value).all(), i
+            tensor.fill_(1.0)
+            value = 1.0
+            dist.barrier()
+    for work in pending:
+        work.wait()
+
+
+def test_synchronous_and_asynchronous_calls_keep_their_order() -> None:
+    run_ranks(mixed, 2)
+
+
+def a_group_per_thread(rank: int, world: int) -> None:
+    groups = [dist.new_group() for _ in range(4)]
+
+    def body(index: int) -> None:
+        for i in range(100):
+            tensor = torch.full((1 + 3_000 * (i % 5),), float(index + i))
+            dist.all_reduce(tensor, group=groups[index])
+            assert (tensor == world * (index + i)).all()
+
+    on_threads([lambda index=index: body(index) for index in range(4)])
+
+
+def test_four_threads_with_a_group_each() -> None:
+    run_ranks(a_group_per_thread, 2)
+
+
+def one_group(rank: int, world: int) -> None:
+    """Equal calls from four threads: whichever comes first on a rank meets whichever comes first on another."""
+    for asynchronous in (False, True):
+
+        def body(asynchronous: bool = asynchronous) -> None:
+            for _ in range(100):
+                tensor = torch.ones(2_000)
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+                assert (tensor == world).all()
+
+        on_threads([body] * 4)
+    dist.barrier()
+    sequence = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
+    assert sequence == 801
+
+
+def test_four_threads_on_one_group() -> None:
+    run_ranks(one_group, 2)
+
+
+def threads_send_and_receive(rank: int, world: int) -> None:
+    def body(tag: int) -> None:
+        for i in range(50):
+            got = torch.zeros(5_000)
+            work = dist.isend(torch.full((5_000,), float(i)), 1 - rank, tag=tag)
+            dist.recv(got, 1 - rank, tag=tag)
+            work.wait()
+            assert (got == i).all()
+
+    on_threads([lambda tag=tag: body(tag) for tag in range(4)])
+
+
+def test_four_threads_send_and_receive() -> None:
+    run_ranks(threads_send_and_receive, 2)
+
+
+def gil(rank: int, world: int, kind: str) -> None:
+    if rank == 1:
+        time.sleep(0.5)
+    counter = 0
+    stop = False
+
+    def count() -> None:
+        nonlocal counter
+        while not stop:
+            counter += 1
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    tensor = torch.ones(10)
+    before = counter
+    if kind == "sync":
+        dist.all_reduce(tensor)
+    elif kind == "wait":
+        dist.all_reduce(tensor, async_op=True).wait()
+    elif kind == "recv" and rank == 0:
+        dist.recv(tensor, 1)
+    elif kind == "recv":
+        dist.send(tensor, 0)
+    elif kind == "barrier":
+        dist.barrier()
+    else:
+        dist.new_group()
+    during = counter - before
+    stop = True
+    thread.join()
+    if rank == 0:
+        assert during > 20, f"another thread ran {during} times in half a second"
+
+
+@pytest.mark.parametrize("kind", ("sync", "wait", "recv", "barrier", "new_group"))
+def test_the_gil_is_free_while_waiting(kind: str) -> None:
+    run_ranks(gil, 2, kind)
+
+
+def dropped(rank: int, world: int) -> None:
+    """The call owns its tensors: the user may drop everything, and the handle too."""
+    results = [torch.zeros(world * 200_000) for _ in range(20)]
+    works = []
+    for i in range(20):
+        tensor = torch.full((200_000,), float(i + rank))
+        works.append(dist.all_gather_into_tensor(results[i], tensor, async_op=True))
+        del tensor
+        torch.full((200_000,), -1.0)
+        dist.all_reduce(torch.ones(100_000), async_op=True)
+        gc.collect()
+    peer = 1 - rank
+    send = dist.isend(torch.full((300_000,), 5.0), peer)
+    got = torch.zeros(300_000)
+    dist.recv(got, peer)
+    send.wait()
+    assert (got == 5).all()
+    for i, work in enumerate(works):
+        work.wait()
+        assert all((part == i + r).all() for r, part in enumerate(results[i].view(world, -1)))
+
+
+def test_dropped_tensors() -> None:
+    run_ranks(dropped, 2)
+
+
+def sequence_numbers(rank: int, world: int) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = backend.get_sequence_number()
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(1), 0)
+    assert backend.get_sequence_number() == before + 2, "collectives count, messages do not"
+
+
+def test_sequence_numbers() -> None:
+    run_ranks(sequence_numbers, 2)
