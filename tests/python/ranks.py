@@ -1,7 +1,8 @@
 """Runs a function on real processes, one per rank.
 
 The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that
-starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their threads and are killed.
+starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their
+threads and are killed.
 """
 
 from __future__ import annotations
