@@ -13,6 +13,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     int peer,
     int tag,
     bool send) {
+  TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": tag ", tag, " is negative");
   Transfer transfer;
   transfer.peer = peer;
   transfer.tag = tag;

@@ -1,7 +1,7 @@
 """What torch's own tests ask of some backends by name: re-created for symm.
 
-After distributed_test.py and test_c10d_gloo.py: all_to_all in its forms, coalesced calls, the monitored barrier, sparse tensors, and
-argument checks, which refuse before anything was exchanged.
+After distributed_test.py and test_c10d_gloo.py: all_to_all in its forms, coalesced calls, the monitored barrier,
+sparse tensors, and argument checks, which refuse before anything was exchanged.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def coalesced(rank: int, world: int) -> None:
     dist.all_reduce_coalesced(tensors)
     total = world * (world - 1) / 2
     assert all((tensor == total + i * world).all() for i, tensor in enumerate(tensors))
-    work = dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX, async_op=True)
-    assert len(work.get_future().wait()) == len(shapes)
+    future = dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX, async_op=True)
+    assert len(future.wait()) == len(shapes)
 
     for asynchronous in (False, True):
         tensors = [torch.full(shape, float(rank + i)) for i, shape in enumerate(shapes)]
@@ -202,7 +202,7 @@ def test_sparse_all_reduce(world: int) -> None:
 
 
 def opts(kind: str, **fields: object) -> object:
-    options = getattr(dist, f"{kind}Options")()
+    options = getattr(torch._C._distributed_c10d, f"{kind}Options")()
     for field, value in fields.items():
         setattr(options, field, value)
     return options

@@ -99,7 +99,10 @@ impl Step<'_> {
 
     /// Names the call in messages.
     fn about(&self) -> String {
-        let description = crate::coll::describe::Description::of(self.call);
+        let mut description = crate::coll::describe::Description::of(self.call);
+        if self.call.op == Op::AllToAll {
+            description.bytes = self.call.volume() as u64;
+        }
         format!("{description} #{} of group \"{}\"", self.seq, self.board.name())
     }
 }
