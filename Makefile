@@ -25,6 +25,7 @@ bench: build
 lint: build
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
+	SYMM_PYTHON=$(BIN)/python cargo clippy --quiet --features torch -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -53,7 +54,7 @@ $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy "setuptools>=77" setuptools-rust wheel \
-		pytest pytest-timeout rich ruff==0.14.* mypy==1.18.* scikit-learn
+		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
 tools:

@@ -5,11 +5,18 @@ from pathlib import Path
 
 from setuptools import setup
 
-cargo_home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
-flags = [
-    f"--remap-path-prefix={Path(__file__).resolve().parent}=torch-symm",
-    f"--remap-path-prefix={cargo_home}=cargo",
-]
+home = Path.home()
+# Of several prefixes that match, the last wins.
+places = {
+    home: "home",
+    Path(os.environ.get("CARGO_HOME", home / ".cargo")): "cargo",
+    Path(os.environ.get("RUSTUP_HOME", home / ".rustup")): "rustup",
+    Path(__file__).resolve().parent: "torch-symm",
+}
+# cargo reads the first of these that is set; what the caller asks for stays.
+encoded = os.environ.get("CARGO_ENCODED_RUSTFLAGS")
+flags = encoded.split("\x1f") if encoded else os.environ.get("RUSTFLAGS", "").split()
+flags += [f"--remap-path-prefix={place}={name}" for place, name in places.items()]
 os.environ["CARGO_ENCODED_RUSTFLAGS"] = "\x1f".join(flags)
 
 setup()

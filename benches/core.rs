@@ -1,8 +1,8 @@
-//! Times the core alone, without torch: `cargo bench --bench core -- [ranks] [op,..] [bytes,..]`.
+//! Times the core alone, without torch: `cargo bench --bench core -- [ranks] [op,..|all] [bytes,..|all] [staged]`.
 //!
 //! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers; printed is the median over calls of the
 //! slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of all_gather, the input of reduce_scatter.
-//! Results are compared with the expected ones before timing.
+//! With `staged` no rank reads another's memory directly. Results are compared with the expected ones before timing.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::os::fd::AsRawFd;
@@ -53,7 +53,8 @@ fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     let members = line.split_whitespace().enumerate().map(|(i, pid)| Identity { pid: pid.parse().unwrap(), global: i as u32 }).collect();
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
     let segment = Segment::map(file.into(), Layout::new(n as usize).total_bytes()).unwrap();
-    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60), Tuning::default()).unwrap();
+    let tuning = Tuning { direct: args.get(2).is_none_or(|arg| arg != "staged"), ..Tuning::default() };
+    let group = Group::assemble(segment, "bench", Rank(rank), members, Duration::from_secs(60), tuning).unwrap();
     let list =
         |index: usize| args.get(index).filter(|text| *text != "all").map(|text| text.split(',').map(String::from).collect::<Vec<_>>());
     let ops = list(0).unwrap_or_else(|| OPS.iter().map(ToString::to_string).collect());

@@ -3,6 +3,7 @@
 //! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status), never crosses the boundary.
 
 /// The single source of truth for both languages.
+#[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
     /// The outcome of a call. `kind` 0 is success; else a code of `error::Kind`.
@@ -173,7 +174,8 @@ impl GroupHandle {
     }
 
     fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
-        guarded(|| self.group()?.monitored_barrier(milliseconds(timeout_ms), wait_all_ranks))
+        let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks))
     }
 
     fn abort(&self) {
@@ -352,6 +354,9 @@ impl Store for TorchStore {
         self.handle()?.remove(key).map_err(store_error("delete"))
     }
 }
+
+// Only `PyInit__C` is exported; build.rs says how this achieves it.
+std::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/hidden.s")));
 
 unsafe extern "C" {
     fn PyInit__C_init() -> *mut std::ffi::c_void;

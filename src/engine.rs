@@ -2,6 +2,7 @@
 //!
 //! A synchronous call on an idle group runs on its caller's thread. Everything else queues; whoever waits for a job, or else the group's
 //! worker, runs what stands before it and then the job itself. The worker thread begins with the first asynchronous call.
+//! A completion may call the group again and wait, as torch's communication hooks do: the queue goes on meanwhile, under another worker.
 
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
@@ -17,13 +18,15 @@ use std::time::{Duration, Instant};
 
 /// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
 const FOREVER: Duration = Duration::from_secs(3600);
+/// How long a second worker stays without work.
+const SPARE: Duration = Duration::from_secs(1);
 
 /// A group's queue.
 pub struct Engine {
     state: Mutex<State>,
     changed: Condvar,
     runner: Mutex<Runner>,
-    worker: Mutex<Option<JoinHandle<()>>>,
+    workers: Mutex<Vec<JoinHandle<()>>>,
     issued: AtomicU64,
 }
 
@@ -35,6 +38,8 @@ struct State {
     /// Somebody holds the runner.
     busy: bool,
     stopping: bool,
+    /// Workers that are not inside a completion.
+    ready: usize,
     /// Threads asleep on `changed`: waking nobody costs a system call too.
     sleepers: usize,
 }
@@ -47,6 +52,13 @@ struct Job {
     done: Done,
 }
 
+/// A job whose completion has not been called.
+struct Finished {
+    ticket: u64,
+    outcome: Result<()>,
+    done: Done,
+}
+
 /// A lock whose holder panicked is taken over: every state change under these locks is a single step.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -55,12 +67,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Engine {
     /// An idle queue in front of `runner`.
     pub fn new(runner: Runner) -> Arc<Self> {
-        let state = State { queue: VecDeque::new(), open: BTreeSet::new(), next: 1, busy: false, stopping: false, sleepers: 0 };
+        let state = State { queue: VecDeque::new(), open: BTreeSet::new(), next: 1, busy: false, stopping: false, ready: 0, sleepers: 0 };
         Arc::new(Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
             runner: Mutex::new(runner),
-            worker: Mutex::new(None),
+            workers: Mutex::new(Vec::new()),
             issued: AtomicU64::new(0),
         })
     }
@@ -78,7 +90,7 @@ impl Engine {
             state.busy = true;
             drop(state);
             let outcome = self.execute(&calls, &Limit::from_first_wait(timeout));
-            self.finish(&mut lock(&self.state), None);
+            self.rest(&mut lock(&self.state));
             return outcome;
         }
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
@@ -87,15 +99,16 @@ impl Engine {
         let ticket = state.push(calls, timeout, done);
         drop(state);
         self.wait(ticket, None)?;
-        let result = lock(&outcome).clone();
-        result
+        lock(&outcome).clone()
     }
 
     /// Queues `calls`; `done` hears the outcome.
     pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, done: Done) -> Result<u64> {
-        self.start_worker()?;
-        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let mut state = lock(&self.state);
+        if state.ready == 0 {
+            self.start_worker(&mut state)?;
+        }
+        self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let ticket = state.push(calls, timeout, done);
         self.notify(&state);
         Ok(ticket)
@@ -107,8 +120,13 @@ impl Engine {
         let mut state = lock(&self.state);
         while state.open.contains(&ticket) {
             state = match limit {
-                None if !state.busy && !state.queue.is_empty() => self.run_next(state),
-                None => self.sleep(state, FOREVER),
+                None => match if state.busy { None } else { state.queue.pop_front() } {
+                    Some(job) => {
+                        self.run_job(state, job).tell(self);
+                        lock(&self.state)
+                    }
+                    None => self.sleep(state, FOREVER),
+                },
                 Some((limit, since)) => {
                     let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
                         let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
@@ -121,7 +139,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns once nothing is queued or running, or after `limit`.
+    /// Returns once nothing is queued or running, or after `limit`. Completions may still be under way.
     pub fn drain(&self, limit: Duration) {
         let since = Instant::now();
         let mut state = lock(&self.state);
@@ -137,33 +155,59 @@ impl Engine {
         state.stopping = true;
         self.notify(&state);
         drop(state);
-        let worker = lock(&self.worker).take();
+        let workers = std::mem::take(&mut *lock(&self.workers));
         // A completion may drop the last handle of the group on the worker itself.
-        if let Some(worker) = worker.filter(|worker| worker.thread().id() != std::thread::current().id()) {
+        for worker in workers.into_iter().filter(|worker| worker.thread().id() != std::thread::current().id()) {
             let _ = worker.join();
         }
     }
 
-    fn start_worker(self: &Arc<Self>) -> Result<()> {
-        let mut worker = lock(&self.worker);
-        if worker.is_none() {
-            let engine = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("symm-worker".into()).spawn(move || engine.work());
-            *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's worker thread: {e}")))?);
-        }
+    fn start_worker(self: &Arc<Self>, state: &mut State) -> Result<()> {
+        let mut workers = lock(&self.workers);
+        workers.retain(|worker| !worker.is_finished());
+        let engine = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("symm-worker".into()).spawn(move || engine.work());
+        workers.push(thread.map_err(|e| Error::internal(format!("starting a group's worker thread: {e}")))?);
+        state.ready += 1;
         Ok(())
     }
 
-    fn work(&self) {
+    /// Runs jobs until the engine stops. Two workers stay where completions overlap with further jobs, the second for a while.
+    fn work(self: &Arc<Self>) {
         let mut state = lock(&self.state);
         loop {
-            state = if !state.busy && !state.queue.is_empty() {
-                self.run_next(state)
-            } else if state.stopping && state.queue.is_empty() {
-                return;
-            } else {
-                self.sleep(state, FOREVER)
-            };
+            if !state.busy
+                && let Some(job) = state.queue.pop_front()
+            {
+                let finished = self.run_job(state, job);
+                self.leave_queue();
+                finished.tell(self);
+                state = lock(&self.state);
+                state.ready += 1;
+                if state.ready <= 2 {
+                    continue;
+                }
+            } else if !state.stopping || !state.queue.is_empty() {
+                let (since, limit) = (Instant::now(), if state.ready > 1 { SPARE } else { FOREVER });
+                state = self.sleep(state, limit);
+                if state.ready == 1 || since.elapsed() < SPARE {
+                    continue;
+                }
+            }
+            state.ready -= 1;
+            return;
+        }
+    }
+
+    /// The calling worker turns to a completion, which may wait for what is queued.
+    fn leave_queue(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        state.ready -= 1;
+        if state.ready == 0
+            && !state.queue.is_empty()
+            && let Err(error) = self.start_worker(&mut state)
+        {
+            log::warn!("{error}; the queue goes on after the current completion");
         }
     }
 
@@ -180,16 +224,13 @@ impl Engine {
         }
     }
 
-    /// Runs the oldest job. The queue must not be empty, and nobody may be busy.
-    fn run_next<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        let Some(job) = state.queue.pop_front() else { return state };
+    /// Runs `job`, the oldest. Nobody may be busy.
+    fn run_job(&self, mut state: MutexGuard<'_, State>, job: Job) -> Finished {
         state.busy = true;
         drop(state);
-        let limit = Limit::from(job.submitted, job.timeout);
-        job.done.call(self.execute(&job.calls, &limit), None);
-        let mut state = lock(&self.state);
-        self.finish(&mut state, Some(job.ticket));
-        state
+        let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout));
+        self.rest(&mut lock(&self.state));
+        Finished { ticket: job.ticket, outcome, done: job.done }
     }
 
     fn execute(&self, calls: &[Call], limit: &Limit) -> Result<()> {
@@ -198,12 +239,19 @@ impl Engine {
         catch_unwind(body).unwrap_or_else(|_| Err(Error::internal("a bug in torch-symm: a collective panicked")))
     }
 
-    fn finish(&self, state: &mut State, ticket: Option<u64>) {
+    fn rest(&self, state: &mut State) {
         state.busy = false;
-        if let Some(ticket) = ticket {
-            state.open.remove(&ticket);
-        }
         self.notify(state);
+    }
+}
+
+impl Finished {
+    /// Calls the completion, without any lock held.
+    fn tell(self, engine: &Engine) {
+        self.done.call(self.outcome, None);
+        let mut state = lock(&engine.state);
+        state.open.remove(&self.ticket);
+        engine.notify(&state);
     }
 }
 

@@ -1,9 +1,9 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
-use crate::boot::{self, JoinSpec, Joined, Member};
+use crate::boot::{self, JoinSpec, Member};
 use crate::coll::call::{Call, Op};
 use crate::coll::cpu::Runner;
-use crate::config;
+use crate::config::Config;
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
@@ -15,9 +15,8 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::board::{Board, Identity};
 use crate::sync::limit::Limit;
-use crate::sys::{fork, pidfd, process};
+use crate::sys::{fork, remote};
 use crate::watch;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -66,15 +65,15 @@ pub struct Group {
 
 /// The limit of calls where nobody chose one; torch's own default.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// Turns of spinning where every rank can have a core: some 100 µs, twice what sleeping and waking cost.
-const SPINS: u32 = 8192;
+/// Turns of spinning, some 40 ns each, where every rank can have a core.
+const SPINS: u32 = 512;
 /// Turns where ranks share cores: the peer that is waited for may need this one.
-const SPINS_CROWDED: u32 = 256;
+const SPINS_CROWDED: u32 = 64;
 
 impl Group {
     /// Joins the group that `options` name, meeting its other members through `store`.
     pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
-        let config = config::get();
+        let config = Config::get();
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
         let size = usize::try_from(options.size).ok().filter(|n| (1..=MAX_RANKS).contains(n));
         let size =
@@ -82,25 +81,20 @@ impl Group {
         let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
         let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
         let segment_bytes = Layout::new(size).total_bytes();
-        let joined = if size == 1 {
-            // Nobody to meet.
-            Joined { segment: Segment::create(segment_bytes)?, members: vec![Member { process: pidfd::own()?, handle: None }] }
-        } else {
-            let spec = JoinSpec { group: &options.group, rank, size, restart: &config.restart, timeout, segment_bytes };
-            boot::join(store, &spec)?
-        };
+        let (group, restart) = (options.group.as_str(), config.restart.as_str());
+        let spec = JoinSpec { group, rank, size: size as u32, restart, timeout, segment_bytes: segment_bytes as u64 };
+        let joined = boot::join(store, &spec)?;
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
-        let identity = |(r, member): (usize, &Member)| Identity { pid: member.process.0, global: global(r) };
+        let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
         let members = joined.members.iter().enumerate().map(identity).collect();
-        let tuning = Tuning { direct: config.direct, spins: config.spins };
+        let tuning = Tuning { direct: config.cma, spins: config.spin };
         let segment = Segment::map(joined.segment, segment_bytes)?;
-        let handles = joined.members.into_iter().zip(0u32..).filter_map(|(member, r)| Some((Rank(r), member.handle?))).collect();
-        Self::with_watched(segment, &options.group, rank, members, handles, timeout, tuning)
+        Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)
     }
 
     /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
     pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
-        Self::with_watched(segment, name, rank, members, Vec::new(), timeout, tuning)
+        Self::with_watched(segment, name, rank, members, &[], timeout, tuning)
     }
 
     fn with_watched(
@@ -108,7 +102,7 @@ impl Group {
         name: &str,
         rank: Rank,
         members: Vec<Identity>,
-        handles: Vec<(Rank, Arc<OwnedFd>)>,
+        watched: &[Member],
         timeout: Duration,
         tuning: Tuning,
     ) -> Result<Self> {
@@ -116,17 +110,17 @@ impl Group {
         let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
         let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
         board.segment().reserve(0, board.layout().control_bytes(), format_args!("group \"{name}\""))?;
-        let watching = if handles.is_empty() {
+        let watching = if watched.is_empty() {
             None
         } else {
             // The board does not outlive the group because somebody watches its members.
             let listener = Arc::downgrade(&board);
             let on_exit: watch::OnExit = Arc::new(move |rank, how| {
                 if let Some(board) = listener.upgrade() {
-                    board.note_gone(rank, how);
+                    board.note_gone(rank, format!("has ended ({how})"));
                 }
             });
-            Some(watch::watch(&handles, &on_exit)?)
+            Some(watch::watch(watched, on_exit)?)
         };
         let limit = Limit::from(Instant::now(), timeout);
         let direct = meet(&board, &limit, tuning.direct)?;
@@ -175,13 +169,16 @@ impl Group {
     /// Moves transfers along without blocking.
     pub fn progress(&self) {
         if self.check_process().is_ok() {
-            self.transfers.progress();
+            let _ = self.transfers.progress();
         }
     }
 
-    /// A barrier whose timeout lists the ranks that did not come, in the words of Gloo: the first, or all.
+    /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
     pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
+        if timeout.is_zero() {
+            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.board.rank())));
+        }
         let barrier = Call {
             op: Op::Barrier,
             dtype: DType::U8,
@@ -192,13 +189,19 @@ impl Group {
             outputs: Vec::new(),
         };
         self.run(vec![barrier], Some(timeout)).map_err(|error| {
+            let (me, cause) = (self.board.rank(), &error.message);
+            if me.0 != 0 {
+                let reached = format!("Rank {me} successfully reached monitoredBarrier");
+                let text = format!("{reached}, but received errors while waiting for send/recv from rank 0: {cause}");
+                return Error { message: text, ..error };
+            }
             let begun = |rank: Rank| self.board.collective(rank).load(Ordering::Relaxed);
             let late: Vec<Rank> = self.board.ranks().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
             let Some(first) = late.first() else { return error };
             let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
             let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
             let milliseconds = timeout.as_millis();
-            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {}", error.message);
+            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {cause}");
             Error { message: text, ..error }
         })
     }
@@ -300,7 +303,7 @@ fn meet(board: &Board, limit: &Limit, try_direct: bool) -> Result<bool> {
         let mut copy = [0u8; 8];
         let from = board.probe(peer).load(Ordering::Relaxed) as usize;
         // SAFETY: `copy` is a local array of 8 bytes.
-        let read = unsafe { process::read_memory(board.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
+        let read = unsafe { remote::read_memory(board.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
         read.is_ok() && copy == PROBE.to_ne_bytes()
     };
     board.capable(me).store(u32::from(try_direct && board.peers().all(readable)), Ordering::Relaxed);

@@ -2,16 +2,16 @@
 //!
 //! From the outside in:
 //! - `bridge` (feature `torch`): what C++ sees
-//! - [`group`]: a group of ranks and everything one can ask of it
-//! - [`coll`]: collectives
-//! - [`sync`]: waiting, failing, deadlines
-//! - [`mem`]: memory that all members see
-//! - [`kernels`]: loops over tensor bytes
-//! - [`boot`]: how ranks find each other and come to share memory; [`watch`]: noticing that one has died
-//! - [`store`]: the key-value store through which ranks meet
-//! - [`sys`]: thin wrappers over the system
-//! - [`config`]: what the environment says; [`done`]: where outcomes go
-//! - [`dtype`], [`rank`], [`error`]: leaves that everyone may import
+//! - [`group`][]: a group of ranks and everything one can ask of it
+//! - [`coll`][]: collectives
+//! - [`sync`][]: waiting, failing, deadlines
+//! - [`mem`][]: memory that all members see
+//! - [`kernels`][]: loops over tensor bytes
+//! - [`boot`][]: how ranks find each other and come to share memory; [`watch`][]: noticing that one has died
+//! - [`store`][]: the key-value store through which ranks meet
+//! - [`sys`][]: thin wrappers over the system
+//! - [`config`][]: what the environment says; [`done`][]: where outcomes go
+//! - [`dtype`], [`rank`], [`error`][]: leaves that everyone may import
 
 pub mod boot;
 #[cfg(feature = "torch")]

@@ -1,180 +1,306 @@
-//! Noticing the end of other processes: one thread per process, whatever the number of groups.
+//! Notices that a member's process has ended, within a millisecond, whatever children it leaves behind.
+//!
+//! One thread serves all groups of the process. It starts with the first subscription and ends with the last.
 
+use crate::boot::Member;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::sys::{fork, pidfd};
-use rustix::event::{EventfdFlags, epoll, eventfd};
-use std::collections::BTreeMap;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use crate::sys::fork::{PerProcess, generation};
+use crate::sys::process::{self, ProcessId};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Hears that the process of a rank has ended, and how.
+/// What a subscriber wants called: the rank, and how its process ended.
 pub type OnExit = Arc<dyn Fn(Rank, String) + Send + Sync>;
 
-/// Ends the watching of one group's members when dropped.
+/// A rank whose process has not been seen to end.
+struct Target {
+    rank: Rank,
+    process: ProcessId,
+    pidfd: Arc<OwnedFd>,
+}
+
+struct Subscriber {
+    targets: Vec<Target>,
+    on_exit: OnExit,
+}
+
+#[derive(Default)]
+struct State {
+    subscribers: HashMap<u64, Subscriber>,
+    next: u64,
+    /// Wakes the thread; absent while none runs.
+    wake: Option<Arc<OwnedFd>>,
+}
+
+/// A forked child has its own state and, when it needs one, its own thread.
+static STATE: PerProcess<Mutex<State>> = PerProcess::new(|| Mutex::new(State::default()));
+
+fn state() -> MutexGuard<'static, State> {
+    // Callbacks run outside this lock, and nothing under it panics half-way.
+    STATE.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Ends the calls of `on_exit` when dropped.
+///
+/// Dropping never waits: a call that has begun may still be running, or about to begin on the watcher's thread, when the
+/// drop returns. So it is safe under any lock, the interpreter's among them, and from inside `on_exit` itself.
+#[must_use = "dropping it ends the watch"]
 #[derive(Debug)]
 pub struct Subscription {
     id: u64,
     generation: u64,
 }
 
-struct Listener {
-    subscription: u64,
-    rank: Rank,
-    on_exit: OnExit,
-}
-
-/// A watched process.
-struct Entry {
-    handle: Arc<OwnedFd>,
-    listeners: Vec<Listener>,
-}
-
-struct Watcher {
-    epoll: Arc<OwnedFd>,
-    stop: Arc<OwnedFd>,
-    entries: BTreeMap<u64, Entry>,
-    next: u64,
-    generation: u64,
-}
-
-/// Marks the event that ends the thread; no descriptor has this number.
-const STOP: u64 = u64::MAX;
-/// How long to wait for the parent of an ended process to collect it, so that the kernel tells how it ended.
-const COLLECT: Duration = Duration::from_millis(20);
-
-static WATCHER: Mutex<Option<Watcher>> = Mutex::new(None);
-
-fn lock() -> MutexGuard<'static, Option<Watcher>> {
-    WATCHER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Calls `on_exit` once for each of `members` whose process ends, from now on.
-pub fn watch(members: &[(Rank, Arc<OwnedFd>)], on_exit: &OnExit) -> Result<Subscription> {
-    let generation = fork::generation();
-    let mut guard = lock();
-    // A forked child inherits the parent's watcher, but not its thread.
-    if guard.as_ref().is_none_or(|watcher| watcher.generation != generation) {
-        *guard = Some(Watcher::start(generation)?);
-    }
-    let Some(watcher) = guard.as_mut() else { return Err(Error::internal("the watcher is gone")) };
-    let id = watcher.next;
-    watcher.next += 1;
-    for (rank, handle) in members {
-        let key = handle.as_raw_fd() as u64;
-        if !watcher.entries.contains_key(&key) {
-            epoll::add(&watcher.epoll, handle, epoll::EventData::new_u64(key), epoll::EventFlags::IN)
-                .map_err(|e| Error::os("watching a process", e))?;
-            watcher.entries.insert(key, Entry { handle: Arc::clone(handle), listeners: Vec::new() });
-        }
-        if let Some(entry) = watcher.entries.get_mut(&key) {
-            entry.listeners.push(Listener { subscription: id, rank: *rank, on_exit: Arc::clone(on_exit) });
-        }
-    }
-    Ok(Subscription { id, generation })
-}
-
 impl Drop for Subscription {
     fn drop(&mut self) {
-        if fork::generation() != self.generation {
+        // A forked child drops its copy of the parent's; its own state knows nothing of it.
+        if self.generation != generation() {
             return;
         }
-        let mut guard = lock();
-        let Some(watcher) = guard.as_mut() else { return };
-        let epoll = Arc::clone(&watcher.epoll);
-        watcher.entries.retain(|_, entry| {
-            entry.listeners.retain(|listener| listener.subscription != self.id);
-            if entry.listeners.is_empty() {
-                let _ = epoll::delete(&epoll, &entry.handle);
-            }
-            !entry.listeners.is_empty()
-        });
-        if watcher.entries.is_empty() {
-            let _ = rustix::io::write(&watcher.stop, &1u64.to_ne_bytes());
-            *guard = None;
-        }
+        let mut state = state();
+        // Its callback may own anything: let go of it after the lock.
+        let removed = state.subscribers.remove(&self.id);
+        notify(&state);
+        drop(state);
+        drop(removed);
     }
 }
 
-impl Watcher {
-    fn start(generation: u64) -> Result<Self> {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| Error::os("epoll_create", e))?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::os("eventfd", e))?;
-        epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN).map_err(|e| Error::os("epoll_ctl", e))?;
-        let (epoll, stop) = (Arc::new(epoll), Arc::new(stop));
-        // The thread holds `stop` too: closing the last copy would take the event back before the thread has seen it.
-        let for_thread = (Arc::clone(&epoll), Arc::clone(&stop));
+fn notify(state: &State) {
+    if let Some(wake) = &state.wake {
+        // Fails only where the counter is full: then the thread is being woken already.
+        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Calls `on_exit` once for each of `members` (by rank) whose process ends, or has ended: `"killed by signal 9 (SIGKILL)"`,
+/// `"exited with code 3"` or `"gone"`. Ranks of this very process are not watched. It runs on a thread of its own and
+/// must not block, since it holds up the news for other groups.
+///
+/// # Errors
+/// `Internal` where the thread cannot be started.
+pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
+    let targets: Vec<Target> = (0..)
+        .map(Rank)
+        .zip(members)
+        .filter_map(|(rank, member)| {
+            let process = ProcessId { pid: member.pid, start_time: member.start_time };
+            Some(Target { rank, process, pidfd: Arc::clone(member.pidfd.as_ref()?) })
+        })
+        .collect();
+    let mut state = state();
+    let id = state.next;
+    state.next += 1;
+    let subscription = Subscription { id, generation: generation() };
+    if targets.is_empty() {
+        return Ok(subscription);
+    }
+    if state.wake.is_none() {
+        let wake =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| Error::os("eventfd of the watcher", errno))?;
+        let wake = Arc::new(wake);
+        let mine = Arc::clone(&wake);
         std::thread::Builder::new()
             .name("symm-watch".into())
-            .spawn(move || listen(&for_thread.0, &for_thread.1))
-            .map_err(|e| Error::internal(format!("starting the thread that watches other ranks: {e}")))?;
-        Ok(Self { epoll, stop, entries: BTreeMap::new(), next: 1, generation })
+            .stack_size(256 << 10)
+            .spawn(move || run(&mine))
+            .map_err(|error| Error::internal(format!("the watcher thread cannot be started: {error}")))?;
+        state.wake = Some(wake);
     }
+    state.subscribers.insert(id, Subscriber { targets, on_exit });
+    notify(&state);
+    Ok(subscription)
 }
 
-fn listen(epoll: &Arc<OwnedFd>, _stop: &OwnedFd) {
+/// The thread: ends once there are no subscribers.
+fn run(wake: &OwnedFd) {
+    block_signals();
     loop {
-        let mut events = Vec::with_capacity(16);
-        if epoll::wait(&**epoll, rustix::buffer::spare_capacity(&mut events), None).is_err() {
-            continue;
-        }
-        for event in events {
-            let key = event.data.u64();
-            if key == STOP {
+        let pidfds = {
+            let mut state = state();
+            if state.subscribers.is_empty() {
+                // In the same breath: a subscriber that comes later starts another thread.
+                state.wake = None;
                 return;
             }
-            let entry = {
-                let mut guard = lock();
-                let Some(watcher) = guard.as_mut().filter(|watcher| Arc::ptr_eq(&watcher.epoll, epoll)) else { return };
-                let entry = watcher.entries.remove(&key);
-                if let Some(entry) = &entry {
-                    let _ = epoll::delete(&**epoll, &entry.handle);
-                }
-                entry
-            };
-            if let Some(entry) = entry {
-                let how = describe_end(&entry.handle);
-                for listener in &entry.listeners {
-                    (listener.on_exit)(listener.rank, how.clone());
-                }
+            watched(&state)
+        };
+        let ended = wait(wake, &pidfds);
+        if ended.is_empty() {
+            continue;
+        }
+        let mut news = Vec::new();
+        for subscriber in state().subscribers.values_mut() {
+            let (gone, left) = std::mem::take(&mut subscriber.targets)
+                .into_iter()
+                .partition(|target| ended.iter().any(|pidfd| Arc::ptr_eq(pidfd, &target.pidfd)));
+            subscriber.targets = left;
+            let gone: Vec<Target> = gone;
+            news.extend(gone.into_iter().map(|target| (target, Arc::clone(&subscriber.on_exit))));
+        }
+        for (target, on_exit) in news {
+            let cause = process::exit_cause(target.process, &target.pidfd);
+            let call = std::panic::AssertUnwindSafe(|| on_exit(target.rank, cause));
+            if std::panic::catch_unwind(call).is_err() {
+                log::error!("a callback on the end of rank {} panicked", target.rank);
             }
         }
     }
 }
 
-fn describe_end(handle: &OwnedFd) -> String {
-    let start = std::time::Instant::now();
-    loop {
-        if let Some(how) = pidfd::how_it_ended(handle) {
-            return how;
+/// Each descriptor that someone watches, once.
+fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
+    let mut pidfds: HashMap<*const OwnedFd, &Arc<OwnedFd>> = HashMap::new();
+    for target in state.subscribers.values().flat_map(|subscriber| &subscriber.targets) {
+        pidfds.insert(Arc::as_ptr(&target.pidfd), &target.pidfd);
+    }
+    pidfds.into_values().cloned().collect()
+}
+
+/// Sleeps until the subscriptions change or a process ends; returns the descriptors of those that have.
+fn wait(wake: &OwnedFd, pidfds: &[Arc<OwnedFd>]) -> Vec<Arc<OwnedFd>> {
+    let mut fds: Vec<PollFd<'_>> = std::iter::once(wake.as_fd())
+        .chain(pidfds.iter().map(|pidfd| pidfd.as_fd()))
+        .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+        .collect();
+    match poll(&mut fds, None) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return Vec::new(),
+        Err(errno) => {
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
+            log::error!("the watcher cannot poll {} processes: {errno}", pidfds.len());
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            return Vec::new();
         }
-        if start.elapsed() > COLLECT {
-            return "is gone (its process has ended)".into();
-        }
-        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut counter = [0; 8];
+    // Resets it; fails only where it was not set.
+    let _ = rustix::io::read(wake, &mut counter);
+    let processes = fds.iter().skip(1).zip(pidfds);
+    processes.filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, pidfd)| Arc::clone(pidfd)).collect()
+}
+
+/// Signals are for the program's own threads.
+fn block_signals() {
+    // SAFETY: `set` is initialised by `sigfillset` before it is read; the null old set is allowed.
+    unsafe {
+        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        libc::sigfillset(set.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::mpsc::channel;
+    use std::process::{Child, Command};
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::{Duration, Instant};
+
+    fn member_of(pid: u32) -> Member {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
+        let fields = stat.rsplit_once(')').expect("a name").1;
+        let start_time = fields.split_whitespace().nth(19).expect("22 fields").parse().expect("a number");
+        let pidfd = process::open(ProcessId { pid, start_time }).expect("opens");
+        Member { pid, start_time, pidfd }
+    }
+
+    fn sleeper() -> (Child, Member) {
+        let child = Command::new("sleep").arg("60").spawn().expect("sleep runs");
+        let member = member_of(child.id());
+        (child, member)
+    }
+
+    fn watching(members: &[Member]) -> (Subscription, Receiver<(Rank, String)>) {
+        let (sender, receiver) = channel();
+        let on_exit: OnExit = Arc::new(move |rank, how| {
+            let _ = sender.send((rank, how));
+        });
+        (watch(members, on_exit).expect("starts"), receiver)
+    }
+
+    fn myself() -> Member {
+        let own = process::own().expect("known");
+        Member { pid: own.pid, start_time: own.start_time, pidfd: None }
+    }
 
     #[test]
-    fn a_killed_process_is_reported_soon_and_once() {
-        let mut child = std::process::Command::new("sleep").arg("100").spawn().expect("spawn");
-        let process = (child.id(), pidfd::start_time(child.id()).expect("runs"));
-        let handle = pidfd::shared(process, pidfd::open(process).expect("pidfd"));
+    fn each_subscriber_hears_of_each_rank_once() {
+        let (mut first, member) = sleeper();
+        let (mut second, other) = sleeper();
+        let (_a, heard_by_a) = watching(&[myself(), member.clone(), other.clone()]);
+        let (_b, heard_by_b) = watching(&[member.clone(), member]);
+        let (c, heard_by_c) = watching(&[other]);
+        drop(c);
+        let killed = Instant::now();
+        first.kill().expect("killed");
+        let second_look = Duration::from_secs(2);
+        let how = "killed by signal 9 (SIGKILL)".to_owned();
+        assert_eq!(heard_by_a.recv_timeout(second_look), Ok((Rank(1), how.clone())));
+        assert!(killed.elapsed() < Duration::from_millis(100), "{:?}", killed.elapsed());
+        assert_eq!(heard_by_b.recv_timeout(second_look), Ok((Rank(0), how.clone())));
+        assert_eq!(heard_by_b.recv_timeout(second_look), Ok((Rank(1), how.clone())));
+        second.kill().expect("killed");
+        assert_eq!(heard_by_a.recv_timeout(second_look), Ok((Rank(2), how)));
+        assert!(heard_by_b.recv_timeout(Duration::from_millis(50)).is_err());
+        assert!(heard_by_c.try_recv().is_err());
+        first.wait().expect("reaped");
+        second.wait().expect("reaped");
+    }
+
+    #[test]
+    fn an_exit_code_is_told_where_the_kernel_knows_it() {
+        let mut child = Command::new("sh").args(["-c", "read x; exit 3"]).stdin(std::process::Stdio::piped()).spawn().expect("sh runs");
+        let member = member_of(child.id());
+        let (_watch, heard) = watching(&[member]);
+        drop(child.stdin.take());
+        let (rank, how) = heard.recv_timeout(Duration::from_secs(5)).expect("heard");
+        assert_eq!((rank, how.as_str()), (Rank(0), "exited with code 3"));
+        child.wait().expect("reaped");
+    }
+
+    #[test]
+    fn a_callback_may_drop_its_own_subscription() {
+        let (mut child, member) = sleeper();
+        let own: Arc<Mutex<Option<Subscription>>> = Arc::default();
         let (sender, receiver) = channel();
-        let on_exit: OnExit = Arc::new(move |rank, how| sender.send((rank, how)).expect("receiver lives"));
-        let _first = watch(&[(Rank(3), Arc::clone(&handle))], &on_exit).expect("watch");
-        drop(watch(&[(Rank(4), handle)], &on_exit).expect("watch"));
-        child.kill().expect("kill");
-        child.wait().expect("wait");
-        let (rank, how) = receiver.recv_timeout(Duration::from_secs(1)).expect("reported");
-        assert_eq!(rank, Rank(3));
-        assert!(how.contains("SIGKILL") || how.contains("gone"), "{how}");
-        assert!(receiver.recv_timeout(Duration::from_millis(50)).is_err(), "once, and not to the dropped subscription");
+        let kept = Arc::clone(&own);
+        let on_exit: OnExit = Arc::new(move |_, _| {
+            drop(kept.lock().expect("not poisoned").take());
+            let _ = sender.send(());
+        });
+        let subscription = watch(&[member], on_exit).expect("starts");
+        *own.lock().expect("not poisoned") = Some(subscription);
+        child.kill().expect("killed");
+        assert_eq!(receiver.recv_timeout(Duration::from_secs(2)), Ok(()));
+        child.wait().expect("reaped");
+    }
+
+    #[test]
+    fn a_forked_child_watches_anew_and_leaves_the_parent_alone() {
+        let (mut sleeper, member) = sleeper();
+        let (subscription, heard) = watching(std::slice::from_ref(&member));
+        // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            drop(subscription);
+            let (_watch, news) = watching(&[member]);
+            let heard = news.recv_timeout(Duration::from_secs(5));
+            // SAFETY: `_exit` takes any code.
+            unsafe { libc::_exit(i32::from(heard.is_err())) };
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        sleeper.kill().expect("killed");
+        let mut status = 0;
+        // SAFETY: `status` is valid for a write; `child` is our own.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        assert!(heard.recv_timeout(Duration::from_secs(2)).is_ok());
+        drop(subscription);
+        sleeper.wait().expect("reaped");
     }
 }

@@ -51,23 +51,22 @@ void check_like(const char* call, const std::vector<at::Tensor>& tensors, const 
   }
 }
 
-void check_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int parts) {
+void check_parts(
+    const char* call,
+    const char* whole_role,
+    const at::Tensor& whole,
+    const char* part_role,
+    const at::Tensor& part,
+    int parts) {
+  TORCH_CHECK_VALUE(whole.defined() && part.defined(), "ProcessGroupSymm::", call, ": a tensor is undefined");
   TORCH_CHECK_TYPE(
       whole.scalar_type() == part.scalar_type(),
-      "ProcessGroupSymm::", call, ": the input tensor is ", part.scalar_type(), ", the output tensor ", whole.scalar_type(),
-      "; both must have the same dtype");
+      "ProcessGroupSymm::", call, ": ", whole_role, " tensor must have the same type as ", part_role, " tensor, got ",
+      whole.scalar_type(), " and ", part.scalar_type());
   TORCH_CHECK_VALUE(
       whole.numel() == part.numel() * parts,
-      "ProcessGroupSymm::", call, ": the larger tensor has ", whole.numel(), " elements, it must have ", parts, " (world size) times the ",
-      part.numel(), " elements of the smaller");
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0 || !a.has_storage() || !b.has_storage()) {
-    return false;
-  }
-  const auto start = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.storage().data()); };
-  return start(a) < start(b) + b.storage().nbytes() && start(b) < start(a) + a.storage().nbytes();
+      "ProcessGroupSymm::", call, ": ", whole_role, " tensor size must be equal to world_size times ", part_role, " tensor size, got ",
+      whole.numel(), " elements for ", parts, " ranks of ", part.numel());
 }
 
 } // namespace symm

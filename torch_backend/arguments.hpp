@@ -19,9 +19,13 @@ const std::vector<at::Tensor>& single_list(
 void check_root(const char* call, int64_t root, int64_t tensor, int size);
 // All tensors are of the dtype and device of `like`, and of its sizes if `sizes`.
 void check_like(const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
-// `whole` holds `parts` times as many elements as `part`, of the same dtype.
-void check_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int parts);
-// Whether the tensors may share memory.
-bool overlap(const at::Tensor& a, const at::Tensor& b);
+// `whole` (the `whole_role` tensor) holds `parts` times as many elements as `part`, of the same dtype.
+void check_parts(
+    const char* call,
+    const char* whole_role,
+    const at::Tensor& whole,
+    const char* part_role,
+    const at::Tensor& part,
+    int parts);
 
 } // namespace symm

@@ -79,7 +79,7 @@ std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& 
       outputs.size(), " outputs");
   auto operation = std::make_shared<Operation>(OpType::_ALLGATHER_BASE, "symm:all_gather");
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_parts("_allgather_base", outputs[i], inputs[i], getSize());
+    check_parts("_allgather_base", "output", outputs[i], "input", inputs[i], getSize());
     operation->begin(Collective::AllGather, inputs[i]);
     operation->give(inputs[i]);
     operation->take_pieces(outputs[i], even_lengths(inputs[i]));
@@ -111,7 +111,7 @@ std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
       " inputs and ", outputs.size(), " outputs");
   auto operation = std::make_shared<Operation>(OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check_parts("_reduce_scatter_base", inputs[i], outputs[i], getSize());
+    check_parts("_reduce_scatter_base", "input", inputs[i], "output", outputs[i], getSize());
     operation->begin(Collective::ReduceScatter, inputs[i]);
     operation->reduce_with(op);
     operation->give_pieces(inputs[i], even_lengths(outputs[i]));
@@ -173,8 +173,10 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   const auto sent = lengths("input", input_splits, input);
   const auto received = lengths("output", output_splits, output);
   auto operation = std::make_shared<Operation>(OpType::ALLTOALL_BASE, "symm:all_to_all");
+  operation->input_splits = input_splits;
+  operation->output_splits = output_splits;
   operation->begin(Collective::AllToAll, input);
-  operation->give_pieces(overlap(input, output) ? input.clone() : input, sent);
+  operation->give_pieces(input, sent);
   operation->take_pieces(output, received);
   return launch(operation, opts.timeout, opts.asyncOp);
 }

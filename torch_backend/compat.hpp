@@ -14,4 +14,19 @@ using PremulSumSupplement = ::c10d::PreMulSumSupplement;
 using PremulSumSupplement = ::c10d::NCCLPreMulSumSupplement;
 #endif
 
+// Gives the options of a new group the names in the options torch passes. 2.11 added the description.
+inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Options& to) {
+  to.group_name = from.group_name;
+#if TORCH_VERSION_MINOR >= 11
+  to.group_desc = from.group_desc;
+#endif
+}
+
+// Options::clone() came with 2.14; without an override a copy would be of the base's type.
+#if TORCH_VERSION_MINOR >= 14
+#define SYMM_OVERRIDE_CLONE override
+#else
+#define SYMM_OVERRIDE_CLONE
+#endif
+
 } // namespace symm

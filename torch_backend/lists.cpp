@@ -1,6 +1,8 @@
 // Collectives on lists of tensors.
 #include "process_group.hpp"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include "arguments.hpp"
 
 namespace symm {
@@ -20,6 +22,11 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
       list.size() == static_cast<size_t>(getSize()),
       "ProcessGroupSymm::allgather: invalid output tensor list at index 0 (expected length ", getSize(), ", got ", list.size(), ")");
   check_like("allgather", list, input, false);
+  // Lists may be uneven: only the owner of an entry knows its size.
+  const auto& own = list[getRank()];
+  TORCH_CHECK_VALUE(
+      own.numel() == input.numel(),
+      "ProcessGroupSymm::allgather: invalid tensor size at index ", getRank(), " (expected ", input.sizes(), ", got ", own.sizes(), ")");
   auto operation = std::make_shared<Operation>(OpType::ALLGATHER, "symm:all_gather");
   operation->begin(Collective::AllGather, input);
   operation->give(input);
@@ -132,11 +139,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall(
   auto operation = std::make_shared<Operation>(OpType::ALLTOALL, "symm:all_to_all");
   operation->begin(Collective::AllToAll, inputs[0]);
   for (const auto& input : inputs) {
-    bool shared = false;
-    for (const auto& output : outputs) {
-      shared = shared || overlap(input, output);
-    }
-    operation->give(shared ? input.clone() : input);
+    operation->give(input);
   }
   for (const auto& output : outputs) {
     operation->take(output);
@@ -157,6 +160,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor,
       "ProcessGroupSymm::allreduce: sparse tensors can only be reduced with ReduceOp.SUM; use to_dense() for the others");
   TORCH_CHECK_NOT_IMPLEMENTED(
       tensor.device().is_cpu(), "ProcessGroupSymm::allreduce: the sparse tensor is on ", tensor.device(), ", backend symm serves CPU tensors");
+  const at::AutoDispatchBelowADInplaceOrView plain;
   const auto own = tensor.coalesce();
   ::c10d::AllgatherOptions sync;
   sync.timeout = opts.timeout;
@@ -172,10 +176,18 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor,
     allgather(all, inputs, sync);
     return all[0];
   };
-  const auto entries = gathered(at::full({1}, own._nnz(), at::kLong), std::vector<int64_t>(getSize(), 1));
+  // What each rank holds: number of entries, sparse dimensions, sizes.
+  std::vector<int64_t> header{own._nnz(), own.sparse_dim()};
+  header.insert(header.end(), own.sizes().begin(), own.sizes().end());
+  const auto length = static_cast<int64_t>(header.size());
+  const auto headers = gathered(at::tensor(header, at::kLong), std::vector<int64_t>(getSize(), length));
   std::vector<int64_t> counts;
-  for (const auto& entry : entries) {
-    counts.push_back(entry.item<int64_t>());
+  for (const auto& other : headers) {
+    counts.push_back(other[0].item<int64_t>());
+    TORCH_CHECK_VALUE(
+        other.slice(0, 1).equal(headers[0].slice(0, 1)),
+        "ProcessGroupSymm::allreduce: Tensor dimensions do not match: [sparse dimensions, sizes] is ", other.slice(0, 1), " on rank ",
+        counts.size() - 1, " and ", headers[0].slice(0, 1), " on rank 0");
   }
   const auto indices = gathered(own._indices().t(), counts);
   const auto values = gathered(own._values(), counts);

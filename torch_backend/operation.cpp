@@ -1,8 +1,12 @@
 #include "operation.hpp"
 
-#include <ATen/MemoryOverlap.h>
+#include <ATen/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <cstring>
+
+#include "errors.hpp"
 
 namespace symm {
 
@@ -12,6 +16,50 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
   const auto bytes = static_cast<size_t>(contiguous.element_size());
   const auto address = reinterpret_cast<size_t>(contiguous.data_ptr());
   return Span{address + static_cast<size_t>(start) * bytes, static_cast<size_t>(count) * bytes};
+}
+
+bool intersect(const Span& a, const Span& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
+}
+
+// Whether output `out` of `call` may be the same memory as input `in`.
+bool replaces(const CallSpec& call, size_t in, size_t out, size_t rank) {
+  const auto both = [&](size_t i, size_t o) { return in == i && out == o; };
+  switch (static_cast<Collective>(call.op)) {
+    case Collective::AllReduce:
+    case Collective::Reduce:
+      return both(0, 0);
+    case Collective::AllGather:
+    case Collective::Gather:
+      return both(0, rank);
+    case Collective::Scatter:
+    case Collective::ReduceScatter:
+      return both(rank, 0);
+    case Collective::Barrier:
+    case Collective::Broadcast:
+    case Collective::AllToAll:
+      return false;
+  }
+  return false;
+}
+
+// Whether two elements of the strided `tensor` may lie at one address. Exact unless dimensions interleave.
+bool elements_overlap(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) {
+      dimensions.emplace_back(tensor.stride(i), tensor.size(i));
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride <= reach) {
+      return true;
+    }
+    reach += stride * (size - 1);
+  }
+  return false;
 }
 
 } // namespace
@@ -36,9 +84,18 @@ void Operation::check(const at::Tensor& tensor, const char* role) const {
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided,
       name(), ": the ", role, " tensor has layout ", tensor.layout(), ", only strided (dense) tensors are served");
+  TORCH_CHECK_VALUE(!tensor.is_nested() && tensor.has_storage(), name(), ": the ", role, " tensor is not a plain dense tensor");
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto& storage = tensor.storage();
   TORCH_CHECK_VALUE(
-      tensor.numel() == 0 || tensor.storage().data() != nullptr,
-      name(), ": the ", role, " tensor has ", tensor.numel(), " elements but its storage was freed");
+      storage.data() != nullptr, name(), ": the ", role, " tensor has ", tensor.numel(), " elements but its storage was freed");
+  const auto needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+  TORCH_CHECK_VALUE(
+      needed <= storage.nbytes(),
+      name(), ": the ", role, " tensor ends at byte ", needed, " of a storage of ", storage.nbytes(), " bytes");
 }
 
 CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
@@ -52,6 +109,7 @@ CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
 void Operation::reduce_with(const ::c10d::ReduceOp& op) {
   auto& call = calls.back();
   call.reduce_op = static_cast<uint8_t>(op.op_);
+  symm::check(check_reduce(call.dtype, call.reduce_op));
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) {
     return;
   }
@@ -75,7 +133,7 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
     return alive_.emplace_back(tensor);
   }
   TORCH_CHECK_VALUE(
-      at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+      !elements_overlap(tensor),
       name(), ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
       "); clone() it first");
   auto copy = keep_values ? tensor.clone(at::MemoryFormat::Contiguous)
@@ -123,11 +181,31 @@ void Operation::take_pieces(const at::Tensor& tensor, const std::vector<int64_t>
 }
 
 void Operation::write_back() {
+  // As the core writes contiguous tensors: unseen by autograd, and also where inference tensors may not be changed.
+  const at::AutoDispatchBelowADInplaceOrView plain;
   for (auto& [tensor, copy] : pending_) {
-    at::NoGradGuard no_grad;
     tensor.copy_(copy);
   }
   pending_.clear();
+}
+
+void Operation::separate(int rank) {
+  for (auto& call : calls) {
+    for (size_t i = 0; i < call.inputs.size(); ++i) {
+      auto& input = call.inputs[i];
+      for (size_t o = 0; o < call.outputs.size(); ++o) {
+        const auto& output = call.outputs[o];
+        const bool same = input.addr == output.addr && input.bytes == output.bytes;
+        if (!intersect(input, output) || (same && replaces(call, i, o, static_cast<size_t>(rank)))) {
+          continue;
+        }
+        const auto& copy = alive_.emplace_back(at::empty({static_cast<int64_t>(input.bytes)}, at::kByte));
+        std::memcpy(copy.data_ptr(), reinterpret_cast<const void*>(input.addr), input.bytes);
+        input.addr = reinterpret_cast<size_t>(copy.data_ptr());
+        break;
+      }
+    }
+  }
 }
 
 } // namespace symm

@@ -35,7 +35,7 @@ class Operation {
 
   // Begins a collective; the spans that follow belong to it.
   CallSpec& begin(Collective op, const at::Tensor& like);
-  // The reduce op of the current collective and its factor.
+  // The reduce op of the current collective and its factor; refused here if it means nothing for the dtype.
   void reduce_with(const ::c10d::ReduceOp& op);
   // `tensor` as an input of the current collective.
   void give(const at::Tensor& tensor);
@@ -52,6 +52,8 @@ class Operation {
   // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
+  // Copies inputs that overlap an output other than the very one that replaces them, which the core does not serve.
+  void separate(int rank);
 
   // Name of the call in messages: "all_reduce".
   std::string name() const;
@@ -61,7 +63,10 @@ class Operation {
   std::vector<CallSpec> calls;
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
-  // Sizes of output lists where the call had several; empty: one flat list.
+  // What a profiler is told of an all-to-all.
+  std::vector<int64_t> input_splits;
+  std::vector<int64_t> output_splits;
+  // The output lists where the call had several; empty: one flat list.
   std::vector<std::vector<at::Tensor>> lists;
 
  private:

@@ -13,7 +13,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     int peer,
     int tag,
     bool send) {
-  TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": tag ", tag, " is negative");
+  TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": Tag must be nonnegative, got ", tag);
   Transfer transfer;
   transfer.peer = peer;
   transfer.tag = tag;
@@ -22,13 +22,15 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   transfer.timeout_ms = -1;
   operation->inputs.push_back(tensor);
   operation->outputs.push_back(tensor);
-  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, (*group_)->sequence());
-  auto done = std::make_unique<WorkCompletion>(work);
-  work->set_ticket(send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done)));
-  if (work->isCompleted()) {
-    work->rethrow();
-  }
-  return remember(work);
+  auto from = caller((*group_)->sequence());
+  from.rank = peer;
+  from.transfer = true;
+  return recorded(*operation, from, [&] {
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, from.sequence);
+    auto done = std::make_unique<WorkCompletion>(work);
+    work->set_ticket(send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done)));
+    return remember(work);
+  });
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::send(Tensors& tensors, int destination, int tag) {

@@ -3,7 +3,6 @@
 
 #include <Python.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "errors.hpp"
@@ -29,6 +28,13 @@ Group join_group(
   auto joined = join(std::make_unique<TorchStore>(store), spec);
   check(joined.status);
   return std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
+}
+
+c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
+  auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
+  copy_names(given, *options);
+  options->global_ranks_in_group = given.global_ranks_in_group;
+  return options;
 }
 
 } // namespace
@@ -60,45 +66,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
     std::shared_ptr<Operation> operation,
     std::chrono::milliseconds timeout,
     bool async) {
-  auto& calls = operation->calls;
+  operation->separate(getRank());
   const auto sequence = (*group_)->sequence() + 1;
-  const auto type = operation->inputs.empty() ? at::kByte : operation->inputs.front().scalar_type();
-  const auto elements = [](const Tensors& tensors) {
-    int64_t count = 0;
-    for (const auto& tensor : tensors) {
-      count += tensor.numel();
-    }
-    return count;
-  };
-  RECORD_PARAM_COMMS_DATA(
-      std::make_tuple(static_cast<int64_t>(sequence), false),
-      std::make_tuple(options_->group_name, getGroupDesc()),
-      operation->inputs,
-      operation->outputs,
-      getRank(),
-      operation->name(),
-      elements(operation->inputs),
-      elements(operation->outputs),
-      type,
-      std::vector<int64_t>(),
-      std::vector<int64_t>(),
-      -1,
-      -1,
-      getSize());
-  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
-  const rust::Slice<const CallSpec> slice(calls.data(), calls.size());
-  const auto limit = timeout.count();
-  if (async) {
-    work->set_ticket((*group_)->submit(slice, limit, std::make_unique<WorkCompletion>(work)));
-    if (work->isCompleted()) {
+  return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
+    const rust::Slice<const CallSpec> calls(operation->calls.data(), operation->calls.size());
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
+    if (async) {
+      work->set_ticket((*group_)->submit(calls, timeout.count(), std::make_unique<WorkCompletion>(work)));
+    } else {
+      work->complete(exception_of((*group_)->run(calls, timeout.count())), -1);
       work->rethrow();
     }
-    return remember(work);
-  }
-  const auto status = (*group_)->run(slice, limit);
-  work->complete(exception_of(status), -1);
-  work->rethrow();
-  return remember(work);
+    return remember(std::move(work));
+  });
+}
+
+Caller ProcessGroupSymm::caller(uint64_t sequence) const {
+  return {options_->group_name, getGroupDesc(), options_->global_ranks_in_group, getSize(), getRank(), sequence, false};
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
@@ -156,10 +140,12 @@ void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 void ProcessGroupSymm::abort() {
+  closed_ = true;
   (*group_)->abort();
 }
 
 void ProcessGroupSymm::shutdown() {
+  closed_ = true;
   (*group_)->shutdown();
 }
 
@@ -173,24 +159,34 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
   }
   TORCH_CHECK_VALUE(opts, "split: the options of the new group are missing");
   // torch asks once per device type, each time for the same group.
-  const auto known = children_.find(opts->group_name);
-  if (known != children_.end()) {
-    if (auto same = known->second.lock()) {
-      return same;
-    }
+  if (auto same = living_child(opts->group_name)) {
+    return same;
   }
-  auto options = c10::make_intrusive<Options>(opts->timeout);
-  options->group_name = opts->group_name;
-  options->group_desc = opts->group_desc;
+  auto options = child_options(*opts);
+  options->global_ranks_in_group.clear();
   for (const auto rank : ranks) {
     const auto& global = options_->global_ranks_in_group;
-    options->global_ranks_in_group.push_back(global.empty() ? rank : global.at(rank));
+    options->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global.at(static_cast<size_t>(rank)));
   }
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-split/" + opts->group_name, store);
   const auto place = static_cast<int>(me - ranks.begin());
-  c10::intrusive_ptr<::c10d::Backend> child =
-      c10::make_intrusive<ProcessGroupSymm>(prefixed, place, static_cast<int>(ranks.size()), options);
-  children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<::c10d::Backend>(child));
+  auto child = c10::make_intrusive<ProcessGroupSymm>(prefixed, place, static_cast<int>(ranks.size()), options);
+  std::lock_guard<std::mutex> lock(mutex_);
+  children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<ProcessGroupSymm>(child));
+  return child;
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::living_child(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = children_.find(name);
+  if (known == children_.end()) {
+    return nullptr;
+  }
+  auto child = known->second.lock();
+  if (!child || child->closed_) {
+    children_.erase(known);
+    return nullptr;
+  }
   return child;
 }
 
@@ -200,10 +196,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
     const int& rank,
     const int& size) {
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
-  auto options = c10::make_intrusive<Options>(opts->timeout);
-  options->group_name = opts->group_name;
-  options->group_desc = opts->group_desc;
-  options->global_ranks_in_group = opts->global_ranks_in_group;
+  auto options = child_options(*opts);
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
   return c10::make_intrusive<ProcessGroupSymm>(prefixed, rank, size, options);
 }

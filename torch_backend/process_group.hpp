@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,6 +14,7 @@
 
 #include "compat.hpp"
 #include "operation.hpp"
+#include "record.hpp"
 #include "work.hpp"
 
 namespace symm {
@@ -22,6 +24,9 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : ::c10d::Backend::Options("symm", timeout) {}
+    c10::intrusive_ptr<::c10d::Backend::Options> clone() const SYMM_OVERRIDE_CLONE {
+      return c10::make_intrusive<Options>(*this);
+    }
   };
 
   using Tensors = std::vector<at::Tensor>;
@@ -104,9 +109,12 @@ class ProcessGroupSymm final : public ::c10d::Backend {
       const int& size) override;
 
  private:
-  // Runs a prepared operation inline, or queues it.
+  // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
+  Caller caller(uint64_t sequence) const;
   WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
+  // The group that an earlier `split` of this name made, if it can still be used.
+  c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
   WorkPtr remember(WorkPtr work);
   // What remains of a call that is complete already.
   WorkPtr completed(std::shared_ptr<Operation> operation);
@@ -123,7 +131,8 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   Group group_;
   std::mutex mutex_;
   std::optional<std::vector<WorkPtr>> coalesced_;
-  std::map<std::string, c10::weak_intrusive_ptr<::c10d::Backend>> children_;
+  std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
+  std::atomic<bool> closed_ = false;
 };
 
 } // namespace symm

@@ -1,25 +1,40 @@
 #include "work.hpp"
 
 #include "errors.hpp"
+#include "record.hpp"
 
 namespace symm {
 
+namespace {
+
+using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
+  return profiled() ? std::make_optional(operation.inputs) : std::nullopt;
+}
+
+} // namespace
+
 WorkSymm::WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence)
-    : Work(rank, operation->type, operation->title, operation->inputs),
+    : Work(rank, operation->type, profiled() ? operation->title : nullptr, profiled_inputs(*operation)),
       group_(std::move(group)),
       operation_(std::move(operation)),
       sequence_(sequence) {}
 
+bool WorkSymm::ended() const {
+  return completed_ && (!future_ || future_->completed());
+}
+
 bool WorkSymm::isCompleted() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (completed_) {
+    if (ended()) {
       return true;
     }
   }
   (*group_)->progress();
   std::lock_guard<std::mutex> lock(mutex_);
-  return completed_;
+  return ended();
 }
 
 bool WorkSymm::isSuccess() const {
@@ -37,6 +52,9 @@ std::vector<at::Tensor> WorkSymm::result() {
 
 void WorkSymm::set_ticket(uint64_t ticket) {
   ticket_ = ticket;
+  if (ticket == 0) {
+    rethrow();
+  }
 }
 
 void WorkSymm::rethrow() const {
@@ -59,6 +77,15 @@ bool WorkSymm::wait(std::chrono::milliseconds timeout) {
   if (!completed) {
     check((*group_)->wait(ticket_, timeout.count()));
   }
+  Future future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    future = future_;
+  }
+  if (future) {
+    // Its value is read without waiting by those who have waited here; the completing thread is about to set it.
+    future->wait();
+  }
   rethrow();
   return true;
 }
@@ -80,13 +107,7 @@ void WorkSymm::complete(std::exception_ptr error, int source) {
     }
   }
   source_ = source;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (completed_) {
-      return;
-    }
-  }
+  Future future;
   finish(error);
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -117,7 +138,7 @@ void WorkSymm::fulfil(c10::ivalue::Future& future) {
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
   bool completed = false;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
+  Future future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) {
@@ -132,6 +153,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
   }
   if (completed) {
     fulfil(*future);
+    future->wait();
   }
   return future;
 }
@@ -188,6 +210,16 @@ bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
     part->wait(timeout);
   }
   return true;
+}
+
+void WorkCoalesced::abort() {
+  for (const auto& part : parts_) {
+    part->abort();
+  }
+}
+
+uint64_t WorkCoalesced::getSequencenumber() const {
+  return parts_.empty() ? 0 : parts_.front()->getSequencenumber();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {

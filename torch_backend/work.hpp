@@ -33,12 +33,14 @@ class WorkSymm final : public ::c10d::Work {
 
   // Ends the call: writes results back, then tells waiting threads, then the future.
   void complete(std::exception_ptr error, int source);
-  // What `Group::wait` is asked for; 0: nothing to wait for.
+  // What `Group::wait` is asked for. 0: the call was refused; throws why.
   void set_ticket(uint64_t ticket);
   // Throws the call's exception, if it has one.
   void rethrow() const;
 
  private:
+  // Whether both the call and the future, if anybody has it, have ended. `mutex_` must be held.
+  bool ended() const;
   // Once, by whoever sees both the future and the end of the call.
   void fulfil(c10::ivalue::Future& future);
 
@@ -63,7 +65,9 @@ class WorkCoalesced final : public ::c10d::Work {
   std::vector<at::Tensor> result() override;
   void synchronize() override {}
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
 
  private:
   std::vector<c10::intrusive_ptr<::c10d::Work>> parts_;

@@ -2,7 +2,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import DistBackendError, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistBackendError
 from torch.distributed.distributed_c10d import Backend
 
 __version__: str

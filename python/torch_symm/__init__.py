@@ -1,7 +1,7 @@
 """torch-symm: the PyTorch distributed backend ``symm`` for the ranks of one host.
 
-``dist.init_process_group("symm")`` works without importing this module. It holds the exceptions, the options and the version.
-The native part is loaded when one of them is first asked for.
+``dist.init_process_group("symm")`` works without importing this module. It holds the exceptions, the options and the
+version. The native part is loaded when one of them is first asked for.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,16 +13,17 @@ if TYPE_CHECKING:
 def autoload() -> None:
     """Registers backend ``symm`` for CPU and CUDA with ``torch.distributed``, once per process.
 
-    Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure becomes a warning, since an
-    exception here would make ``import torch`` fail.
+    Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure becomes a warning, since
+    an exception here would make ``import torch`` fail; where warnings are errors, it is silent.
     """
     try:
         import torch.distributed as dist
 
         if dist.is_available() and "symm" not in dist.Backend.backend_list:
             dist.Backend.register_backend("symm", create, extended_api=True, devices=["cpu", "cuda"])
-    except Exception as error:  # noqa: BLE001 - whatever it is, torch must still import
-        warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
+    except Exception as error:
+        with suppress(Warning):  # where warnings are errors
+            warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
 
 
 def create(options: object, group_options: object) -> ProcessGroupSymm:
@@ -31,4 +33,5 @@ def create(options: object, group_options: object) -> ProcessGroupSymm:
     """
     from torch_symm._group import create_group
 
-    return create_group(options, group_options)
+    group: ProcessGroupSymm = create_group(options, group_options)
+    return group

@@ -20,6 +20,6 @@ def load() -> ModuleType:
     if running != TORCH_VERSION:
         raise ImportError(
             f"torch_symm was built for torch {TORCH_VERSION} and cannot serve torch {torch.__version__}: "
-            f"install torch {TORCH_VERSION}, or rebuild torch_symm with 'pip install --no-build-isolation .'"
+            f"install torch {TORCH_VERSION}, or a torch_symm that was built for torch {running}"
         )
     return importlib.import_module("torch_symm._C")

@@ -1,150 +1,322 @@
-//! Rank 0's side: collect greetings, hand out the memory.
+//! Rank 0: makes the memory and hands it to those who can show that they belong to the group.
 
-use super::message::{self, Answer, Greeting};
-use super::record::Record;
-use super::{Attempt, Joined, Member};
+use super::claim::Claim;
+use super::gather::{Gathered, LOOK, LOOK_MAX, read};
+use super::wire::{Answer, BUFFER, Hello};
+use super::{Attempt, Joined, Member, REAP, nonce};
 use crate::error::{Error, Result};
-use crate::mem::shm::Segment;
 use crate::rank::{Rank, name_ranks};
-use crate::sys::pidfd::{self, Process};
-use std::collections::BTreeMap;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use crate::sys::socket;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
-/// A member that has greeted.
-struct Guest {
-    connection: OwnedFd,
-    process: Process,
-    handle: OwnedFd,
+/// How long a connection may stay silent before it is closed.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Silent connections kept at once; the oldest goes first.
+const GUESTS: usize = 32;
+
+/// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
+pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Kernels before 6.3 do not know NOEXEC_SEAL; later ones may insist on it.
+    let fd = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
+        .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
+        .map_err(|errno| attempt.os("make shared memory", errno))?;
+    let bytes = attempt.spec.segment_bytes;
+    ftruncate(&fd, bytes).map_err(|errno| attempt.os(&format!("make {bytes} bytes of shared memory"), errno))?;
+    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(|errno| attempt.os("seal shared memory", errno))?;
+    Ok(fd)
 }
 
-/// A connection whose greeting has not come.
-struct Stranger {
-    connection: OwnedFd,
+/// What rank 0 holds before it publishes.
+pub(super) struct Seat {
+    /// Where it listens.
+    pub(super) name: String,
+    listener: OwnedFd,
+    segment: OwnedFd,
+}
+
+impl Seat {
+    pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
+        let segment = segment(attempt)?;
+        let name = nonce()?.iter().fold(String::from("symm-"), |name, byte| name + &format!("{byte:02x}"));
+        let listener = socket::listen_at(&name, 2 * attempt.spec.size as i32 + GUESTS as i32)
+            .map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
+        Ok(Self { name, listener, segment })
+    }
+
+    /// Returns once all others have been handed the memory. On failure tells the cause to all who are connected.
+    pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Joined> {
+        let Gathered { leader, members } = gathered;
+        let token = leader.nonce;
+        let mut reception = Reception {
+            attempt,
+            claim,
+            listener: self.listener,
+            members: &members,
+            token,
+            guests: Vec::new(),
+            seated: members.iter().map(|_| None).collect(),
+        };
+        let outcome = reception.seat_all().and_then(|()| {
+            // Nobody needs the key any more, and whoever has been answered may start the next group of this name.
+            claim.withdraw();
+            reception.answer_all(&self.segment)
+        });
+        if let Err(error) = &outcome {
+            reception.refuse_all(error);
+        }
+        outcome.map(|()| Joined { segment: self.segment, members, token })
+    }
+}
+
+/// A connection that has not said who it is.
+struct Guest {
+    socket: OwnedFd,
     since: Instant,
 }
 
-/// A connection that says nothing is closed after this.
-const SILENCE: Duration = Duration::from_secs(5);
-/// Between looks at whether the missing still live.
-const LOOK: Duration = Duration::from_millis(100);
-
-impl Attempt<'_> {
-    pub(super) fn lead(&self, listener: &OwnedFd, records: &[Record]) -> Result<Joined> {
-        // A dead process's record was left by an earlier run: its successor is still to come.
-        let alive: Vec<bool> = records.iter().map(|record| pidfd::runs(record.process())).collect();
-        let segment = Segment::create(self.spec.segment_bytes);
-        let mut guests = BTreeMap::new();
-        let outcome = segment.and_then(|segment| {
-            self.collect(listener, records, &alive, &mut guests)?;
-            self.hand_out(&segment, &guests)?;
-            Ok(segment)
-        });
-        match outcome {
-            Ok(segment) => {
-                let mut members = vec![Member { process: self.record.process(), handle: None }];
-                members.extend(guests.into_values().map(|guest| self.member(guest.process, guest.handle)));
-                Ok(Joined { segment, members })
-            }
-            Err(error) => {
-                for guest in guests.values() {
-                    refuse(&guest.connection, &error.message);
-                }
-                Err(error)
-            }
-        }
-    }
-
-    fn collect(&self, listener: &OwnedFd, records: &[Record], alive: &[bool], guests: &mut BTreeMap<Rank, Guest>) -> Result<()> {
-        let mut strangers: Vec<Stranger> = Vec::new();
-        while guests.len() + 1 < self.spec.size {
-            let sockets: Vec<BorrowedFd<'_>> =
-                strangers.iter().map(|stranger| message::borrow(&stranger.connection)).chain([listener.as_fd()]).collect();
-            message::wait_readable(&sockets, self.left().min(LOOK));
-            while let Ok(connection) =
-                rustix::net::accept_with(listener, rustix::net::SocketFlags::CLOEXEC | rustix::net::SocketFlags::NONBLOCK)
-            {
-                match message::check_user(&connection) {
-                    Ok(()) => strangers.push(Stranger { connection, since: Instant::now() }),
-                    Err(error) => refuse(&connection, &error.message),
-                }
-            }
-            let mut silent = Vec::new();
-            for stranger in strangers {
-                match message::receive::<Greeting>(&stranger.connection) {
-                    Ok(None) if stranger.since.elapsed() < SILENCE => silent.push(stranger),
-                    Ok(None) => {}
-                    Ok(Some((greeting, handles))) => self.welcome(stranger.connection, greeting, handles, guests)?,
-                    Err(error) => refuse(&stranger.connection, &error.message),
-                }
-            }
-            strangers = silent;
-            let missing = self.absent(guests);
-            if missing.is_empty() {
-                break;
-            }
-            if self.limit.left().is_none() {
-                return Err(self.missing(&missing));
-            }
-            let died = |rank: &Rank| alive[rank.index()] && !pidfd::runs(records[rank.index()].process());
-            if let Some(rank) = missing.iter().find(|rank| died(rank)) {
-                // It may have greeted just before it ended.
-                let pid = records[rank.index()].pid;
-                return Err(Error::peer(format!("rank {rank} (pid {pid}) died while group \"{}\" was being made", self.spec.group)));
-            }
-        }
-        Ok(())
-    }
-
-    fn absent(&self, guests: &BTreeMap<Rank, Guest>) -> Vec<Rank> {
-        (1..self.spec.size as u32).map(Rank).filter(|rank| !guests.contains_key(rank)).collect()
-    }
-
-    /// A greeting of this run makes a guest; another is refused, and so is a second one for the same rank.
-    fn welcome(&self, connection: OwnedFd, greeting: Greeting, handles: Vec<OwnedFd>, guests: &mut BTreeMap<Rank, Guest>) -> Result<()> {
-        let Greeting { purpose, token, rank, size, segment_bytes, pid, start_time, failure } = greeting;
-        if purpose != "join" || token != self.record.nonce || rank == 0 || rank as usize >= self.spec.size {
-            refuse(&connection, &format!("this is not the group that rank {rank} (pid {pid}) looks for"));
-            return Ok(());
-        }
-        if let Some(failure) = failure {
-            return Err(Error::config(format!("rank {rank} (pid {pid}) cannot join group \"{}\": {failure}", self.spec.group)));
-        }
-        if (size, segment_bytes) != (self.spec.size, self.spec.segment_bytes) {
-            return Err(Error::config(format!(
-                "rank {rank} (pid {pid}) expects {size} members sharing {segment_bytes} bytes, rank 0 {} sharing {}",
-                self.spec.size, self.spec.segment_bytes
-            )));
-        }
-        if let Some(twin) = guests.get(&Rank(rank)) {
-            return Err(Error::config(format!(
-                "{} is taken: pid {} claims it, and so does pid {pid}",
-                name_ranks(&[Rank(rank)]),
-                twin.process.0
-            )));
-        }
-        let handle =
-            handles.into_iter().next().ok_or_else(|| Error::config(format!("rank {rank} (pid {pid}) sent no handle of its process")))?;
-        guests.insert(Rank(rank), Guest { connection, process: (pid, start_time), handle });
-        Ok(())
-    }
-
-    fn hand_out(&self, segment: &OwnedFd, guests: &BTreeMap<Rank, Guest>) -> Result<()> {
-        let own = pidfd::open_own()?;
-        let mut processes = vec![self.record.process()];
-        processes.extend(guests.values().map(|guest| guest.process));
-        let mut descriptors = vec![segment.as_fd(), own.as_fd()];
-        descriptors.extend(guests.values().map(|guest| guest.handle.as_fd()));
-        let answer = Answer { refusal: None, segment_bytes: self.spec.segment_bytes, processes };
-        for guest in guests.values() {
-            // A guest that has died meanwhile is found by whoever waits for it first.
-            let _ = message::send(&guest.connection, &answer, &descriptors);
-        }
-        Ok(())
-    }
+/// The state of handing out.
+struct Reception<'a> {
+    attempt: &'a Attempt<'a>,
+    claim: &'a Claim<'a>,
+    listener: OwnedFd,
+    members: &'a [Member],
+    token: [u8; 16],
+    guests: Vec<Guest>,
+    /// By rank: the connections of those who have come and have no answer yet.
+    seated: Vec<Option<OwnedFd>>,
 }
 
-fn refuse(connection: &OwnedFd, reason: &str) {
-    let answer = Answer { refusal: Some(reason.into()), segment_bytes: 0, processes: Vec::new() };
-    let _ = message::send(connection, &answer, &[]);
+/// Who has something to say.
+#[derive(Clone, Copy)]
+enum Source {
+    Listener,
+    Guest(usize),
+    Connection(Rank),
+    Process(Rank),
+}
+
+impl Reception<'_> {
+    fn others(&self) -> impl Iterator<Item = Rank> + use<> {
+        (1..self.attempt.spec.size).map(Rank)
+    }
+
+    /// Returns once every other rank is connected.
+    fn seat_all(&mut self) -> Result<()> {
+        let keys: Vec<String> = (0..self.attempt.spec.size).map(|rank| self.attempt.key(rank)).collect();
+        let mut look = LOOK;
+        let mut next_look = Instant::now() + look;
+        loop {
+            let missing: Vec<Rank> = self.others().filter(|rank| self.seated[rank.index()].is_none()).collect();
+            if missing.is_empty() {
+                // All have come; nobody may have left since.
+                let mut ready = self.poll(Duration::ZERO)?;
+                ready.retain(|source| matches!(source, Source::Connection(_) | Source::Process(_)));
+                return self.serve(&ready);
+            }
+            let clock = &self.attempt.clock;
+            if clock.remaining().is_zero() {
+                return Err(Error::timeout(format!(
+                    "{} waited {:.1} s for {} to connect while joining {}",
+                    self.attempt.me(),
+                    clock.waited(),
+                    name_ranks(&missing),
+                    self.attempt.group()
+                )));
+            }
+            let now = Instant::now();
+            if now >= next_look {
+                // A rank that cannot come says so in its record.
+                read(self.attempt, self.claim, &keys, false)?;
+                look = (look * 2).min(LOOK_MAX);
+                next_look = now + look;
+            }
+            self.guests.retain(|guest| now.saturating_duration_since(guest.since) < HELLO_TIMEOUT);
+            let until = self.guests.iter().map(|guest| guest.since + HELLO_TIMEOUT).fold(clock.deadline.min(next_look), Instant::min);
+            let ready = self.poll(until.saturating_duration_since(now))?;
+            self.serve(&ready)?;
+        }
+    }
+
+    /// Who is ready, after at most `limit`.
+    fn poll(&self, limit: Duration) -> Result<Vec<Source>> {
+        let mut sources = vec![Source::Listener];
+        let mut fds = vec![self.listener.as_fd()];
+        for (index, guest) in self.guests.iter().enumerate() {
+            sources.push(Source::Guest(index));
+            fds.push(guest.socket.as_fd());
+        }
+        for rank in self.others() {
+            if let Some(socket) = &self.seated[rank.index()] {
+                sources.push(Source::Connection(rank));
+                fds.push(socket.as_fd());
+            }
+            if let Some(pidfd) = &self.members[rank.index()].pidfd {
+                sources.push(Source::Process(rank));
+                fds.push(pidfd.as_fd());
+            }
+        }
+        let mut fds: Vec<PollFd<'_>> = fds.into_iter().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        match poll(&mut fds, Timespec::try_from(limit).ok().as_ref()) {
+            Ok(_) => {}
+            Err(Errno::INTR) => return Ok(Vec::new()),
+            Err(errno) => return Err(self.attempt.os("poll", errno)),
+        }
+        let ready = sources.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
+        Ok(ready.map(|(source, _)| source).collect())
+    }
+
+    fn serve(&mut self, ready: &[Source]) -> Result<()> {
+        // Processes first: how a rank ended says more than that its connection did.
+        for source in ready {
+            if let Source::Process(rank) = source {
+                return Err(self.left(*rank));
+            }
+        }
+        let mut heard = Vec::new();
+        for source in ready {
+            match *source {
+                Source::Connection(rank) => return Err(self.left(rank)),
+                Source::Guest(index) => heard.push(index),
+                Source::Listener | Source::Process(_) => {}
+            }
+        }
+        // From the back, so that the indices in front stay right.
+        for index in heard.into_iter().rev() {
+            let guest = self.guests.remove(index);
+            self.hear(guest)?;
+        }
+        if ready.iter().any(|source| matches!(source, Source::Listener)) {
+            self.accept_all()?;
+        }
+        Ok(())
+    }
+
+    /// Why a rank that was here is not: its process ended, or it gave up.
+    fn left(&self, rank: Rank) -> Error {
+        let member = &self.members[rank.index()];
+        self.attempt.end_of(rank, member, REAP).unwrap_or_else(|| {
+            let group = self.attempt.group();
+            Error::peer(format!("rank {rank} (pid {}) left while joining {group}", member.pid))
+        })
+    }
+
+    fn accept_all(&mut self) -> Result<()> {
+        loop {
+            let socket = match socket::accept(&self.listener) {
+                Ok(socket) => socket,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(errno) => return Err(self.attempt.os("accept a connection", errno)),
+            };
+            let own = rustix::process::geteuid().as_raw();
+            match socket::peer(&socket) {
+                Ok(peer) if peer.uid == own => {}
+                Ok(peer) => {
+                    log::warn!("{} turned away pid {} of user {}", self.attempt.me(), peer.pid, peer.uid);
+                    continue;
+                }
+                Err(_) => continue,
+            }
+            if self.guests.len() >= GUESTS + self.members.len() {
+                self.guests.remove(0);
+            }
+            self.guests.push(Guest { socket, since: Instant::now() });
+        }
+    }
+
+    /// Seats a guest that says the right words; turns any other away.
+    fn hear(&mut self, guest: Guest) -> Result<()> {
+        let mut buffer = [0; BUFFER];
+        let received = match socket::receive(&guest.socket, &mut buffer) {
+            Ok(received) => received,
+            Err(Errno::AGAIN | Errno::INTR) => {
+                self.guests.push(guest);
+                return Ok(());
+            }
+            Err(_) => return Ok(()),
+        };
+        if received.length == 0 {
+            return Ok(());
+        }
+        match self.check(&guest.socket, &buffer[..received.length.min(BUFFER)]) {
+            Ok(rank) => self.seated[rank.index()] = Some(guest.socket),
+            Err(reason) => {
+                let message = format!("{} turned a connection away: {reason}", self.attempt.me());
+                log::warn!("{message}");
+                self.refuse(&guest.socket, &Error::config(message));
+            }
+        }
+        Ok(())
+    }
+
+    /// The rank of the process that sent `message`, if it belongs to the group.
+    fn check(&self, socket: &OwnedFd, message: &[u8]) -> std::result::Result<Rank, String> {
+        let hello = Hello::decode(message).ok_or("its message is not one of this protocol")?;
+        // Compared before anything is told about the group.
+        if hello.token != self.token {
+            return Err("its token is not this group's".into());
+        }
+        let spec = self.attempt.spec;
+        let rank = Rank(hello.rank);
+        if hello.size != spec.size || hello.segment_bytes != spec.segment_bytes {
+            return Err(format!(
+                "it expects {} ranks and {} bytes, not {} and {}",
+                hello.size, hello.segment_bytes, spec.size, spec.segment_bytes
+            ));
+        }
+        if rank == Rank(0) || rank.0 >= spec.size {
+            return Err(format!("it says to be rank {rank} of {}", spec.size));
+        }
+        let pid = self.members[rank.index()].pid;
+        let peer = socket::peer(socket).map_err(|errno| errno.to_string())?;
+        if hello.pid != pid || peer.pid != pid {
+            return Err(format!("rank {rank} is pid {pid}, not pid {}", peer.pid));
+        }
+        if self.seated[rank.index()].is_some() {
+            return Err(format!("rank {rank} (pid {pid}) is here already"));
+        }
+        Ok(rank)
+    }
+
+    fn answer_all(&mut self, segment: &OwnedFd) -> Result<()> {
+        let answer = Answer { token: self.token, failure: None }.encode();
+        for rank in self.others() {
+            let Some(socket) = &self.seated[rank.index()] else {
+                continue;
+            };
+            loop {
+                match socket::send(socket, &answer, Some(segment.as_fd())) {
+                    Ok(()) => break,
+                    Err(Errno::INTR) => {}
+                    // Too many descriptors on their way to this user's processes, who are about to take them.
+                    Err(Errno::TOOMANYREFS | Errno::AGAIN) if !self.attempt.clock.remaining().is_zero() => {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.left(rank)),
+                    Err(errno) => return Err(self.attempt.os("hand out the shared memory", errno)),
+                }
+            }
+            self.seated[rank.index()] = None;
+        }
+        Ok(())
+    }
+
+    fn refuse_all(&self, error: &Error) {
+        for socket in self.seated.iter().flatten().chain(self.guests.iter().map(|guest| &guest.socket)) {
+            self.refuse(socket, error);
+        }
+    }
+
+    fn refuse(&self, socket: &OwnedFd, error: &Error) {
+        // The group's token is not for strangers: the answer to a failure carries none.
+        let answer = Answer { token: [0; 16], failure: Some(error.clone()) };
+        // Best effort: whoever does not hear it finds the connection closed, and the cause in rank 0's record.
+        let _ = socket::send(socket, &answer.encode(), None);
+    }
 }

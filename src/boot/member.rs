@@ -1,97 +1,176 @@
-//! The side of every rank but 0: greet, receive the memory.
+//! Any other rank: asks rank 0 for the memory.
 
-use super::message::{self, Answer, Greeting};
+use super::claim::Claim;
+use super::gather::{Gathered, REREAD, Standing, read};
 use super::record::Record;
-use super::{Attempt, Joined, Member};
+use super::wire::{Answer, BUFFER, Hello};
+use super::{Attempt, GRACE, Joined, Member, REAP};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::sys::pidfd;
-use std::os::fd::{AsFd, OwnedFd};
-use std::time::Duration;
+use crate::sys::socket;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
+use rustix::io::Errno;
+use std::time::{Duration, Instant};
 
-/// Before looking whether rank 0 has replaced a record that leads nowhere.
-const RETRY: Duration = Duration::from_millis(20);
+/// What a rank holds before it publishes.
+pub(super) struct Seat {
+    /// Keeps a place for the descriptor of the memory: without one free, the kernel would drop it silently.
+    place: OwnedFd,
+}
 
-impl Attempt<'_> {
-    pub(super) fn follow(&self, records: Vec<Record>) -> Result<Joined> {
-        let mut leader = records.into_iter().next().ok_or_else(|| Error::internal("no record of rank 0"))?;
-        let handle = pidfd::open_own();
+impl Seat {
+    pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
+        let place = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| attempt.os("reserve a descriptor", errno))?;
+        Ok(Self { place })
+    }
+
+    /// Returns once rank 0 has answered.
+    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Joined> {
+        let Gathered { mut leader, mut members } = gathered;
+        let mut place = Some(self.place);
         loop {
-            if let Some(connection) = message::connect(&leader.socket)? {
-                let failure = handle.as_ref().err().map(|error| error.message.clone());
-                self.greet(&connection, &leader, handle.as_ref().ok(), failure)?;
-                match self.await_answer(&connection, &leader) {
-                    // It listened, but for another attempt.
-                    Err(error) if error.message.contains("is not the group") && self.limit.left().is_some() => {}
-                    outcome => return outcome,
-                }
+            if let Some(segment) = ask(attempt, &leader, &members[0], &mut place)? {
+                claim.withdraw();
+                return Ok(Joined { segment, members, token: leader.nonce });
             }
-            if self.limit.left().is_none() {
-                return Err(self.missing(&[Rank(0)]));
-            }
-            std::thread::sleep(RETRY);
-            let key = &self.keys[..1];
-            if self.store.check(key)?
-                && let [bytes] = &self.store.multi_get(key)?[..]
-            {
-                leader = Record::decode(bytes)?;
-            }
+            // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
+            (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;
         }
-    }
-
-    fn greet(&self, connection: &OwnedFd, leader: &Record, handle: Option<&OwnedFd>, failure: Option<String>) -> Result<()> {
-        message::check_user(connection)?;
-        let greeting = Greeting {
-            purpose: "join".into(),
-            token: leader.nonce.clone(),
-            rank: self.spec.rank.0,
-            size: self.spec.size,
-            segment_bytes: self.spec.segment_bytes,
-            pid: self.record.pid,
-            start_time: self.record.start_time,
-            failure,
-        };
-        let handles: Vec<_> = handle.into_iter().map(AsFd::as_fd).collect();
-        message::send(connection, &greeting, &handles)
-    }
-
-    fn await_answer(&self, connection: &OwnedFd, leader: &Record) -> Result<Joined> {
-        let (answer, mut descriptors) = loop {
-            match message::receive::<Answer>(connection) {
-                Ok(Some(received)) => break received,
-                // Rank 0 gives up at its own deadline and says who is missing: a moment longer than ours.
-                Ok(None) if self.limit.waited() > self.spec.timeout + Duration::from_millis(500) => return Err(self.missing(&[Rank(0)])),
-                Ok(None) => message::wait_readable(&[connection.as_fd()], Duration::from_millis(100)),
-                Err(error) if error.kind == crate::error::Kind::Peer => {
-                    let text = format!("rank 0 (pid {}) died while group \"{}\" was being made", leader.pid, self.spec.group);
-                    return Err(Error::peer(text));
-                }
-                Err(error) => return Err(error),
-            }
-        };
-        if let Some(reason) = answer.refusal {
-            let timed_out = reason.contains(" to join group ");
-            return Err(if timed_out { Error::timeout(reason) } else { Error::config(reason) });
-        }
-        let size = self.spec.size;
-        if descriptors.len() != size + 1 || answer.processes.len() != size {
-            return Err(Error::config(format!("rank 0 sent {} descriptors, {} were due", descriptors.len(), size + 1)));
-        }
-        let segment = descriptors.remove(0);
-        check_memory(&segment, self.spec.segment_bytes)?;
-        let members: Vec<Member> =
-            answer.processes.iter().zip(descriptors).map(|(&process, handle)| self.member(process, handle)).collect();
-        Ok(Joined { segment, members })
     }
 }
 
-/// The memory must be of the agreed size and sealed, so that no access to it can fault.
-fn check_memory(segment: &OwnedFd, bytes: usize) -> Result<()> {
-    use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-    let size = fstat(segment).map_err(|e| Error::os("reading the size of the group's memory", e))?.st_size;
-    let seals = fcntl_get_seals(segment).map_err(|e| Error::os("reading the seals of the group's memory", e))?;
-    if size as usize == bytes && seals.contains(SealFlags::SHRINK) {
-        return Ok(());
+/// Rank 0's memory, or `None` if `leader`'s socket is closed.
+fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Option<OwnedFd>) -> Result<Option<OwnedFd>> {
+    let Some(socket) = greet(attempt, leader)? else {
+        return Ok(None);
+    };
+    let answer_by = attempt.clock.deadline + GRACE;
+    loop {
+        let remaining = answer_by.saturating_duration_since(Instant::now());
+        if remaining.is_zero() {
+            return Err(late(attempt, leader));
+        }
+        let mut fds = vec![PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)];
+        if let Some(pidfd) = &process.pidfd {
+            fds.push(PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN));
+        }
+        match poll(&mut fds, Timespec::try_from(remaining).ok().as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => return Err(attempt.os("poll", errno)),
+        }
+        if !fds[0].revents().is_empty() {
+            // Taken up by the descriptor that comes now.
+            drop(place.take());
+        }
+        let mut buffer = [0; BUFFER];
+        match socket::receive(&socket, &mut buffer) {
+            Ok(received) if received.length > 0 => {
+                if received.fd.is_none() && received.cut {
+                    return Err(attempt.os("receive the shared memory", Errno::MFILE));
+                }
+                let answer = Answer::decode(&buffer[..received.length.min(BUFFER)]);
+                return accept(attempt, leader, answer, received.fd).map(Some);
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {
+                if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
+                    return Err(error);
+                }
+            }
+            // Closed without a word.
+            Ok(_) | Err(Errno::CONNRESET) => {
+                return attempt.end_of(Rank(0), process, REAP).map_or(Ok(None), Err);
+            }
+            Err(errno) => return Err(attempt.os("receive from rank 0", errno)),
+        }
     }
-    Err(Error::config(format!("rank 0 sent memory of {size} bytes with seals {seals:?}; {bytes} bytes sealed against shrinking were due")))
+}
+
+/// A connection to rank 0 that has introduced itself; `None` if nobody listens there.
+fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
+    let socket = loop {
+        match socket::connect_to(&leader.socket) {
+            Ok(socket) => break socket,
+            Err(Errno::CONNREFUSED | Errno::NOENT) => return Ok(None),
+            Err(Errno::AGAIN | Errno::INTR) => {
+                if attempt.clock.remaining().is_zero() {
+                    return Err(late(attempt, leader));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(errno) => return Err(attempt.os("connect to rank 0", errno)),
+        }
+    };
+    let peer = socket::peer(&socket).map_err(|errno| attempt.os("look at the peer of a socket", errno))?;
+    if peer != (socket::Peer { pid: leader.pid, uid: rustix::process::geteuid().as_raw() }) {
+        // The name is free once rank 0 has gone, and anybody may take it then.
+        return Ok(None);
+    }
+    let spec = attempt.spec;
+    let hello = Hello { rank: spec.rank.0, size: spec.size, pid: attempt.own.pid, segment_bytes: spec.segment_bytes, token: leader.nonce };
+    match socket::send(&socket, &hello.encode(), None) {
+        Ok(()) => Ok(Some(socket)),
+        // It may have spoken before it closed, and that stays readable.
+        Err(Errno::PIPE | Errno::CONNRESET) => Ok(Some(socket)),
+        Err(errno) => Err(attempt.os("write to rank 0", errno)),
+    }
+}
+
+/// Checks that what came is what was promised: memory of the right size that nobody can cut short.
+fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Option<OwnedFd>) -> Result<OwnedFd> {
+    let wrong = |what: &str| {
+        Err(Error::internal(format!("rank 0 (pid {}) sent {what} to {} while joining {}", leader.pid, attempt.me(), attempt.group())))
+    };
+    let Some(answer) = answer else {
+        return wrong("a message not of this protocol");
+    };
+    if let Some(error) = answer.failure {
+        return Err(error);
+    }
+    let Some(fd) = fd.filter(|_| answer.token == leader.nonce) else {
+        return wrong("no memory of this group");
+    };
+    let stat = fstat(&fd).map_err(|errno| attempt.os("look at the shared memory", errno))?;
+    let seals = fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
+    let size = u64::try_from(stat.st_size).unwrap_or(0);
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !seals.contains(SealFlags::SHRINK) {
+        return wrong("a descriptor that is not sealed memory");
+    }
+    if size != attempt.spec.segment_bytes {
+        return wrong(&format!("{size} bytes of memory, not {},", attempt.spec.segment_bytes));
+    }
+    Ok(fd)
+}
+
+/// Rank 0's record, once it is another one than `seen`.
+fn next_record(attempt: &Attempt<'_>, claim: &Claim<'_>, seen: &Record, process: &Member) -> Result<(Record, Member)> {
+    let key = [attempt.key(0)];
+    loop {
+        let present = attempt.await_keys(&key, attempt.clock.remaining())?;
+        if present
+            && let Some(Some(Standing::Live(record, member))) = read(attempt, claim, &key, true)?.pop()
+            && record.nonce != seen.nonce
+        {
+            return Ok((*record, member));
+        }
+        // It lived when its record was read.
+        if let Some(error) = attempt.end_of(Rank(0), process, Duration::ZERO) {
+            return Err(error);
+        }
+        if attempt.clock.remaining().is_zero() {
+            return Err(late(attempt, seen));
+        }
+        std::thread::sleep(REREAD.min(attempt.clock.remaining()));
+    }
+}
+
+fn late(attempt: &Attempt<'_>, leader: &Record) -> Error {
+    Error::timeout(format!(
+        "{} waited {:.1} s for rank 0 (pid {}) to hand over the shared memory of {}",
+        attempt.me(),
+        attempt.clock.waited(),
+        leader.pid,
+        attempt.group()
+    ))
 }

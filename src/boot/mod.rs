@@ -1,194 +1,259 @@
-//! How the members of a group find each other and come to share memory.
+//! Joining a group: the ranks of one host find each other through a key-value store and share one piece of memory.
 //!
-//! 1. Each rank puts a [record](record::Record) under its own key; one wait and one read give it everybody's. All compare.
-//! 2. Rank 0 listens on an abstract unix socket of random name (in its record), makes the memory, and waits for a greeting of every other
-//!    rank: token, rank, size, and a pidfd of the sender. The kernel vouches for the sender's user id.
-//! 3. Rank 0 sends everybody the memory and all pidfds. Everybody removes its own key.
+//! 1. Each rank publishes a `Record` under `symm/{group}/{restart}/{rank}` (`claim`), waits for all
+//!    of them and reads all of them (`gather`): a fixed number of store round trips, whatever the size.
+//! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket (`leader`, `member`).
+//!    It has listened since before it published, under a random name that stands in its record.
+//! 3. Each rank removes its key.
 //!
-//! That is four store operations per rank, whatever the size. Nothing has a name that outlives the step: no file, no port, no key.
+//! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
+//! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
 
+mod claim;
+mod gather;
 mod leader;
 mod member;
-mod message;
 mod record;
+mod wire;
 
-use crate::error::{Error, Kind, Result};
-use crate::mem::layout::MAX_RANKS;
-use crate::rank::{Rank, name_ranks};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
 use crate::store::Store;
-use crate::sync::limit::Limit;
-use crate::sys::pidfd::{self, Process};
+use crate::sys::host::{self, Host};
+use crate::sys::process::{self, ProcessId};
+use claim::Claim;
 use record::Record;
-use std::collections::BTreeSet;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-/// Who joins.
-#[derive(Clone, Copy, Debug)]
-pub struct JoinSpec<'a> {
-    /// The group's name.
-    pub group: &'a str,
-    /// This process's place in it.
-    pub rank: Rank,
-    /// Number of members.
-    pub size: usize,
-    /// Which attempt of the job this is.
-    pub restart: &'a str,
-    /// Limit of the whole.
-    pub timeout: Duration,
-    /// Bytes of memory that the members will share.
-    pub segment_bytes: usize,
-}
+/// The largest group.
+pub const MAX_SIZE: u32 = 128;
 
-/// Another member, or oneself.
-#[derive(Clone, Debug)]
-pub struct Member {
-    /// The process.
-    pub process: Process,
-    /// A handle for watching it; `None` where it is this very process.
-    pub handle: Option<Arc<OwnedFd>>,
-}
-
-/// What joining gives.
-#[derive(Debug)]
-pub struct Joined {
-    /// The memory file, of the size asked for.
-    pub segment: OwnedFd,
-    /// In rank order.
-    pub members: Vec<Member>,
-}
-
-/// Nonces of the joins that are under way in this process: they tell a twin from what an earlier attempt left behind.
-static UNDER_WAY: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-
-struct UnderWay(String);
-
-impl UnderWay {
-    fn enter(nonce: &str) -> Self {
-        UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner).insert(nonce.into());
-        Self(nonce.into())
-    }
-
-    fn has(nonce: &str) -> bool {
-        UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner).contains(nonce)
-    }
-}
-
-impl Drop for UnderWay {
-    fn drop(&mut self) {
-        UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
-    }
-}
-
-/// One join under way.
-struct Attempt<'a> {
-    spec: &'a JoinSpec<'a>,
-    store: &'a dyn Store,
-    record: Record,
-    keys: Vec<String>,
-    limit: Limit,
-}
-
-/// Joins a group of more than one rank; returns once this rank has the memory that all share.
-///
-/// Fails with `Config` for a duplicate rank, ranks on other hosts or of other versions, with `Timeout` naming the ranks that never came,
-/// with `Peer` if one died on the way.
-pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
-    if spec.size > MAX_RANKS || spec.rank.index() >= spec.size {
-        let (rank, size) = (spec.rank, spec.size);
-        return Err(Error::config(format!("rank {rank} cannot join a group of {size} ranks; there are at most {MAX_RANKS}")));
-    }
-    let listener = if spec.rank.0 == 0 { Some(message::listen(spec.size)?) } else { None };
-    let record = Record::new(spec, listener.as_ref().map_or("", |(_, name)| name))?;
-    let _under_way = UnderWay::enter(&record.nonce);
-    let keys = (0..spec.size).map(|rank| format!("symm/{}/{}/{rank}", spec.group, spec.restart)).collect();
-    let attempt = Attempt { spec, store, record, keys, limit: Limit::from(std::time::Instant::now(), spec.timeout) };
-    let claimed = attempt.claim();
-    let joined = claimed.and_then(|()| {
-        let records = attempt.meet()?;
-        match listener {
-            Some((listener, _)) => attempt.lead(&listener, &records),
-            None => attempt.follow(records),
-        }
-    });
-    // Another rank's record is not ours to remove.
-    let duplicate = joined.as_ref().is_err_and(|error| error.message.contains("is taken"));
-    if joined.as_ref().is_err_and(|error| error.kind == Kind::Timeout) {
-        // Others are about to ask who is missing: this rank was there.
-        std::thread::sleep(GRACE);
-    }
-    if !duplicate {
-        let _ = store.delete(attempt.own_key());
-    }
-    joined
-}
-
-/// How long a rank that gave up leaves its record for others to see.
+/// How long a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
 const GRACE: Duration = Duration::from_millis(300);
 
-impl Attempt<'_> {
-    fn own_key(&self) -> &str {
-        &self.keys[self.spec.rank.index()]
+/// How long the end of a process may follow the end of its connection.
+const REAP: Duration = Duration::from_millis(50);
+
+/// Who joins which group.
+#[derive(Clone, Copy, Debug)]
+pub struct JoinSpec<'a> {
+    /// The group's name, the same on all ranks.
+    pub group: &'a str,
+    /// This rank.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub size: u32,
+    /// Tells attempts of one job apart that share a store.
+    pub restart: &'a str,
+    /// Limit of the whole call.
+    pub timeout: Duration,
+    /// Size of the shared memory, the same on all ranks.
+    pub segment_bytes: u64,
+}
+
+/// A rank's process.
+#[derive(Clone, Debug)]
+pub struct Member {
+    /// Its process id.
+    pub pid: u32,
+    /// Field 22 of `/proc/pid/stat`; together with `pid` it is never used again.
+    pub start_time: u64,
+    /// Its descriptor, which becomes readable when it ends; `None` for this very process.
+    pub pidfd: Option<Arc<OwnedFd>>,
+}
+
+/// What the ranks of a group share.
+#[derive(Debug)]
+pub struct Joined {
+    /// `segment_bytes` of zeroed memory without a name, whose size is sealed.
+    pub segment: OwnedFd,
+    /// The processes, by rank.
+    pub members: Vec<Member>,
+    /// Random; the same on all ranks, different for each group ever joined.
+    pub token: [u8; 16],
+}
+
+/// When this call began and when it must end.
+#[derive(Clone, Copy, Debug)]
+struct Clock {
+    started: Instant,
+    deadline: Instant,
+    /// `started` on the clock that all processes of the host share: nanoseconds since boot.
+    started_at: u64,
+}
+
+impl Clock {
+    fn start(timeout: Duration) -> Self {
+        // `Instant` cannot hold any duration; a year stands for "no limit".
+        const YEAR: Duration = Duration::from_secs(365 * 24 * 3600);
+        let started = Instant::now();
+        Self { started, deadline: started + timeout.min(YEAR), started_at: now_since_boot() }
     }
 
-    fn left(&self) -> Duration {
-        self.limit.left().unwrap_or(Duration::ZERO)
+    fn remaining(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// "rank 0 (pid 12)".
-    fn me(&self) -> String {
-        format!("rank {} (pid {})", self.spec.rank, self.record.pid)
-    }
-
-    /// Puts this rank's record under its key, over one that a dead process or an earlier attempt left there.
-    fn claim(&self) -> Result<()> {
-        let own = self.record.encode();
-        let mut expected = Vec::new();
-        for _ in 0..8 {
-            let stands = self.store.compare_set(self.own_key(), &expected, &own)?;
-            if stands == own {
-                return Ok(());
-            }
-            if let Ok(other) = Record::decode(&stands) {
-                let here = other.process() == self.record.process();
-                let alive = if here { UnderWay::has(&other.nonce) } else { other.host == self.record.host && pidfd::runs(other.process()) };
-                if alive || other.host != self.record.host {
-                    return Err(Error::config(format!(
-                        "rank {} of group \"{}\" is taken: pid {} claims it, and so does pid {}",
-                        self.spec.rank, self.spec.group, other.pid, self.record.pid
-                    )));
-                }
-            }
-            expected = stands;
-        }
-        Err(Error::config(format!("rank {} of group \"{}\" is contested by other processes", self.spec.rank, self.spec.group)))
-    }
-
-    /// Everybody's record, compared.
-    fn meet(&self) -> Result<Vec<Record>> {
-        if !self.store.wait(&self.keys, self.left().max(Duration::from_millis(1)))? {
-            let absent = |key: &String| !self.store.check(std::slice::from_ref(key)).unwrap_or(false);
-            let missing: Vec<Rank> = (0u32..).zip(&self.keys).filter(|(_, key)| absent(key)).map(|(rank, _)| Rank(rank)).collect();
-            return Err(self.missing(&missing));
-        }
-        let records = self.store.multi_get(&self.keys)?;
-        let records: Vec<Record> = records.iter().map(|bytes| Record::decode(bytes)).collect::<Result<_>>()?;
-        record::compare(&records, self.spec)?;
-        Ok(records)
-    }
-
-    fn missing(&self, ranks: &[Rank]) -> Error {
-        let (group, size) = (self.spec.group, self.spec.size);
-        let (seconds, ranks) = (self.limit.waited().as_secs_f32(), name_ranks(ranks));
-        Error::timeout(format!("{} waited {seconds:.1} s for {ranks} to join group \"{group}\" of {size} ranks", self.me()))
-    }
-
-    fn member(&self, process: Process, handle: OwnedFd) -> Member {
-        let own = process == self.record.process();
-        Member { process, handle: (!own).then(|| pidfd::shared(process, handle)) }
+    fn waited(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
     }
 }
 
-#[cfg(test)]
-mod tests;
+fn now_since_boot() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+/// What all steps of one call need to know.
+struct Attempt<'a> {
+    store: &'a dyn Store,
+    spec: &'a JoinSpec<'a>,
+    clock: Clock,
+    own: ProcessId,
+    host: Host,
+}
+
+impl Attempt<'_> {
+    fn key(&self, rank: u32) -> String {
+        format!("symm/{}/{}/{rank}", self.spec.group, self.spec.restart)
+    }
+
+    /// Whether all `keys` exist, after at most `limit` and not past the deadline.
+    fn await_keys(&self, keys: &[String], limit: Duration) -> Result<bool> {
+        // Never 0, not even when cut to milliseconds: c10d stores take that for "no limit".
+        self.store.wait(keys, limit.min(self.clock.remaining()).max(Duration::from_millis(1)))
+    }
+
+    /// `"rank 2 (pid 77)"`.
+    fn me(&self) -> String {
+        format!("rank {} (pid {})", self.spec.rank, self.own.pid)
+    }
+
+    /// `"group \"default_pg\" of 4 ranks"`.
+    fn group(&self) -> String {
+        format!("group {:?} of {} ranks", self.spec.group, self.spec.size)
+    }
+
+    fn ended(&self, rank: Rank, pid: u32, cause: &str) -> Error {
+        let group = self.group();
+        Error::peer(format!("rank {rank} (pid {pid}) ended while joining {group}: {cause}"))
+    }
+
+    /// What there is to say if the process of `rank` ends within `limit`.
+    fn end_of(&self, rank: Rank, member: &Member, limit: Duration) -> Option<Error> {
+        let pidfd = member.pidfd.as_ref()?;
+        let give_up = Instant::now() + limit;
+        while !process::ended(pidfd) {
+            if Instant::now() >= give_up {
+                return None;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let process = ProcessId { pid: member.pid, start_time: member.start_time };
+        // It may have failed, said so in its record, and gone.
+        let failure = gather::failure_of(self, rank, process);
+        Some(failure.unwrap_or_else(|| self.ended(rank, member.pid, &process::exit_cause(process, pidfd))))
+    }
+
+    /// A failed system call; where descriptors ran out, the limit and the need.
+    fn os(&self, what: &str, errno: Errno) -> Error {
+        if errno != Errno::MFILE {
+            return Error::os(&format!("{} could not {what} to join {}", self.me(), self.group()), errno);
+        }
+        let (limit, open) = process::descriptors();
+        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two.
+        let others = self.spec.size as usize - 1;
+        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2;
+        let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
+        Error::config(format!(
+            "RLIMIT_NOFILE {limit} of {} is too low: {open} descriptors are open and joining {} needs up to {need} more",
+            self.me(),
+            self.group(),
+        ))
+    }
+
+    fn member(&self, record: &Record, pidfd: Option<Arc<OwnedFd>>) -> Member {
+        Member { pid: record.pid, start_time: record.start_time, pidfd }
+    }
+}
+
+/// 128 random bits.
+fn nonce() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
+    // Reads of up to 256 bytes are never cut short.
+    getrandom(&mut bytes, GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
+    Ok(bytes)
+}
+
+/// What a rank holds before it publishes.
+enum Seat {
+    Leader(leader::Seat),
+    Member(member::Seat),
+}
+
+/// Joins the group together with its other ranks.
+///
+/// On success every rank holds a descriptor of the same memory, and of every other rank's process; no key is left.
+/// On failure nothing is left but this rank's record, which now holds the cause: late ranks raise it too, and the next
+/// attempt replaces it.
+///
+/// # Errors
+/// `Value` and `Config` for what was asked wrongly; `Config` where the ranks cannot form a group (hosts, versions,
+/// sizes, users, duplicates, descriptors); `Timeout` naming who did not come; `Peer` naming who ended.
+pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
+    let JoinSpec { rank, size, .. } = *spec;
+    if size == 0 || rank.0 >= size {
+        return Err(Error::value(format!("rank {rank} does not exist in group {:?} of {size} ranks", spec.group)));
+    }
+    if size > MAX_SIZE {
+        return Err(Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports ({MAX_SIZE})", spec.group)));
+    }
+    let attempt = Attempt { store, spec, clock: Clock::start(spec.timeout), own: process::own()?, host: Host::own()? };
+    let token = nonce()?;
+    if size == 1 {
+        let segment = leader::segment(&attempt)?;
+        let ProcessId { pid, start_time } = attempt.own;
+        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token });
+    }
+    let seat =
+        if rank == Rank(0) { leader::Seat::take(&attempt).map(Seat::Leader) } else { member::Seat::take(&attempt).map(Seat::Member) };
+    let mut record = Record {
+        protocol: record::PROTOCOL,
+        version: record::VERSION.into(),
+        rank: rank.0,
+        size,
+        segment_bytes: spec.segment_bytes,
+        host: attempt.host.clone(),
+        host_name: host::name(),
+        pid: attempt.own.pid,
+        start_time: attempt.own.start_time,
+        uid: rustix::process::geteuid().as_raw(),
+        at: attempt.clock.started_at,
+        socket: String::new(),
+        nonce: token,
+        gpu: None,
+        failure: None,
+    };
+    match &seat {
+        Ok(Seat::Leader(seat)) => record.socket.clone_from(&seat.name),
+        Ok(Seat::Member(_)) => {}
+        Err(error) => record.fail(error),
+    }
+    let claim = Claim::publish(&attempt, record)?;
+    let outcome = seat.and_then(|seat| {
+        let gathered = gather::gather(&attempt, &claim);
+        match seat {
+            Seat::Leader(seat) => seat.hand_out(&attempt, &claim, gathered?),
+            Seat::Member(seat) => seat.receive(&attempt, &claim, gathered?),
+        }
+    });
+    if let Err(error) = &outcome {
+        claim.fail(error);
+    }
+    outcome
+}

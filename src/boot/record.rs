@@ -1,97 +1,211 @@
-//! What each rank tells the others about itself, through the store.
+//! What a rank says of itself in the store, and whether what all say fits together. Pure.
 
-use super::JoinSpec;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};
-use crate::sys::host;
-use crate::sys::pidfd::{self, Process};
+use crate::sys::host::Host;
+use crate::sys::process::ProcessId;
 use serde::{Deserialize, Serialize};
 
-/// Changes whenever records, greetings or the memory layout change.
-const PROTOCOL: u32 = 1;
+/// Number of the joining protocol: changes with the record, the messages or what the memory holds.
+pub(super) const PROTOCOL: u32 = 1;
 
-/// A rank's entry in the store.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Version of torch-symm.
+pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// One rank's record; JSON in the store.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Record {
-    pub protocol: u32,
-    pub version: String,
-    pub rank: u32,
-    pub size: usize,
-    pub host: String,
-    pub pid: u32,
-    pub start_time: u64,
-    pub uid: u32,
-    /// Abstract unix socket of rank 0; empty for others.
-    pub socket: String,
-    /// Random, of this attempt. Rank 0's is the token that every greeting carries.
-    pub nonce: String,
-    /// The GPU this rank uses; no rank has one until the CUDA plane exists.
-    pub gpu: Option<String>,
+    pub(super) protocol: u32,
+    pub(super) version: String,
+    pub(super) rank: u32,
+    pub(super) size: u32,
+    pub(super) segment_bytes: u64,
+    pub(super) host: Host,
+    /// For messages only.
+    pub(super) host_name: String,
+    pub(super) pid: u32,
+    pub(super) start_time: u64,
+    pub(super) uid: u32,
+    /// When it was published, or the failure added: nanoseconds since boot.
+    pub(super) at: u64,
+    /// Abstract socket name where rank 0 listens; empty on other ranks.
+    pub(super) socket: String,
+    /// Random; rank 0's is the group's token.
+    pub(super) nonce: [u8; 16],
+    /// Identity of the rank's GPU, if it has one.
+    pub(super) gpu: Option<String>,
+    /// Why this rank cannot join.
+    pub(super) failure: Option<Failure>,
+}
+
+/// An [`Error`] in the store.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Failure {
+    kind: u8,
+    message: String,
+}
+
+impl Failure {
+    pub(super) fn error(&self) -> Error {
+        Error { kind: Kind::from_code(self.kind).unwrap_or(Kind::Internal), message: self.message.clone() }
+    }
 }
 
 impl Record {
-    pub(super) fn new(spec: &JoinSpec<'_>, socket: &str) -> Result<Self> {
-        let (pid, start_time) = pidfd::own()?;
-        Ok(Self {
-            protocol: PROTOCOL,
-            version: env!("CARGO_PKG_VERSION").into(),
-            rank: spec.rank.0,
-            size: spec.size,
-            host: host::identity()?,
-            pid,
-            start_time,
-            uid: rustix::process::geteuid().as_raw(),
-            socket: socket.into(),
-            nonce: host::random_name()?,
-            gpu: None,
-        })
+    pub(super) fn process(&self) -> ProcessId {
+        ProcessId { pid: self.pid, start_time: self.start_time }
     }
 
-    pub(super) fn process(&self) -> Process {
-        (self.pid, self.start_time)
+    pub(super) fn fail(&mut self, error: &Error) {
+        self.failure = Some(Failure { kind: error.kind as u8, message: error.message.clone() });
     }
 
-    pub(super) fn encode(&self) -> Vec<u8> {
-        serde_json::to_vec(self).unwrap_or_default()
+    pub(super) fn encode(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|error| Error::internal(format!("a record cannot be written: {error}")))
     }
 
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        serde_json::from_slice(bytes).map_err(|e| {
-            let text = String::from_utf8_lossy(&bytes[..bytes.len().min(200)]).into_owned();
-            Error::config(format!("a record in the store is not one of torch-symm {} ({e}): {text}", env!("CARGO_PKG_VERSION")))
-        })
+    /// Reads what stands under `rank`'s key.
+    pub(super) fn decode(rank: Rank, bytes: &[u8]) -> Result<Self> {
+        /// What every protocol's record begins with.
+        #[derive(Deserialize)]
+        struct Version {
+            protocol: u32,
+            version: String,
+        }
+        serde_json::from_slice::<Self>(bytes)
+            .map_err(|error| error.to_string())
+            .and_then(|record| if record.rank == rank.0 { Ok(record) } else { Err(format!("it says rank {}", record.rank)) })
+            .map_err(|reason| match serde_json::from_slice::<Version>(bytes) {
+                Ok(Version { protocol, version }) if protocol != PROTOCOL => Error::config(format!(
+                    "rank {rank} runs torch-symm {version} (protocol {protocol}), \
+                     others {VERSION} (protocol {PROTOCOL})"
+                )),
+                _ => Error::config(format!("the record of rank {rank} in the store cannot be read: {reason}")),
+            })
     }
 }
 
-/// Fails unless all records are of one version, world and host.
-pub(super) fn compare(records: &[Record], spec: &JoinSpec<'_>) -> Result<()> {
-    let first = &records[0];
-    let differing = |differs: &dyn Fn(&Record) -> bool| -> Option<(String, &Record)> {
-        let others: Vec<&Record> = records.iter().filter(|record| differs(record)).collect();
-        let ranks: Vec<Rank> = others.iter().map(|record| Rank(record.rank)).collect();
-        Some((name_ranks(&ranks), *others.first()?))
+/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how.
+pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
+    let Some((first, rest)) = records.split_first() else {
+        return Ok(());
     };
-    let group = spec.group;
-    if let Some((ranks, other)) = differing(&|r| (r.protocol, &r.version) != (first.protocol, &first.version)) {
+    let differing = |differs: &dyn Fn(&Record) -> bool| {
+        let others: Vec<&Record> = rest.iter().copied().filter(|record| differs(record)).collect();
+        let example = *others.first()?;
+        let mut ranks = vec![Rank(first.rank)];
+        ranks.extend(others.iter().map(|record| Rank(record.rank)));
+        Some((name_ranks(&ranks), example))
+    };
+    if let Some((ranks, other)) = differing(&|record| (record.protocol, &record.version) != (first.protocol, &first.version)) {
         return Err(Error::config(format!(
-            "{ranks} of group \"{group}\" run torch-symm {} (protocol {}), rank 0 runs {} (protocol {}); install one version everywhere",
-            other.version, other.protocol, first.version, first.protocol
+            "{ranks} run different versions of torch-symm: rank {} has {} (protocol {}), rank {} {} (protocol {})",
+            first.rank, first.version, first.protocol, other.rank, other.version, other.protocol
         )));
     }
-    if let Some((ranks, other)) = differing(&|r| r.size != first.size) {
-        return Err(Error::config(format!("{ranks} of group \"{group}\" count {} members, rank 0 counts {}", other.size, first.size)));
-    }
-    if let Some((ranks, _)) = differing(&|r| r.host != first.host) {
+    if let Some((ranks, other)) = differing(&|record| record.host != first.host) {
+        let place = if first.host_name == other.host_name {
+            format!("{:?} in different containers or boots", first.host_name)
+        } else {
+            format!("{:?} and {:?}", first.host_name, other.host_name)
+        };
         return Err(Error::config(format!(
-            "{ranks} of group \"{group}\" run on another host or in another container than rank 0; torch-symm connects the ranks of one \
-             host only, until it supports several"
+            "{ranks} run on different hosts ({place}); torch-symm connects the ranks of one host only \
+             until inter-host support exists"
         )));
     }
-    if let Some((ranks, other)) = differing(&|r| r.uid != first.uid) {
-        let (theirs, ours) = (other.uid, first.uid);
+    if let Some((ranks, other)) = differing(&|record| record.uid != first.uid) {
         return Err(Error::config(format!(
-            "{ranks} of group \"{group}\" run as user {theirs}, rank 0 as user {ours}; one user must run all"
+            "{ranks} run as different users: rank {} as {}, rank {} as {}",
+            first.rank, first.uid, other.rank, other.uid
+        )));
+    }
+    if let Some((ranks, other)) = differing(&|record| record.size != first.size) {
+        return Err(Error::config(format!(
+            "{ranks} disagree on the size of group {group:?}: rank {} says {} ranks, rank {} {}",
+            first.rank, first.size, other.rank, other.size
+        )));
+    }
+    if let Some((ranks, other)) = differing(&|record| record.segment_bytes != first.segment_bytes) {
+        return Err(Error::config(format!(
+            "{ranks} disagree on the shared memory of group {group:?}: rank {} says {} bytes, rank {} {}",
+            first.rank, first.segment_bytes, other.rank, other.segment_bytes
         )));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(rank: u32) -> Record {
+        let host = Host { boot: "b".into(), ipc: "i".into(), net: "n".into(), pid: "p".into(), user: "u".into() };
+        Record {
+            protocol: PROTOCOL,
+            version: VERSION.into(),
+            rank,
+            size: 4,
+            segment_bytes: 4096,
+            host,
+            host_name: "here".into(),
+            pid: 100 + rank,
+            start_time: 7,
+            uid: 0,
+            at: 1,
+            socket: String::new(),
+            nonce: [rank as u8; 16],
+            gpu: None,
+            failure: None,
+        }
+    }
+
+    #[test]
+    fn records_survive_the_store() -> Result<()> {
+        let mut written = record(2);
+        written.fail(&Error::timeout("too late"));
+        let read = Record::decode(Rank(2), &written.encode()?)?;
+        assert_eq!(read, written);
+        assert_eq!(read.failure.map(|failure| failure.error()), Some(Error::timeout("too late")));
+        Ok(())
+    }
+
+    #[test]
+    fn unreadable_records_are_refused_by_name() {
+        let cases: [(&[u8], &str); 4] = [
+            (b"", "the record of rank 1 in the store cannot be read"),
+            (b"{\"protocol\":1}", "the record of rank 1 in the store cannot be read"),
+            (b"{\"protocol\":9,\"version\":\"3.0\"}", "rank 1 runs torch-symm 3.0 (protocol 9), others"),
+            (&record(3).encode().expect("encodes"), "it says rank 3"),
+        ];
+        for (bytes, expected) in cases {
+            let error = Record::decode(Rank(1), bytes).expect_err("refused");
+            assert_eq!(error.kind, Kind::Config);
+            assert!(error.message.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn disagreements_name_ranks_and_values() {
+        type Change = fn(&mut Record);
+        let cases: [(Change, &str); 6] = [
+            (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
+            (|r| r.protocol = 7, "(protocol 7)"),
+            (|r| r.host.net = "m".into(), "ranks 0, 2 and 3 run on different hosts (\"here\" in different"),
+            (|r| r.uid = 5, "ranks 0, 2 and 3 run as different users: rank 0 as 0, rank 2 as 5"),
+            (|r| r.size = 8, "disagree on the size of group \"g\": rank 0 says 4 ranks, rank 2 8"),
+            (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),
+        ];
+        let good: Vec<Record> = (0..4).map(record).collect();
+        assert_eq!(agree("g", &good.iter().collect::<Vec<_>>()), Ok(()));
+        assert_eq!(agree("g", &[]), Ok(()));
+        for (change, expected) in cases {
+            let mut bad = good.clone();
+            change(&mut bad[2]);
+            change(&mut bad[3]);
+            let error = agree("g", &bad.iter().collect::<Vec<_>>()).expect_err("refused");
+            assert_eq!(error.kind, Kind::Config);
+            assert!(error.message.contains(expected), "{error}");
+        }
+    }
 }

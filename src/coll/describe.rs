@@ -138,7 +138,7 @@ impl Call {
             Op::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),
             Op::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
         };
-        let whole = |span: &Span| span.bytes % self.dtype.size() == 0;
+        let whole = |span: &Span| span.bytes.is_multiple_of(self.dtype.size());
         if fits && self.inputs.iter().chain(&self.outputs).all(whole) {
             return Ok(());
         }

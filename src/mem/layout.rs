@@ -18,7 +18,7 @@ pub const INPUT_SLOTS: usize = 3;
 /// Two: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
 /// Bytes of one ring's data; a power of two.
-pub const RING_BYTES: usize = 256 << 10;
+pub const RING_BYTES: usize = 512 << 10;
 /// Head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
 /// 128, not 64: adjacent-line prefetch pairs lines on x86.

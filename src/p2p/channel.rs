@@ -100,7 +100,7 @@ impl Channel {
             let frame = next_frame(item);
             let Some(room) = side.ring.room(self.tail, frame.footprint()) else { break };
             if let Some(place) = room.padding {
-                write_head(&side, place, Frame::control(Kind::Padding, 0));
+                write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
             }
             write_head(&side, room.place, frame);
             let payload = match item {

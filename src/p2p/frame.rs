@@ -12,7 +12,7 @@ pub(super) enum Kind {
     Eager = 1,
     /// A message waits at `value`, an address in the sender's memory.
     Offer = 2,
-    /// Send the offered message in frames.
+    /// Send the offered message in frames, from offset `value` on.
     Ask = 3,
     /// The bytes at offset `value` of an asked-for message follow.
     Data = 4,
@@ -32,19 +32,21 @@ pub(super) struct Frame {
     pub value: u64,
 }
 
-/// Most payload of one frame: several fit a ring, so that one is read while the next is written.
-pub(super) const PAYLOAD_BYTES: usize = 32 << 10;
+/// Longest message that travels unasked, in one frame. Several fit a ring.
+pub(super) const EAGER_BYTES: usize = 64 << 10;
+/// Most payload of a frame of a longer message: one is read while the next is written.
+const DATA_BYTES: usize = 32 << 10;
 
 impl Frame {
-    pub(super) const fn control(kind: Kind, id: u64) -> Self {
-        Self { kind, tag: 0, id, bytes: 0, value: 0 }
+    pub(super) const fn control(kind: Kind, id: u64, value: u64) -> Self {
+        Self { kind, tag: 0, id, bytes: 0, value }
     }
 
     /// Bytes that follow the head.
     pub(super) fn payload(&self) -> usize {
         match self.kind {
             Kind::Eager => self.bytes as usize,
-            Kind::Data => (self.bytes - self.value).min(PAYLOAD_BYTES as u64) as usize,
+            Kind::Data => (self.bytes - self.value).min(DATA_BYTES as u64) as usize,
             Kind::Padding | Kind::Offer | Kind::Ask | Kind::Taken => 0,
         }
     }
@@ -64,7 +66,7 @@ impl Frame {
         let kind = *KINDS.get(usize::from(words[0] as u8))?;
         let frame = Self { kind, tag: (words[0] >> 32) as i32, id: words[1], bytes: words[2], value: words[3] };
         let sound = match kind {
-            Kind::Eager => frame.bytes <= PAYLOAD_BYTES as u64,
+            Kind::Eager => frame.bytes <= EAGER_BYTES as u64,
             Kind::Data => frame.value < frame.bytes,
             Kind::Padding | Kind::Offer | Kind::Ask | Kind::Taken => true,
         };

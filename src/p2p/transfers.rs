@@ -1,7 +1,7 @@
 //! All sends and receives of one rank, and who moves them along.
 
 use super::channel::{Channel, Outgoing};
-use super::frame::{Frame, Kind, PAYLOAD_BYTES};
+use super::frame::{EAGER_BYTES, Frame, Kind};
 use super::matching::{Content, Matching, Posted, Unexpected};
 use crate::coll::call::Span;
 use crate::done::Done;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
 use crate::p2p::message::Message;
 use crate::rank::Rank;
-use crate::sync::board::Board;
+use crate::sync::board::{Board, YIELDS};
 use crate::sync::limit::Limit;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -65,6 +65,12 @@ struct Finished {
     source: Option<Rank>,
 }
 
+/// Turns of spinning between two moments of giving the core away.
+const SPINS_BETWEEN: u32 = 8;
+/// Bytes read directly between two looks at whether the sender attends.
+const DIRECT_BYTES: usize = 256 << 10;
+/// Messages from this size on are written past the receiver's cache.
+const STREAM_BYTES: usize = 8 << 20;
 /// How long the progress thread polls after the last transfer before it parks.
 const LINGER: Duration = Duration::from_millis(200);
 /// Its pause between looks while transfers are open and another thread may be moving them.
@@ -107,7 +113,7 @@ impl Transfers {
         } else {
             let channel = &mut state.channels[peer.index()];
             let frame = |kind, value| Frame { kind, tag, id: ticket, bytes, value };
-            channel.enqueue(if span.bytes <= PAYLOAD_BYTES && channel.may_send_eagerly(&self.board) {
+            channel.enqueue(if span.bytes <= EAGER_BYTES && channel.may_send_eagerly(&self.board) {
                 Outgoing::Eager(frame(Kind::Eager, 0), span)
             } else {
                 Outgoing::Control(frame(Kind::Offer, span.addr as u64))
@@ -159,24 +165,26 @@ impl Transfers {
         self.start_worker()
     }
 
-    /// Moves everything along without blocking.
-    pub fn progress(&self) {
+    /// Moves everything along without blocking; returns whether anything moved.
+    pub fn progress(&self) -> bool {
         let mut state = self.lock();
-        self.advance(&mut state);
+        let moved = self.advance(&mut state);
         self.settle(state);
+        moved
     }
 
     /// Returns once the completion of `ticket` has been called.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let since = Instant::now();
-        self.lock().waiting_threads += 1;
+        self.attend(1);
+        let mut turns = 0;
         let outcome = loop {
             let mut state = self.lock();
             if !state.open.contains(&ticket) {
                 break Ok(());
             }
             let mut stirred = self.advance(&mut state);
-            for _ in 0..self.spins {
+            for _ in 0..if turns == 0 { self.spins } else { SPINS_BETWEEN } {
                 if stirred || !state.finished.is_empty() {
                     break;
                 }
@@ -186,6 +194,12 @@ impl Transfers {
             let finished = !state.finished.is_empty();
             self.settle(state);
             if stirred || finished {
+                turns = 0;
+                continue;
+            }
+            turns += 1;
+            if turns <= YIELDS {
+                std::thread::yield_now();
                 continue;
             }
             self.fail_if_lost();
@@ -194,15 +208,21 @@ impl Transfers {
                 let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
                 break Err(Error::wait_timeout(text));
             }
-            std::thread::yield_now();
             let left = left.min(self.soonest_deadline());
             self.board.sleep(left, || {
                 let state = self.lock();
                 !state.open.contains(&ticket) || state.stirs(&self.board) || self.board.failure().is_some()
             });
         };
-        self.lock().waiting_threads -= 1;
+        self.attend(-1);
         outcome
+    }
+
+    /// Counts the threads that move transfers along, and lets peers know whether there is one.
+    fn attend(&self, change: isize) {
+        let mut state = self.lock();
+        state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
+        self.board.attend(state.waiting_threads > 0);
     }
 
     /// Completes everything that is open with `error`.
@@ -311,7 +331,9 @@ impl Transfers {
             let attended = state.waiting_threads > 0 || state.open.is_empty();
             drop(state);
             if !attended {
-                self.progress();
+                if self.progress() {
+                    continue;
+                }
                 self.fail_if_lost();
             }
             std::thread::sleep(PAUSE);
@@ -384,7 +406,8 @@ impl State {
             (Kind::Data, Some(posted)) => self.finish(posted.ticket, posted.done, Ok(()), Some(peer)),
             (Kind::Ask, _) => {
                 if let Some(send) = self.sends.get(&frame.id) {
-                    let head = Frame { kind: Kind::Data, tag: send.tag, id: frame.id, bytes: send.span.bytes as u64, value: 0 };
+                    let bytes = send.span.bytes as u64;
+                    let head = Frame { kind: Kind::Data, tag: send.tag, id: frame.id, bytes, value: frame.value.min(bytes) };
                     self.channels[peer.index()].enqueue(Outgoing::Stream(head, send.span));
                 }
             }
@@ -406,19 +429,26 @@ impl State {
                 self.finish(posted.ticket, posted.done, Ok(()), Some(from));
             }
             Content::Own { ticket } => self.deliver_own(board, posted, ticket)?,
-            Content::Offer { id, addr } if direct => {
-                let span = posted.span;
-                // SAFETY: the span is the receiver's, who leaves it alone until its completion.
-                if let Err(error) = unsafe { crate::sys::process::read_memory(board.pid(from), addr as usize, span.ptr(), span.bytes) } {
-                    let text = format!("receiving {} bytes from {}: {error}", span.bytes, board.describe(from));
-                    return Err(self.refuse(posted, Error::peer(text)));
+            Content::Offer { id, addr } => {
+                // Two ranks that copy into and out of a ring are quicker than one that reads alone, but the sender may be busy elsewhere.
+                let (span, mut got) = (posted.span, 0);
+                while direct && got < span.bytes && !board.attends(from) {
+                    let bytes = DIRECT_BYTES.min(span.bytes - got);
+                    // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
+                    let read = unsafe { crate::sys::remote::read_memory(board.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
+                    if let Err(error) = read {
+                        let text = format!("receiving {} bytes from {}: {error}", span.bytes, board.describe(from));
+                        return Err(self.refuse(posted, Error::peer(text)));
+                    }
+                    got += bytes;
                 }
-                self.channels[from.index()].enqueue(Outgoing::Control(Frame::control(Kind::Taken, id)));
-                self.finish(posted.ticket, posted.done, Ok(()), Some(from));
-            }
-            Content::Offer { id, .. } => {
-                self.channels[from.index()].enqueue(Outgoing::Control(Frame::control(Kind::Ask, id)));
-                self.streams.insert((from, id), Stream { posted, got: 0 });
+                let reply = if got == span.bytes { Kind::Taken } else { Kind::Ask };
+                self.channels[from.index()].enqueue(Outgoing::Control(Frame::control(reply, id, got as u64)));
+                if reply == Kind::Taken {
+                    self.finish(posted.ticket, posted.done, Ok(()), Some(from));
+                } else {
+                    self.streams.insert((from, id), Stream { posted, got: got as u64 });
+                }
             }
         }
         Ok(())
@@ -471,7 +501,11 @@ impl State {
             }
             if limit.left().is_none() {
                 let from = peer.map_or_else(|| "any rank".into(), |peer| state_of(board, peer));
-                return Some(Error::timeout(format!("{me} waited {:.1} s in {} for {from}", limit.waited().as_secs_f32(), what())));
+                return Some(Error::timeout(format!(
+                    "{me} waited {:.1} s until its timeout in {} for {from}",
+                    limit.waited().as_secs_f32(),
+                    what()
+                )));
             }
         }
         for Sending { peer, tag, span, limit, .. } in self.sends.values() {
@@ -482,7 +516,11 @@ impl State {
             }
             if limit.left().is_none() {
                 let to = state_of(board, *peer);
-                return Some(Error::timeout(format!("{me} waited {:.1} s in {} for {to}", limit.waited().as_secs_f32(), what())));
+                return Some(Error::timeout(format!(
+                    "{me} waited {:.1} s until its timeout in {} for {to}",
+                    limit.waited().as_secs_f32(),
+                    what()
+                )));
             }
         }
         None
@@ -530,8 +568,9 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
             if end > stream.posted.span.bytes {
                 return None;
             }
+            let store = if stream.posted.span.bytes >= STREAM_BYTES { Store::Streaming } else { Store::Cached };
             // SAFETY: the piece lies within the receiver's span (checked above), which is left alone until its completion.
-            unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), Store::Cached) }
+            unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
             stream.got += payload.len() as u64;
             if stream.got < stream.posted.span.bytes as u64 {
                 return None;
@@ -543,6 +582,6 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
 }
 
 fn state_of(board: &Board, peer: Rank) -> String {
-    let state = crate::sys::process::state(board.pid(peer)).unwrap_or("gone");
+    let state = crate::sys::remote::state(board.pid(peer)).unwrap_or("gone");
     format!("{} ({state})", board.describe(peer))
 }

@@ -1,69 +1,135 @@
-//! A store for threads of one process.
+//! A store for the threads of one process.
 
 use super::Store;
 use crate::error::{Error, Result};
-use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Keys and values in this process; clones share them.
-#[derive(Clone, Debug, Default)]
-pub struct MemoryStore(Arc<(Mutex<BTreeMap<String, Vec<u8>>>, Condvar)>);
+/// How long `multi_get` waits for a key that is absent; the default of `c10d::Store`.
+const GET_TIMEOUT: Duration = Duration::from_secs(300);
+
+#[derive(Default)]
+struct Shared {
+    values: Mutex<HashMap<String, Vec<u8>>>,
+    changed: Condvar,
+}
+
+/// A key-value store in this process's memory. Clones share the contents.
+#[derive(Clone, Default)]
+pub struct MemoryStore(Arc<Shared>);
 
 impl MemoryStore {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Vec<u8>>> {
-        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// An empty store.
+    pub fn new() -> Self {
+        Self::default()
     }
 
-    /// Number of keys.
+    /// Number of keys held.
     pub fn len(&self) -> usize {
-        self.lock().len()
+        self.values().len()
     }
 
-    /// Whether there are no keys.
+    /// Whether no key is held.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    fn values(&self) -> MutexGuard<'_, HashMap<String, Vec<u8>>> {
+        // No code that can panic runs under this lock, so the map is whole even if poisoned.
+        self.0.values.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Returns the locked map once it holds all `keys`, or `None` once `timeout` has passed.
+    fn await_keys(&self, keys: &[String], timeout: Duration) -> Option<MutexGuard<'_, HashMap<String, Vec<u8>>>> {
+        let deadline = Instant::now().checked_add(timeout);
+        let mut values = self.values();
+        loop {
+            if keys.iter().all(|key| values.contains_key(key)) {
+                return Some(values);
+            }
+            let remaining = match deadline {
+                Some(deadline) => deadline.saturating_duration_since(Instant::now()),
+                None => Duration::MAX,
+            };
+            if remaining.is_zero() {
+                return None;
+            }
+            values = self.0.changed.wait_timeout(values, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
     }
 }
 
 impl Store for MemoryStore {
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let mut map = self.lock();
-        let stands = match map.get(key) {
-            None if expected.is_empty() => desired,
-            Some(value) if value == expected => desired,
-            None => expected,
-            Some(value) => return Ok(value.clone()),
+        let mut values = self.values();
+        let matches = match values.get(key) {
+            Some(value) if value != expected => return Ok(value.clone()),
+            Some(_) => true,
+            None => expected.is_empty(),
         };
-        if stands == desired {
-            map.insert(key.into(), desired.into());
-            self.0.1.notify_all();
+        if !matches {
+            // As c10d stores do: an absent key with a non-empty expectation stays absent, and the expectation comes back.
+            return Ok(expected.to_vec());
         }
-        Ok(stands.into())
+        values.insert(key.to_owned(), desired.to_vec());
+        self.0.changed.notify_all();
+        Ok(desired.to_vec())
     }
 
     fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        let mut map = self.lock();
-        while !keys.iter().all(|key| map.contains_key(key)) {
-            let Some(left) = timeout.checked_sub(start.elapsed()) else { return Ok(false) };
-            map = self.0.1.wait_timeout(map, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        Ok(true)
+        Ok(self.await_keys(keys, timeout).is_some())
     }
 
     fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        let map = self.lock();
-        keys.iter().map(|key| map.get(key).cloned().ok_or_else(|| Error::config(format!("the store has no key {key}")))).collect()
+        let values = self.await_keys(keys, GET_TIMEOUT).ok_or_else(|| Error::timeout(format!("waited 300 s for the keys {keys:?}")))?;
+        Ok(keys.iter().filter_map(|key| values.get(key).cloned()).collect())
     }
 
     fn check(&self, keys: &[String]) -> Result<bool> {
-        let map = self.lock();
-        Ok(keys.iter().all(|key| map.contains_key(key)))
+        let values = self.values();
+        Ok(keys.iter().all(|key| values.contains_key(key)))
     }
 
     fn delete(&self, key: &str) -> Result<()> {
-        self.lock().remove(key);
+        self.values().remove(key);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn compare_set_follows_c10d() -> Result<()> {
+        let store = MemoryStore::new();
+        assert_eq!(store.compare_set("k", b"old", b"new")?, b"old");
+        assert!(!store.check(&keys(&["k"]))?);
+        assert_eq!(store.compare_set("k", b"", b"1")?, b"1");
+        assert_eq!(store.compare_set("k", b"", b"2")?, b"1");
+        assert_eq!(store.compare_set("k", b"1", b"2")?, b"2");
+        assert_eq!(store.multi_get(&keys(&["k"]))?, [b"2"]);
+        store.delete("k")?;
+        store.delete("k")?;
+        assert!(store.is_empty());
+        Ok(())
+    }
+
+    #[test]
+    fn wait_ends_at_its_timeout_or_with_the_last_key() -> Result<()> {
+        let store = MemoryStore::new();
+        let started = Instant::now();
+        assert!(!store.wait(&keys(&["a"]), Duration::from_millis(20))?);
+        assert!(started.elapsed() >= Duration::from_millis(20));
+        let writer = store.clone();
+        let thread = std::thread::spawn(move || writer.compare_set("a", b"", b"1"));
+        assert!(store.wait(&keys(&["a"]), Duration::MAX)?);
+        assert!(thread.join().is_ok());
         Ok(())
     }
 }

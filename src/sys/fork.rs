@@ -1,20 +1,95 @@
-//! Noticing that this process is a forked child of the one that made a group.
+//! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
 
-use std::sync::Once;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
+static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A number that is another one in every forked child.
+/// A number that differs between a process and its forked children: what was made under another generation belongs to
+/// the parent and must not be used. (`exec` starts anew; a raw `clone` system call is not noticed.)
 pub fn generation() -> u64 {
-    static REGISTER: Once = Once::new();
-    REGISTER.call_once(|| {
-        // SAFETY: the handler touches one atomic, which is allowed in a forked child.
-        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-    });
+    // No `Once`: one that is being run during a fork would block the child for ever. Registering twice does no harm,
+    // a child then counts by two.
+    if !REGISTERED.load(Ordering::Acquire) {
+        // SAFETY: `in_child` only adds to an atomic, which any context after fork may do, and is never unloaded while registered.
+        let status = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        if status == 0 {
+            REGISTERED.store(true, Ordering::Release);
+        }
+    }
     GENERATION.load(Ordering::Relaxed)
+}
+
+struct Slot<T> {
+    generation: u64,
+    value: T,
+}
+
+/// A value of which each process has its own: a forked child gets a fresh one, whatever locks the parent held.
+pub struct PerProcess<T: 'static> {
+    slot: AtomicPtr<Slot<T>>,
+    make: fn() -> T,
+}
+
+impl<T: Send + Sync> PerProcess<T> {
+    /// A value that `make` provides when a process first asks for it; it may be called more than once, and one result is kept.
+    pub const fn new(make: fn() -> T) -> Self {
+        Self { slot: AtomicPtr::new(std::ptr::null_mut()), make }
+    }
+
+    /// This process's value.
+    pub fn get(&self) -> &'static T {
+        let generation = generation();
+        loop {
+            let current = self.slot.load(Ordering::Acquire);
+            // SAFETY: a pointer in `slot` is null or came from the `Box` below, was published by the Release half of
+            // the exchange, and is never freed: a child leaks its parent's, since a lock in it may be held for ever.
+            if let Some(slot) = unsafe { current.as_ref() }
+                && slot.generation == generation
+            {
+                return &slot.value;
+            }
+            let fresh = Box::into_raw(Box::new(Slot { generation, value: (self.make)() }));
+            match self.slot.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire) {
+                // SAFETY: `fresh` is now in `slot` and therefore never freed.
+                Ok(_) => return unsafe { &(*fresh).value },
+                // SAFETY: `fresh` came from `Box::into_raw` above and was not published.
+                Err(_) => drop(unsafe { Box::from_raw(fresh) }),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Mutex;
+
+    static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
+
+    #[test]
+    fn a_forked_child_has_another_generation_and_fresh_values() {
+        let before = generation();
+        // Held across the fork: the child must not see this lock.
+        let mut counter = COUNTER.get().lock().expect("not poisoned");
+        *counter = 7;
+        // SAFETY: the child calls nothing but the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let fresh = COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0);
+            let code = i32::from(!(fresh && generation() != before));
+            // SAFETY: `_exit` takes any code.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is valid for a write; `child` is our own.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0);
+        assert_eq!(generation(), before);
+        assert_eq!(*counter, 7);
+    }
 }

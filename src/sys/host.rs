@@ -1,21 +1,53 @@
-//! Which host this is, as far as sharing memory is concerned.
+//! Which kernel this process runs on, and in which namespaces.
 
+use super::fork::PerProcess;
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::sync::OnceLock;
 
-/// Equal for two processes exactly if they run under one kernel and see the same processes and sockets.
-pub fn identity() -> Result<String> {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .map_err(|e| Error::config(format!("reading this host's boot id from /proc: {e}")))?;
-    let namespace = |name: &str| {
-        let link = std::fs::read_link(format!("/proc/self/ns/{name}"));
-        link.map(|path| path.display().to_string()).unwrap_or_else(|_| format!("{name}:?"))
-    };
-    Ok(format!("{} {} {}", boot.trim(), namespace("pid"), namespace("net")))
+/// Processes with equal identity share a kernel, process ids, sockets and users: what symm needs to connect them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Random, made by the kernel when it starts.
+    pub boot: String,
+    /// Namespace of System V objects; tells containers apart.
+    pub ipc: String,
+    /// Namespace of abstract socket names.
+    pub net: String,
+    /// Namespace of process ids.
+    pub pid: String,
+    /// Namespace of user ids.
+    pub user: String,
 }
 
-/// 128 random bits in hexadecimal: names that nobody can guess or meet by chance.
-pub fn random_name() -> Result<String> {
-    let mut bits = [0u8; 16];
-    rustix::rand::getrandom(&mut bits[..], rustix::rand::GetRandomFlags::empty()).map_err(|e| Error::os("getrandom", e))?;
-    Ok(bits.iter().map(|byte| format!("{byte:02x}")).collect())
+impl Host {
+    /// The identity of this process's host.
+    pub fn own() -> Result<Self> {
+        static OWN: PerProcess<OnceLock<Host>> = PerProcess::new(OnceLock::new);
+        match OWN.get().get() {
+            Some(own) => Ok(own.clone()),
+            None => Self::read().map(|own| OWN.get().get_or_init(|| own).clone()),
+        }
+    }
+
+    fn read() -> Result<Self> {
+        let fail = |path: &str, error: std::io::Error| Error::internal(format!("{path}: {error}"));
+        let boot = "/proc/sys/kernel/random/boot_id";
+        let namespace = |name: &str| {
+            let path = format!("/proc/self/ns/{name}");
+            std::fs::read_link(&path).map(|target| target.to_string_lossy().into_owned()).map_err(|error| fail(&path, error))
+        };
+        Ok(Self {
+            boot: std::fs::read_to_string(boot).map_err(|error| fail(boot, error))?.trim().to_owned(),
+            ipc: namespace("ipc")?,
+            net: namespace("net")?,
+            pid: namespace("pid")?,
+            user: namespace("user")?,
+        })
+    }
+}
+
+/// The host's name, for messages.
+pub fn name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }

@@ -1,6 +1,7 @@
-//! The smallest safe wrappers over what the system offers.
+//! The smallest safe wrappers over what the kernel offers and `rustix` does not, or not in this shape.
 
 pub mod fork;
 pub mod host;
-pub mod pidfd;
 pub mod process;
+pub mod remote;
+pub mod socket;

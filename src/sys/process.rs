@@ -1,42 +1,162 @@
-//! Other processes: what they are doing, and reading their memory.
+//! Processes: who one is, whether one lives, how one ended.
 
+use super::fork::PerProcess;
 use crate::error::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-/// What a process is doing, in a word; `None` if there is no such process.
-pub fn state(pid: u32) -> Option<&'static str> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may itself contain parentheses.
-    let state = stat.rsplit_once(") ")?.1.chars().next()?;
-    Some(match state {
-        'R' => "running",
-        'T' | 't' => "stopped (T)",
-        'Z' | 'X' => "dead",
-        'D' => "alive, in the kernel (D)",
-        _ => "alive, asleep",
-    })
+/// A process, for as long as the host runs: process ids are used again, pairs with a start time are not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ProcessId {
+    /// The process id.
+    pub pid: u32,
+    /// Field 22 of `/proc/pid/stat`: when it started, in clock ticks after boot.
+    pub start_time: u64,
 }
 
-/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process.
-///
-/// # Safety
-/// `to` must be valid for writes of `bytes` bytes that nobody else touches meanwhile.
-pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> Result<()> {
-    let mut done = 0;
-    while done < bytes {
-        let local = libc::iovec { iov_base: to.wrapping_add(done).cast(), iov_len: bytes - done };
-        let remote = libc::iovec { iov_base: (from + done) as *mut _, iov_len: bytes - done };
-        // SAFETY: `local` lies within the caller's range; a bad remote address is an error, not a fault.
-        let copied = unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) };
-        match copied {
-            ..=0 => {
-                let errno = Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
-                return Err(Error::os(&format!("reading {bytes} bytes of process {pid}"), errno));
-            }
-            copied => done += copied as usize,
+/// What `/proc/pid/stat` says.
+struct Stat {
+    state: char,
+    start_time: u64,
+    /// As `waitpid` reports it; 0 while the process runs.
+    status: i32,
+}
+
+impl Stat {
+    /// `None` where no such process exists: not where no descriptor was free to look.
+    fn read(pid: u32) -> rustix::io::Result<Option<Self>> {
+        match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+            Ok(text) => Ok(Self::parse(&text)),
+            Err(error) => match Errno::from_io_error(&error) {
+                Some(Errno::NOENT | Errno::SRCH) | None => Ok(None),
+                Some(errno) => Err(errno),
+            },
         }
     }
-    Ok(())
+
+    fn parse(text: &str) -> Option<Self> {
+        // The name in field 2 may hold spaces and parentheses; what follows its last one is field 3.
+        let (_, rest) = text.rsplit_once(')')?;
+        let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+        Some(Self {
+            state: fields.first()?.chars().next()?,
+            start_time: fields.get(22 - 3)?.parse().ok()?,
+            status: fields.get(52 - 3).and_then(|field| field.parse().ok()).unwrap_or(0),
+        })
+    }
+}
+
+/// This process.
+pub fn own() -> Result<ProcessId> {
+    static OWN: PerProcess<OnceLock<ProcessId>> = PerProcess::new(OnceLock::new);
+    if let Some(own) = OWN.get().get() {
+        return Ok(*own);
+    }
+    let pid = std::process::id();
+    let stat = Stat::read(pid).map_err(|errno| Error::os(&format!("/proc/{pid}/stat"), errno))?;
+    // Where /proc is not mounted or belongs to another pid namespace.
+    let stat = stat.ok_or_else(|| Error::config(format!("/proc does not show this process, pid {pid}")))?;
+    Ok(*OWN.get().get_or_init(|| ProcessId { pid, start_time: stat.start_time }))
+}
+
+/// The descriptors of the processes that this one knows, so that 200 groups of the same members hold one each.
+static KNOWN: PerProcess<Mutex<HashMap<ProcessId, Weak<OwnedFd>>>> = PerProcess::new(|| Mutex::new(HashMap::new()));
+
+/// A descriptor of `process`, shared by all who ask for it; `None` if it has ended and been reaped.
+/// Needs no right over that process.
+pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
+    let mut known = KNOWN.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(fd) = known.get(&process).and_then(Weak::upgrade) {
+        return Ok(Some(fd));
+    }
+    let Some(pid) = i32::try_from(process.pid).ok().filter(|pid| *pid > 0).and_then(Pid::from_raw) else {
+        return Ok(None);
+    };
+    let fd = match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(fd) => Arc::new(fd),
+        Err(Errno::SRCH) => return Ok(None),
+        Err(errno) => return Err(errno),
+    };
+    // Looked at after opening: if `process` still bears the pid now, it also did when the descriptor was made.
+    if Stat::read(process.pid)?.is_none_or(|stat| stat.start_time != process.start_time) {
+        return Ok(None);
+    }
+    known.retain(|_, fd| fd.strong_count() > 0);
+    known.insert(process, Arc::downgrade(&fd));
+    Ok(Some(fd))
+}
+
+/// Whether the process behind `pidfd` has ended, reaped or not.
+pub fn ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+/// How a process that has ended did so: `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or `"gone"` where
+/// neither the kernel (6.15 and later, once it was reaped) nor its entry in /proc (before) tells.
+pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
+    let zombie = || {
+        Stat::read(process.pid)
+            .ok()
+            .flatten()
+            .filter(|stat| stat.start_time == process.start_time && matches!(stat.state, 'Z' | 'X'))
+            .map(|stat| stat.status)
+    };
+    // The second look at the kernel is for a process that is reaped between the two.
+    reaped_status(pidfd).or_else(zombie).or_else(|| reaped_status(pidfd)).map_or_else(|| "gone".into(), describe)
+}
+
+fn reaped_status(pidfd: &OwnedFd) -> Option<i32> {
+    const EXIT: u64 = 1 << 3;
+    // SAFETY: all-zero is a value of this structure of integers.
+    let mut info: libc::pidfd_info = unsafe { std::mem::zeroed() };
+    info.mask = EXIT;
+    // SAFETY: the request carries the size of `info`, which is valid for reads and writes of it.
+    let status = unsafe { libc::ioctl(pidfd.as_raw_fd(), libc::PIDFD_GET_INFO, &raw mut info) };
+    (status == 0 && info.mask & EXIT != 0).then_some(info.exit_code)
+}
+
+/// A `waitpid` status as the end of a sentence.
+fn describe(status: i32) -> String {
+    const NAMES: [(i32, &str); 15] = [
+        (libc::SIGHUP, "SIGHUP"),
+        (libc::SIGINT, "SIGINT"),
+        (libc::SIGQUIT, "SIGQUIT"),
+        (libc::SIGILL, "SIGILL"),
+        (libc::SIGTRAP, "SIGTRAP"),
+        (libc::SIGABRT, "SIGABRT"),
+        (libc::SIGBUS, "SIGBUS"),
+        (libc::SIGFPE, "SIGFPE"),
+        (libc::SIGKILL, "SIGKILL"),
+        (libc::SIGUSR1, "SIGUSR1"),
+        (libc::SIGSEGV, "SIGSEGV"),
+        (libc::SIGUSR2, "SIGUSR2"),
+        (libc::SIGPIPE, "SIGPIPE"),
+        (libc::SIGALRM, "SIGALRM"),
+        (libc::SIGTERM, "SIGTERM"),
+    ];
+    match status & 0x7f {
+        0 => format!("exited with code {}", status >> 8 & 0xff),
+        signal => match NAMES.iter().find(|(number, _)| *number == signal) {
+            Some((_, name)) => format!("killed by signal {signal} ({name})"),
+            None => format!("killed by signal {signal}"),
+        },
+    }
+}
+
+/// The limit on open descriptors of this process, and how many are open.
+pub fn descriptors() -> (Option<u64>, usize) {
+    let limit = getrlimit(Resource::Nofile).current;
+    // One of the entries is the descriptor that lists them. Where none is left, the limit itself is the number.
+    let open = std::fs::read_dir("/proc/self/fd").map_or_else(
+        |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
+        |entries| entries.count().saturating_sub(1),
+    );
+    (limit, open)
 }
 
 #[cfg(test)]
@@ -44,19 +164,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn own_memory_can_be_read_and_bad_addresses_are_errors() {
-        let (pid, from) = (std::process::id(), [1u8, 2, 3, 4]);
-        let mut to = [0u8; 4];
-        // SAFETY: `to` is a local array of 4 bytes.
-        unsafe { read_memory(pid, from.as_ptr() as usize, to.as_mut_ptr(), 4) }.expect("own memory");
-        assert_eq!(to, from);
-        // SAFETY: as above.
-        assert!(unsafe { read_memory(pid, 8, to.as_mut_ptr(), 4) }.is_err());
+    fn a_stat_line_is_read_past_any_name() {
+        let mut line = String::from("7 (a) b (c)) S");
+        for field in 4..=52 {
+            line.push_str(&format!(" {field}"));
+        }
+        let stat = Stat::parse(&line).expect("a whole line");
+        assert_eq!((stat.state, stat.start_time, stat.status), ('S', 22, 52));
+        assert!(Stat::parse("7 (a) S 1").is_none());
+        assert!(Stat::parse("").is_none());
     }
 
     #[test]
-    fn this_process_runs() {
-        assert!(state(std::process::id()).is_some());
-        assert_eq!(state(u32::MAX), None);
+    fn causes_read_as_the_end_of_a_sentence() {
+        assert_eq!(describe(9), "killed by signal 9 (SIGKILL)");
+        assert_eq!(describe(11 | 0x80), "killed by signal 11 (SIGSEGV)");
+        assert_eq!(describe(40), "killed by signal 40");
+        assert_eq!(describe(3 << 8), "exited with code 3");
+    }
+
+    #[test]
+    fn descriptors_of_one_process_are_shared_and_ends_are_told() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
+        let stat = Stat::read(child.id()).expect("readable").expect("it lives");
+        let process = ProcessId { pid: child.id(), start_time: stat.start_time };
+        let fd = open(process).expect("opens").expect("lives");
+        assert!(Arc::ptr_eq(&fd, &open(process).expect("opens").expect("lives")));
+        let other = ProcessId { start_time: process.start_time + 1, ..process };
+        assert!(open(other).expect("opens").is_none());
+        assert!(!ended(&fd));
+        child.kill().expect("killed");
+        while !ended(&fd) {
+            std::thread::yield_now();
+        }
+        assert_eq!(exit_cause(process, &fd), "killed by signal 9 (SIGKILL)");
+        child.wait().expect("reaped");
+        let reaped = exit_cause(process, &fd);
+        assert!(reaped == "killed by signal 9 (SIGKILL)" || reaped == "gone", "{reaped}");
     }
 }

@@ -81,7 +81,7 @@ impl Step<'_> {
                     let skipped: usize = match self.call.op {
                         Op::Scatter => self.board.rank().index() * output.bytes,
                         Op::AllToAll => (0..self.board.rank().0).map(|to| self.sent(from, Rank(to))).sum(),
-                        _ => 0,
+                        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::ReduceScatter => 0,
                     };
                     // SAFETY: `from` posted this many bytes behind its flag (lengths compared at arrival); `await_posts` acquired them;
                     // the plan keeps all inputs of a rank within INLINE_BYTES.
@@ -122,7 +122,7 @@ impl Step<'_> {
             let index = if self.personal() { self.board.rank().index() } else { 0 };
             // SAFETY: the span is the caller's, who leaves it alone during the call.
             let copied =
-                unsafe { crate::sys::process::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
+                unsafe { crate::sys::remote::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
             if let Err(error) = copied {
                 return Err(self.explain(from, error));
             }

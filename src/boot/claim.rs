@@ -1,0 +1,115 @@
+//! One rank's key in the store: taken, changed and given back by its owner only.
+
+use super::Attempt;
+use super::record::Record;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::sys::fork::PerProcess;
+use crate::sys::process;
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard};
+
+/// Nonces of the records whose owners are joining in this process right now. Two ranks may be threads of one process, so
+/// that its being alive does not tell a live claim from what an earlier call of the same process left behind.
+static JOINING: PerProcess<Mutex<HashSet<[u8; 16]>>> = PerProcess::new(|| Mutex::new(HashSet::new()));
+
+fn joining() -> MutexGuard<'static, HashSet<[u8; 16]>> {
+    JOINING.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// A rank's place, held against any other claimant.
+pub(super) struct Claim<'a> {
+    attempt: &'a Attempt<'a>,
+    key: String,
+    /// As it stands in the store.
+    pub(super) record: Record,
+    bytes: Vec<u8>,
+    /// Whether a record of an earlier attempt stood here.
+    pub(super) again: bool,
+}
+
+impl<'a> Claim<'a> {
+    /// Publishes `record`, replacing what an ended process or an earlier call has left. Refused where another claimant lives.
+    pub(super) fn publish(attempt: &'a Attempt<'a>, record: Record) -> Result<Self> {
+        let key = attempt.key(record.rank);
+        let bytes = record.encode()?;
+        joining().insert(record.nonce);
+        let mut claim = Self { attempt, key, record, bytes, again: false };
+        let mut expected = Vec::new();
+        loop {
+            let standing = attempt.store.compare_set(&claim.key, &expected, &claim.bytes)?;
+            if standing == claim.bytes {
+                return Ok(claim);
+            }
+            if attempt.clock.remaining().is_zero() {
+                return Err(Error::timeout(format!(
+                    "{} waited {:.1} s to publish its record of {}",
+                    attempt.me(),
+                    attempt.clock.waited(),
+                    attempt.group()
+                )));
+            }
+            if standing.is_empty() || standing == expected {
+                // Removed meanwhile; c10d stores return the expectation for an absent key.
+                expected.clear();
+                continue;
+            }
+            claim.refuse_living(&standing)?;
+            claim.again = true;
+            expected = standing;
+        }
+    }
+
+    fn refuse_living(&self, standing: &[u8]) -> Result<()> {
+        let Ok(other) = Record::decode(Rank(self.record.rank), standing) else {
+            // Another version's, or not ours at all: whoever wrote it is told by our record, or has long ended.
+            return Ok(());
+        };
+        let attempt = self.attempt;
+        let lives = if other.host != attempt.host {
+            true
+        } else if other.process() == attempt.own {
+            joining().contains(&other.nonce)
+        } else {
+            other.failure.is_none()
+                && process::open(other.process())
+                    .map_err(|errno| attempt.os("open a process descriptor", errno))?
+                    .is_some_and(|pidfd| !process::ended(&pidfd))
+        };
+        if !lives {
+            return Ok(());
+        }
+        let place = if other.host == attempt.host { String::new() } else { format!(" on host {:?}", other.host_name) };
+        Err(Error::config(format!(
+            "rank {} of {} is claimed twice: by pid {}{place} and by pid {}",
+            self.record.rank,
+            attempt.group(),
+            other.pid,
+            attempt.own.pid
+        )))
+    }
+
+    /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
+    pub(super) fn fail(&self, error: &Error) {
+        let mut record = self.record.clone();
+        record.at = super::now_since_boot();
+        record.fail(error);
+        let written = record.encode().and_then(|bytes| self.attempt.store.compare_set(&self.key, &self.bytes, &bytes));
+        if let Err(error) = written {
+            log::debug!("{}: the failure could not be stored: {error}", self.attempt.me());
+        }
+    }
+
+    /// Removes the key: all others have read it.
+    pub(super) fn withdraw(&self) {
+        if let Err(error) = self.attempt.store.delete(&self.key) {
+            log::warn!("{}: key {:?} could not be removed: {error}", self.attempt.me(), self.key);
+        }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        joining().remove(&self.record.nonce);
+    }
+}

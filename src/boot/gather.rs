@@ -1,0 +1,165 @@
+//! Waiting for the records of all ranks.
+
+use super::claim::Claim;
+use super::record::{Record, agree};
+use super::{Attempt, Member};
+use crate::error::{Error, Result};
+use crate::rank::{Rank, name_ranks};
+use crate::sys::process::{self, ProcessId};
+use std::time::Duration;
+
+/// First interval after which a wait looks at who has come, and at how they fare; it doubles up to the second.
+pub(super) const LOOK: Duration = Duration::from_secs(1);
+pub(super) const LOOK_MAX: Duration = Duration::from_secs(8);
+
+/// How often records are read again while one of them is left over from a process that has ended.
+pub(super) const REREAD: Duration = Duration::from_millis(10);
+
+/// How long a failure from before this call may be replaced by its rank before it counts.
+const SETTLE: Duration = Duration::from_secs(1);
+
+/// All ranks' records and processes, which fit together.
+pub(super) struct Gathered {
+    pub(super) leader: Record,
+    pub(super) members: Vec<Member>,
+}
+
+/// What a record that stands in the store is worth now.
+pub(super) enum Standing {
+    /// Of a rank that is joining.
+    Live(Box<Record>, Member),
+    /// Its process has ended before this call began: as good as absent.
+    Left { pid: u32 },
+}
+
+/// Returns once all ranks have published, and agree. Where all do in time, that is one `wait` and one `multi_get`.
+pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathered> {
+    let keys: Vec<String> = (0..attempt.spec.size).map(|rank| attempt.key(rank)).collect();
+    let mut look = LOOK;
+    loop {
+        let complete = attempt.await_keys(&keys, look)?;
+        look = (look * 2).min(LOOK_MAX);
+        // The last look comes after the deadline, so that a timeout names who is missing at its end.
+        let expired = attempt.clock.remaining().is_zero();
+        let standings = read(attempt, claim, &keys, complete)?;
+
+        let live: Vec<&Record> = standings
+            .iter()
+            .flatten()
+            .filter_map(|standing| match standing {
+                Standing::Live(record, _) => Some(&**record),
+                Standing::Left { .. } => None,
+            })
+            .collect();
+        agree(attempt.spec.group, &live)?;
+        if live.len() == keys.len() {
+            return finish(standings);
+        }
+        if expired {
+            return Err(missing(attempt, &standings));
+        }
+        if complete {
+            std::thread::sleep(REREAD.min(attempt.clock.remaining()));
+        }
+    }
+}
+
+/// What stands under each of `keys`, which are those of the ranks 0, 1, ...; fails where it shows that the group cannot form.
+pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], complete: bool) -> Result<Vec<Option<Standing>>> {
+    let mut present = Vec::new();
+    for (rank, key) in (0..).map(Rank).zip(keys) {
+        if complete || attempt.store.check(std::slice::from_ref(key))? {
+            present.push(rank);
+        }
+    }
+    let names: Vec<String> = present.iter().map(|rank| keys[rank.index()].clone()).collect();
+    let values = if names.is_empty() { Vec::new() } else { attempt.store.multi_get(&names)? };
+    if values.len() != names.len() {
+        return Err(Error::internal(format!("the store returned {} of {} values", values.len(), names.len())));
+    }
+    let mut standings: Vec<Option<Standing>> = keys.iter().map(|_| None).collect();
+    for (rank, value) in present.into_iter().zip(values) {
+        standings[rank.index()] = Some(judge(attempt, claim, Record::decode(rank, &value)?)?);
+    }
+    Ok(standings)
+}
+
+/// The cause in the record of `rank`, if `process` wrote one.
+pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
+    let key = [attempt.key(rank.0)];
+    if !attempt.store.check(&key).ok()? {
+        return None;
+    }
+    let value = attempt.store.multi_get(&key).ok()?.pop()?;
+    let record = Record::decode(rank, &value).ok()?;
+    let failure = record.failure.as_ref()?;
+    (record.process() == process).then(|| failure.error())
+}
+
+fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Standing> {
+    let rank = Rank(record.rank);
+    let mut pidfd = None;
+    let mut lives = true;
+    // Of a process on another host nothing can be known, and `agree` refuses it.
+    if record.host == attempt.host && record.process() != attempt.own {
+        pidfd = process::open(record.process()).map_err(|errno| attempt.os("open a process descriptor", errno))?;
+        lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
+    }
+    let fresh = record.at >= attempt.clock.started_at;
+    if let Some(failure) = &record.failure {
+        // One from before this call counts if its rank lives and does not start anew either; unless this rank has itself
+        // been part of that attempt, and now waits for the others to start theirs.
+        let stands = lives && !claim.again && attempt.clock.waited() >= SETTLE.as_secs_f64();
+        if fresh || stands {
+            return Err(failure.error());
+        }
+        return Ok(Standing::Left { pid: record.pid });
+    }
+    if !lives {
+        if fresh {
+            // Read again: what was read before it ended may lack the failure.
+            return Err(failure_of(attempt, rank, record.process()).unwrap_or_else(|| {
+                let cause = pidfd.map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), &pidfd));
+                attempt.ended(rank, record.pid, &cause)
+            }));
+        }
+        return Ok(Standing::Left { pid: record.pid });
+    }
+    let member = attempt.member(&record, pidfd);
+    Ok(Standing::Live(Box::new(record), member))
+}
+
+fn finish(standings: Vec<Option<Standing>>) -> Result<Gathered> {
+    let mut leader = None;
+    let mut members = Vec::with_capacity(standings.len());
+    for standing in standings.into_iter().flatten() {
+        if let Standing::Live(record, member) = standing {
+            leader = leader.or(Some(*record));
+            members.push(member);
+        }
+    }
+    let leader = leader.ok_or_else(|| Error::internal("a group without ranks"))?;
+    Ok(Gathered { leader, members })
+}
+
+fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {
+    let mut absent = Vec::new();
+    let mut remarks = String::new();
+    for (rank, standing) in (0..).map(Rank).zip(standings) {
+        match standing {
+            Some(Standing::Live(..)) => {}
+            Some(Standing::Left { pid }) => {
+                absent.push(rank);
+                remarks.push_str(&format!("; the store holds a record of an earlier attempt for rank {rank}, by pid {pid}"));
+            }
+            None => absent.push(rank),
+        }
+    }
+    Error::timeout(format!(
+        "{} waited {:.1} s for {} to join {}{remarks}",
+        attempt.me(),
+        attempt.clock.waited(),
+        name_ranks(&absent),
+        attempt.group()
+    ))
+}

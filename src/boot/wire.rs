@@ -1,0 +1,141 @@
+//! The two messages that joining exchanges over the socket: `Hello` to rank 0, `Answer` from it. Pure.
+
+use super::record::PROTOCOL;
+use crate::error::{Error, Kind};
+
+const MAGIC: [u8; 4] = *b"symm";
+
+/// Longest sentence that fits a message.
+const TEXT: usize = 2048;
+
+/// Room for any message, and one byte to notice a longer one by.
+pub(super) const BUFFER: usize = 4 + 16 + 1 + TEXT + 1;
+
+/// What a rank says when it connects.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Hello {
+    pub(super) rank: u32,
+    pub(super) size: u32,
+    pub(super) pid: u32,
+    pub(super) segment_bytes: u64,
+    /// Rank 0's nonce, which only those know who can read the store.
+    pub(super) token: [u8; 16],
+}
+
+impl Hello {
+    const BYTES: usize = 4 + 4 * 4 + 8 + 16;
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(Self::BYTES);
+        bytes.extend(MAGIC);
+        for word in [PROTOCOL, self.rank, self.size, self.pid] {
+            bytes.extend(word.to_le_bytes());
+        }
+        bytes.extend(self.segment_bytes.to_le_bytes());
+        bytes.extend(self.token);
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader(bytes);
+        if bytes.len() != Self::BYTES || reader.take()? != MAGIC || reader.word()? != PROTOCOL {
+            return None;
+        }
+        Some(Self {
+            rank: reader.word()?,
+            size: reader.word()?,
+            pid: reader.word()?,
+            segment_bytes: u64::from_le_bytes(reader.take()?),
+            token: reader.take()?,
+        })
+    }
+}
+
+/// What rank 0 says: here is the memory (its descriptor comes along), or why there will be none.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Answer {
+    pub(super) token: [u8; 16],
+    pub(super) failure: Option<Error>,
+}
+
+impl Answer {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::from(MAGIC);
+        bytes.extend(self.token);
+        bytes.push(self.failure.as_ref().map_or(0, |error| error.kind as u8));
+        if let Some(error) = &self.failure {
+            let mut end = error.message.len().min(TEXT);
+            while !error.message.is_char_boundary(end) {
+                end -= 1;
+            }
+            bytes.extend(&error.message.as_bytes()[..end]);
+        }
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut reader = Reader(bytes);
+        if reader.take::<4>()? != MAGIC {
+            return None;
+        }
+        let token = reader.take()?;
+        let [code] = reader.take()?;
+        // Code 0 is success and brings no sentence.
+        let failure = match (code, reader.0) {
+            (0, []) => None,
+            (_, text) => Some(Error { kind: Kind::from_code(code)?, message: std::str::from_utf8(text).ok()?.to_owned() }),
+        };
+        Some(Self { token, failure })
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (head, rest) = self.0.split_first_chunk::<N>()?;
+        self.0 = rest;
+        Some(*head)
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        self.take().map(u32::from_le_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn messages_round_trip() {
+        let hello = Hello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] };
+        assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+        for failure in [None, Some(Error::config("no")), Some(Error::peer(""))] {
+            let answer = Answer { token: [3; 16], failure };
+            assert_eq!(Answer::decode(&answer.encode()), Some(answer));
+        }
+    }
+
+    #[test]
+    fn long_sentences_are_cut_between_characters() {
+        let answer = Answer { token: [3; 16], failure: Some(Error::config("é".repeat(TEXT))) };
+        let bytes = answer.encode();
+        assert!(bytes.len() < BUFFER);
+        let failure = Answer::decode(&bytes).and_then(|answer| answer.failure);
+        assert_eq!(failure.map(|error| error.message.len()), Some(TEXT));
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_arrives_panics(mut bytes in proptest::collection::vec(any::<u8>(), 0..BUFFER), real in any::<bool>()) {
+            if real && bytes.len() >= 8 {
+                bytes[..4].copy_from_slice(&MAGIC);
+                bytes[4..8].copy_from_slice(&PROTOCOL.to_le_bytes());
+            }
+            let _ = Hello::decode(&bytes);
+            let _ = Answer::decode(&bytes);
+        }
+    }
+}

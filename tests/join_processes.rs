@@ -1,0 +1,436 @@
+//! Joining with processes as ranks, some of which are killed on the way.
+//!
+//! Each rank is this test binary again, told by one environment variable to run `rank_process` with a role.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
+// The dying rank leaves a child behind on purpose.
+#![allow(clippy::zombie_processes)]
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::{Pid, Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
+use serde::{Deserialize, Serialize};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+use symm::boot::{JoinSpec, join};
+use symm::error::{Error, Kind, Result};
+use symm::rank::Rank;
+use symm::store::Store;
+use symm::sys::process;
+use symm::watch::watch;
+
+const ROLE: &str = "SYMM_TEST_ROLE";
+
+/// A step of joining, as the store sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+enum Step {
+    BeforePublish,
+    AfterPublish,
+    AfterWait,
+    AfterRead,
+    /// All others have been answered, or the answer has come: joining is all but done.
+    Withdraw,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Role {
+    dir: PathBuf,
+    rank: u32,
+    size: u32,
+    timeout_ms: u64,
+    /// Where this rank kills itself.
+    die: Option<Step>,
+    /// How long this rank sleeps before it connects.
+    sleep_ms: u64,
+    /// Descriptors that it may open beyond those it has.
+    spare: Option<usize>,
+    /// Once joined: kill itself, or wait for the news of it.
+    then: Then,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+enum Then {
+    Exit,
+    Die,
+    Watch,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Report {
+    kind: u8,
+    message: String,
+    seconds: f64,
+    /// Descriptors left after a failure.
+    leaked: usize,
+    /// What the watch told, and when (nanoseconds on the monotonic clock).
+    news: Option<(u32, String, u64)>,
+}
+
+/// Keys as files of a directory.
+struct FileStore {
+    role: Role,
+}
+
+impl FileStore {
+    fn path(&self, key: &str) -> PathBuf {
+        self.role.dir.join(key.replace('/', "%"))
+    }
+
+    fn reach(&self, step: Step) {
+        if self.role.die == Some(step) {
+            die(&self.role.dir);
+        }
+    }
+}
+
+fn fail(error: std::io::Error) -> Error {
+    Error::internal(format!("file store: {error}"))
+}
+
+fn read(path: &Path) -> Result<Option<Vec<u8>>> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(fail(error)),
+    }
+}
+
+impl Store for FileStore {
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
+        self.reach(Step::BeforePublish);
+        let lock = std::fs::File::create(self.role.dir.join("lock")).map_err(fail)?;
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        let path = self.path(key);
+        let standing = read(&path)?;
+        let matches = standing.as_deref().map_or(expected.is_empty(), |bytes| bytes == expected);
+        if !matches {
+            return Ok(standing.unwrap_or_else(|| expected.to_vec()));
+        }
+        let new = path.with_extension("new");
+        std::fs::write(&new, desired).map_err(fail)?;
+        std::fs::rename(new, path).map_err(fail)?;
+        self.reach(Step::AfterPublish);
+        Ok(desired.to_vec())
+    }
+
+    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
+        let started = Instant::now();
+        while !self.check(keys)? {
+            if started.elapsed() >= timeout {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.reach(Step::AfterWait);
+        Ok(true)
+    }
+
+    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
+        let values = keys.iter().map(|key| Ok(read(&self.path(key))?.unwrap())).collect();
+        self.reach(Step::AfterRead);
+        std::thread::sleep(Duration::from_millis(self.role.sleep_ms));
+        values
+    }
+
+    fn check(&self, keys: &[String]) -> Result<bool> {
+        Ok(keys.iter().all(|key| self.path(key).exists()))
+    }
+
+    fn delete(&self, key: &str) -> Result<()> {
+        self.reach(Step::Withdraw);
+        std::fs::remove_file(self.path(key)).map_err(fail)
+    }
+}
+
+fn monotonic() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+fn die(dir: &Path) -> ! {
+    std::fs::write(dir.join("died"), monotonic().to_string()).unwrap();
+    kill_process(getpid(), Signal::KILL).unwrap();
+    unreachable!("SIGKILL was survived");
+}
+
+/// A rank, when told to be one; else nothing.
+#[test]
+fn rank_process() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let role: Role = serde_json::from_str(&role).unwrap();
+    let (rank, dir, then) = (role.rank, role.dir.clone(), role.then);
+    let before = process::descriptors().1;
+    let limit = getrlimit(Resource::Nofile);
+    if let Some(spare) = role.spare {
+        // The limit is on the number, and a number above the first free one may have been inherited.
+        let first_free = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
+        let current = Some(first_free + spare as u64);
+        setrlimit(Resource::Nofile, Rlimit { current, ..limit }).unwrap();
+    }
+    let spec = JoinSpec {
+        group: "g",
+        rank: Rank(rank),
+        size: role.size,
+        restart: "0",
+        timeout: Duration::from_millis(role.timeout_ms),
+        segment_bytes: 1 << 20,
+    };
+    let started = Instant::now();
+    let outcome = join(&FileStore { role }, &spec);
+    let seconds = started.elapsed().as_secs_f64();
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let mut report = Report { kind: 0, message: String::new(), seconds, leaked: 0, news: None };
+    match outcome {
+        Err(error) => {
+            report.kind = error.kind as u8;
+            report.message = error.message;
+            report.leaked = process::descriptors().1 - before;
+        }
+        Ok(joined) => {
+            let (sender, news) = channel();
+            let _watch = watch(
+                &joined.members,
+                Arc::new(move |rank, how| {
+                    let _ = sender.send((rank.0, how, monotonic()));
+                }),
+            )
+            .unwrap();
+            match then {
+                Then::Exit => {}
+                Then::Die => {
+                    std::thread::sleep(Duration::from_millis(300));
+                    // A child that lives on with all descriptors must not hide the end.
+                    Command::new("sleep").arg("2").stdout(Stdio::null()).spawn().unwrap();
+                    die(&dir);
+                }
+                Then::Watch => report.news = news.recv_timeout(Duration::from_secs(5)).ok(),
+            }
+        }
+    }
+    std::fs::write(dir.join(format!("report.{rank}")), serde_json::to_vec(&report).unwrap()).unwrap();
+    // Neither a rank that reports nor one that exits early may look like a failure to those who are still joining.
+    std::thread::sleep(Duration::from_millis(300));
+}
+
+/// A directory of its own, removed at the end; and the processes, killed at the end.
+struct Job {
+    dir: PathBuf,
+    ranks: Vec<(u32, Child)>,
+}
+
+impl Job {
+    fn new(name: &str) -> Self {
+        let dir = std::env::temp_dir().join(format!("symm-join-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        Self { dir, ranks: Vec::new() }
+    }
+
+    fn role(&self, rank: u32) -> Role {
+        let dir = self.dir.clone();
+        Role { dir, rank, size: 4, timeout_ms: 2000, die: None, sleep_ms: 0, spare: None, then: Then::Exit }
+    }
+
+    fn start(&mut self, role: &Role) {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "rank_process"])
+            .env(ROLE, serde_json::to_string(role).unwrap())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        self.ranks.push((role.rank, child));
+    }
+
+    fn pid(&self, rank: u32) -> u32 {
+        self.ranks.iter().rev().find(|(other, _)| *other == rank).unwrap().1.id()
+    }
+
+    /// The reports of the ranks that lived to write one.
+    fn finish(&mut self) -> Vec<(u32, Report)> {
+        for (_, child) in &mut self.ranks {
+            child.wait().unwrap();
+        }
+        let reports = self.ranks.drain(..).filter_map(|(rank, _)| {
+            let path = self.dir.join(format!("report.{rank}"));
+            let bytes = std::fs::read(&path).ok()?;
+            std::fs::remove_file(path).unwrap();
+            Some((rank, serde_json::from_slice(&bytes).unwrap()))
+        });
+        reports.collect()
+    }
+
+    fn keys(&self) -> usize {
+        let entries = std::fs::read_dir(&self.dir).unwrap();
+        entries.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().contains('%')).count()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for (_, child) in &mut self.ranks {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+#[test]
+fn processes_join_and_hear_of_a_kill_within_100_ms() {
+    let mut job = Job::new("watch");
+    for rank in 0..4 {
+        let then = if rank == 2 { Then::Die } else { Then::Watch };
+        job.start(&Role { then, timeout_ms: 20_000, ..job.role(rank) });
+    }
+    let reports = job.finish();
+    let died: u64 = std::fs::read_to_string(job.dir.join("died")).unwrap().parse().unwrap();
+    assert_eq!(reports.len(), 3);
+    for (rank, report) in reports {
+        assert_eq!(report.message, "");
+        let (who, how, when) = report.news.unwrap();
+        assert_eq!((who, how.as_str()), (2, "killed by signal 9 (SIGKILL)"));
+        let late = Duration::from_nanos(when - died);
+        eprintln!("rank {rank} heard after {late:?}; joined in {:.1} ms", report.seconds * 1e3);
+        assert!(late < Duration::from_millis(100), "{late:?}");
+    }
+    assert_eq!(job.keys(), 0);
+}
+
+#[test]
+fn a_rank_killed_at_any_step_is_named_by_all_others() {
+    let steps = [Step::BeforePublish, Step::AfterPublish, Step::AfterWait, Step::AfterRead, Step::Withdraw];
+    let cases: Vec<(u32, Step)> = steps.iter().flat_map(|step| [(0, *step), (2, *step)]).collect();
+    let mut jobs = Vec::new();
+    for &(victim, step) in &cases {
+        let mut job = Job::new(&format!("kill-{victim}-{step:?}"));
+        for rank in 0..4 {
+            let die = (rank == victim).then_some(step);
+            job.start(&Role { die, then: Then::Watch, ..job.role(rank) });
+        }
+        jobs.push(job);
+    }
+    for (mut job, (victim, step)) in jobs.into_iter().zip(cases) {
+        let pid = job.pid(victim);
+        let reports = job.finish();
+        assert_eq!(reports.len(), 3, "{victim} {step:?}");
+        for (rank, report) in reports {
+            let case = format!("rank {rank} after the end of rank {victim} at {step:?}: {report:?}");
+            assert!(report.seconds < 3.0, "{case}");
+            assert_eq!(report.leaked, 0, "{case}");
+            let cause = format!("rank {victim} (pid {pid}) ended while joining group \"g\" of 4 ranks: ");
+            match (step, victim) {
+                (Step::BeforePublish, _) => {
+                    assert!(report.message.contains(&format!("for rank {victim} to join")), "{case}");
+                }
+                // It had the memory: the others have joined too, and learn it from the watch.
+                (Step::Withdraw, 2) => {
+                    assert_eq!(report.kind, 0, "{case}");
+                    assert_eq!(report.news.as_ref().map(|news| news.0), Some(2), "{case}");
+                }
+                // A rank that started later than that one ended takes its record for one of an earlier attempt.
+                _ if report.kind == Kind::Timeout as u8 => {
+                    assert!(report.message.contains(&format!("rank {victim}")), "{case}");
+                }
+                _ => {
+                    assert_eq!(report.kind, Kind::Peer as u8, "{case}");
+                    assert!(report.message.starts_with(&cause), "{case}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_killed_while_it_waits_for_the_memory_is_named_at_once() {
+    for victim in [0, 2] {
+        let mut job = Job::new(&format!("kill-waiting-{victim}"));
+        for rank in 0..4 {
+            // Rank 3 holds the others up between its record and its connection.
+            let sleep_ms = if rank == 3 { 1500 } else { 0 };
+            job.start(&Role { sleep_ms, timeout_ms: 10_000, ..job.role(rank) });
+        }
+        while job.keys() < 4 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Enough for all but rank 3 to connect.
+        std::thread::sleep(Duration::from_millis(300));
+        let pid = job.pid(victim);
+        kill_process(Pid::from_raw(pid as i32).unwrap(), Signal::KILL).unwrap();
+        let reports = job.finish();
+        assert_eq!(reports.len(), 3);
+        for (rank, report) in reports {
+            let expected = format!("rank {victim} (pid {pid}) ended while joining group \"g\" of 4 ranks: killed by signal 9 (SIGKILL)");
+            let sleeper = rank == 3;
+            assert!(report.seconds < if sleeper { 5.0 } else { 1.5 }, "{report:?}");
+            assert!(report.message == expected || sleeper, "{report:?}");
+            assert!(report.message.contains(&format!("rank {victim} (pid {pid})")), "{report:?}");
+            assert_eq!(report.leaked, 0);
+        }
+    }
+}
+
+#[test]
+fn a_new_run_works_with_what_a_killed_one_has_left() {
+    let mut job = Job::new("left");
+    for rank in 0..4 {
+        job.start(&Role { die: Some(Step::AfterPublish), ..job.role(rank) });
+    }
+    assert!(job.finish().is_empty());
+    assert_eq!(job.keys(), 4);
+    for rank in 0..4 {
+        job.start(&Role { timeout_ms: 20_000, ..job.role(rank) });
+    }
+    let reports = job.finish();
+    assert_eq!(reports.len(), 4);
+    assert!(reports.iter().all(|(_, report)| report.kind == 0), "{reports:?}");
+    assert_eq!(job.keys(), 0);
+}
+
+#[test]
+fn a_process_that_claims_a_taken_rank_is_refused() {
+    let mut job = Job::new("twice");
+    for rank in [0, 1, 2] {
+        job.start(&Role { timeout_ms: 20_000, ..job.role(rank) });
+    }
+    while job.keys() < 3 {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let first = job.pid(2);
+    let mut second = Job::new("twice-second");
+    second.start(&Role { dir: job.dir.clone(), ..job.role(2) });
+    let pid = second.pid(2);
+    second.dir.clone_from(&job.dir);
+    let refused = second.finish();
+    let expected = format!("rank 2 of group \"g\" of 4 ranks is claimed twice: by pid {first} and by pid {pid}");
+    assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
+    assert!(refused[0].1.seconds < 1.0);
+    job.start(&Role { timeout_ms: 20_000, ..job.role(3) });
+    let reports = job.finish();
+    assert!(reports.iter().all(|(_, report)| report.kind == 0), "{reports:?}");
+}
+
+#[test]
+fn too_few_descriptors_are_named_by_all() {
+    // The store needs two of them while it is asked.
+    for (victim, spare) in [(0, 4), (0, 5), (0, 6), (2, 3), (2, 4)] {
+        let mut job = Job::new(&format!("nofile-{victim}-{spare}"));
+        for rank in 0..4 {
+            let spare = (rank == victim).then_some(spare);
+            job.start(&Role { spare, timeout_ms: 10_000, ..job.role(rank) });
+        }
+        let pid = job.pid(victim);
+        let reports = job.finish();
+        assert_eq!(reports.len(), 4);
+        for (rank, report) in reports {
+            let case = format!("rank {rank}, {spare} spare on rank {victim}: {report:?}");
+            assert_eq!(report.kind, Kind::Config as u8, "{case}");
+            assert!(report.message.starts_with("RLIMIT_NOFILE "), "{case}");
+            assert!(report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")), "{case}");
+            assert!(report.seconds < 3.0, "{case}");
+            assert_eq!(report.leaked, 0, "{case}");
+        }
+    }
+}

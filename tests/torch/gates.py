@@ -1,0 +1,114 @@
+"""Loads torch's own distributed tests for a backend that they do not name.
+
+``distributed_test.py`` asks in many places whether the backend is called "gloo" or "mpi", and skips if not. The table
+``REWRITES`` opens those gates in the text of the file, line for line, before it is compiled; torch itself is not
+touched. Each entry must match, so that a new version of torch which words a gate differently is noticed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+MODULE = "torch.testing._internal.distributed.distributed_test"
+PACKAGE_PATH = "testing/_internal/distributed/distributed_test.py"
+NAME = os.environ.get("SYMM_TEST_BACKEND", "symm")
+
+# (what the file says, what the tests need, why)
+REWRITES: list[tuple[str, str, str]] = [
+    (
+        'BACKEND = os.environ["BACKEND"]',
+        'BACKEND = __import__("gates").Capable(os.environ["BACKEND"])',
+        "tests limited to gloo or mpi run",
+    ),
+    (
+        'require_backend_is_available({"gloo"})',
+        'require_backend_is_available({"gloo", "symm"})',
+        "tests limited to gloo run",
+    ),
+    ("    dist.Backend.UCC,\n]", '    dist.Backend.UCC, "symm",\n]', "profiler events are checked"),
+    (
+        'ddp_logging_data.get("backend_name"), dist.get_backend(group_id)',
+        'ddp_logging_data.get("backend_name").replace("custom", "symm"), dist.get_backend(group_id)',
+        "torch calls every backend that it does not ship custom",
+    ),
+    (
+        "            time.sleep(0.1)\n\n\nclass TestDist",
+        "            time.sleep(0.002)\n\n\nclass TestDist",
+        "speed only",
+    ),
+]
+
+
+class Capable(str):
+    """A backend's name which claims to be able to do what gloo and mpi can."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other in ("gloo", "mpi")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """``dist.monitored_barrier`` without its check that the backend is called gloo."""
+    import torch.distributed as dist
+
+    if dist.distributed_c10d._rank_not_in_group(group):
+        return
+    chosen = group or dist.distributed_c10d._get_default_group()
+    wanted = timeout if timeout is not None else dist.distributed_c10d._get_default_timeout("gloo")
+    chosen.monitored_barrier(wanted, wait_all_ranks=wait_all_ranks)
+
+
+def _skip(reason: str) -> Callable[[Any], Any]:
+    return lambda function: unittest.skip(reason)(function)
+
+
+def _open_common_gates() -> None:
+    """Decorators: those that need a GPU skip at once, those that ask for 8 ranks do not ask."""
+    from torch.testing._internal import common_distributed as common
+
+    for tests in common.DistTestCases.backend_feature.values():
+        tests.add(NAME)
+    # On a machine without a GPU these would start every process first, to find out.
+    common.skip_if_no_gpu = _skip("needs one GPU a rank")
+    common.skip_if_lt_x_gpu = lambda x, **_: _skip("needs GPUs")
+    common.nccl_skip_if_lt_x_gpu = lambda backend, x: lambda function: function
+    common.skip_if_small_worldsize = lambda function: function
+    common.TIMEOUT_DEFAULT = 100
+
+
+def load(world: int) -> ModuleType:
+    """The module with gates opened. It reads the world size while it is imported: one size a process."""
+    os.environ.update(BACKEND=NAME, WORLD_SIZE=str(world), INIT_METHOD="file://")
+    import torch
+    import torch.distributed as dist
+
+    if NAME == "symm":
+        import torch_symm  # noqa: F401
+    _open_common_gates()
+    dist.monitored_barrier = monitored_barrier
+    path = os.path.join(os.path.dirname(torch.__file__), PACKAGE_PATH)
+    with open(path) as file:
+        text = file.read()
+    for old, new, why in REWRITES:
+        if old not in text:
+            raise RuntimeError(f"{path} no longer contains {old!r}: see what replaced it ({why})")
+        text = text.replace(old, new)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module
+    exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+    return module

@@ -1,0 +1,82 @@
+"""Runs single tests of torch's harness on request, one after another.
+
+Imports torch and the tests once, then forks the ranks of each test: starting them anew would cost 2 s a rank. Reads
+names from stdin, answers with one line of JSON each: outcome (passed, failed, skipped), detail (reason or traceback),
+seconds, output.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+import unittest
+from typing import Any
+
+import gates
+
+
+def make_case(module: Any) -> type[unittest.TestCase]:
+    """torch's test class, starting its ranks by fork."""
+    fork = multiprocessing.get_context("fork")
+
+    class TestSymm(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            module.INIT_METHOD = os.environ["INIT_METHOD"]
+            sys.stdout.flush()
+            self._start_processes(fork.Process)
+
+        def _join_processes(self, fn: Any) -> None:
+            # The inherited loop looks every 0.1 s; this returns as soon as there is something for it to see.
+            until = time.monotonic() + 60
+            running = {process.sentinel: process for process in self.processes}
+            while running and time.monotonic() < until:
+                for sentinel in multiprocessing.connection.wait(list(running), timeout=0.5):
+                    process = running.pop(sentinel)  # type: ignore[call-overload]
+                    process.join()
+                    if process.exitcode == self.TEST_ERROR_EXIT_CODE:
+                        # The other ranks get a moment to say what they saw.
+                        until = min(until, time.monotonic() + 3)
+            super()._join_processes(fn)
+
+    return TestSymm
+
+
+def run(case: type[unittest.TestCase], name: str) -> dict[str, object]:
+    result = unittest.TestResult()
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        case(name).run(result)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    answer: dict[str, object] = {"seconds": round(time.monotonic() - started, 3), "output": output[-20000:]}
+    bad = result.failures + result.errors
+    if bad:
+        return {**answer, "outcome": "failed", "detail": "\n".join(text for _, text in bad)}
+    if result.skipped:
+        return {**answer, "outcome": "skipped", "detail": result.skipped[0][1]}
+    return {**answer, "outcome": "passed", "detail": ""}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    world = int(sys.argv[1])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    case = make_case(gates.load(world))
+    answers.write(json.dumps({"ready": world}) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(run(case, line.strip())) + "\n")
+
+
+if __name__ == "__main__":
+    main()
