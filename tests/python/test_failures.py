@@ -318,7 +318,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
 
 
 def script(body: str, directory: Path, world: int = 2, limit: float = 60) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``body`` as a program on each rank, with the interpreter's own exit; a group, ``rank`` and ``world`` exist."""
+    """Runs ``body`` as a program on each rank, with the interpreter's own exit; there is a group."""
     preamble = f"""
         import os, sys, time, torch, torch.distributed as dist
         torch.set_num_threads(1)
