@@ -196,8 +196,8 @@ impl Group {
                 return Error { message: text, ..error };
             }
             let begun = |rank: Rank| self.board.collective(rank).load(Ordering::Relaxed);
-            let late: Vec<Rank> = self.board.peers().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
-            let Some(first) = late.iter().min() else { return error };
+            let late: Vec<Rank> = self.board.ranks().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
+            let Some(first) = late.first() else { return error };
             let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
             let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
             let milliseconds = timeout.as_millis();
