@@ -13,26 +13,17 @@ namespace symm {
 
 namespace {
 
-// A subclass of torch.distributed.DistBackendError, and the translation of its C++ counterpart.
-template <typename E>
-void bind_error(py::module_& module, const char* name, const char* doc) {
+// A subclass of torch.distributed.DistBackendError for failures of this kind.
+void bind_error(py::module_& module, Kind kind, const char* name, const char* doc) {
   const py::object base = py::module_::import("torch._C").attr("_DistBackendError");
   const std::string full = std::string("torch_symm.") + name;
   // Lives as long as the process: exceptions may be thrown by any thread until the end.
-  static PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base.ptr(), nullptr);
+  PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base.ptr(), nullptr);
   if (type == nullptr) {
     throw py::error_already_set();
   }
+  set_python_type(kind, type);
   module.attr(name) = py::reinterpret_borrow<py::object>(type);
-  py::register_exception_translator([](std::exception_ptr error) {
-    try {
-      if (error) {
-        std::rethrow_exception(error);
-      }
-    } catch (const E& e) {
-      PyErr_SetString(type, e.what_without_backtrace());
-    }
-  });
 }
 
 template <typename T>
@@ -43,11 +34,21 @@ using Options = ProcessGroupSymm::Options;
 void bind(py::module_ module) {
   module.doc() = "The native part of torch_symm.";
   module.attr("__version__") = std::string(version());
-  bind_error<PeerError>(module, "SymmPeerError", "A rank died, left or aborted while others needed it.");
-  bind_error<TimeoutError>(module, "SymmTimeout", "A deadline passed; the message names the ranks that are missing.");
-  bind_error<MismatchError>(module, "SymmMismatch", "Ranks were asked for different collectives; the message shows each.");
-  bind_error<ConfigError>(module, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
-  bind_error<AbortedError>(module, "SymmAborted", "This process aborted or destroyed the group.");
+  bind_error(module, Kind::Peer, "SymmPeerError", "A rank died, left or aborted while others needed it.");
+  bind_error(module, Kind::Timeout, "SymmTimeout", "A deadline passed; the message names the ranks that are missing.");
+  bind_error(module, Kind::Mismatch, "SymmMismatch", "Ranks were asked for different collectives; the message shows each.");
+  bind_error(module, Kind::Config, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
+  bind_error(module, Kind::Aborted, "SymmAborted", "This process aborted or destroyed the group.");
+
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (Failure& failure) {
+      PyErr_SetString(failure.python_type(), failure.what());
+    }
+  });
 
   // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
   py::module_::import("atexit").attr("register")(

@@ -1,29 +1,42 @@
-// Exceptions of the core, as C++ and Python see them.
+// Failures of the core, as C++ and Python see them.
 #pragma once
 
-#include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
 
 #include <exception>
+#include <string>
 
 #include "symm/src/bridge.rs.h"
 
 namespace symm {
 
-struct PeerError : c10::DistBackendError {
-  using c10::DistBackendError::DistBackendError;
+// The codes of error::Kind in src/error.rs.
+enum class Kind : uint8_t {
+  Peer = 1,
+  Timeout = 2,
+  Mismatch = 3,
+  Config = 4,
+  Aborted = 5,
+  Value = 6,
+  Type = 7,
+  NotImplemented = 8,
+  WaitTimeout = 9,
+  Internal = 10,
 };
-struct TimeoutError : c10::DistBackendError {
-  using c10::DistBackendError::DistBackendError;
+
+// A failure of the kinds that have a Python exception of their own. Not a c10::DistBackendError: where torch calls Python back
+// without pybind11, as from a backward pass, it would turn every class derived from that into the plain DistBackendError.
+class Failure final : public torch::PyTorchError {
+ public:
+  Failure(Kind kind, const Status& status) : PyTorchError(std::string(status.message)), kind_(kind) {}
+  PyObject* python_type() override;
+
+ private:
+  Kind kind_;
 };
-struct MismatchError : c10::DistBackendError {
-  using c10::DistBackendError::DistBackendError;
-};
-struct ConfigError : c10::DistBackendError {
-  using c10::DistBackendError::DistBackendError;
-};
-struct AbortedError : c10::DistBackendError {
-  using c10::DistBackendError::DistBackendError;
-};
+
+// What `python_type` returns for `kind`; the caller keeps `type` alive for ever.
+void set_python_type(Kind kind, PyObject* type);
 
 // The exception for a failed status; null for success.
 std::exception_ptr exception_of(const Status& status);

@@ -287,6 +287,22 @@ def exceptions(rank: int) -> None:
         dist.all_reduce(torch.ones(1), group=gone)
 
 
+def backward(rank: int) -> None:
+    """A failure inside a backward pass keeps its type."""
+    layer = torch.nn.Linear(4 + (rank == 0), 4)
+    for parameter in layer.parameters():
+        parameter.register_hook(lambda gradient: dist.all_reduce(gradient))
+    with pytest.raises(torch_symm.SymmMismatch):
+        layer(torch.ones(2, layer.in_features)).sum().backward()
+    group = dist.new_group()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    if rank == 0:
+        group._get_backend(torch.device("cpu")).abort()
+    with pytest.raises((torch_symm.SymmPeerError, torch_symm.SymmAborted)):
+        for _ in range(100):
+            model(torch.ones(2, 4)).sum().backward()
+
+
 def split(rank: int) -> None:
     mine = backend()
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options.group_name == mine.options.group_name
@@ -345,7 +361,8 @@ def aborted(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [overlapping, layouts, refused, futures, premultiplied, sparse, exceptions, split, profile, aborted]
+    "body",
+    [overlapping, layouts, refused, futures, premultiplied, sparse, exceptions, backward, split, profile, aborted],
 )
 def test(body: Callable[[int], None]) -> None:
     run(body)
