@@ -256,7 +256,7 @@ impl Board {
             self.check(limit, about, missing)?;
             if limit.warning_due() {
                 let (late, seconds) = (self.late(missing), limit.waited().as_secs_f32());
-                log::warn!("{} has waited {seconds:.0} s in {} for {late}", self.describe(self.rank), about());
+                log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
             }
             turns += 1;
             if turns <= YIELDS {

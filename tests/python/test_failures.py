@@ -46,7 +46,7 @@ def splits(rank: int) -> None:
 MISMATCHES: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "collective": (
         lambda r: dist.all_reduce(zeros(4)) if r else dist.broadcast(zeros(4), 0),
-        (r"all_reduce\(4 × float32, 16 bytes, SUM\)", r"broadcast\(4 × float32, 16 bytes, root 0\)"),
+        (r"all_reduce\(4 . float32, 16 bytes, SUM\)", r"broadcast\(4 . float32, 16 bytes, root 0\)"),
     ),
     "barrier": (lambda r: dist.all_reduce(zeros(4)) if r else dist.barrier(), (r"all_reduce\(", "barrier")),
     "size": (lambda r: dist.all_reduce(zeros(4 + r)), ("16 bytes", "20 bytes")),
@@ -55,7 +55,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     "op": (lambda r: dist.all_reduce(zeros(4), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r]), ("SUM", "MAX")),
     "root": (lambda r: dist.broadcast(zeros(4), r), ("root 0", "root 1")),
     "reduce root": (lambda r: dist.reduce(zeros(4), r), ("root 0", "root 1")),
-    "splits": (splits, ("12 bytes", "8 bytes", "all_to_all")),
+    "splits": (splits, ("12 bytes", "expects 8", "all_to_all")),
     "gathered": (lambda r: dist.all_gather_into_tensor(zeros(2 * (3 + r)), zeros(3 + r)), ("24 bytes", "32 bytes")),
     "scattered": (
         lambda r: dist.reduce_scatter_tensor(zeros(3 + r), zeros(2 * (3 + r))),
@@ -186,7 +186,7 @@ def stopped(rank: int, world: int) -> None:
         assert (tensor == world * (world - 1) / 2).all()
     if rank == 0:
         os.waitpid(pid, 0)
-    assert rank == 1 or longest > 3 or True
+    assert longest > 3, "somebody waited"
 
 
 def test_a_rank_that_is_stopped_for_a_while() -> None:
@@ -240,7 +240,7 @@ def aborted(rank: int, world: int, kind: str) -> None:
     dist.barrier()
     if rank != 0:
         # Rank 0's abort reaches every rank.
-        with within(3), pytest.raises(torch_symm.SymmPeerError, match="rank 0.*abort"):
+        with within(3), pytest.raises(torch_symm.SymmPeerError, match=r"rank 0.*abort"):
             time.sleep(0.6)
             dist.all_reduce(zeros(3))
         return
@@ -281,12 +281,12 @@ def test_abort_process_group_and_a_new_one() -> None:
 
 
 def leaving(rank: int, world: int) -> None:
-    """A rank that destroys the group while others need it is named; ranks may leave in any order after their last call."""
+    """A rank that destroys the group while others need it is named; after the last call any order will do."""
     dist.all_reduce(zeros(3))
     if rank == 0:
         dist.destroy_process_group()
         return
-    with within(2), pytest.raises(torch_symm.SymmPeerError, match="rank 0.*left"):
+    with within(2), pytest.raises(torch_symm.SymmPeerError, match=r"rank 0.*left"):
         dist.all_reduce(zeros(3))
 
 
@@ -318,7 +318,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: Path) -> None:
 
 
 def script(body: str, directory: Path, world: int = 2, limit: float = 60) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``body`` as a program on each rank, with the interpreter's own exit. A group exists; ``rank`` and ``world`` are set."""
+    """Runs ``body`` as a program on each rank, with the interpreter's own exit; there is a group."""
     preamble = f"""
         import os, sys, time, torch, torch.distributed as dist
         torch.set_num_threads(1)
@@ -352,7 +352,10 @@ def script(body: str, directory: Path, world: int = 2, limit: float = 60) -> lis
 EXITS = {
     "destroyed": "dist.all_reduce(torch.ones(3)); dist.destroy_process_group()",
     "not destroyed": "dist.all_reduce(torch.ones(3))",
-    "open work": "w = dist.all_reduce(torch.ones(1 << 20), async_op=True); r = dist.irecv(torch.ones(3), 1 - rank)",
+    "open work": """
+        work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+        receive = dist.irecv(torch.ones(3), 1 - rank)
+        """,
     "one rank earlier": """
         dist.all_reduce(torch.ones(3))
         if rank == 0:

@@ -100,6 +100,11 @@ impl Step<'_> {
     /// Names the call in messages.
     fn about(&self) -> String {
         let description = crate::coll::describe::Description::of(self.call);
-        format!("{description} #{} of group \"{}\"", self.seq, self.board.name())
+        let (seq, group) = (self.seq, self.board.name());
+        if self.call.op == Op::AllToAll {
+            let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
+            return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");
+        }
+        format!("{description} #{seq} of group \"{group}\"")
     }
 }
