@@ -175,12 +175,12 @@ def stopped(rank: int, world: int) -> None:
     end = time.monotonic() + 6.5
     turns = torch.zeros(1, dtype=torch.int32)
     while True:
-        turns.fill_(time.monotonic() < end)
+        start = time.monotonic()
+        turns.fill_(start < end)
         dist.all_reduce(turns, dist.ReduceOp.MIN)
         if turns.item() == 0:
             break
         tensor = torch.full((1 << 20,), float(rank))
-        start = time.monotonic()
         dist.all_reduce(tensor)
         longest = max(longest, time.monotonic() - start)
         assert (tensor == world * (world - 1) / 2).all()

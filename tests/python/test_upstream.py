@@ -292,7 +292,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "all_gather_into_tensor of another dtype": (
         lambda: dist.all_gather_into_tensor(torch.zeros(4, dtype=torch.int32), TWO),
         TypeError,
-        "dtype",
+        "(?i)type",
     ),
     "gather to 7": (
         lambda: backend().gather([[ONE, ONE]], [ONE], opts("Gather", rootRank=7)),
@@ -378,7 +378,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "send to 2": (lambda: backend().send([ONE], 2, 0), ValueError, "rank 2 is outside"),
     "recv from -3": (lambda: backend().recv([ONE], -3, 0), ValueError, "rank -3 is outside"),
     "send of two": (lambda: backend().send([ONE, ONE], 0, 0), ValueError, "single-element"),
-    "negative tag": (lambda: backend().send([ONE], 0, -1), ValueError, "tag"),
+    "negative tag": (lambda: backend().send([ONE], 0, -1), ValueError, "(?i)tag"),
     "freed storage": (
         lambda: dist.all_reduce(freed()),
         ValueError,
