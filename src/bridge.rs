@@ -109,6 +109,8 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
+        /// The same with a limit of its own, after which outstanding calls fail.
+        fn leave(self: &GroupHandle, limit_ms: i64);
         /// Number of collectives begun so far; the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
         /// The timeout of calls that bring none.
@@ -188,6 +190,13 @@ impl GroupHandle {
     fn shutdown(&self) {
         guarded(|| {
             self.group()?.shutdown();
+            Ok(())
+        });
+    }
+
+    fn leave(&self, limit_ms: i64) {
+        guarded(|| {
+            self.group()?.leave(milliseconds(limit_ms).unwrap_or_default());
             Ok(())
         });
     }

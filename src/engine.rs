@@ -139,14 +139,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns once nothing is queued or running, or after `limit`. Completions may still be under way.
-    pub fn drain(&self, limit: Duration) {
+    /// Waits until nothing is queued or running: false if that is not so after `limit`. Completions may still be under way.
+    pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);
         while state.busy || !state.queue.is_empty() {
-            let Some(left) = limit.checked_sub(since.elapsed()) else { return };
+            let Some(left) = limit.checked_sub(since.elapsed()) else { return false };
             state = self.sleep(state, left);
         }
+        true
     }
 
     /// Ends the worker after the jobs that are queued.

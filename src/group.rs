@@ -218,11 +218,19 @@ impl Group {
 
     /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
     pub fn shutdown(&self) {
+        self.leave(self.timeout());
+    }
+
+    /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
+    pub fn leave(&self, limit: Duration) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.engine.drain(self.timeout());
         let name = self.board.name();
+        if !self.engine.drain(limit) {
+            let me = self.board.describe(self.board.rank());
+            self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {:.1} s", limit.as_secs_f32())));
+        }
         self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
         self.transfers.stop();
         self.engine.stop();

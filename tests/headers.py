@@ -7,6 +7,7 @@ target/headers, and prints one line per version. Fails if a version that could b
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 KEPT = ROOT / "target" / "headers"
 VERSIONS = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 # Wheels for macOS have no CUDA: about 100 MB instead of 800 MB.
@@ -47,7 +49,7 @@ def download(version: str) -> Path | None:
 
 def bridge(given: str | None) -> Path:
     """Returns the folder of the headers that cxx wrote in the newest build."""
-    found = [Path(given)] if given else list((ROOT / "target").glob("*/build/symm-*/out/cxxbridge"))
+    found = [Path(given)] if given else list(TARGET.glob("*/build/symm-*/out/cxxbridge"))
     found = [path / "include" for path in found if (path / "include" / "rust" / "cxx.h").exists()]
     if not found:
         sys.exit("the headers that cxx generates are missing: run 'make build' first")

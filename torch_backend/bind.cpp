@@ -49,6 +49,10 @@ void bind(py::module_ module) {
   bind_error<ConfigError>(module, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
   bind_error<AbortedError>(module, "SymmAborted", "This process aborted or destroyed the group.");
 
+  // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function([] { leave_all(std::chrono::seconds(5)); }, py::call_guard<py::gil_scoped_release>()));
+
   py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
       .def(
           py::init([](std::chrono::milliseconds timeout, const std::string& group, const std::vector<uint64_t>& ranks) {

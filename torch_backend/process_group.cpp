@@ -5,12 +5,27 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <list>
+
 #include "errors.hpp"
 #include "store.hpp"
 
 namespace symm {
 
 namespace {
+
+// Every group of this process.
+struct Living {
+  std::mutex mutex;
+  std::list<std::weak_ptr<rust::Box<GroupHandle>>> groups;
+};
+
+Living& living() {
+  // Never destroyed: threads may still end groups while the process exits.
+  static auto* all = new Living;
+  return *all;
+}
 
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
@@ -27,7 +42,12 @@ Group join_group(
   spec.timeout_ms = options.timeout.count();
   auto joined = join(std::make_unique<TorchStore>(store), spec);
   check(joined.status);
-  return std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
+  auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
+  auto& all = living();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.groups.remove_if([](const auto& other) { return other.expired(); });
+  all.groups.push_back(group);
+  return group;
 }
 
 c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
@@ -55,6 +75,24 @@ ProcessGroupSymm::~ProcessGroupSymm() {
     (*group_)->shutdown();
   } else {
     (*group_)->shutdown();
+  }
+}
+
+void leave_all(std::chrono::milliseconds limit) {
+  std::vector<Group> groups;
+  {
+    auto& all = living();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto& weak : all.groups) {
+      if (auto group = weak.lock()) {
+        groups.push_back(std::move(group));
+      }
+    }
+  }
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (const auto& group : groups) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    (*group)->leave(std::max<int64_t>(left.count(), 1));
   }
 }
 

@@ -135,4 +135,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   std::atomic<bool> closed_ = false;
 };
 
+// Leaves every group of this process, all within `limit`; calls that are not done by then fail.
+void leave_all(std::chrono::milliseconds limit);
+
 } // namespace symm

@@ -49,8 +49,11 @@ impl std::fmt::Display for Description {
         else {
             return f.write_str("an unreadable call");
         };
-        if op == Op::Barrier {
-            return f.write_str("barrier");
+        match op {
+            Op::Barrier => return f.write_str("barrier"),
+            // Each pair has a length of its own.
+            Op::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
+            Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {}
         }
         // Ranks need not agree on the bytes of an all-to-all, so a post does not carry them.
         if op == Op::AllToAll && self.bytes == 0 {
@@ -167,6 +170,7 @@ mod tests {
         assert_eq!(Description::of(&call(Op::AllReduce, 0, &[4096], &[4096])).to_string(), "all_reduce(1024 × float32, 4096 bytes, SUM)");
         assert_eq!(Description::of(&call(Op::Broadcast, 2, &[], &[8])).to_string(), "broadcast(2 × float32, 8 bytes, root 2)");
         assert_eq!(Description::of(&call(Op::Barrier, 0, &[], &[])).to_string(), "barrier");
+        assert_eq!(Description::of(&call(Op::AllToAll, 0, &[4, 8], &[4, 8])).to_string(), "all_to_all(float32)");
     }
 
     #[test]

@@ -1,8 +1,8 @@
 """Runs a function on real processes, one per rank.
 
 The processes are forked from pytest, which imports torch but makes no group and no thread of its own, so that
-starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their
-threads and are killed.
+starting a rank takes milliseconds. Every wait has a limit: ranks that do not end print the stacks of all their threads
+and are killed.
 """
 
 from __future__ import annotations
@@ -74,13 +74,14 @@ def run_ranks(
     timeout: float = 60,
     group_timeout: float = 60,
     expect_killed: Collection[int] = (),
+    expect_gone: Collection[int] = (),
     env: dict[str, str] | None = None,
 ) -> Results:
     """Calls ``fn(rank, world_size, *args)`` on ``world_size`` processes and returns the results.
 
     ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own.
-    ``timeout``: seconds for everything. ``expect_killed``: ranks that must die of SIGKILL. A rank's exception, with its
-    traceback, fails the caller.
+    ``timeout``: seconds for everything. ``expect_killed``: ranks that must die of SIGKILL; ``expect_gone``:
+    that may end in any way. A rank's exception, with its traceback, fails the caller.
     """
     context = get_context("fork")
     with tempfile.TemporaryDirectory(prefix="symm-test-") as directory, _environment(env or {}):
@@ -93,13 +94,13 @@ def run_ranks(
         try:
             for process in processes:
                 process.start()
-            late = _await(processes, start + timeout, expect_killed)
+            late = _await(processes, start + timeout, {*expect_killed, *expect_gone})
         finally:
             for process in processes:
                 if process.pid is not None and process.is_alive():
                     process.kill()
                     process.join()
-        return _collect(processes, place, late, expect_killed, time.monotonic() - start)
+        return _collect(processes, place, late, expect_killed, expect_gone, time.monotonic() - start)
 
 
 def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -> int:
@@ -154,7 +155,12 @@ def _await(processes: list[Any], deadline: float, expect_killed: Collection[int]
 
 
 def _collect(
-    processes: list[Any], place: Path, late: list[int], expect_killed: Collection[int], seconds: float
+    processes: list[Any],
+    place: Path,
+    late: list[int],
+    expect_killed: Collection[int],
+    expect_gone: Collection[int],
+    seconds: float,
 ) -> Results:
     results = Results([None] * len(processes))
     results.seconds = seconds
@@ -170,6 +176,8 @@ def _collect(
             failures.append(
                 (0.0, f"rank {rank} should have been killed, it ended with {process.exitcode}\n{log[-4000:]}")
             )
+        elif rank in expect_gone:
+            continue
         elif not killed and process.exitcode != 0:
             trace = place / f"trace-{rank}"
             when = trace.stat().st_mtime if trace.exists() else 0.0

@@ -1,229 +1,239 @@
-"""The ten ways in which an out-of-tree backend goes wrong in torch, one test each."""
+"""Where torch 2.11 treats a backend that it does not ship in its own way: one test for each."""
 
 from __future__ import annotations
 
 import copy
-import threading
+import gc
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import file_store, init, run_ranks
-from torch._C._distributed_c10d import AllreduceOptions, ProcessGroup
-from torch.distributed.distributed_c10d import _coalescing_manager
+from ranks import init, run_ranks
+from test_endings import raises_within
+
+CPU = torch.device("cpu")
 
 
-def backend(group: ProcessGroup | None = None) -> torch_symm.ProcessGroupSymm:
-    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+def backend_of(group: Any = None) -> Any:
+    return (group or dist.group.WORLD)._get_backend(CPU)
 
 
-def last_reference(rank: int, world: int) -> None:
-    """The last reference dies in Python while the worker thread runs callbacks that need the GIL."""
-    for i in range(20):
-        options = torch_symm.Options(timeout=timedelta(seconds=20), group_name=f"bare-{i}")
-        group = torch_symm.ProcessGroupSymm(file_store(f"bare-{i}", world), rank, world, options)
-        seen: list[int] = []
-        for k in range(10):
-            request = AllreduceOptions()
-            request.asyncOp = True
-            future = group.allreduce([torch.ones(20_000)], request).get_future()
-            future.then(lambda f, k=k, seen=seen: seen.append(k) or time.sleep(0.001))
-        # Nobody waited: the destructor has to let the callbacks run.
-        del group, future
-        deadline = time.monotonic() + 10
-        while len(seen) < 10 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert len(seen) == 10
+def test_last_reference_dies_with_the_gil_held() -> None:
+    """The destructor joins threads that complete futures with Python callbacks: it must not hold the GIL meanwhile."""
+
+    def body(rank: int, world: int) -> None:
+        called = []
+        for turn in range(10):
+            init(rank, 2, name=f"turn-{turn}")
+            work = dist.all_reduce(torch.ones(1 << 18), async_op=True)
+            work.get_future().then(lambda future: called.append(future.value()[0][0].item()))
+            work.wait()
+            if rank == 0:
+                dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda _: time.sleep(0.01))
+            else:
+                dist.all_reduce(torch.ones(1))
+            if turn % 2:
+                dist.destroy_process_group()
+            else:
+                # Nobody calls shutdown: only the references go.
+                dist.distributed_c10d._world.pg_map.clear()
+                dist.destroy_process_group.__globals__["_update_default_pg"](None)
+                for table in ("pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"):
+                    getattr(dist.distributed_c10d._world, table).clear()
+                dist.distributed_c10d._world.pg_coalesce_state.clear()
+            del work
+            gc.collect()
+        assert called == [2.0] * 10
+
+    run_ranks(body, 2, backend=None)
 
 
-def test_1_the_destructor_releases_the_gil() -> None:
-    run_ranks(last_reference, 2, backend=None)
+def test_own_class_with_options() -> None:
+    """split_group copies ``options`` deeply and sets timeouts; a bare Backend could not."""
+
+    def body(rank: int, world: int) -> None:
+        backend = backend_of()
+        assert isinstance(backend, torch_symm.ProcessGroupSymm)
+        copied = copy.deepcopy(backend.options)
+        assert isinstance(copied, torch_symm.Options) and copied._timeout == timedelta(seconds=30)
+        copied._timeout = timedelta(seconds=1)
+        assert backend.options._timeout == timedelta(seconds=30)
+        backend._set_default_timeout(timedelta(seconds=7))
+        assert backend.options._timeout == timedelta(seconds=7)
+        assert backend.perform_nocolor_split(CPU) is None
+        assert backend.name() == "symm"
+        assert backend.get_error() is not None
+        group = dist.new_group([0, 1], pg_options=torch_symm.Options(timedelta(seconds=3)))
+        assert backend_of(group).options._timeout == timedelta(seconds=3)
+        with pytest.raises(TypeError, match="pg_options"):
+            dist.new_group([0, 1], pg_options=object())
+
+    run_ranks(body, 2, group_timeout=30)
 
 
-def bindings(rank: int, world: int) -> None:
-    group = backend()
-    assert type(group) is torch_symm.ProcessGroupSymm
-    assert isinstance(group.options, torch_symm.Options)
-    for duplicate in (copy.deepcopy(group.options), copy.copy(group.options)):
-        assert type(duplicate) is torch_symm.Options and duplicate is not group.options
-        assert duplicate._timeout == group.options._timeout
-    group._set_default_timeout(timedelta(seconds=33))
-    assert group.options._timeout == timedelta(seconds=33)
-    assert group.perform_nocolor_split(torch.device("cpu")) is None
-    assert group.supports_splitting
-    assert "SUCCESS" in str(group.get_error())
+def test_one_instance_for_both_devices() -> None:
+    """ "cpu:symm,cuda:symm" is one backend; without a GPU nothing of CUDA is loaded."""
+
+    def body(rank: int, world: int) -> None:
+        for name, spelling in enumerate(("symm", "cpu:symm", "cpu:symm,cuda:symm", "SYMM")):
+            init(rank, 2, name=str(name), backend=spelling)
+            dist.all_reduce(tensor := torch.ones(3))
+            assert bool((tensor == 2).all()), spelling
+            if spelling in ("symm", "cpu:symm,cuda:symm"):
+                group = dist.group.WORLD
+                assert {device.type for device in group._device_types} == {"cpu", "cuda"}
+                assert group._get_backend(CPU) is group._get_backend(torch.device("cuda"))
+            dist.destroy_process_group()
+        with open("/proc/self/maps") as maps:
+            assert "libcuda.so" not in maps.read()
+
+    run_ranks(body, 2, backend=None)
 
 
-def test_2_a_class_of_its_own() -> None:
-    run_ranks(bindings, 2)
+def test_beside_gloo() -> None:
+    """ "cpu:gloo,cuda:symm" leaves CPU tensors to Gloo, and joins without a GPU."""
+
+    def body(rank: int, world: int) -> None:
+        init(rank, 2, backend="cpu:gloo,cuda:symm")
+        dist.all_reduce(tensor := torch.ones(3))
+        assert bool((tensor == 2).all())
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(body, 2, backend=None)
 
 
-def custom_type(rank: int, world: int) -> None:
-    group = dist.group.WORLD
-    assert group._get_backend(torch.device("cpu")) is group._get_backend(torch.device("cuda"))
-    assert dist.get_backend() == "symm" and backend().name() == "symm"
-    with pytest.raises(NotImplementedError, match="cpu:symm,cuda:nccl"):
-        if torch.cuda.is_available():
-            dist.all_reduce(torch.ones(1, device="cuda"))
-        else:
-            raise NotImplementedError('no GPU here to try "cpu:symm,cuda:nccl"')
+def test_registered_for_whole_device_names() -> None:
+    """A string for ``devices`` would register 'c', 'p' and 'u'."""
+
+    def body(rank: int, world: int) -> None:
+        table = dist.Backend.default_device_backend_map
+        assert all(len(device) > 1 for device in table), table
+        assert dist.Backend.backend_capability["symm"] == ["cpu", "cuda"]
+        assert dist.is_backend_available("symm")
+        assert dist.Backend.SYMM == "symm"
+        # Registered a second time by an import: nothing changes.
+        import torch_symm._autoload
+
+        torch_symm._autoload.autoload()
+        assert dist.Backend.backend_list.count("symm") == 1
+
+    run_ranks(body, 1, backend=None)
 
 
-def test_3_one_object_serves_both_devices() -> None:
-    run_ranks(custom_type, 2)
+def test_one_work_for_a_coalesced_block() -> None:
+    """The Work at the end of a block covers all its operations and keeps their tensors alive."""
 
-
-def test_4_devices_are_a_list() -> None:
-    assert dist.Backend.backend_capability["symm"] == ["cpu", "cuda"]
-    assert not set(dist.Backend.default_device_backend_map) & set("cpu")
-    assert dist.is_backend_available("symm")
-
-
-def monitored(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match=r"(?i)gloo"):
-        dist.monitored_barrier()
-    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="Rank 1 failed to pass monitoredBarrier in 300 ms"):
-            dist.group.WORLD.monitored_barrier(timedelta(seconds=0.3))
-    else:
-        time.sleep(1)
-
-
-def test_5_the_monitored_barrier_of_the_group_object() -> None:
-    run_ranks(monitored, 2)
-
-
-def split(rank: int, world: int) -> None:
-    """``dist.split_group`` wants a GPU in this torch, so the group object is asked."""
-    parent = dist.group.WORLD
-    for name, members in (("low", [0, 1]), ("high", [2, 3]), ("mixed", [3, 0])):
-        options = copy.deepcopy(backend().options)
-        child = parent.split_group(members, timedelta(seconds=20), options, name, "a split")
-        if rank not in members:
-            assert child is None
-            continue
-        assert backend(child) is child._get_backend(torch.device("cuda")), "asked once per device type, the same answer"
-        assert child.rank() == sorted(members).index(rank) and child.size() == 2
-        tensor = torch.tensor([float(rank)])
-        child.allreduce(tensor).wait()
-        assert tensor.item() == sum(members)
-    assert backend().options.global_ranks_in_group in ([], [0, 1, 2, 3])
-
-
-def test_6_split_is_called_once_per_device_type() -> None:
-    run_ranks(split, 4)
-
-
-def coalesced(rank: int, world: int) -> None:
-    peer = 1 - rank
-    group = backend()
-    for size in (3, 100_000):
-        got, total = torch.zeros(size), torch.ones(size)
-        group._start_coalescing()
-        group.send([torch.full((size,), float(rank))], peer, 0)
-        group.recv([got], peer, 0)
-        request = AllreduceOptions()
-        request.asyncOp = True
-        group.allreduce([total], request)
-        work = group._end_coalescing()
+    def body(rank: int, world: int) -> None:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for turn in range(5):
+                dist.all_reduce(torch.full((300_000,), float(turn)))
+        manager.wait()
+        kept = [torch.full((200_000,), float(turn + rank)) for turn in range(4)]
+        with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
+            for tensor in kept:
+                dist.all_reduce(tensor)
+        manager.wait()
+        for turn, tensor in enumerate(kept):
+            assert bool((tensor == 2 * turn + 1).all())
+        backend = backend_of()
+        backend._start_coalescing()
+        parts = [torch.full((100_000,), float(rank)) for _ in range(3)]
+        for part in parts:
+            backend.allreduce([part])
+        backend.broadcast([last := torch.full((5,), float(rank))], dist.BroadcastOptions())
+        work = backend._end_coalescing()
         work.wait()
-        assert work.is_completed() and work.is_success()
-        assert (got == peer).all() and (total == world).all()
-        assert len(work.get_future().wait()) == 3
-    with _coalescing_manager(device=torch.device("cpu")):
-        pass
-    group._start_coalescing()
-    assert group._end_coalescing().wait()
+        assert work.is_completed()
+        assert all(bool((part == 1).all()) for part in parts) and bool((last == 0).all())
+
+    run_ranks(body, 2)
 
 
-def test_7_one_work_for_a_coalesced_block() -> None:
-    run_ranks(coalesced, 2)
+def test_sequence_numbers_under_detail() -> None:
+    """The wrapper compares sequence numbers of all ranks: transfers between two of them must not count."""
 
+    def body(rank: int, world: int) -> int:
+        for turn in range(3):
+            if rank == 0:
+                dist.send(torch.ones(3), 1)
+            elif rank == 1:
+                dist.recv(torch.ones(3), 0)
+            dist.all_reduce(torch.ones(turn + 1))
+        dist.barrier()
+        return 0
 
-def detail(rank: int, world: int) -> None:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    init(rank, world)
-    for i in range(5):
+    run_ranks(body, 3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+    def numbers(rank: int, world: int) -> tuple[int, int]:
+        backend = backend_of()
+        before = backend.get_sequence_number()
         if rank == 0:
-            dist.send(torch.ones(1), 1, tag=i)
+            dist.send(torch.ones(3), 1)
         elif rank == 1:
-            dist.recv(torch.ones(1), 0, tag=i)
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert (tensor == world).all()
-    dist.barrier()
+            dist.recv(torch.ones(3), 0)
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        return before, backend.get_sequence_number()
+
+    seen = run_ranks(numbers, 3)
+    assert len(set(seen)) == 1 and seen[0][1] - seen[0][0] == 3, seen
 
 
-def test_8_messages_do_not_count_as_collectives_under_detail() -> None:
-    run_ranks(detail, 3, backend=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_average_and_factor_of_reduce_scatter() -> None:
+    """FSDP2 asks for AVG and, with a divide factor, PREMUL_SUM in reduce_scatter_tensor."""
+
+    def body(rank: int, world: int) -> None:
+        for dtype in (torch.float32, torch.bfloat16):
+            for count in (4, 100_000):
+                output = torch.zeros(count, dtype=dtype)
+                given = torch.full((3 * count,), float(rank * 3), dtype=dtype)
+                dist.reduce_scatter_tensor(output, given, op=dist.ReduceOp.AVG)
+                assert bool((output == 3).all())
+                dist.reduce_scatter_tensor(output, given, op=dist._make_nccl_premul_sum(0.5))
+                assert bool((output == 4.5).all())
+
+    run_ranks(body, 3)
 
 
-def gradients(rank: int, world: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        output = torch.zeros(5, dtype=dtype)
-        dist.reduce_scatter_tensor(output, torch.full((5 * world,), rank + 1.0, dtype=dtype), dist.ReduceOp.AVG)
-        assert (output == (world + 1) / 2).all()
-        factor = dist._make_nccl_premul_sum(0.5)
-        dist.reduce_scatter_tensor(output, torch.full((5 * world,), rank + 1.0, dtype=dtype), factor)
-        assert (output == world * (world + 1) / 4).all()
+def test_unset_timeout_means_the_group_timeout() -> None:
+    """Nearly every call carries -1 ms: it must not time out at once, nor never."""
+
+    def body(rank: int, world: int) -> None:
+        init(rank, 2, timeout=1.0)
+        if rank == 0:
+            started = time.monotonic()
+            with raises_within(1.7, torch_symm.SymmTimeout):
+                dist.all_reduce(torch.ones(3))
+            assert time.monotonic() - started > 0.9
+        else:
+            time.sleep(2.2)
+
+    run_ranks(body, 2, backend=None)
 
 
-def test_9_avg_and_premul_sum() -> None:
-    run_ranks(gradients, 3)
+def test_timeout_of_a_call_and_of_the_group_later() -> None:
+    """Options of a call, ``_set_default_timeout`` and ``pg.set_timeout`` are all kept."""
 
+    def body(rank: int, world: int) -> None:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(milliseconds=400)
+        group = dist.new_group([0, 1])
+        if rank == 0:
+            with raises_within(0.9, torch_symm.SymmTimeout):
+                backend_of(group).allreduce([torch.ones(2)], options).wait()
+        other = dist.new_group([0, 1])
+        backend_of(other)._set_default_timeout(timedelta(milliseconds=400))
+        if rank == 0:
+            with raises_within(0.9, torch_symm.SymmTimeout):
+                dist.all_reduce(torch.ones(2), group=other)
+            dist.barrier()
+        else:
+            time.sleep(1.5)
+            dist.barrier()
 
-def unset_timeout(rank: int, world: int) -> None:
-    """Options carry -1 ms unless the caller says otherwise: the group's own limit holds, and no earlier one."""
-    backend()._set_default_timeout(timedelta(seconds=1))
-    assert AllreduceOptions().timeout <= timedelta(0)
-    if rank == 1:
-        time.sleep(0.4)
-    dist.all_reduce(torch.ones(3))
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(torch_symm.SymmTimeout):
-            dist.all_reduce(torch.ones(3))
-        assert 0.9 < time.monotonic() - start < 2.5
-    else:
-        time.sleep(2)
-
-
-def test_10_a_timeout_of_minus_one_is_the_groups_own() -> None:
-    run_ranks(unset_timeout, 2)
-
-
-def own_timeout(rank: int, world: int) -> None:
-    if rank == 0:
-        request = AllreduceOptions()
-        request.timeout = timedelta(seconds=0.5)
-        start = time.monotonic()
-        with pytest.raises(torch_symm.SymmTimeout):
-            backend().allreduce([torch.ones(3)], request).wait()
-        assert time.monotonic() - start < 2
-    else:
-        time.sleep(1)
-
-
-def test_a_call_may_bring_its_own_timeout() -> None:
-    run_ranks(own_timeout, 2)
-
-
-def callback_threads(rank: int, world: int) -> None:
-    """Callbacks that call the group again, from whichever thread completes the first call."""
-    done = threading.Event()
-    total = torch.ones(1000)
-
-    def again(future: torch.futures.Future) -> None:
-        dist.all_reduce(total, async_op=True).get_future().add_done_callback(lambda f: done.set())
-
-    dist.all_reduce(total, async_op=True).get_future().add_done_callback(again)
-    assert done.wait(20)
-    assert (total == world**2).all()
-
-
-def test_a_callback_may_start_the_next_call() -> None:
-    run_ranks(callback_threads, 2)
+    run_ranks(body, 2)

@@ -89,7 +89,7 @@ impl Step<'_> {
                 let (sent, expected) = (self.sent(from, to), self.received(from, to));
                 if sent != expected {
                     let text = format!(
-                        "{}: {} sends {sent} bytes to {}, which expects {expected}",
+                        "{}: {} sends {sent} bytes to {}, which expects {expected} bytes",
                         self.about(),
                         self.board.describe(from),
                         self.board.describe(to)

@@ -99,10 +99,12 @@ impl Step<'_> {
 
     /// Names the call in messages.
     fn about(&self) -> String {
-        let mut description = crate::coll::describe::Description::of(self.call);
+        let description = crate::coll::describe::Description::of(self.call);
+        let (seq, group) = (self.seq, self.board.name());
         if self.call.op == Op::AllToAll {
-            description.bytes = self.call.volume() as u64;
+            let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
+            return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");
         }
-        format!("{description} #{} of group \"{}\"", self.seq, self.board.name())
+        format!("{description} #{seq} of group \"{group}\"")
     }
 }

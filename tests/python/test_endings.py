@@ -1,0 +1,317 @@
+"""More ways to fail: deaths of every kind, late and stopped ranks, children, threads that give up for others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import init, meet, run_ranks
+
+MB = 1 << 18  # elements of float32
+
+
+@contextmanager
+def raises_within(limit: float, *types: type[BaseException]) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """``pytest.raises`` with a limit in seconds."""
+    started = time.monotonic()
+    with pytest.raises(types) as info:
+        yield info
+    took = time.monotonic() - started
+    assert took <= limit, f"raised after {took:.2f} s, more than {limit} s: {info.value}"
+
+
+def test_mismatch_writes_nothing() -> None:
+    """A refused call leaves every tensor as it was."""
+
+    def body(rank: int, world: int) -> None:
+        count = MB if rank == 1 else 2 * MB
+        tensor = torch.full((count,), rank + 1.0)
+        with pytest.raises(torch_symm.SymmMismatch):
+            dist.all_reduce(tensor)
+        assert bool((tensor == rank + 1).all())
+
+    run_ranks(body, 3)
+
+
+def test_killed_between_send_and_receive() -> None:
+    """A receive from a rank that died raises; so does a receive from any source once nobody is left to send."""
+
+    def body(rank: int, world: int) -> Any:
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            dist.recv(torch.zeros(4), 1)
+        except dist.DistBackendError as error:
+            return time.monotonic() - started, type(error).__name__, str(error)
+        raise AssertionError("nothing failed")
+
+    outcomes = run_ranks(body, 3, expect_gone=(1,))
+    for rank in (0, 2):
+        took, kind, message = outcomes[rank]
+        assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+
+
+@pytest.mark.parametrize("how", ("zero", "exit", "segfault"))
+def test_other_deaths(how: str) -> None:
+    """A rank that leaves in another way is named just the same."""
+
+    def body(rank: int, world: int) -> Any:
+        dist.barrier()
+        if rank == 1:
+            if how == "segfault":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            os._exit({"zero": 0, "exit": 7}[how])
+        started = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except dist.DistBackendError as error:
+            return time.monotonic() - started, type(error).__name__, str(error)
+        raise AssertionError("nothing failed")
+
+    outcomes = run_ranks(body, 3, expect_gone=(1,))
+    for rank in (0, 2):
+        took, kind, message = outcomes[rank]
+        assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+
+
+def test_killed_with_children_alive() -> None:
+    """A forked child that keeps the dead rank's descriptors open does not hide the death."""
+
+    def body(rank: int, world: int) -> Any:
+        dist.barrier()
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(4)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except dist.DistBackendError as error:
+            return time.monotonic() - started, type(error).__name__, str(error)
+        raise AssertionError("nothing failed")
+
+    outcomes = run_ranks(body, 3, expect_gone=(1,))
+    for rank in (0, 2):
+        took, kind, message = outcomes[rank]
+        assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+
+
+def test_late_stopped_rank_is_called_stopped() -> None:
+    """The message says that the missing process is stopped."""
+
+    def body(rank: int, world: int) -> str | None:
+        pids: list[Any] = [None] * world
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return None
+        with pytest.raises(torch_symm.SymmTimeout) as info:
+            dist.all_reduce(torch.ones(1000))
+        os.kill(pids[1], signal.SIGCONT)
+        return str(info.value)
+
+    message = run_ranks(body, 2, group_timeout=1.5)[0]
+    assert "stopped" in message and "rank 1" in message, message
+
+
+def test_late_async_and_wait_timeout() -> None:
+    """``wait(timeout)`` gives up alone: the group lives, and the same call still completes."""
+
+    def body(rank: int, world: int) -> None:
+        if rank == 1:
+            meet("waited", rank, 2)
+        work = dist.all_reduce(tensor := torch.ones(10), async_op=True)
+        if rank == 0:
+            with raises_within(0.6, torch_symm.SymmTimeout):
+                work.wait(timedelta(milliseconds=200))
+            meet("waited", rank, 2)
+        work.wait()
+        assert bool((tensor == 2).all())
+        dist.all_reduce(tensor)
+        assert bool((tensor == 4).all())
+
+    run_ranks(body, 2)
+
+
+def test_first_cause_stands() -> None:
+    """After a death every further call of every kind raises the first cause, at once."""
+
+    def body(rank: int, world: int) -> None:
+        if rank == 1:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+        with raises_within(1.0, torch_symm.SymmPeerError) as first:
+            dist.all_reduce(torch.ones(8))
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.all_reduce(torch.ones(MB)),
+            lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+            lambda: dist.broadcast(torch.ones(1), 0),
+            dist.barrier,
+            lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(1)),
+            lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=5)),
+            lambda: dist.send(torch.ones(1), 1),
+            lambda: dist.recv(torch.ones(1), 1),
+            lambda: dist.all_gather_object([None] * 3, "x"),
+        ]
+        for number, call in enumerate(calls):
+            with raises_within(0.3, torch_symm.SymmPeerError) as later:
+                call()
+            assert "rank 1" in str(later.value), f"call {number}: {later.value}"
+            assert str(first.value)[:40] in str(later.value) or "first" in str(later.value), (number, later.value)
+        started = time.monotonic()
+        dist.destroy_process_group()
+        assert time.monotonic() - started < 1.0
+
+    outcomes = run_ranks(body, 3, expect_gone=(1,))
+    assert "Traceback" not in "".join(outcomes.logs)
+
+
+def test_new_group_after_mismatch() -> None:
+    """Nobody died: all ranks destroy and join again, several times."""
+
+    def body(rank: int, world: int) -> None:
+        for turn in range(3):
+            with pytest.raises(dist.DistBackendError):
+                dist.all_reduce(torch.ones(rank + 1))
+            dist.destroy_process_group()
+            init(rank, 3, name=f"turn-{turn}")
+            dist.all_reduce(tensor := torch.ones(3))
+            assert bool((tensor == 3).all())
+
+    run_ranks(body, 3)
+
+
+@pytest.mark.parametrize(
+    "way",
+    (
+        "abort",
+        pytest.param(
+            "destroy", marks=pytest.mark.xfail(strict=True, reason="destroying waits for the blocked call's timeout")
+        ),
+    ),
+)
+def test_abort_releases_a_blocked_call(way: str) -> None:
+    """Another thread aborts the group: the blocked call raises at once."""
+
+    def body(rank: int, world: int) -> str | None:
+        if rank == 1:
+            meet("released", rank, 2)
+            return None
+        group = dist.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))
+
+        def later() -> None:
+            time.sleep(0.5)
+            if way == "abort":
+                backend.abort()
+            else:
+                dist.destroy_process_group()
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        started = time.monotonic()
+        with pytest.raises(dist.DistBackendError) as info:
+            dist.all_reduce(torch.ones(10))
+        took = time.monotonic() - started
+        thread.join()
+        meet("released", rank, 2)
+        assert 0.4 < took < 0.5 + 0.4, took
+        if way == "abort":
+            backend.abort()
+        return type(info.value).__name__
+
+    assert run_ranks(body, 2, group_timeout=3)[0] == "SymmAborted"
+
+
+def test_destroy_with_work_outstanding() -> None:
+    """Destroying while a call of ours can never finish ends within the group's timeout, without a crash."""
+
+    def body(rank: int, world: int) -> None:
+        init(rank, 2, timeout=2)
+        dist.barrier()
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(10), async_op=True)
+            started = time.monotonic()
+            dist.destroy_process_group()
+            assert time.monotonic() - started < 2.5
+            with pytest.raises(dist.DistBackendError):
+                work.wait()
+        meet("end", rank, 2)
+
+    run_ranks(body, 2, backend=None)
+
+
+@pytest.mark.xfail(strict=True, reason="a call refused on one rank is not told to the others")
+def test_wrong_argument_on_one_rank() -> None:
+    """The others need not wait for their timeout: they are told that this rank's call was refused."""
+
+    def body(rank: int, world: int) -> str:
+        dist.barrier()
+        if rank == 1:
+            with pytest.raises((ValueError, TypeError)) as info:
+                dist.all_gather_into_tensor(torch.ones(7), torch.ones(4))
+            meet("end", rank, 2)
+            return str(info.value)
+        with raises_within(1.0, dist.DistBackendError) as told:
+            dist.all_gather_into_tensor(torch.ones(8), torch.ones(4))
+        meet("end", rank, 2)
+        return str(told.value)
+
+    assert "rank 1" in run_ranks(body, 2, group_timeout=2)[0]
+
+
+def test_fork_after_joining() -> None:
+    """A forked child may end as it likes; using the group there is refused clearly."""
+
+    def body(rank: int, world: int) -> None:
+        dist.all_reduce(torch.ones(4))
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                dist.all_reduce(torch.ones(4))
+                answer = "worked"
+            except torch_symm.SymmConfigError as error:
+                answer = f"refused: {error}"
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(writer, answer.encode())
+            os._exit(0)
+        os.close(writer)
+        _, status = os.waitpid(pid, 0)
+        answer = os.read(reader, 10_000).decode()
+        assert status == 0 and answer.startswith("refused") and "fork" in answer, (status, answer)
+        for _ in range(3):
+            dist.all_reduce(tensor := torch.ones(4))
+            assert bool((tensor == 2).all())
+        for ending in ("destroy", "sys.exit", "collect"):
+            pid = os.fork()
+            if pid == 0:
+                if ending == "destroy":
+                    dist.destroy_process_group()
+                elif ending == "sys.exit":
+                    sys.exit(0)
+                os._exit(0)
+            until = time.monotonic() + 2
+            while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                assert time.monotonic() < until, f"the child hangs in {ending}"
+                time.sleep(0.01)
+            dist.all_reduce(tensor := torch.ones(4))
+            assert bool((tensor == 2).all())
+
+    run_ranks(body, 2)
