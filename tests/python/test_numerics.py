@@ -32,7 +32,8 @@ def same_everywhere(rank: int, world: int, dtype: torch.dtype, inputs: list[torc
         wanted = expected.reduced(op, inputs, FACTORS[:world])
         about = f"{name(dtype)} {op} rank {rank}"
         torch_op = expected.op_of(op, FACTORS[rank])
-        for size in BYTES:
+        # The plans for long messages are the same for all ops.
+        for size in BYTES if op == "SUM" else BYTES[:5]:
             count = max(1, size // dtype.itemsize)
             repeats = count // len(wanted) + 1
             mine = inputs[rank].repeat(repeats)[:count].contiguous()
