@@ -39,7 +39,7 @@ pub struct JoinOptions {
 /// What a user may choose about a group; the same on all its ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
-    /// Whether ranks may read each other's memory where the system permits it.
+    /// Whether receivers of long messages may read the sender's memory where the system permits it.
     pub direct: bool,
     /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
     pub spins: Option<u32>,
@@ -126,7 +126,7 @@ impl Group {
         let direct = meet(&board, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
         Ok(Self {
-            engine: Engine::new(Runner::new(Arc::clone(&board), direct)),
+            engine: Engine::new(Runner::new(Arc::clone(&board))),
             transfers: Transfers::new(Arc::clone(&board), direct, spins),
             board,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),

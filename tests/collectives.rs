@@ -13,8 +13,7 @@ use symm::group::{Group, Tuning};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::rank::Rank;
 
-const STAGED: Tuning = Tuning { direct: false, spins: None };
-const DIRECT: Tuning = Tuning { direct: true, spins: None };
+const TUNING: Tuning = Tuning { direct: true, spins: None };
 
 /// Elements: nothing, odd counts beside a flag, staged in one chunk, in many.
 const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
@@ -111,21 +110,19 @@ fn check_movements(group: &Group, rank: u32, n: u32, bytes: usize) {
 
 #[test]
 fn movements_of_every_size_and_algorithm() {
-    for tuning in [STAGED, DIRECT] {
-        for n in 1..=8 {
-            with_ranks(n, tuning, |group, rank| {
-                for bytes in COUNTS.into_iter().chain([600_001, 1_500_000]) {
-                    check_movements(group, rank, n, bytes);
-                }
-            });
-        }
+    for n in 1..=8 {
+        with_ranks(n, TUNING, |group, rank| {
+            for bytes in COUNTS.into_iter().chain([600_001, 1_500_000]) {
+                check_movements(group, rank, n, bytes);
+            }
+        });
     }
 }
 
 #[test]
 fn reductions_of_every_dtype_and_op() {
     for n in 1..=8 {
-        with_ranks(n, DIRECT, |group, rank| {
+        with_ranks(n, TUNING, |group, rank| {
             for &dtype in DType::ALL {
                 for &op in ReduceOp::ALL {
                     if cpu::supports(op, dtype).is_ok() {
@@ -142,7 +139,7 @@ fn reductions_of_every_dtype_and_op() {
 #[test]
 fn reductions_of_every_size() {
     for n in [2, 3, 4, 7] {
-        with_ranks(n, DIRECT, |group, rank| {
+        with_ranks(n, TUNING, |group, rank| {
             for dtype in [DType::F32, DType::BF16, DType::F8E4M3FN, DType::I64] {
                 for count in COUNTS {
                     check_reductions(group, rank, n, dtype, ReduceOp::Sum, count * dtype.size());
@@ -154,7 +151,7 @@ fn reductions_of_every_size() {
 
 #[test]
 fn many_small_calls_of_mixed_kinds_keep_their_order() {
-    with_ranks(4, STAGED, |group, rank| {
+    with_ranks(4, TUNING, |group, rank| {
         for i in 0..2000u32 {
             let bytes = [4, 64, 12_000, 100][i as usize % 4];
             let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
@@ -168,7 +165,7 @@ fn many_small_calls_of_mixed_kinds_keep_their_order() {
 #[test]
 fn more_ranks_than_cores_do_not_collapse() {
     let begin = std::time::Instant::now();
-    with_ranks(16, DIRECT, |group, rank| {
+    with_ranks(16, TUNING, |group, rank| {
         for _ in 0..50 {
             let mut data = vec![1i32; 5000];
             let span = vec![span(&mut data)];

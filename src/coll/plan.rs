@@ -16,25 +16,13 @@ pub enum Plan {
         /// How results are written.
         store: Store,
     },
-    /// Each rank copies straight out of the senders' private memory.
-    Direct,
-}
-
-/// What the decision rests on; the same on every rank of a group.
-#[derive(Clone, Copy, Debug)]
-pub struct Facts {
-    /// Number of members.
-    pub ranks: usize,
-    /// Every rank may read every other's memory.
-    pub direct: bool,
 }
 
 /// Results of calls that move more than this are written past the cache: nobody finds them there later.
 const STREAM_BYTES: usize = 16 << 20;
 
-/// The algorithm for a collective whose longest message between two ranks is `longest` bytes.
-pub fn choose(op: Op, longest: usize, facts: Facts) -> Plan {
-    let n = facts.ranks;
+/// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes.
+pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
     // Scatter and all-to-all post one message for every rank, and reduce-scatter does too.
     let posted = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => longest.saturating_mul(n),
@@ -42,9 +30,6 @@ pub fn choose(op: Op, longest: usize, facts: Facts) -> Plan {
     };
     if posted <= INLINE_BYTES {
         return Plan::Inline;
-    }
-    if facts.direct && longest >= direct_from(op) {
-        return Plan::Direct;
     }
     let store = if longest.saturating_mul(n) > STREAM_BYTES { Store::Streaming } else { Store::Cached };
     let room = match op {
@@ -57,28 +42,17 @@ pub fn choose(op: Op, longest: usize, facts: Facts) -> Plan {
     Plan::Staged { chunk, store }
 }
 
-/// From how many bytes a message on one copy by the kernel beats two by ourselves (`docs/algorithms.md`).
-fn direct_from(op: Op) -> usize {
-    match op {
-        Op::AllToAll | Op::Scatter => 256 << 10,
-        Op::AllGather | Op::Gather | Op::Broadcast => 512 << 10,
-        // Reducing needs every peer's bytes in a buffer first: a second copy that staging does not make.
-        Op::AllReduce | Op::Reduce | Op::ReduceScatter | Op::Barrier => usize::MAX,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_size_decides() {
-        let (with, without) = (Facts { ranks: 4, direct: true }, Facts { ranks: 4, direct: false });
-        assert_eq!(choose(Op::AllReduce, 8, with), Plan::Inline);
-        assert_eq!(choose(Op::Barrier, 0, with), Plan::Inline);
-        assert_eq!(choose(Op::AllGather, 64 << 20, with), Plan::Direct);
-        assert!(matches!(choose(Op::AllGather, 64 << 20, without), Plan::Staged { store: Store::Streaming, .. }));
-        assert!(matches!(choose(Op::AllReduce, 64 << 20, with), Plan::Staged { .. }));
+        assert_eq!(choose(Op::AllReduce, 8, 4), Plan::Inline);
+        assert_eq!(choose(Op::Barrier, 0, 4), Plan::Inline);
+        assert!(matches!(choose(Op::AllGather, 1 << 20, 4), Plan::Staged { store: Store::Cached, .. }));
+        assert!(matches!(choose(Op::AllGather, 64 << 20, 4), Plan::Staged { store: Store::Streaming, .. }));
+        assert_eq!(choose(Op::AllToAll, 4096, 4), choose(Op::Scatter, 4096, 4), "four messages do not fit a post");
     }
 
     #[test]
@@ -86,7 +60,7 @@ mod tests {
         for ranks in [1, 2, 3, 5, 8, 128] {
             for op in Op::ALL {
                 for longest in [INLINE_BYTES + 1, 100_000, 1 << 20, usize::MAX / 256] {
-                    if let Plan::Staged { chunk, .. } = choose(*op, longest, Facts { ranks, direct: false }) {
+                    if let Plan::Staged { chunk, .. } = choose(*op, longest, ranks) {
                         let messages = if matches!(op, Op::Scatter | Op::AllToAll | Op::ReduceScatter) { ranks } else { 1 };
                         assert!(chunk > 0 && chunk % 64 == 0 && chunk * messages <= SLOT_BYTES, "{op:?} {ranks} {longest} {chunk}");
                     }

@@ -18,7 +18,7 @@ impl Step<'_> {
         let (board, call) = (self.board, self.call);
         let me = board.rank();
         match plan {
-            Plan::Inline | Plan::Direct => {
+            Plan::Inline => {
                 if let Some(output) = call.outputs.first() {
                     let source = |rank| if rank == me { self.own(0) } else { self.peer(rank, self.posted(rank)) };
                     let sources: Vec<Source> = board.ranks().map(source).collect();

@@ -58,11 +58,6 @@ impl Step<'_> {
         self.table(to, SENT + self.board.size() + from.index()).load(Ordering::Relaxed) as usize
     }
 
-    /// Address in the memory of `from` of what it gives to message `index`.
-    pub(super) fn address(&self, from: Rank, index: usize) -> usize {
-        self.table(from, SENT + 2 * self.board.size() + index).load(Ordering::Relaxed) as usize
-    }
-
     /// The factor of `rank` under PREMUL_SUM.
     pub(super) fn factor(&self, rank: Rank) -> f64 {
         f64::from_bits(self.post(rank).factor.load(Ordering::Relaxed))
@@ -125,10 +120,6 @@ impl Step<'_> {
                     cpu::copy(at, span.ptr(), span.bytes, Store::Cached);
                     at = at.add(span.bytes);
                 }
-            }
-        } else {
-            for (i, span) in call.inputs.iter().enumerate() {
-                put(SENT + 2 * board.size() + i, span.addr as u64);
             }
         }
         let post = self.post(me);

@@ -6,7 +6,7 @@ use super::Step;
 use super::pipeline::{self, Chunks, Clock, Phases};
 use crate::coll::call::{Op, Span};
 use crate::coll::plan::Plan;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::kernels::cpu::{self, Store};
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
@@ -105,7 +105,6 @@ impl Step<'_> {
                 };
                 pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)?;
             }
-            Plan::Direct => self.read_directly()?,
         }
         self.keep_own();
         Ok(())
@@ -114,35 +113,6 @@ impl Step<'_> {
     fn longest_pair(&self) -> usize {
         let pairs = self.board.ranks().flat_map(|from| self.board.ranks().map(move |to| (from, to)));
         pairs.map(|(from, to)| self.sent(from, to)).max().unwrap_or(0)
-    }
-
-    /// One copy, made by the kernel; then everybody waits until nobody reads any more.
-    fn read_directly(&mut self) -> Result<()> {
-        for (from, output) in self.incoming() {
-            let index = if self.personal() { self.board.rank().index() } else { 0 };
-            // SAFETY: the span is the caller's, who leaves it alone during the call.
-            let copied =
-                unsafe { crate::sys::remote::read_memory(self.board.pid(from), self.address(from, index), output.ptr(), output.bytes) };
-            if let Err(error) = copied {
-                return Err(self.explain(from, error));
-            }
-        }
-        let mut clock = Stages(self);
-        clock.tick();
-        let stage = clock.stage();
-        clock.wait_for(stage)
-    }
-
-    /// A peer whose memory cannot be read any more has probably died: waits a moment for that to be known.
-    fn explain(&self, from: Rank, error: Error) -> Error {
-        let limit = crate::sync::limit::Limit::from_first_wait(std::time::Duration::from_millis(500));
-        while limit.left().is_some() {
-            if let Err(lost) = self.board.check(self.limit, &|| self.about(), &|peer| peer == from) {
-                return lost;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        self.board.fail(Error::internal(format!("{} in {}", error.message, self.about())))
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Every collective begins with an arrival ([`arrival`]): each rank posts what it was asked to do, waits for everybody's post and compares.
 //! No user memory is written before. What follows depends on the plan: the data came with the posts, or move through staging in a
-//! [`pipeline`], or are read straight out of the senders' memory.
+//! [`pipeline`].
 
 mod all_reduce;
 mod arrival;
@@ -11,7 +11,7 @@ pub mod pipeline;
 mod reduce_scatter;
 
 use crate::coll::call::{Call, Op};
-use crate::coll::plan::{self, Facts, Plan};
+use crate::coll::plan::{self, Plan};
 use crate::error::Result;
 use crate::sync::board::Board;
 use crate::sync::limit::Limit;
@@ -21,7 +21,6 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Runner {
     board: Arc<Board>,
-    facts: Facts,
     seq: u64,
     stage: u64,
     staging_reserved: bool,
@@ -37,10 +36,9 @@ struct Step<'a> {
 }
 
 impl Runner {
-    /// A runner for a group that has run nothing yet. `direct`: every rank may read every other's memory.
-    pub fn new(board: Arc<Board>, direct: bool) -> Self {
-        let facts = Facts { ranks: board.size(), direct };
-        Self { board, facts, seq: 0, stage: 0, staging_reserved: false }
+    /// A runner for a group that has run nothing yet.
+    pub fn new(board: Arc<Board>) -> Self {
+        Self { board, seq: 0, stage: 0, staging_reserved: false }
     }
 
     /// Number of collectives begun.
@@ -55,7 +53,7 @@ impl Runner {
             return Err(failure);
         }
         self.seq += 1;
-        let plan = plan::choose(call.op, call.longest(), self.facts);
+        let plan = plan::choose(call.op, call.longest(), n);
         let board = Arc::clone(&self.board);
         let mut step = Step { board: &board, call, limit, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
@@ -63,7 +61,7 @@ impl Runner {
         }
         // Only the ranks together know the longest message of an all-to-all.
         let plan = if call.op == Op::AllToAll {
-            step.arrive_all_to_all()?.map_or(Plan::Inline, |longest| plan::choose(call.op, longest, self.facts))
+            step.arrive_all_to_all()?.map_or(Plan::Inline, |longest| plan::choose(call.op, longest, n))
         } else {
             step.arrive(plan)?;
             plan

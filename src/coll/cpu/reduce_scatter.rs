@@ -14,7 +14,7 @@ impl Step<'_> {
         let (board, call) = (self.board, self.call);
         let (me, output) = (board.rank(), call.outputs[0]);
         match plan {
-            Plan::Inline | Plan::Direct => {
+            Plan::Inline => {
                 let skipped: usize = call.inputs[..me.index()].iter().map(|span| span.bytes).sum();
                 let sources: Vec<Source> = board
                     .ranks()
