@@ -293,7 +293,7 @@ fn a_record_counts_as_long_as_its_process_lives() {
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 0, 2, SHORT));
     assert_eq!(error(&outcome).kind, Kind::Timeout);
-    let expected = format!("record of an earlier attempt for rank 1, by pid {}", child.id());
+    let expected = format!("rank 1 (pid {}) had come before this rank", child.id());
     assert!(error(&outcome).message.contains(&expected), "{outcome:?}");
 }
 

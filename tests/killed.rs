@@ -95,6 +95,7 @@ fn rank() {
         writeln!(out, "{text}").unwrap();
         out.flush().unwrap();
     };
+    say("joining".into());
     let group = match Group::join(&Folder(folder.into()), &options) {
         Ok(group) => group,
         Err(error) => return say(format!("error {} {error}", error.kind as u8)),
@@ -205,10 +206,11 @@ fn killed_between_and_inside_collectives_of_every_size() {
 #[test]
 fn killed_while_joining() {
     // Rank 1 never comes; rank 2 is killed while it waits.
-    let ranks = start("joining", &[0, 2], 2, 1.5);
-    std::thread::sleep(Duration::from_millis(300));
+    let ranks = start("joining", &[0, 2], 2, 20.0);
+    (0..2).for_each(|index| drop(ranks.expect(index, "joining", LATER)));
+    std::thread::sleep(Duration::from_millis(500));
     ranks.signal(1, libc::SIGKILL);
-    let line = ranks.expect(0, "error", Duration::from_millis(2500));
+    let line = ranks.expect(0, "error", Duration::from_secs(5));
     assert!(line.starts_with(&format!("error {} ", Kind::Peer as u8)) && line.contains("rank 2"), "{line}");
 }
 

@@ -6,10 +6,13 @@ use super::{Attempt, Member};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process::{self, ProcessId};
+use rustix::fd::OwnedFd;
+use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// First interval after which a wait looks at who has come, and at how they fare; it doubles up to the second.
-pub(super) const LOOK: Duration = Duration::from_secs(1);
+pub(super) const LOOK: Duration = Duration::from_millis(100);
 pub(super) const LOOK_MAX: Duration = Duration::from_secs(8);
 
 /// How often records are read again while one of them is left over from a process that has ended.
@@ -28,14 +31,15 @@ pub(super) struct Gathered {
 pub(super) enum Standing {
     /// Of a rank that is joining.
     Live(Box<Record>, Member),
-    /// Its process has ended before this call began: as good as absent.
-    Left { pid: u32 },
+    /// Its process, or its attempt, has ended before this call began: as good as absent.
+    Left(Box<Record>, Option<Arc<OwnedFd>>),
 }
 
 /// Returns once all ranks have published, and agree. Where all do in time, that is one `wait` and one `multi_get`.
 pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathered> {
     let keys: Vec<String> = (0..attempt.spec.size).map(|rank| attempt.key(rank)).collect();
     let mut look = LOOK;
+    let mut seen = HashSet::new();
     loop {
         let complete = attempt.await_keys(&keys, look)?;
         look = (look * 2).min(LOOK_MAX);
@@ -48,12 +52,20 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
             .flatten()
             .filter_map(|standing| match standing {
                 Standing::Live(record, _) => Some(&**record),
-                Standing::Left { .. } => None,
+                Standing::Left(..) => None,
             })
             .collect();
+        seen.extend(live.iter().map(|record| record.nonce));
         agree(attempt.spec.group, &live)?;
         if live.len() == keys.len() {
             return finish(standings);
+        }
+        for standing in standings.iter().flatten() {
+            if let Standing::Left(record, pidfd) = standing
+                && seen.contains(&record.nonce)
+            {
+                return Err(ending(attempt, record, pidfd.as_ref()));
+            }
         }
         if expired {
             return Err(missing(attempt, &standings));
@@ -97,7 +109,6 @@ pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) 
 }
 
 fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Standing> {
-    let rank = Rank(record.rank);
     let mut pidfd = None;
     let mut lives = true;
     // Of a process on another host nothing can be known, and `agree` refuses it.
@@ -113,20 +124,22 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
         if fresh || stands {
             return Err(failure.error());
         }
-        return Ok(Standing::Left { pid: record.pid });
+        return Ok(Standing::Left(Box::new(record), pidfd));
     }
     if !lives {
-        if fresh {
-            // Read again: what was read before it ended may lack the failure.
-            return Err(failure_of(attempt, rank, record.process()).unwrap_or_else(|| {
-                let cause = pidfd.map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), &pidfd));
-                attempt.ended(rank, record.pid, &cause)
-            }));
-        }
-        return Ok(Standing::Left { pid: record.pid });
+        return if fresh { Err(ending(attempt, &record, pidfd.as_ref())) } else { Ok(Standing::Left(Box::new(record), pidfd)) };
     }
     let member = attempt.member(&record, pidfd);
     Ok(Standing::Live(Box::new(record), member))
+}
+
+/// What ended the attempt of `record`.
+fn ending(attempt: &Attempt<'_>, record: &Record, pidfd: Option<&Arc<OwnedFd>>) -> Error {
+    // Read again: what was read before it ended may lack the failure.
+    failure_of(attempt, Rank(record.rank), record.process()).unwrap_or_else(|| {
+        let cause = pidfd.map_or_else(|| "gone".into(), |pidfd| process::exit_cause(record.process(), pidfd));
+        attempt.ended(Rank(record.rank), record.pid, &cause)
+    })
 }
 
 fn finish(standings: Vec<Option<Standing>>) -> Result<Gathered> {
@@ -148,9 +161,10 @@ fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {
     for (rank, standing) in (0..).map(Rank).zip(standings) {
         match standing {
             Some(Standing::Live(..)) => {}
-            Some(Standing::Left { pid }) => {
+            Some(Standing::Left(record, _)) => {
                 absent.push(rank);
-                remarks.push_str(&format!("; the store holds a record of an earlier attempt for rank {rank}, by pid {pid}"));
+                let pid = record.pid;
+                remarks.push_str(&format!("; rank {rank} (pid {pid}) had come before this rank, and has ended or failed since"));
             }
             None => absent.push(rank),
         }
