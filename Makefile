@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | fmt | loom | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | bench | bench-mpi | lint | fmt | loom | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ TORCH := 2.11.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-python bench lint fmt loom headers build tools clean
+.PHONY: demo test test-rust test-python bench bench-mpi lint fmt loom headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -21,6 +21,11 @@ test-python: build
 
 bench: build
 	$(BIN)/python -m torch_symm.bench
+
+# The core without torch against Intel MPI's runtime.
+bench-mpi: build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check impi-rt mpi4py
+	$(BIN)/python benches/mpi.py
 
 lint: build
 	cargo fmt --check

@@ -2,7 +2,7 @@
 //!
 //! Ranks are processes. Each operation runs in blocks of back-to-back calls between barriers; printed is the median over calls of the
 //! slowest rank's block mean, in µs. `bytes` is the largest tensor of a rank: the output of all_gather, the input of reduce_scatter.
-//! With `staged` no rank reads another's memory directly. Results are compared with the expected ones before timing.
+//! With `staged` no receiver reads the sender's memory. Results are compared with the expected ones before timing.
 #![allow(clippy::print_stdout, clippy::unwrap_used)]
 
 use std::os::fd::AsRawFd;
@@ -65,7 +65,7 @@ fn child(rank: u32, n: u32, path: &str, args: &[String]) {
     for op in ops {
         let mut row = Vec::new();
         for &bytes in if op == "barrier" { &sizes[..1] } else { &sizes[..] } {
-            row.push(format!("{:>10.1}", time(&group, &op, rank, n, bytes.max(4 * n as usize))));
+            row.push(format!("{:>11.2}", time(&group, &op, rank, n, bytes.max(4 * n as usize))));
         }
         if rank == 0 {
             println!("{op:<16}{}", row.concat());
@@ -83,18 +83,21 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
     let count = if matches!(op, "all_gather" | "reduce_scatter" | "all_to_all") { piece * n as usize } else { count };
     let bf16 = op == "all_reduce_bf16";
     let one = if bf16 { f32::from_bits(0x3f80_3f80) } else { 1.0 };
-    let mut input: Vec<f32> = vec![one; count];
-    let mut output: Vec<f32> = vec![0.0; count];
+    // On cache lines, like torch's tensors.
+    let (mut given, mut taken) = (vec![one; count + 16], vec![0.0; count + 16]);
+    let aligned = |data: &mut Vec<f32>| data.as_ptr().align_offset(64);
+    let (from, to) = (aligned(&mut given), aligned(&mut taken));
+    let (input, output) = (&mut given[from..from + count], &mut taken[to..to + count]);
     let all = |data: &mut [f32]| span(data, 0, count);
     let pieces = |data: &mut [f32]| (0..n as usize).map(|i| span(data, i * piece, piece)).collect::<Vec<_>>();
     let (code, inputs, outputs) = match op {
         "barrier" => (Op::Barrier, vec![], vec![]),
-        "broadcast" if rank == 0 => (Op::Broadcast, vec![all(&mut input)], vec![]),
-        "broadcast" => (Op::Broadcast, vec![], vec![all(&mut output)]),
-        "all_reduce" | "all_reduce_bf16" => (Op::AllReduce, vec![all(&mut input)], vec![all(&mut output)]),
-        "all_gather" => (Op::AllGather, vec![span(&mut input, 0, piece)], pieces(&mut output)),
-        "reduce_scatter" => (Op::ReduceScatter, pieces(&mut input), vec![span(&mut output, 0, piece)]),
-        "all_to_all" => (Op::AllToAll, pieces(&mut input), pieces(&mut output)),
+        "broadcast" if rank == 0 => (Op::Broadcast, vec![all(input)], vec![]),
+        "broadcast" => (Op::Broadcast, vec![], vec![all(output)]),
+        "all_reduce" | "all_reduce_bf16" => (Op::AllReduce, vec![all(input)], vec![all(output)]),
+        "all_gather" => (Op::AllGather, vec![span(input, 0, piece)], pieces(output)),
+        "reduce_scatter" => (Op::ReduceScatter, pieces(input), vec![span(output, 0, piece)]),
+        "all_to_all" => (Op::AllToAll, pieces(input), pieces(output)),
         "send_recv" => (Op::Barrier, vec![], vec![]),
         other => panic!("no operation {other}; there are {OPS:?}"),
     };
@@ -107,8 +110,8 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         inputs: inputs.clone(),
         outputs: outputs.clone(),
     };
-    let out = all(&mut output);
-    let given = all(&mut input);
+    let out = all(output);
+    let message = all(input);
     let once = || {
         if op == "send_recv" {
             // Half of a ping-pong between ranks 0 and 1.
@@ -119,8 +122,8 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
                 group.wait(ticket.unwrap(), None).unwrap();
             };
             match rank {
-                0 => (transfer(true, 1, given), transfer(false, 1, out)).1,
-                1 => (transfer(false, 0, out), transfer(true, 0, given)).1,
+                0 => (transfer(true, 1, message), transfer(false, 1, out)).1,
+                1 => (transfer(false, 0, out), transfer(true, 0, message)).1,
                 _ => {}
             }
         } else {

@@ -195,7 +195,7 @@ impl Group {
                 let text = format!("{reached}, but received errors while waiting for send/recv from rank 0: {cause}");
                 return Error { message: text, ..error };
             }
-            let begun = |rank: Rank| self.board.collective(rank).load(Ordering::Relaxed);
+            let begun = |rank: Rank| self.board.collective(rank);
             let late: Vec<Rank> = self.board.ranks().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
             let Some(first) = late.first() else { return error };
             let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };

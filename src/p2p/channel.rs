@@ -118,7 +118,7 @@ impl Channel {
             match item {
                 Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
                     head.value += frame.payload() as u64;
-                    board.wake_sleepers();
+                    board.wake(self.peer);
                     continue;
                 }
                 Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
@@ -127,7 +127,7 @@ impl Channel {
             self.outbox.pop_front();
         }
         if self.tail != before {
-            board.wake_sleepers();
+            board.wake(self.peer);
         }
         Ok(self.tail != before)
     }
@@ -155,7 +155,7 @@ impl Channel {
             side.ring.release(self.head);
             // Only a producer that ran out of room waits for this.
             if side.ring.tail.observe() - self.head > RING_BYTES as u64 / 2 {
-                board.wake_sleepers();
+                board.wake(self.peer);
             }
             return Ok(true);
         }

@@ -184,7 +184,9 @@ impl Transfers {
                 break Ok(());
             }
             let mut stirred = self.advance(&mut state);
-            for _ in 0..if turns == 0 { self.spins } else { SPINS_BETWEEN } {
+            let crowded = || self.board.in_the_way(self.board.peers().filter(|&peer| self.board.attends(peer)));
+            let spins = if turns == 0 && !crowded() { self.spins } else { SPINS_BETWEEN };
+            for _ in 0..spins {
                 if stirred || !state.finished.is_empty() {
                     break;
                 }

@@ -33,6 +33,8 @@ struct MemberWords {
     probe: AtomicU64,
     collective: AtomicU64,
     attending: AtomicU32,
+    /// 1 + the core where it last began something; 0: nothing begun yet.
+    core: AtomicU32,
 }
 
 #[repr(C, align(128))]
@@ -64,9 +66,16 @@ pub struct Board {
 
 /// Looks at the clock, the failure record and dead members once in so many turns.
 const CHECK_EVERY: u32 = 64;
+/// Turns after which a waiting thread asks whether whom it waits for needs the very core it spins on.
+const LOOK_AROUND: u32 = 16;
 /// Turns of giving the core away before going to sleep: some 100 µs where nobody else wants it, twice what sleeping and waking cost. Where
 /// somebody does want it, it is often the very rank that is waited for.
 pub const YIELDS: u32 = 200;
+
+/// 1 + the number of the core that this thread runs on.
+fn core() -> u32 {
+    rustix::thread::sched_getcpu() as u32 + 1
+}
 
 impl Board {
     /// The view of `rank` in the group `name`; `spins` turns are spent before the core is given away.
@@ -128,8 +137,8 @@ impl Board {
     }
 
     /// Number of the last collective that `rank` has begun.
-    pub fn collective(&self, rank: Rank) -> &AtomicU64 {
-        &self.words(rank).collective
+    pub fn collective(&self, rank: Rank) -> u64 {
+        self.words(rank).collective.load(Ordering::Relaxed)
     }
 
     /// Which phase of joining `rank` has reached.
@@ -147,8 +156,27 @@ impl Board {
         &self.words(rank).capable
     }
 
+    /// Tells peers that this rank begins collective `number`, and on which core.
+    pub fn begin(&self, number: u64) {
+        self.words(self.rank).collective.store(number, Ordering::Relaxed);
+        self.note_core();
+    }
+
+    fn note_core(&self) {
+        self.words(self.rank).core.store(core(), Ordering::Relaxed);
+    }
+
+    /// Whether one of `peers` was last seen on the core that this thread runs on: then it cannot run while this thread spins. The system
+    /// puts waking processes on one core even where others are free, and takes milliseconds to part them.
+    #[cold]
+    pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
+        let core = core();
+        peers.any(|peer| self.words(peer).core.load(Ordering::Relaxed) == core)
+    }
+
     /// Tells peers whether a thread of this rank is busy moving messages along.
     pub fn attend(&self, attending: bool) {
+        self.note_core();
         self.words(self.rank).attending.store(attending.into(), Ordering::Relaxed);
     }
 
@@ -172,6 +200,13 @@ impl Board {
     pub fn wake_sleepers(&self) {
         if self.header().sleepers.0.any() {
             self.ring_all();
+        }
+    }
+
+    /// Makes everything that this member has published so far known to `peer`, should it sleep.
+    pub fn wake(&self, peer: Rank) {
+        if self.header().sleepers.0.any() {
+            self.words(peer).bell.0.ring();
         }
     }
 
@@ -239,7 +274,8 @@ impl Board {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
-                if spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
+                let hopeless = spins == LOOK_AROUND && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
+                if hopeless || spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
                     return self.wait_slowly(limit, about, &missing);
                 }
                 std::hint::spin_loop();
@@ -298,7 +334,7 @@ impl Board {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
             let pid = self.pid(*rank);
-            let seen = self.collective(*rank).load(Ordering::Relaxed);
+            let seen = self.collective(*rank);
             let state = crate::sys::remote::state(pid).unwrap_or("gone");
             let seen = if seen == 0 { "has begun no collective".into() } else { format!("last seen in collective #{seen}") };
             format!("rank {rank}: pid {pid} {state}, {seen}")

@@ -126,7 +126,7 @@ impl Step<'_> {
         post.factor.store(call.factor.to_bits(), Ordering::Relaxed);
         let lengths = call.agreed_lengths();
         post.fingerprint.store(description.fingerprint(lengths), Ordering::Relaxed);
-        board.collective(me).store(self.seq, Ordering::Relaxed);
+        board.begin(self.seq);
         post.flag.publish(self.seq);
         board.wake_sleepers();
     }
