@@ -18,8 +18,8 @@ pub enum Plan {
     },
 }
 
-/// Results of calls that move more than this are written past the cache: nobody finds them there later.
-const STREAM_BYTES: usize = 16 << 20;
+/// Results of calls whose tensors on all ranks are larger than this together are written past the cache: nobody finds them there later.
+const STREAM_BYTES: usize = 48 << 20;
 
 /// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes.
 pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
@@ -31,7 +31,13 @@ pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
     if posted <= INLINE_BYTES {
         return Plan::Inline;
     }
-    let store = if longest.saturating_mul(n) > STREAM_BYTES { Store::Streaming } else { Store::Cached };
+    let messages = match op {
+        Op::AllToAll => 2 * n,
+        Op::AllGather | Op::ReduceScatter => n + 1,
+        Op::AllReduce => 2,
+        Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 1,
+    };
+    let store = if longest.saturating_mul(messages * n) > STREAM_BYTES { Store::Streaming } else { Store::Cached };
     let room = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => SLOT_BYTES / n,
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => SLOT_BYTES,
