@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
 const FOREVER: Duration = Duration::from_secs(3600);
+/// What a thread inside a call may still need to finish it once another thread destroys the group.
+const PARTING: Duration = Duration::from_millis(50);
 /// How long a second worker stays without work.
 const SPARE: Duration = Duration::from_secs(1);
 
@@ -38,6 +40,8 @@ struct State {
     /// Somebody holds the runner.
     busy: bool,
     stopping: bool,
+    /// Threads inside `run` or `wait`.
+    callers: usize,
     /// Workers that are not inside a completion.
     ready: usize,
     /// Threads asleep on `changed`: waking nobody costs a system call too.
@@ -67,7 +71,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Engine {
     /// An idle queue in front of `runner`.
     pub fn new(runner: Runner) -> Arc<Self> {
-        let state = State { queue: VecDeque::new(), open: BTreeSet::new(), next: 1, busy: false, stopping: false, ready: 0, sleepers: 0 };
+        let state = State {
+            queue: VecDeque::new(),
+            open: BTreeSet::new(),
+            next: 1,
+            busy: false,
+            stopping: false,
+            callers: 0,
+            ready: 0,
+            sleepers: 0,
+        };
         Arc::new(Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -88,9 +101,12 @@ impl Engine {
         let mut state = lock(&self.state);
         if !state.busy && state.queue.is_empty() {
             state.busy = true;
+            state.callers += 1;
             drop(state);
             let outcome = self.execute(&calls, &Limit::from_first_wait(timeout));
-            self.rest(&mut lock(&self.state));
+            let mut state = lock(&self.state);
+            state.callers -= 1;
+            self.rest(&mut state);
             return outcome;
         }
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
@@ -116,8 +132,20 @@ impl Engine {
 
     /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
-        let limit = limit.map(|limit| (limit, Instant::now()));
         let mut state = lock(&self.state);
+        state.callers += 1;
+        let (mut state, outcome) = self.await_completion(state, ticket, limit);
+        state.callers -= 1;
+        outcome
+    }
+
+    fn await_completion<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        ticket: u64,
+        limit: Option<Duration>,
+    ) -> (MutexGuard<'a, State>, Result<()>) {
+        let limit = limit.map(|limit| (limit, Instant::now()));
         while state.open.contains(&ticket) {
             state = match limit {
                 None => match if state.busy { None } else { state.queue.pop_front() } {
@@ -130,20 +158,22 @@ impl Engine {
                 Some((limit, since)) => {
                     let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
                         let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
-                        return Err(Error::wait_timeout(text));
+                        return (state, Err(Error::wait_timeout(text)));
                     };
                     self.sleep(state, left)
                 }
             };
         }
-        Ok(())
+        (state, Ok(()))
     }
 
-    /// Waits until nothing is queued or running: false if that is not so after `limit`. Completions may still be under way.
+    /// Waits until nothing is queued or running: false if that is not so after `limit`, or very soon where a thread is inside a call: it
+    /// must not stay there because another destroys the group. Completions may still be under way.
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);
         while state.busy || !state.queue.is_empty() {
+            let limit = if state.callers > 0 { limit.min(PARTING) } else { limit };
             let Some(left) = limit.checked_sub(since.elapsed()) else { return false };
             state = self.sleep(state, left);
         }

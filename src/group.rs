@@ -222,14 +222,15 @@ impl Group {
     }
 
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
+    /// A call in which another thread is blocked gets 50 ms.
     pub fn leave(&self, limit: Duration) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let name = self.board.name();
+        let (name, since) = (self.board.name(), Instant::now());
         if !self.engine.drain(limit) {
-            let me = self.board.describe(self.board.rank());
-            self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {:.1} s", limit.as_secs_f32())));
+            let (me, seconds) = (self.board.describe(self.board.rank()), since.elapsed().as_secs_f32());
+            self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
         }
         self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
         self.transfers.stop();
