@@ -7,6 +7,7 @@ use crate::rank::{Rank, name_ranks};
 use crate::sync::doorbell::{Doorbell, Sleepers};
 use crate::sync::failure::FirstFailure;
 use crate::sync::limit::Limit;
+use crate::sys::core;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -62,27 +63,26 @@ pub struct Board {
     gone: Vec<OnceLock<String>>,
     any_gone: AtomicBool,
     spins: u32,
+    /// How often this rank found itself in a peer's way.
+    crowded: AtomicU32,
 }
 
 /// Looks at the clock, the failure record and dead members once in so many turns.
 const CHECK_EVERY: u32 = 64;
 /// Turns after which a waiting thread asks whether whom it waits for needs the very core it spins on.
 const LOOK_AROUND: u32 = 16;
+/// A rank in the way of a peer tries once in so many times to move away.
+const PART_EVERY: u32 = 8;
 /// Turns of giving the core away before going to sleep: some 100 µs where nobody else wants it, twice what sleeping and waking cost. Where
 /// somebody does want it, it is often the very rank that is waited for.
 pub const YIELDS: u32 = 200;
-
-/// 1 + the number of the core that this thread runs on.
-fn core() -> u32 {
-    rustix::thread::sched_getcpu() as u32 + 1
-}
 
 impl Board {
     /// The view of `rank` in the group `name`; `spins` turns are spent before the core is given away.
     pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
         let layout = Layout::new(members.len());
         let gone = members.iter().map(|_| OnceLock::new()).collect();
-        Self { segment, layout, rank, name, members, gone, any_gone: AtomicBool::new(false), spins }
+        Self { segment, layout, rank, name, members, gone, any_gone: AtomicBool::new(false), spins, crowded: AtomicU32::new(0) }
     }
 
     /// This member.
@@ -163,15 +163,21 @@ impl Board {
     }
 
     fn note_core(&self) {
-        self.words(self.rank).core.store(core(), Ordering::Relaxed);
+        self.words(self.rank).core.store(core::current() as u32 + 1, Ordering::Relaxed);
     }
 
-    /// Whether one of `peers` was last seen on the core that this thread runs on: then it cannot run while this thread spins. The system
-    /// puts waking processes on one core even where others are free, and takes milliseconds to part them.
+    /// Whether one of `peers` needs the core that this thread runs on, so that spinning would keep it from running. The system puts waking
+    /// threads on one core even where others are free, and takes tens of milliseconds to part them: the higher rank moves away.
     #[cold]
     pub fn in_the_way(&self, mut peers: impl Iterator<Item = Rank>) -> bool {
-        let core = core();
-        peers.any(|peer| self.words(peer).core.load(Ordering::Relaxed) == core)
+        let here = core::current();
+        let Some(peer) = peers.find(|&peer| self.core(peer) == here) else { return false };
+        let due = || self.crowded.fetch_add(1, Ordering::Relaxed).is_multiple_of(PART_EVERY);
+        !(peer < self.rank && due() && core::leave(|core| self.peers().any(|peer| self.core(peer) == core)))
+    }
+
+    fn core(&self, rank: Rank) -> usize {
+        (self.words(rank).core.load(Ordering::Relaxed) as usize).wrapping_sub(1)
     }
 
     /// Tells peers whether a thread of this rank is busy moving messages along.

@@ -1,0 +1,38 @@
+//! The core that a thread runs on.
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
+
+/// The number of the core that this thread runs on.
+pub fn current() -> usize {
+    sched_getcpu()
+}
+
+/// Moves this thread to another core that it may use and that is not `taken`; false if there is none. Its affinity stays what it was.
+pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
+    let Ok(allowed) = sched_getaffinity(None) else { return false };
+    let here = current();
+    let free = |&core: &usize| core != here && allowed.is_set(core) && !taken(core);
+    let Some(target) = (0..CpuSet::MAX_CPU).find(free) else { return false };
+    let mut only = CpuSet::new();
+    only.set(target);
+    if sched_setaffinity(None, &only).is_err() {
+        return false;
+    }
+    // It was allowed before, so it is now, unless the thread's cpuset has just shrunk; then the system has corrected both.
+    let _ = sched_setaffinity(None, &allowed);
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moves_where_there_is_a_free_core_and_keeps_the_mask() {
+        let before = sched_getaffinity(None).expect("affinity");
+        let cores = before.count() as usize;
+        assert_eq!(leave(|_| false), cores > 1);
+        assert!(!leave(|_| true), "all taken");
+        assert_eq!(sched_getaffinity(None).expect("affinity"), before);
+    }
+}
