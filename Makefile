@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := 2.11.0
+# One of torch's own tests needs it.
+TORCHVISION := 0.26.0
 # Wherever cargo may have been installed without the shell knowing.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
@@ -58,7 +60,7 @@ $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy "setuptools>=77" setuptools-rust wheel \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchvision==$(TORCHVISION) numpy "setuptools>=77" setuptools-rust wheel \
 		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 

@@ -1,9 +1,10 @@
-"""The core alone against MPI, in one run: ``make bench-mpi`` (4 ranks; installs Intel MPI's runtime and mpi4py into ``VENV``).
+"""The core alone against MPI, in one run: ``make bench-mpi``.
 
-The two sides alternate, operation by operation, a number of rounds; printed are medians over rounds in µs and the ratio MPI / core.
-Both sides measure alike (``benches/core.rs``): blocks of back-to-back calls between barriers, the slowest rank's mean of each
-block, the median over blocks. MPI works on NumPy buffers, of ordinary pages like torch's tensors (NumPy asks for huge ones
-otherwise, which saves MPI up to a third from 16 MB on); mpi4py adds about 0.3 µs a call.
+4 ranks; installs Intel MPI's runtime and mpi4py into ``VENV``. The two sides alternate, operation by operation, a
+number of rounds; printed are medians over rounds in µs and the ratio MPI / core. Both sides measure alike
+(``benches/core.rs``): blocks of back-to-back calls between barriers, the slowest rank's mean of each block, the median
+over blocks. MPI works on NumPy buffers, of ordinary pages like torch's tensors (NumPy asks for huge ones otherwise,
+which saves MPI up to a third from 16 MB on); mpi4py adds about 0.3 µs a call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-OPS = ("barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+OPS = ("barrier", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 
 
@@ -28,8 +29,6 @@ def rank_main(op: str, sizes: list[int]) -> None:
 
     world = MPI.COMM_WORLD
     rank, n = world.Get_rank(), world.Get_size()
-    if op.endswith("_bf16"):
-        raise SystemExit(f"{op}: mpi4py has no bfloat16")
     row = []
     for size in sizes[:1] if op == "barrier" else sizes:
         size = max(size, 4 * n)
@@ -86,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ops", default=",".join(op for op in OPS if not op.endswith("bf16")))
+    parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
     parser.add_argument("--rank-main", metavar="OP", help=argparse.SUPPRESS)
     given = parser.parse_args()

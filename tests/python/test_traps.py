@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -88,8 +89,9 @@ def test_one_instance_for_both_devices() -> None:
                 assert {device.type for device in group._device_types} == {"cpu", "cuda"}
                 assert group._get_backend(CPU) is group._get_backend(torch.device("cuda"))
             dist.destroy_process_group()
+        # On a machine with GPUs torch loads it by itself.
         with open("/proc/self/maps") as maps:
-            assert "libcuda.so" not in maps.read()
+            assert os.path.exists("/dev/nvidia0") or "libcuda.so" not in maps.read()
 
     run_ranks(body, 2, backend=None)
 

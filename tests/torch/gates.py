@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import unittest
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -45,15 +47,15 @@ REWRITES: list[tuple[str, str, str]] = [
     ),
 ]
 
-# Limited to machines with GPUs, but all they do is make groups.
-NEEDS_NO_GPU = {
-    "test_new_subgroups",
-    "test_new_subgroups_by_enumeration_input_rank_exceeds_world_size",
-    "test_new_subgroups_by_enumeration_negative_input_rank",
-    "test_new_subgroups_group_size_exceeds_world_size",
-    "test_new_subgroups_overlap_not_allowed",
-    "test_new_subgroups_world_size_not_divisible_by_group_size",
-}
+# GPUs by number, in tests that run with everything on the CPU.
+GPU_WORDS: list[tuple[str, str]] = [
+    (r"device_ids=\[[^\]]*\]", "device_ids=None"),
+    (r"\.to\((self\.)?rank\)", '.to("cpu")'),
+    (r"device=(self\.)?(rank|device_id)\b", 'device="cpu"'),
+]
+
+# Tests that ask for GPUs and mean the same without.
+ON_CPU = frozenset(Path(__file__).with_name("gpu_tests_on_cpu.txt").read_text().split())
 
 
 class Capable(str):
@@ -83,7 +85,18 @@ def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_
 
 def _skip_without_gpu(test: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorators start every process of a test before they find that there is no GPU."""
-    return test if test.__name__ in NEEDS_NO_GPU else unittest.skip("needs a GPU a rank")(test)
+    return test if test.__name__ in ON_CPU else unittest.skip("needs a GPU a rank")(test)
+
+
+def _stay_on_cpu(common: Any) -> None:
+    """The ways in which torch's tests reach GPUs lead to the CPU."""
+    import torch
+
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.cuda.set_device = torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    common.init_multigpu_helper = lambda world, _: {rank: [torch.device("cpu")] for rank in range(world)}
 
 
 def _open_common_gates() -> None:
@@ -97,6 +110,7 @@ def _open_common_gates() -> None:
     common.nccl_skip_if_lt_x_gpu = lambda backend, x: lambda function: function
     common.skip_if_small_worldsize = lambda function: function
     common.TIMEOUT_DEFAULT = 100
+    _stay_on_cpu(common)
 
 
 def load(world: int) -> ModuleType:
@@ -116,6 +130,10 @@ def load(world: int) -> ModuleType:
         if old not in text:
             raise RuntimeError(f"{path} no longer contains {old!r}: see what replaced it ({why})")
         text = text.replace(old, new)
+    for pattern, new in GPU_WORDS:
+        text, count = re.subn(pattern, new, text)
+        if not count:
+            raise RuntimeError(f"{path} no longer contains {pattern!r}")
     spec = importlib.util.spec_from_file_location(MODULE, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,69 @@
+"""What holds only where there are GPUs: CPU groups leave them alone, and CUDA tensors go where the spelling says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import init, run_ranks
+
+# torch.cuda.device_count() would open a device file, which the forked ranks inherit.
+gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+pytestmark = pytest.mark.skipif(gpus == 0, reason="needs a GPU")
+
+
+def test_a_cpu_group_never_touches_the_driver() -> None:
+    """No device file is opened. torch itself loads the driver's library, and ``dist.barrier`` opens the devices."""
+
+    def body(rank: int, world: int) -> None:
+        for value in (torch.ones(3), torch.ones(1 << 20)):
+            dist.all_reduce(value)
+            assert bool((value == 2).all())
+        dist.destroy_process_group()
+        for fd in os.listdir("/proc/self/fd"):
+            # The folder's own descriptor is gone by now.
+            if os.path.lexists(link := f"/proc/self/fd/{fd}"):
+                assert not os.readlink(link).startswith("/dev/nvidia")
+        assert not torch.cuda.is_initialized()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.skipif(gpus < 2, reason="needs a GPU per rank")
+def test_beside_nccl() -> None:
+    """ "cpu:symm,cuda:nccl": CPU tensors go through shared memory, CUDA tensors through NCCL."""
+
+    def body(rank: int, world: int) -> None:
+        torch.cuda.set_device(rank)
+        init(rank, world, backend="cpu:symm,cuda:nccl")
+        for device in ("cpu", "cuda"):
+            value = torch.full((1000,), rank + 1.0, device=device)
+            dist.all_reduce(value)
+            assert bool((value == 3).all()), device
+        group = dist.group.WORLD
+        assert type(group._get_backend(torch.device("cpu"))).__name__ == "ProcessGroupSymm"
+        assert type(group._get_backend(torch.device("cuda"))).__name__ == "ProcessGroupNCCL"
+        objects = [None] * world
+        dist.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": 0}, {"rank": 1}]
+        dist.destroy_process_group()
+
+    run_ranks(body, 2, backend=None)
+
+
+@pytest.mark.parametrize("spelling", ["symm", "cpu:gloo,cuda:symm"])
+def test_cuda_tensors_are_refused(spelling: str) -> None:
+    """With a sentence, before anything is exchanged; the group goes on with CPU tensors."""
+
+    def body(rank: int, world: int) -> None:
+        init(rank, world, backend=spelling)
+        with pytest.raises(NotImplementedError, match="CPU tensors only"):
+            dist.all_reduce(torch.ones(3, device="cuda"))
+        dist.all_reduce(value := torch.ones(3))
+        assert bool((value == 2).all())
+        dist.destroy_process_group()
+
+    run_ranks(body, 2, backend=None)
