@@ -8,11 +8,12 @@ pub fn current() -> usize {
 }
 
 /// Moves this thread to another core that it may use and that is not `taken`; false if there is none. Its affinity stays what it was.
+/// Of several it takes the nearest by number, which is seldom on another socket.
 pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     let Ok(allowed) = sched_getaffinity(None) else { return false };
     let here = current();
     let free = |&core: &usize| core != here && allowed.is_set(core) && !taken(core);
-    let Some(target) = (0..CpuSet::MAX_CPU).find(free) else { return false };
+    let Some(target) = (0..CpuSet::MAX_CPU).filter(free).min_by_key(|core| core.abs_diff(here)) else { return false };
     let mut only = CpuSet::new();
     only.set(target);
     if sched_setaffinity(None, &only).is_err() {
