@@ -55,10 +55,6 @@ impl std::fmt::Display for Description {
             Op::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
             Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {}
         }
-        // Ranks need not agree on the bytes of an all-to-all, so a post does not carry them.
-        if op == Op::AllToAll && self.bytes == 0 {
-            return write!(f, "all_to_all({})", dtype.name());
-        }
         let count = self.bytes / dtype.size() as u64;
         write!(f, "{}({count} × {}, {} bytes", op.name(), dtype.name(), self.bytes)?;
         if op.reduces() {
