@@ -9,7 +9,7 @@ use crate::rank::Rank;
 
 /// Bytes of a message that travel beside the arrival flag.
 pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
-/// Flag, fingerprint, factor and one spare word stand before the inline data: an 8-byte message is one cache line.
+/// Flag, fingerprint, factor and the common length stand before the inline data: an 8-byte message is one cache line.
 pub const POST_HEAD: usize = 32;
 /// Bytes of one input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;

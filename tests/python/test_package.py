@@ -34,7 +34,7 @@ def python(code: str, **environment: str) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built from a copy of the sources without anything that was built before.
 
-    The copy keeps its place and its files' times, so that cargo compiles only what changed since the last session.
+    The copy keeps its place and its files' times, so that cargo compiles only what changed since the last run.
     """
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).absolute() / "wheel"
     source = target / "source"
