@@ -19,9 +19,20 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     if sched_setaffinity(None, &only).is_err() {
         return false;
     }
-    // It was allowed before, so it is now, unless the thread's cpuset has just shrunk; then the system has corrected both.
-    let _ = sched_setaffinity(None, &allowed);
+    restore(&allowed);
     true
+}
+
+/// Allows this thread what it was `allowed`. Where that was all its cpuset has, "everything" is asked for: the system remembers the request,
+/// and would hold the thread to today's cores if the cpuset grew.
+fn restore(allowed: &CpuSet) {
+    let mut everything = CpuSet::new();
+    (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));
+    // Neither can fail but where the cpuset has just shrunk past it; then the system has corrected the mask itself.
+    let _ = sched_setaffinity(None, &everything);
+    if sched_getaffinity(None).as_ref() != Ok(allowed) {
+        let _ = sched_setaffinity(None, allowed);
+    }
 }
 
 #[cfg(test)]
@@ -35,5 +46,11 @@ mod tests {
         assert_eq!(leave(|_| false), cores > 1);
         assert!(!leave(|_| true), "all taken");
         assert_eq!(sched_getaffinity(None).expect("affinity"), before);
+        // A mask that somebody chose stays too.
+        let mut two = CpuSet::new();
+        (0..CpuSet::MAX_CPU).filter(|&core| before.is_set(core)).take(2).for_each(|core| two.set(core));
+        sched_setaffinity(None, &two).expect("a part of what is allowed");
+        leave(|_| false);
+        assert_eq!(sched_getaffinity(None).expect("affinity"), two);
     }
 }
