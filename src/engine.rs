@@ -134,19 +134,11 @@ impl Engine {
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let mut state = lock(&self.state);
         state.callers += 1;
-        let (mut state, outcome) = self.await_completion(state, ticket, limit);
-        state.callers -= 1;
-        outcome
-    }
-
-    fn await_completion<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        ticket: u64,
-        limit: Option<Duration>,
-    ) -> (MutexGuard<'a, State>, Result<()>) {
         let limit = limit.map(|limit| (limit, Instant::now()));
-        while state.open.contains(&ticket) {
+        let outcome = loop {
+            if !state.open.contains(&ticket) {
+                break Ok(());
+            }
             state = match limit {
                 None => match if state.busy { None } else { state.queue.pop_front() } {
                     Some(job) => {
@@ -158,13 +150,14 @@ impl Engine {
                 Some((limit, since)) => {
                     let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
                         let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
-                        return (state, Err(Error::wait_timeout(text)));
+                        break Err(Error::wait_timeout(text));
                     };
                     self.sleep(state, left)
                 }
             };
-        }
-        (state, Ok(()))
+        };
+        state.callers -= 1;
+        outcome
     }
 
     /// Waits until nothing is queued or running: false if that is not so after `limit`, or very soon where a thread is inside a call: it

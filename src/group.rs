@@ -127,7 +127,7 @@ impl Group {
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
         Ok(Self {
             engine: Engine::new(Runner::new(Arc::clone(&board))),
-            transfers: Transfers::new(Arc::clone(&board), direct, spins),
+            transfers: Transfers::new(Arc::clone(&board), direct),
             board,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),

@@ -165,12 +165,13 @@ void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
 
 ::c10d::ErrorType ProcessGroupSymm::getError() {
   const auto status = (*group_)->error();
-  switch (status.kind) {
-    case 0:
-      return ::c10d::ErrorType::SUCCESS;
-    case 2:
+  if (status.kind == 0) {
+    return ::c10d::ErrorType::SUCCESS;
+  }
+  switch (static_cast<Kind>(status.kind)) {
+    case Kind::Timeout:
       return ::c10d::ErrorType::TIMEOUT;
-    case 1:
+    case Kind::Peer:
       return ::c10d::ErrorType::REMOTE_ERROR;
     default:
       return ::c10d::ErrorType::COMM_ERROR;

@@ -5,11 +5,11 @@ use super::gather::{Gathered, LOOK, LOOK_MAX, read};
 use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, Joined, Member, REAP, nonce};
 use crate::error::{Error, Result};
+use crate::mem::shm::Segment;
 use crate::rank::{Rank, name_ranks};
 use crate::sys::socket;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
@@ -21,15 +21,7 @@ const GUESTS: usize = 32;
 
 /// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Kernels before 6.3 do not know NOEXEC_SEAL; later ones may insist on it.
-    let fd = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
-        .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
-        .map_err(|errno| attempt.os("make shared memory", errno))?;
-    let bytes = attempt.spec.segment_bytes;
-    ftruncate(&fd, bytes).map_err(|errno| attempt.os(&format!("make {bytes} bytes of shared memory"), errno))?;
-    fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(|errno| attempt.os("seal shared memory", errno))?;
-    Ok(fd)
+    Segment::create_or(attempt.spec.segment_bytes, |what, errno| attempt.os(what, errno))
 }
 
 /// What rank 0 holds before it publishes.

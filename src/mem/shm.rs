@@ -24,12 +24,20 @@ unsafe impl Sync for Segment {}
 impl Segment {
     /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
+        Self::create_or(bytes as u64, Error::os)
+    }
+
+    /// As `create`; `error` makes the error of a step that failed: what was attempted, and the system's reason.
+    pub fn create_or(bytes: u64, error: impl Fn(&str, Errno) -> Error) -> Result<OwnedFd> {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let file = memfd_create("symm", flags).map_err(|e| Error::os("creating the group's memory", e))?;
-        ftruncate(&file, bytes as u64).map_err(|e| Error::os(&format!("sizing the group's memory to {bytes} bytes"), e))?;
+        // Kernels before 6.3 do not know NOEXEC_SEAL; later ones may insist on it.
+        let file = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
+            .map_err(|errno| error("make shared memory", errno))?;
+        ftruncate(&file, bytes).map_err(|errno| error(&format!("make {bytes} bytes of shared memory"), errno))?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|e| Error::os("sealing the group's memory", e))?;
+            .map_err(|errno| error("seal shared memory", errno))?;
         Ok(file)
     }
 

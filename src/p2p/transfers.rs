@@ -23,7 +23,6 @@ pub const TICKET_BIT: u64 = 1 << 63;
 pub struct Transfers {
     board: Arc<Board>,
     direct: bool,
-    spins: u32,
     state: Mutex<State>,
     /// The progress thread waits here while nothing is open.
     begun: Condvar,
@@ -77,8 +76,8 @@ const LINGER: Duration = Duration::from_millis(200);
 const PAUSE: Duration = Duration::from_millis(1);
 
 impl Transfers {
-    /// No transfers yet. `direct`: every rank may read every other's memory; `spins`: turns before a waiting thread sleeps.
-    pub fn new(board: Arc<Board>, direct: bool, spins: u32) -> Arc<Self> {
+    /// No transfers yet. `direct`: every rank may read every other's memory.
+    pub fn new(board: Arc<Board>, direct: bool) -> Arc<Self> {
         let state = State {
             channels: board.ranks().map(Channel::new).collect(),
             matching: Matching::default(),
@@ -91,7 +90,7 @@ impl Transfers {
             parked: false,
             stopping: false,
         };
-        Arc::new(Self { board, direct, spins, state: Mutex::new(state), begun: Condvar::new(), worker: Mutex::new(None) })
+        Arc::new(Self { board, direct, state: Mutex::new(state), begun: Condvar::new(), worker: Mutex::new(None) })
     }
 
     /// Starts a send.
@@ -185,7 +184,7 @@ impl Transfers {
             }
             let mut stirred = self.advance(&mut state);
             let crowded = || self.board.in_the_way(self.board.peers().filter(|&peer| self.board.attends(peer)));
-            let spins = if turns == 0 && !crowded() { self.spins } else { SPINS_BETWEEN };
+            let spins = if turns == 0 && !crowded() { self.board.spins() } else { SPINS_BETWEEN };
             for _ in 0..spins {
                 if stirred || !state.finished.is_empty() {
                     break;
@@ -584,6 +583,6 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
 }
 
 fn state_of(board: &Board, peer: Rank) -> String {
-    let state = crate::sys::remote::state(board.pid(peer)).unwrap_or("gone");
+    let state = crate::sys::process::state(board.pid(peer)).unwrap_or("gone");
     format!("{} ({state})", board.describe(peer))
 }

@@ -106,6 +106,11 @@ impl Board {
         (1..n).map(move |step| Rank((me + step) % n))
     }
 
+    /// Turns of spinning before a waiting thread gives its core away.
+    pub fn spins(&self) -> u32 {
+        self.spins
+    }
+
     /// The group's memory.
     pub fn segment(&self) -> &Segment {
         &self.segment
@@ -341,7 +346,7 @@ impl Board {
         let state = |rank: &Rank| {
             let pid = self.pid(*rank);
             let seen = self.collective(*rank);
-            let state = crate::sys::remote::state(pid).unwrap_or("gone");
+            let state = crate::sys::process::state(pid).unwrap_or("gone");
             let seen = if seen == 0 { "has begun no collective".into() } else { format!("last seen in collective #{seen}") };
             format!("rank {rank}: pid {pid} {state}, {seen}")
         };

@@ -1,4 +1,4 @@
-//! Processes: who one is, whether one lives, how one ended.
+//! Processes: who one is, whether one lives, what it is doing, how it ended.
 
 use super::fork::PerProcess;
 use crate::error::{Error, Result};
@@ -90,6 +90,17 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
+/// What a process is doing, in a word; `None` if there is no such process.
+pub fn state(pid: u32) -> Option<&'static str> {
+    Some(match Stat::read(pid).ok()??.state {
+        'R' => "running",
+        'T' | 't' => "stopped (T)",
+        'Z' | 'X' => "dead",
+        'D' => "alive, in the kernel (D)",
+        _ => "alive, asleep",
+    })
+}
+
 /// Whether the process behind `pidfd` has ended, reaped or not.
 pub fn ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
@@ -173,6 +184,12 @@ mod tests {
         assert_eq!((stat.state, stat.start_time, stat.status), ('S', 22, 52));
         assert!(Stat::parse("7 (a) S 1").is_none());
         assert!(Stat::parse("").is_none());
+    }
+
+    #[test]
+    fn this_process_runs() {
+        assert!(state(std::process::id()).is_some());
+        assert_eq!(state(u32::MAX), None);
     }
 
     #[test]

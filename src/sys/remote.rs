@@ -1,21 +1,7 @@
-//! Other processes: what they are doing, and reading their memory.
+//! Reading other processes' memory.
 
 use crate::error::{Error, Result};
 use rustix::io::Errno;
-
-/// What a process is doing, in a word; `None` if there is no such process.
-pub fn state(pid: u32) -> Option<&'static str> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may itself contain parentheses.
-    let state = stat.rsplit_once(") ")?.1.chars().next()?;
-    Some(match state {
-        'R' => "running",
-        'T' | 't' => "stopped (T)",
-        'Z' | 'X' => "dead",
-        'D' => "alive, in the kernel (D)",
-        _ => "alive, asleep",
-    })
-}
 
 /// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process.
 ///
@@ -52,11 +38,5 @@ mod tests {
         assert_eq!(to, from);
         // SAFETY: as above.
         assert!(unsafe { read_memory(pid, 8, to.as_mut_ptr(), 4) }.is_err());
-    }
-
-    #[test]
-    fn this_process_runs() {
-        assert!(state(std::process::id()).is_some());
-        assert_eq!(state(u32::MAX), None);
     }
 }

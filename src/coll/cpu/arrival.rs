@@ -3,10 +3,10 @@
 //! A rank that posts call `s + 2` over its post of call `s` has seen everybody's post of `s + 1`, so everybody is past `s`.
 
 use super::Step;
+use super::reduce_scatter::reduce_chunk;
 use crate::coll::call::Span;
 use crate::coll::describe::Description;
 use crate::coll::plan::Plan;
-use crate::dtype::ReduceOp;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Source, Store};
 use crate::mem::layout::{INLINE_BYTES, POST_HEAD};
@@ -171,9 +171,6 @@ impl Step<'_> {
 
     /// Reduces `bytes` bytes of every source into `dst`.
     pub(super) fn reduce(&self, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
-        let (dtype, op): (_, ReduceOp) = (self.call.dtype, self.call.reduce_op);
-        // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
-        // bounds `Segment::ptr` checked, and synchronises with their writers before.
-        unsafe { cpu::reduce(op, dtype, dst, sources, bytes / dtype.size(), store) }
+        reduce_chunk(self.call, dst, sources, bytes, store);
     }
 }

@@ -74,7 +74,8 @@ impl Step<'_> {
         }
     }
 
-    pub(super) fn exchange(&mut self, plan: Plan) -> Result<()> {
+    /// `longest`: bytes of the longest message between two ranks.
+    pub(super) fn exchange(&mut self, plan: Plan, longest: usize) -> Result<()> {
         match plan {
             Plan::Inline => {
                 for (from, output) in self.incoming() {
@@ -89,7 +90,6 @@ impl Step<'_> {
                 }
             }
             Plan::Staged { chunk, store } => {
-                let longest = if self.call.op == Op::AllToAll { self.longest_pair() } else { self.call.longest() };
                 let count = longest.div_ceil(chunk) as u64;
                 let (board, personal) = (self.board, self.personal());
                 let mut chunks = Messages {
@@ -108,11 +108,6 @@ impl Step<'_> {
         }
         self.keep_own();
         Ok(())
-    }
-
-    fn longest_pair(&self) -> usize {
-        let pairs = self.board.ranks().flat_map(|from| self.board.ranks().map(move |to| (from, to)));
-        pairs.map(|(from, to)| self.sent(from, to)).max().unwrap_or(0)
     }
 }
 

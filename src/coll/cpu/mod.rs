@@ -53,18 +53,19 @@ impl Runner {
             return Err(failure);
         }
         self.seq += 1;
-        let plan = plan::choose(call.op, call.longest(), n);
+        let longest = call.longest();
+        let plan = plan::choose(call.op, longest, n);
         let board = Arc::clone(&self.board);
         let mut step = Step { board: &board, call, limit, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             return step.alone();
         }
         // Only the ranks together know the longest message of an all-to-all.
-        let plan = if call.op == Op::AllToAll {
-            step.arrive_all_to_all()?.map_or(Plan::Inline, |longest| plan::choose(call.op, longest, n))
+        let (plan, longest) = if call.op == Op::AllToAll {
+            step.arrive_all_to_all()?.map_or((Plan::Inline, 0), |longest| (plan::choose(call.op, longest, n), longest))
         } else {
             step.arrive(plan)?;
-            plan
+            (plan, longest)
         };
         if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
             let layout = board.layout();
@@ -76,7 +77,7 @@ impl Runner {
             Op::Barrier => Ok(()),
             Op::AllReduce | Op::Reduce => step.all_reduce(plan),
             Op::ReduceScatter => step.reduce_scatter(plan),
-            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan),
+            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest),
         }
     }
 }
