@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -64,6 +65,25 @@ def meet(name: str, rank: int, world_size: int, timeout: float = 30) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all ranks came to {name!r}")
         time.sleep(0.002)
+
+
+def on_threads(bodies: list[Callable[[], None]]) -> None:
+    """Runs all at once and raises the first exception."""
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def run_ranks(

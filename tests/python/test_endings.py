@@ -44,16 +44,16 @@ def test_mismatch_writes_nothing() -> None:
     run_ranks(body, 3)
 
 
-def test_killed_between_send_and_receive() -> None:
-    """A receive from a rank that died raises; so does a receive from any source once nobody is left to send."""
+def survivors_name_rank_1(die: Callable[[], object], call: Callable[[], object]) -> None:
+    """Rank 1 of three calls ``die`` while the others wait in ``call``, which fails on both within a second."""
 
     def body(rank: int, world: int) -> Any:
         dist.barrier()
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         started = time.monotonic()
         try:
-            dist.recv(torch.zeros(4), 1)
+            call()
         except dist.DistBackendError as error:
             return time.monotonic() - started, type(error).__name__, str(error)
         raise AssertionError("nothing failed")
@@ -62,52 +62,39 @@ def test_killed_between_send_and_receive() -> None:
     for rank in (0, 2):
         took, kind, message = outcomes[rank]
         assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+
+
+def reduce_some() -> None:
+    dist.all_reduce(torch.ones(1000))
+
+
+def test_killed_between_send_and_receive() -> None:
+    """A receive from a rank that died raises."""
+    survivors_name_rank_1(lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: dist.recv(torch.zeros(4), 1))
 
 
 @pytest.mark.parametrize("how", ("zero", "exit", "segfault"))
 def test_other_deaths(how: str) -> None:
     """A rank that leaves in another way is named just the same."""
 
-    def body(rank: int, world: int) -> Any:
-        dist.barrier()
-        if rank == 1:
-            if how == "segfault":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            os._exit({"zero": 0, "exit": 7}[how])
-        started = time.monotonic()
-        try:
-            dist.all_reduce(torch.ones(1000))
-        except dist.DistBackendError as error:
-            return time.monotonic() - started, type(error).__name__, str(error)
-        raise AssertionError("nothing failed")
+    def die() -> None:
+        if how == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        os._exit({"zero": 0, "exit": 7}[how])
 
-    outcomes = run_ranks(body, 3, expect_gone=(1,))
-    for rank in (0, 2):
-        took, kind, message = outcomes[rank]
-        assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+    survivors_name_rank_1(die, reduce_some)
 
 
 def test_killed_with_children_alive() -> None:
     """A forked child that keeps the dead rank's descriptors open does not hide the death."""
 
-    def body(rank: int, world: int) -> Any:
-        dist.barrier()
-        if rank == 1:
-            if os.fork() == 0:
-                time.sleep(4)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        started = time.monotonic()
-        try:
-            dist.all_reduce(torch.ones(1000))
-        except dist.DistBackendError as error:
-            return time.monotonic() - started, type(error).__name__, str(error)
-        raise AssertionError("nothing failed")
+    def die() -> None:
+        if os.fork() == 0:
+            time.sleep(4)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    outcomes = run_ranks(body, 3, expect_gone=(1,))
-    for rank in (0, 2):
-        took, kind, message = outcomes[rank]
-        assert took < 1.0 and kind == "SymmPeerError" and "rank 1" in message, (took, kind, message)
+    survivors_name_rank_1(die, reduce_some)
 
 
 def test_late_stopped_rank_is_called_stopped() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import file_store, init, run_ranks, spawn_rank
+from ranks import file_store, init, on_threads, run_ranks, spawn_rank
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -229,30 +229,20 @@ def test_stores(kind: str) -> None:
 def two_ranks_of_one_process(rank: int, world: int) -> None:
     """HashStore lives in one process: its ranks are threads, made through the backend's own class."""
     store = dist.HashStore()
-    errors: list[BaseException] = []
     sums: list[float] = []
 
     def body(member: int) -> None:
-        try:
-            options = torch_symm.Options(timeout=timedelta(seconds=20), group_name="threads")
-            group = torch_symm.ProcessGroupSymm(store, member, 3, options)
-            tensor = torch.tensor([float(member)])
-            group.allreduce([tensor]).wait()
-            sums.append(tensor.item())
-            big = torch.full((300_000,), float(member))
-            group.allreduce([big]).wait()
-            assert (big == 3).all()
-            group.shutdown()
-        except BaseException as error:
-            errors.append(error)
+        options = torch_symm.Options(timeout=timedelta(seconds=20), group_name="threads")
+        group = torch_symm.ProcessGroupSymm(store, member, 3, options)
+        tensor = torch.tensor([float(member)])
+        group.allreduce([tensor]).wait()
+        sums.append(tensor.item())
+        big = torch.full((300_000,), float(member))
+        group.allreduce([big]).wait()
+        assert (big == 3).all()
+        group.shutdown()
 
-    threads = [threading.Thread(target=body, args=(member,)) for member in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    on_threads([partial(body, member) for member in range(3)])
     assert sums == [3.0] * 3
 
 

@@ -5,33 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import meet, run_ranks
-
-
-def on_threads(bodies: list[Callable[[], None]]) -> None:
-    """Runs all at once and raises the first exception."""
-    errors: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+from ranks import meet, on_threads, run_ranks
 
 
 def waiting_with_a_limit(rank: int, world: int) -> None:
