@@ -13,6 +13,8 @@ pub struct Config {
     pub spin: Option<u32>,
     /// `SYMM_CMA`: `0` forbids single-copy transfers by `process_vm_readv`. Default on.
     pub cma: bool,
+    /// `SYMM_STORE_BYTES`: how much a store's server holds, in bytes; absent: 256 MiB.
+    pub store_bytes: Option<usize>,
 }
 
 impl Config {
@@ -20,14 +22,16 @@ impl Config {
     fn parse(lookup: impl Fn(&str) -> Option<String>) -> (Self, Vec<String>) {
         let set = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
-        let spin = set("SYMM_SPIN").and_then(|value| {
-            value
-                .parse()
-                .map_err(|_| {
-                    complaints.push(format!("SYMM_SPIN={value:?} is not a whole number; ignored"));
-                })
-                .ok()
-        });
+        let mut number = |name: &str| {
+            let value = set(name)?;
+            let parsed = value.parse::<u64>().ok();
+            if parsed.is_none() {
+                complaints.push(format!("{name}={value:?} is not a whole number; ignored"));
+            }
+            parsed
+        };
+        let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
+        let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let cma = match set("SYMM_CMA").as_deref() {
             None | Some("1") => true,
             Some("0") => false,
@@ -41,6 +45,7 @@ impl Config {
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
             spin,
             cma,
+            store_bytes,
         };
         (config, complaints)
     }
@@ -73,17 +78,22 @@ mod tests {
     #[test]
     fn defaults_stand_where_nothing_is_set() {
         let (config, complaints) = parse(&[("SYMM_LOG", " ")]);
-        assert_eq!(config, Config { log: "warn".into(), restart: "0".into(), spin: None, cma: true });
+        assert_eq!(config, Config { log: "warn".into(), restart: "0".into(), spin: None, cma: true, store_bytes: None });
         assert_eq!(complaints, 0);
     }
 
     #[test]
     fn values_are_taken_and_bad_ones_complained_about() {
-        let (config, complaints) =
-            parse(&[("SYMM_LOG", "debug"), ("TORCHELASTIC_RESTART_COUNT", "3"), ("SYMM_SPIN", "200"), ("SYMM_CMA", "0")]);
-        assert_eq!(config, Config { log: "debug".into(), restart: "3".into(), spin: Some(200), cma: false });
+        let (config, complaints) = parse(&[
+            ("SYMM_LOG", "debug"),
+            ("TORCHELASTIC_RESTART_COUNT", "3"),
+            ("SYMM_SPIN", "200"),
+            ("SYMM_CMA", "0"),
+            ("SYMM_STORE_BYTES", "4096"),
+        ]);
+        assert_eq!(config, Config { log: "debug".into(), restart: "3".into(), spin: Some(200), cma: false, store_bytes: Some(4096) });
         assert_eq!(complaints, 0);
-        let (config, complaints) = parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no")]);
-        assert_eq!((config.spin, config.cma, complaints), (None, true, 2));
+        let (config, complaints) = parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G")]);
+        assert_eq!((config.spin, config.cma, config.store_bytes, complaints), (None, true, None, 3));
     }
 }

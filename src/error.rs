@@ -24,12 +24,16 @@ pub enum Kind {
     WaitTimeout = 9,
     /// A fault of this library or of the system: `DistBackendError`.
     Internal = 10,
+    /// A store cannot be reached, or not any more: `DistNetworkError`.
+    Network = 11,
+    /// A queue of a store is empty: `QueueEmptyError`.
+    QueueEmpty = 12,
 }
 
 impl Kind {
     /// The kind with this code, as it travels through shared memory and the bridge.
     pub fn from_code(code: u8) -> Option<Self> {
-        const ALL: [Kind; 10] = [
+        const ALL: [Kind; 12] = [
             Kind::Peer,
             Kind::Timeout,
             Kind::Mismatch,
@@ -40,6 +44,8 @@ impl Kind {
             Kind::NotImplemented,
             Kind::WaitTimeout,
             Kind::Internal,
+            Kind::Network,
+            Kind::QueueEmpty,
         ];
         ALL.into_iter().find(|kind| *kind as u8 == code)
     }
@@ -82,6 +88,8 @@ constructors! {
     not_implemented => NotImplemented,
     wait_timeout => WaitTimeout,
     internal => Internal,
+    network => Network,
+    queue_empty => QueueEmpty,
 }
 
 impl Error {
@@ -97,10 +105,10 @@ mod tests {
 
     #[test]
     fn codes_round_trip() {
-        for code in 1..=10 {
+        for code in 1..=12 {
             assert_eq!(Kind::from_code(code).map(|kind| kind as u8), Some(code));
         }
         assert_eq!(Kind::from_code(0), None);
-        assert_eq!(Kind::from_code(11), None);
+        assert_eq!(Kind::from_code(13), None);
     }
 }

@@ -13,6 +13,8 @@ use symm::error::{Error, Kind, Result};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
+use symm::store::request::{Op, Request};
+use symm::store::table::Reply;
 use symm::sys::process::{self, ProcessId};
 use symm::watch::watch;
 
@@ -72,22 +74,16 @@ fn replace(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
 }
 
 impl Store for Doctored<'_> {
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let out = |bytes: &[u8]| replace(bytes, self.from, self.to);
-        let standing = self.inner.compare_set(key, &out(expected), &out(desired))?;
-        Ok(replace(&standing, self.to, self.from))
-    }
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        self.inner.wait(keys, timeout)
-    }
-    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        self.inner.multi_get(keys)
-    }
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        self.inner.check(keys)
-    }
-    fn delete(&self, key: &str) -> Result<()> {
-        self.inner.delete(key)
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let values: Vec<Vec<u8>> = request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
+        let changed = Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
+        let reply = self.inner.call(&changed, limit)?;
+        if request.op == Op::CompareSet
+            && let Reply::Value(standing) = &reply
+        {
+            return Ok(Reply::Value(replace(standing, self.to, self.from).into()));
+        }
+        Ok(reply)
     }
 }
 
@@ -95,7 +91,7 @@ impl Store for Doctored<'_> {
 fn record_of(rank: u32, size: u32) -> Value {
     let store = MemoryStore::new();
     join(&store, &spec("g", rank, size, Duration::from_millis(1))).expect_err("alone");
-    let bytes = store.multi_get(&[format!("symm/g/0/{rank}")]).unwrap().remove(0);
+    let bytes = store.get(&format!("symm/g/0/{rank}"), None).unwrap();
     let mut record: Value = serde_json::from_slice(&bytes).unwrap();
     record["failure"] = Value::Null;
     record
@@ -334,8 +330,8 @@ fn strangers_neither_enter_nor_stall() {
     thread::scope(|scope| {
         let leader = scope.spawn(|| join(store, &spec("g", 0, 3, LONG)));
         let first = scope.spawn(|| join(store, &spec("g", 1, 3, LONG)));
-        store.wait(&["symm/g/0/0".into()], LONG).unwrap();
-        let bytes = store.multi_get(&["symm/g/0/0".into()]).unwrap().remove(0);
+        store.wait(&["symm/g/0/0"], Some(LONG)).unwrap();
+        let bytes = store.get("symm/g/0/0", None).unwrap();
         let record: Value = serde_json::from_slice(&bytes).unwrap();
         let name = record["socket"].as_str().unwrap();
         let silent: Vec<OwnedFd> = (0..100)
@@ -380,7 +376,7 @@ fn wrong_words_are_answered_with_a_reason() {
         // Stand for ranks 2 and 3, so that rank 0 listens.
         put(store, 2, &record_of(2, 4));
         put(store, 3, &record_of(3, 4));
-        let bytes = store.multi_get(&["symm/g/0/0".into()]).unwrap().remove(0);
+        let bytes = store.get("symm/g/0/0", None).unwrap();
         let record: Value = serde_json::from_slice(&bytes).unwrap();
         let name = record["socket"].as_str().unwrap();
         let token: Vec<u8> = record["nonce"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect();

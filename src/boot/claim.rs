@@ -31,7 +31,7 @@ pub(super) struct Claim<'a> {
 impl<'a> Claim<'a> {
     /// Publishes `record`, replacing what an ended process or an earlier call has left. Refused where another claimant lives.
     pub(super) fn publish(attempt: &'a Attempt<'a>, record: Record) -> Result<Self> {
-        let key = attempt.key(record.rank);
+        let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
         joining().insert(record.nonce);
         let mut claim = Self { attempt, key, record, bytes, again: false };
@@ -56,7 +56,7 @@ impl<'a> Claim<'a> {
             }
             claim.refuse_living(&standing)?;
             claim.again = true;
-            expected = standing;
+            expected = standing.to_vec();
         }
     }
 
@@ -103,7 +103,7 @@ impl<'a> Claim<'a> {
     /// Removes the key: all others have read it.
     pub(super) fn withdraw(&self) {
         if let Err(error) = self.attempt.store.delete(&self.key) {
-            log::warn!("{}: key {:?} could not be removed: {error}", self.attempt.me(), self.key);
+            log::warn!("{}: its record of {} could not be removed: {error}", self.attempt.me(), self.attempt.group());
         }
     }
 }

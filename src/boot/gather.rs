@@ -37,7 +37,7 @@ pub(super) enum Standing {
 
 /// Returns once all ranks have published, and agree. Where all do in time, that is one `wait` and one `multi_get`.
 pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathered> {
-    let keys: Vec<String> = (0..attempt.spec.size).map(|rank| attempt.key(rank)).collect();
+    let keys: Vec<String> = (0..attempt.spec.size).map(Attempt::key).collect();
     let mut look = LOOK;
     let mut seen = HashSet::new();
     loop {
@@ -80,12 +80,12 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
 pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], complete: bool) -> Result<Vec<Option<Standing>>> {
     let mut present = Vec::new();
     for (rank, key) in (0..).map(Rank).zip(keys) {
-        if complete || attempt.store.check(std::slice::from_ref(key))? {
+        if complete || attempt.store.check(&[key])? {
             present.push(rank);
         }
     }
-    let names: Vec<String> = present.iter().map(|rank| keys[rank.index()].clone()).collect();
-    let values = if names.is_empty() { Vec::new() } else { attempt.store.multi_get(&names)? };
+    let names: Vec<&str> = present.iter().map(|rank| keys[rank.index()].as_str()).collect();
+    let values = if names.is_empty() { Vec::new() } else { attempt.store.multi_get(&names, None)? };
     if values.len() != names.len() {
         return Err(Error::internal(format!("the store returned {} of {} values", values.len(), names.len())));
     }
@@ -98,11 +98,11 @@ pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], co
 
 /// The cause in the record of `rank`, if `process` wrote one.
 pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) -> Option<Error> {
-    let key = [attempt.key(rank.0)];
-    if !attempt.store.check(&key).ok()? {
+    let key = Attempt::key(rank.0);
+    if !attempt.store.check(&[&key]).ok()? {
         return None;
     }
-    let value = attempt.store.multi_get(&key).ok()?.pop()?;
+    let value = attempt.store.get(&key, None).ok()?;
     let record = Record::decode(rank, &value).ok()?;
     let failure = record.failure.as_ref()?;
     (record.process() == process).then(|| failure.error())

@@ -100,7 +100,7 @@ impl Reception<'_> {
 
     /// Returns once every other rank is connected.
     fn seat_all(&mut self) -> Result<()> {
-        let keys: Vec<String> = (0..self.attempt.spec.size).map(|rank| self.attempt.key(rank)).collect();
+        let keys: Vec<String> = (0..self.attempt.spec.size).map(Attempt::key).collect();
         let mut look = LOOK;
         let mut next_look = Instant::now() + look;
         loop {

@@ -145,7 +145,7 @@ fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Op
 
 /// Rank 0's record, once it is another one than `seen`.
 fn next_record(attempt: &Attempt<'_>, claim: &Claim<'_>, seen: &Record, process: &Member) -> Result<(Record, Member)> {
-    let key = [attempt.key(0)];
+    let key = [Attempt::key(0)];
     loop {
         let present = attempt.await_keys(&key, attempt.clock.remaining())?;
         if present

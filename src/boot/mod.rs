@@ -16,9 +16,10 @@ mod member;
 mod record;
 mod wire;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::store::Store;
+use crate::store::prefix::PrefixStore;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use claim::Claim;
@@ -119,14 +120,19 @@ struct Attempt<'a> {
 }
 
 impl Attempt<'_> {
-    fn key(&self, rank: u32) -> String {
-        format!("symm/{}/{}/{rank}", self.spec.group, self.spec.restart)
+    /// The key of `rank` in this attempt's part of the store.
+    fn key(rank: u32) -> String {
+        rank.to_string()
     }
 
     /// Whether all `keys` exist, after at most `limit` and not past the deadline.
     fn await_keys(&self, keys: &[String], limit: Duration) -> Result<bool> {
-        // Never 0, not even when cut to milliseconds: c10d stores take that for "no limit".
-        self.store.wait(keys, limit.min(self.clock.remaining()).max(Duration::from_millis(1)))
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        match self.store.wait(&keys, Some(limit.min(self.clock.remaining()))) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind == Kind::Timeout => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// `"rank 2 (pid 77)"`.
@@ -213,7 +219,8 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     if size > MAX_SIZE {
         return Err(Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports ({MAX_SIZE})", spec.group)));
     }
-    let attempt = Attempt { store, spec, clock: Clock::start(spec.timeout), own: process::own()?, host: Host::own()? };
+    let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), store);
+    let attempt = Attempt { store: &store, spec, clock: Clock::start(spec.timeout), own: process::own()?, host: Host::own()? };
     let token = nonce()?;
     if size == 1 {
         let segment = leader::segment(&attempt)?;

@@ -1,23 +1,29 @@
 //! A store for the threads of one process.
 
-use super::Store;
+use super::request::Request;
+use super::table::{Answer, Reply, Table};
+use super::{Store, deadline, timed_out};
 use crate::error::{Error, Result};
-use std::collections::HashMap;
+use crate::sys::fork;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long `multi_get` waits for a key that is absent; the default of `c10d::Store`.
-const GET_TIMEOUT: Duration = Duration::from_secs(300);
-
-#[derive(Default)]
 struct Shared {
-    values: Mutex<HashMap<String, Vec<u8>>>,
+    table: Mutex<Table>,
     changed: Condvar,
+    /// Of the process that made it.
+    generation: u64,
 }
 
 /// A key-value store in this process's memory. Clones share the contents.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct MemoryStore(Arc<Shared>);
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self(Arc::new(Shared { table: Mutex::default(), changed: Condvar::new(), generation: fork::generation() }))
+    }
+}
 
 impl MemoryStore {
     /// An empty store.
@@ -27,7 +33,7 @@ impl MemoryStore {
 
     /// Number of keys held.
     pub fn len(&self) -> usize {
-        self.values().len()
+        self.table().len()
     }
 
     /// Whether no key is held.
@@ -35,101 +41,31 @@ impl MemoryStore {
         self.len() == 0
     }
 
-    fn values(&self) -> MutexGuard<'_, HashMap<String, Vec<u8>>> {
-        // No code that can panic runs under this lock, so the map is whole even if poisoned.
-        self.0.values.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
-    /// Returns the locked map once it holds all `keys`, or `None` once `timeout` has passed.
-    fn await_keys(&self, keys: &[String], timeout: Duration) -> Option<MutexGuard<'_, HashMap<String, Vec<u8>>>> {
-        let deadline = Instant::now().checked_add(timeout);
-        let mut values = self.values();
-        loop {
-            if keys.iter().all(|key| values.contains_key(key)) {
-                return Some(values);
-            }
-            let remaining = match deadline {
-                Some(deadline) => deadline.saturating_duration_since(Instant::now()),
-                None => Duration::MAX,
-            };
-            if remaining.is_zero() {
-                return None;
-            }
-            values = self.0.changed.wait_timeout(values, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
-        }
+    fn table(&self) -> MutexGuard<'_, Table> {
+        // A request is done as a whole or not at all, so the table is whole even if poisoned.
+        self.0.table.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
 impl Store for MemoryStore {
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let mut values = self.values();
-        let matches = match values.get(key) {
-            Some(value) if value != expected => return Ok(value.clone()),
-            Some(_) => true,
-            None => expected.is_empty(),
-        };
-        if !matches {
-            // As c10d stores do: an absent key with a non-empty expectation stays absent, and the expectation comes back.
-            return Ok(expected.to_vec());
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        if self.0.generation != fork::generation() {
+            return Err(Error::config("a memory store lives in the process that made it, not in its forked children"));
         }
-        values.insert(key.to_owned(), desired.to_vec());
-        self.0.changed.notify_all();
-        Ok(desired.to_vec())
-    }
-
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        Ok(self.await_keys(keys, timeout).is_some())
-    }
-
-    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        let values = self.await_keys(keys, GET_TIMEOUT).ok_or_else(|| Error::timeout(format!("waited 300 s for the keys {keys:?}")))?;
-        Ok(keys.iter().filter_map(|key| values.get(key).cloned()).collect())
-    }
-
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        let values = self.values();
-        Ok(keys.iter().all(|key| values.contains_key(key)))
-    }
-
-    fn delete(&self, key: &str) -> Result<()> {
-        self.values().remove(key);
-        Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn keys(names: &[&str]) -> Vec<String> {
-        names.iter().map(|name| (*name).to_owned()).collect()
-    }
-
-    #[test]
-    fn compare_set_follows_c10d() -> Result<()> {
-        let store = MemoryStore::new();
-        assert_eq!(store.compare_set("k", b"old", b"new")?, b"old");
-        assert!(!store.check(&keys(&["k"]))?);
-        assert_eq!(store.compare_set("k", b"", b"1")?, b"1");
-        assert_eq!(store.compare_set("k", b"", b"2")?, b"1");
-        assert_eq!(store.compare_set("k", b"1", b"2")?, b"2");
-        assert_eq!(store.multi_get(&keys(&["k"]))?, [b"2"]);
-        store.delete("k")?;
-        store.delete("k")?;
-        assert!(store.is_empty());
-        Ok(())
-    }
-
-    #[test]
-    fn wait_ends_at_its_timeout_or_with_the_last_key() -> Result<()> {
-        let store = MemoryStore::new();
-        let started = Instant::now();
-        assert!(!store.wait(&keys(&["a"]), Duration::from_millis(20))?);
-        assert!(started.elapsed() >= Duration::from_millis(20));
-        let writer = store.clone();
-        let thread = std::thread::spawn(move || writer.compare_set("a", b"", b"1"));
-        assert!(store.wait(&keys(&["a"]), Duration::MAX)?);
-        assert!(thread.join().is_ok());
-        Ok(())
+        let deadline = deadline(limit);
+        let mut table = self.table();
+        loop {
+            if let Answer::Done(reply) = table.serve(request, None)? {
+                if request.op.writes() {
+                    self.0.changed.notify_all();
+                }
+                return Ok(reply);
+            }
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return Err(timed_out(request, limit, &table.missing(request)));
+            }
+            table = self.0.changed.wait_timeout(table, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
     }
 }

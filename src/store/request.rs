@@ -1,0 +1,275 @@
+//! What is asked of a store, as a value: all stores answer the same requests, and the wire and the log carry them.
+
+use crate::error::{Error, Result};
+
+/// The longest key, in bytes.
+pub const MAX_KEY: usize = 64 * 1024;
+
+/// The most keys in one request.
+pub const MAX_KEYS: usize = 64 * 1024;
+
+/// How many keys an operation names.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Keys {
+    Zero,
+    One,
+    Any,
+}
+
+macro_rules! operations {
+    ($($(#[$doc:meta])* $name:ident = $code:literal: $keys:ident, $values:literal, waits $waits:literal, writes $writes:literal;)*) => {
+        /// An operation of `c10d::Store`.
+        #[repr(u8)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Op {
+            $($(#[$doc])* $name = $code,)*
+        }
+
+        impl Op {
+            /// All operations.
+            pub const ALL: &[Self] = &[$(Self::$name),*];
+
+            /// The operation with this code.
+            pub fn from_code(code: u8) -> Option<Self> {
+                match code {
+                    $($code => Some(Self::$name),)*
+                    _ => None,
+                }
+            }
+
+            /// Whether it waits for its keys to exist.
+            pub fn waits(self) -> bool {
+                match self { $(Self::$name => $waits,)* }
+            }
+
+            /// Whether it may change what the store holds.
+            pub fn writes(self) -> bool {
+                match self { $(Self::$name => $writes,)* }
+            }
+
+            /// Whether a key may exist after it that did not before.
+            pub fn makes_keys(self) -> bool {
+                self.writes() && !matches!(self, Self::Delete | Self::Pop | Self::TryPop)
+            }
+
+            /// How many keys it names, and how many values come with each.
+            fn shape(self) -> (Keys, usize) {
+                match self { $(Self::$name => (Keys::$keys, $values),)* }
+            }
+        }
+    };
+}
+
+// The codes stand in frames and logs: a new operation gets a new one.
+operations! {
+    /// Sets a key to a value.
+    Set = 1: One, 1, waits false, writes true;
+    /// Sets a key to the second value if its value is the first, or if it is absent and the first is empty.
+    CompareSet = 2: One, 2, waits false, writes true;
+    /// The value of a key.
+    Get = 3: One, 0, waits true, writes false;
+    /// Adds `amount` to the decimal number in a key, which is 0 if absent.
+    Add = 4: One, 0, waits false, writes true;
+    /// Whether all keys exist.
+    Check = 5: Any, 0, waits false, writes false;
+    /// Waits until all keys exist.
+    Wait = 6: Any, 0, waits true, writes false;
+    /// Removes a key; whether it existed.
+    Delete = 7: One, 0, waits false, writes true;
+    /// Number of keys with a value.
+    NumKeys = 8: Zero, 0, waits false, writes false;
+    /// Appends to the value of a key.
+    Append = 9: One, 1, waits false, writes true;
+    /// The values of keys.
+    MultiGet = 10: Any, 0, waits true, writes false;
+    /// Sets each key to its value, all at once.
+    MultiSet = 11: Any, 1, waits false, writes true;
+    /// Puts a value at the end of the queue of a key.
+    Push = 12: One, 1, waits false, writes true;
+    /// Takes the first value of a queue.
+    Pop = 13: One, 0, waits true, writes true;
+    /// The same; an empty queue is an error.
+    TryPop = 14: One, 0, waits false, writes true;
+    /// Length of a queue.
+    QueueLen = 15: One, 0, waits false, writes false;
+    /// All keys with a value, in no order.
+    ListKeys = 16: Zero, 0, waits false, writes false;
+}
+
+/// An operation with what it is done to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request<'a> {
+    /// What to do.
+    pub op: Op,
+    /// To which keys.
+    pub keys: Vec<&'a str>,
+    /// With which values.
+    pub values: Vec<&'a [u8]>,
+    /// What [`Op::Add`] adds.
+    pub amount: i64,
+}
+
+impl<'a> Request<'a> {
+    /// A request without an amount.
+    pub fn new(op: Op, keys: Vec<&'a str>, values: Vec<&'a [u8]>) -> Self {
+        Self { op, keys, values, amount: 0 }
+    }
+
+    /// The same request of other keys, as many.
+    pub fn with_keys(&self, keys: Vec<&'a str>) -> Self {
+        Self { op: self.op, keys, values: self.values.clone(), amount: self.amount }
+    }
+
+    /// Number of bytes that [`encode`](Self::encode) appends.
+    pub fn encoded_len(&self) -> usize {
+        let keys: usize = self.keys.iter().map(|key| 4 + key.len()).sum();
+        let values: usize = self.values.iter().map(|value| 4 + value.len()).sum();
+        1 + 8 + 4 + keys + values
+    }
+
+    /// Fails if the request cannot be carried: a key, the number of keys, or the number of values is out of bounds.
+    pub fn check(&self) -> Result<()> {
+        let (keys, values) = self.op.shape();
+        let fits = match keys {
+            Keys::Zero => self.keys.is_empty(),
+            Keys::One => self.keys.len() == 1,
+            Keys::Any => true,
+        };
+        if !fits || self.values.len() != values * self.keys.len() {
+            return Err(Error::value(format!("{:?} of {} keys and {} values", self.op, self.keys.len(), self.values.len())));
+        }
+        if self.keys.len() > MAX_KEYS {
+            return Err(Error::value(format!("{:?} of {} keys; a request holds at most {MAX_KEYS}", self.op, self.keys.len())));
+        }
+        match self.keys.iter().find(|key| key.len() > MAX_KEY) {
+            Some(key) => Err(Error::value(format!("a key of {} bytes; a key has at most {MAX_KEY}", key.len()))),
+            None => Ok(()),
+        }
+    }
+
+    /// Appends: operation, amount, number of keys, then keys and values, each behind its length. Little-endian.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.reserve(self.encoded_len());
+        out.push(self.op as u8);
+        out.extend_from_slice(&self.amount.to_le_bytes());
+        out.extend_from_slice(&(self.keys.len() as u32).to_le_bytes());
+        for piece in self.keys.iter().map(|key| key.as_bytes()).chain(self.values.iter().copied()) {
+            out.extend_from_slice(&(piece.len() as u32).to_le_bytes());
+            out.extend_from_slice(piece);
+        }
+    }
+
+    /// The request that `bytes` holds, no more and no less. Allocates no more than a small multiple of their number.
+    pub fn decode(bytes: &'a [u8]) -> Result<Self> {
+        let mut fields = Fields(bytes);
+        let code = fields.u8()?;
+        let op = Op::from_code(code).ok_or_else(|| Error::value(format!("operation {code} is unknown")))?;
+        let amount = i64::from_le_bytes(fields.array()?);
+        let count = fields.u32()? as usize;
+        let (keys, values_per_key) = op.shape();
+        let most = match keys {
+            Keys::Zero => 0,
+            Keys::One => 1,
+            // Each has at least its length.
+            Keys::Any => MAX_KEYS.min(fields.0.len() / 4),
+        };
+        if count > most {
+            return Err(Error::value(format!("{op:?} of {count} keys in {} bytes", bytes.len())));
+        }
+        let mut request = Self { op, keys: Vec::with_capacity(count), values: Vec::with_capacity(count * values_per_key), amount };
+        for _ in 0..count {
+            let key = fields.bytes()?;
+            request.keys.push(std::str::from_utf8(key).map_err(|_| Error::value("a key is not UTF-8"))?);
+        }
+        for _ in 0..count * values_per_key {
+            request.values.push(fields.bytes()?);
+        }
+        fields.end()?;
+        request.check()?;
+        Ok(request)
+    }
+}
+
+/// What is left of a message that is being read.
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8]> {
+        let (head, tail) =
+            self.0.split_at_checked(count).ok_or_else(|| Error::value(format!("a message ends {} bytes early", count - self.0.len())))?;
+        self.0 = tail;
+        Ok(head)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    pub(super) fn u8(&mut self) -> Result<u8> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    pub(super) fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    /// A piece behind its length.
+    pub(super) fn bytes(&mut self) -> Result<&'a [u8]> {
+        let count = self.u32()? as usize;
+        self.take(count)
+    }
+
+    /// Everything has been read.
+    pub(super) fn end(&self) -> Result<()> {
+        if self.0.is_empty() { Ok(()) } else { Err(Error::value(format!("a message has {} bytes too many", self.0.len()))) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn encoded(request: &Request<'_>) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        request.encode(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn every_operation_comes_back_and_no_prefix_of_it_is_taken() {
+        for &op in Op::ALL {
+            let (keys, values) = op.shape();
+            let keys = match keys {
+                Keys::Zero => vec![],
+                Keys::One => vec!["key"],
+                Keys::Any => vec!["", "key", "schlüssel"],
+            };
+            let values = vec![&b"value"[..]; values * keys.len()];
+            let request = Request { amount: -7, ..Request::new(op, keys, values) };
+            let bytes = encoded(&request);
+            assert_eq!(bytes.len(), request.encoded_len());
+            assert_eq!(Request::decode(&bytes).as_ref(), Ok(&request));
+            for length in 0..bytes.len() {
+                assert!(Request::decode(&bytes[..length]).is_err(), "{op:?} cut to {length} bytes");
+            }
+            assert!(Request::decode(&[&bytes[..], &[0]].concat()).is_err());
+            assert_eq!(Op::from_code(op as u8), Some(op));
+        }
+        assert_eq!((Op::from_code(0), Op::from_code(17)), (None, None));
+    }
+
+    #[test]
+    fn lengths_that_lie_are_refused_before_anything_is_allocated_for_them() {
+        let mut bytes = encoded(&Request::new(Op::Wait, vec!["a"], vec![]));
+        bytes[9..13].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(Request::decode(&bytes).is_err());
+        let mut bytes = encoded(&Request::new(Op::Get, vec!["a"], vec![]));
+        bytes[13..17].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(Request::decode(&bytes).is_err());
+        let long = "k".repeat(MAX_KEY + 1);
+        assert!(Request::decode(&encoded(&Request::new(Op::Get, vec![&long], vec![]))).is_err());
+        assert!(Request::new(Op::MultiSet, vec!["a"], vec![b"1", b"2"]).check().is_err());
+    }
+}

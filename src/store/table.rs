@@ -1,0 +1,285 @@
+//! What a store holds, and how it answers: the one implementation of the operations' meaning.
+
+use super::request::{Op, Request};
+use crate::error::{Error, Result};
+use bytes::{Bytes, BytesMut};
+use std::collections::{HashMap, VecDeque};
+
+/// From this size on a value shares the buffer of its request instead of being copied out of it.
+const SHARE: usize = 4096;
+
+/// What a key or value costs beyond its bytes.
+const OVERHEAD: usize = 128;
+
+/// What a store answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reply {
+    /// Done.
+    Unit,
+    /// Yes or no.
+    Flag(bool),
+    /// A count, or a sum.
+    Number(i64),
+    /// One value.
+    Value(Bytes),
+    /// Several, in the order of the keys.
+    Values(Vec<Bytes>),
+    /// Keys.
+    Keys(Vec<String>),
+}
+
+/// What a table answers.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The request is done.
+    Done(Reply),
+    /// It waits for keys, of which the one with this index is missing.
+    Missing(usize),
+}
+
+/// Keys with values, and keys with queues. A key may have both; as in c10d, only `check` and `wait` see queues as keys.
+#[derive(Debug)]
+pub struct Table {
+    values: HashMap<String, Bytes>,
+    queues: HashMap<String, VecDeque<Bytes>>,
+    bytes: usize,
+    limit: usize,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Self::bounded(usize::MAX)
+    }
+}
+
+impl Table {
+    /// An empty table that refuses to hold more than `limit` bytes (keys, values and 128 for each).
+    pub fn bounded(limit: usize) -> Self {
+        Self { values: HashMap::new(), queues: HashMap::new(), bytes: 0, limit }
+    }
+
+    /// Number of keys with a value.
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    /// Whether no key has a value.
+    pub fn is_empty(&self) -> bool {
+        self.values.is_empty()
+    }
+
+    /// Bytes held, as the limit counts them.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether `key` has what an operation waits for: for [`Op::Wait`] a value or a queue, else what it takes.
+    fn has(&self, op: Op, key: &str) -> bool {
+        let queued = self.queues.contains_key(key);
+        if op == Op::Pop { queued } else { self.values.contains_key(key) || (queued && op == Op::Wait) }
+    }
+
+    /// Indices of the keys for which `request` waits.
+    pub fn missing(&self, request: &Request<'_>) -> Vec<usize> {
+        let absent = |&index: &usize| !self.has(request.op, request.keys[index]);
+        (0..request.keys.len()).filter(absent).collect()
+    }
+
+    /// Does what is asked, or changes nothing: if a key is missing, or on an error (`Value` for a number that is none,
+    /// `QueueEmpty`, `Config` when full). `source` is the buffer that `request` points into, if large values may keep it.
+    pub fn serve(&mut self, request: &Request<'_>, source: Option<&Bytes>) -> Result<Answer> {
+        request.check()?;
+        let Request { op, keys, values, amount } = request;
+        if op.waits() {
+            // From the end: keys tend to come in order, so whoever waits for the last waits once.
+            if let Some(index) = keys.iter().rposition(|key| !self.has(*op, key)) {
+                return Ok(Answer::Missing(index));
+            }
+        }
+        let reply = match op {
+            Op::Set => self.put(keys[0], keep(values[0], source)).map(|()| Reply::Unit)?,
+            Op::CompareSet => self.compare_set(keys[0], values[0], keep(values[1], source))?,
+            Op::Get => Reply::Value(self.value(keys[0])),
+            Op::Add => self.add(keys[0], *amount)?,
+            Op::Check => Reply::Flag(keys.iter().all(|key| self.has(Op::Wait, key))),
+            Op::Wait => Reply::Unit,
+            Op::Delete => Reply::Flag(self.delete(keys[0])),
+            Op::NumKeys => Reply::Number(self.values.len() as i64),
+            Op::Append => self.append(keys[0], values[0]).map(|()| Reply::Unit)?,
+            Op::MultiGet => Reply::Values(keys.iter().map(|key| self.value(key)).collect()),
+            Op::MultiSet => {
+                // All or nothing: the room for all of them first. Keys that are replaced give some back, which is not counted on.
+                let need = keys.iter().zip(values).map(|(key, value)| key.len() + value.len() + OVERHEAD).sum();
+                self.check_room(need)?;
+                for (key, value) in keys.iter().zip(values) {
+                    self.put(key, keep(value, source))?;
+                }
+                Reply::Unit
+            }
+            Op::Push => self.push(keys[0], keep(values[0], source))?,
+            Op::Pop | Op::TryPop => Reply::Value(self.pop(keys[0])?),
+            Op::QueueLen => Reply::Number(self.queues.get(keys[0]).map_or(0, VecDeque::len) as i64),
+            Op::ListKeys => Reply::Keys(self.values.keys().cloned().collect()),
+        };
+        Ok(Answer::Done(reply))
+    }
+
+    fn check_room(&self, more: usize) -> Result<()> {
+        if more > self.limit.saturating_sub(self.bytes) {
+            return Err(Error::config(format!(
+                "the store is full: it holds {} bytes of at most {}, {more} more do not fit",
+                self.bytes, self.limit
+            )));
+        }
+        Ok(())
+    }
+
+    fn value(&self, key: &str) -> Bytes {
+        self.values.get(key).cloned().unwrap_or_default()
+    }
+
+    fn put(&mut self, key: &str, value: Bytes) -> Result<()> {
+        if let Some(old) = self.values.get_mut(key) {
+            let (before, after) = (old.len(), value.len());
+            if after > before && after - before > self.limit - self.bytes {
+                return self.check_room(after - before);
+            }
+            *old = value;
+            self.bytes = self.bytes - before + after;
+            return Ok(());
+        }
+        let need = key.len() + value.len() + OVERHEAD;
+        self.check_room(need)?;
+        self.values.insert(key.to_owned(), value);
+        self.bytes += need;
+        Ok(())
+    }
+
+    fn compare_set(&mut self, key: &str, expected: &[u8], desired: Bytes) -> Result<Reply> {
+        match self.values.get(key) {
+            Some(value) if value != expected => return Ok(Reply::Value(value.clone())),
+            // As c10d does: an absent key with a non-empty expectation stays absent, and the expectation comes back.
+            None if !expected.is_empty() => return Ok(Reply::Value(Bytes::copy_from_slice(expected))),
+            Some(_) | None => self.put(key, desired.clone())?,
+        }
+        Ok(Reply::Value(desired))
+    }
+
+    fn add(&mut self, key: &str, amount: i64) -> Result<Reply> {
+        let value = self.values.get(key).map_or(&[][..], |value| value);
+        let before = match std::str::from_utf8(value).map(str::trim) {
+            Ok("") => Some(0),
+            Ok(text) => text.parse::<i64>().ok(),
+            Err(_) => None,
+        };
+        let before =
+            before.ok_or_else(|| Error::value(format!("add to key {key:?}: its value of {} bytes is not a number", value.len())))?;
+        let sum =
+            before.checked_add(amount).ok_or_else(|| Error::value(format!("add to key {key:?}: {before} + {amount} overflows 64 bits")))?;
+        self.put(key, Bytes::from(sum.to_string()))?;
+        Ok(Reply::Number(sum))
+    }
+
+    fn delete(&mut self, key: &str) -> bool {
+        let removed = self.values.remove(key);
+        self.bytes -= removed.as_ref().map_or(0, |value| key.len() + value.len() + OVERHEAD);
+        removed.is_some()
+    }
+
+    fn append(&mut self, key: &str, more: &[u8]) -> Result<()> {
+        if !self.values.contains_key(key) {
+            return self.put(key, Bytes::copy_from_slice(more));
+        }
+        self.check_room(more.len())?;
+        if let Some(value) = self.values.get_mut(key) {
+            // In place if nobody reads the value at this moment; its buffer then grows in steps, not with each call.
+            let mut buffer = match std::mem::take(value).try_into_mut() {
+                Ok(buffer) => buffer,
+                Err(shared) => BytesMut::from(&shared[..]),
+            };
+            buffer.extend_from_slice(more);
+            *value = buffer.freeze();
+            self.bytes += more.len();
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, key: &str, value: Bytes) -> Result<Reply> {
+        let need = key.len() + value.len() + OVERHEAD;
+        self.check_room(need)?;
+        self.queues.entry(key.to_owned()).or_default().push_back(value);
+        self.bytes += need;
+        Ok(Reply::Unit)
+    }
+
+    fn pop(&mut self, key: &str) -> Result<Bytes> {
+        let queue = self.queues.get_mut(key);
+        let value = queue.and_then(VecDeque::pop_front).ok_or_else(|| Error::queue_empty(format!("queue is empty: {key:?}")))?;
+        self.bytes -= key.len() + value.len() + OVERHEAD;
+        // An empty queue is no key.
+        if self.queues.get(key).is_some_and(VecDeque::is_empty) {
+            self.queues.remove(key);
+        }
+        Ok(value)
+    }
+}
+
+/// `value` to keep: part of `source` if that is mostly this value, else a copy.
+fn keep(value: &[u8], source: Option<&Bytes>) -> Bytes {
+    match source {
+        Some(source) if value.len() >= SHARE && value.len() >= source.len() / 2 => source.slice_ref(value),
+        _ => Bytes::copy_from_slice(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn serve(table: &mut Table, op: Op, keys: &[&str], values: &[&[u8]]) -> Result<Answer> {
+        table.serve(&Request::new(op, keys.to_vec(), values.to_vec()), None)
+    }
+
+    #[test]
+    fn bytes_return_to_zero_with_the_last_value() {
+        let mut table = Table::bounded(10_000);
+        for op in [Op::Set, Op::Append, Op::Push, Op::Push] {
+            assert!(serve(&mut table, op, &["k"], &[b"value"]).is_ok());
+        }
+        assert!(serve(&mut table, Op::MultiSet, &["k", "k", "l"], &[b"1", b"22", b"333"]).is_ok());
+        assert_eq!(table.bytes(), 2 * (1 + OVERHEAD + 5) + (1 + OVERHEAD + 2) + (1 + OVERHEAD + 3));
+        for (op, key) in [(Op::Delete, "k"), (Op::Delete, "l"), (Op::Pop, "k"), (Op::TryPop, "k")] {
+            assert!(serve(&mut table, op, &[key], &[]).is_ok());
+        }
+        assert_eq!(table.bytes(), 0);
+        assert!(table.queues.is_empty() && table.is_empty());
+    }
+
+    #[test]
+    fn a_full_table_refuses_and_changes_nothing() {
+        let mut table = Table::bounded(2 * OVERHEAD + 100);
+        assert!(serve(&mut table, Op::Set, &["k"], &[&[0; 90]]).is_ok());
+        let before = table.bytes();
+        for (op, keys, values) in [
+            (Op::Set, &["l"][..], &[&[0; 60][..]][..]),
+            (Op::Set, &["k"], &[&[0; 300]]),
+            (Op::CompareSet, &["l"], &[&[], &[0; 300]]),
+            (Op::Append, &["k"], &[&[0; 300]]),
+            (Op::Push, &["q"], &[&[0; 300]]),
+            (Op::MultiSet, &["a", "b"], &[&[0; 1], &[0; 1]]),
+        ] {
+            let error = serve(&mut table, op, keys, values).expect_err("full");
+            assert!(error.message.contains("full"), "{op:?}: {error:?}");
+            assert_eq!((table.bytes(), table.len()), (before, 1));
+        }
+        assert!(serve(&mut table, Op::Set, &["k"], &[&[0; 10]]).is_ok());
+    }
+
+    #[test]
+    fn large_values_share_their_request_and_small_ones_do_not() {
+        let source = Bytes::from(vec![7; 2 * SHARE]);
+        assert_eq!(keep(&source[10..], Some(&source)).as_ptr(), source[10..].as_ptr());
+        assert_ne!(keep(&source[10..20], Some(&source)).as_ptr(), source[10..].as_ptr());
+        assert_eq!(keep(&source[10..], None), source[10..]);
+    }
+}
