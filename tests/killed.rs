@@ -1,6 +1,6 @@
 //! Ranks as processes, one of which is killed, stopped or leaves at every phase.
 //!
-//! The test binary starts itself again for each rank (`SYMM_TEST_RANK` and so on); ranks meet through a store of small files.
+//! The test binary starts itself again for each rank (`SYMM_TEST_RANK` and so on); ranks meet through a file store.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -9,54 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::dtype::{DType, ReduceOp};
-use symm::error::{Error, Kind, Result};
+use symm::error::{Kind, Result};
 use symm::group::{Group, JoinOptions};
 use symm::rank::Rank;
-use symm::store::Store;
-
-/// A store of one file per key, for tests only.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn path(&self, key: &str) -> PathBuf {
-        self.0.join(key.replace('/', "_"))
-    }
-}
-
-impl Store for Folder {
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        let path = self.path(key);
-        match std::fs::read(&path) {
-            Ok(stands) if stands != expected => Ok(stands),
-            _ => {
-                let temporary = path.with_extension(format!("new{}", std::process::id()));
-                std::fs::write(&temporary, desired).unwrap();
-                std::fs::rename(temporary, path).unwrap();
-                Ok(desired.into())
-            }
-        }
-    }
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let start = Instant::now();
-        while !self.check(keys)? {
-            if start.elapsed() > timeout {
-                return Ok(false);
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        Ok(true)
-    }
-    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        keys.iter().map(|key| std::fs::read(self.path(key)).map_err(|e| Error::config(e.to_string()))).collect()
-    }
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        Ok(keys.iter().all(|key| self.path(key).exists()))
-    }
-    fn delete(&self, key: &str) -> Result<()> {
-        let _ = std::fs::remove_file(self.path(key));
-        Ok(())
-    }
-}
+use symm::store::file::FileStore;
 
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
@@ -96,7 +52,8 @@ fn rank() {
         out.flush().unwrap();
     };
     say("joining".into());
-    let group = match Group::join(&Folder(folder.into()), &options) {
+    let store = FileStore::open(&Path::new(&folder).join("store"), 3).unwrap();
+    let group = match Group::join(&store, &options) {
         Ok(group) => group,
         Err(error) => return say(format!("error {} {error}", error.kind as u8)),
     };

@@ -1,12 +1,64 @@
 //! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
 
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use rustix::fd::{AsRawFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
+/// No descriptor.
+const FREE: i32 = -1;
+
+/// The descriptors of [`Unshared`]; a list that grows could be caught by a fork while it does.
+static UNSHARED: [AtomicI32; 64] = [const { AtomicI32::new(FREE) }; 64];
+
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
+    for slot in &UNSHARED {
+        let fd = slot.swap(FREE, Ordering::Relaxed);
+        if fd != FREE {
+            exchange_for_nothing(fd);
+        }
+    }
+}
+
+/// Puts `/dev/null` in the place of `fd`, whose owner in this process can then still close it.
+fn exchange_for_nothing(fd: i32) {
+    // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after fork. The number `fd`
+    // is that of an open descriptor, for its `Unshared` goes before it is closed.
+    unsafe {
+        let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
+        if null >= 0 {
+            libc::dup3(null, fd, libc::O_CLOEXEC);
+            libc::close(null);
+        }
+    }
+}
+
+/// While it lives, forked children do not get an open file, which they would otherwise share with all its locks: those of
+/// a parent that is killed would last until the last of them ends.
+#[derive(Debug)]
+pub struct Unshared {
+    slot: &'static AtomicI32,
+    generation: u64,
+}
+
+impl Unshared {
+    /// For the open file `fd`, which must not be closed before this value is dropped; `None` if 64 of them live.
+    pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
+        let generation = generation();
+        let take = |slot: &&AtomicI32| slot.compare_exchange(FREE, fd.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        UNSHARED.iter().find(take).map(|slot| Self { slot, generation })
+    }
+}
+
+impl Drop for Unshared {
+    fn drop(&mut self) {
+        // In a child the slot is free, or another's.
+        if self.generation == generation() {
+            self.slot.store(FREE, Ordering::Relaxed);
+        }
+    }
 }
 
 /// A number that differs between a process and its forked children: what was made under another generation belongs to

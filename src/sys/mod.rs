@@ -3,6 +3,7 @@
 pub mod core;
 pub mod fork;
 pub mod host;
+pub mod lock;
 pub mod process;
 pub mod remote;
 pub mod socket;

@@ -1,0 +1,139 @@
+//! The open file: reads, writes and locks.
+
+use super::log::Source;
+use super::place::{Place, is_coherent};
+use super::wait::Pauses;
+use crate::error::{Error, Result};
+use crate::sys::fork::Unshared;
+use crate::sys::lock::{self, Mode};
+use rustix::fs::{fstat, ftruncate};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+/// Held during an operation. Far behind the data, for on some network file systems a locked byte cannot be read.
+const OPERATION: u64 = 1 << 62;
+
+/// Held by each user for as long as it is one.
+const USERS: u64 = OPERATION + 1;
+
+/// Between two tries of a lock that is held for microseconds.
+pub(super) const LOCK_PAUSE: Duration = Duration::from_micros(200);
+
+/// A file that is open at its place.
+pub(super) struct Disk {
+    /// Before the file: it must go first.
+    _unshared: Option<Unshared>,
+    pub(super) file: File,
+    pub(super) place: Place,
+    pub(super) coherent: bool,
+}
+
+impl Disk {
+    pub(super) fn new(file: File, place: Place) -> Self {
+        let coherent = is_coherent(&file);
+        Self { _unshared: Unshared::new(file.as_fd()), file, place, coherent }
+    }
+
+    fn os(&self, what: &str, errno: Errno) -> Error {
+        self.place.os(what, errno)
+    }
+
+    fn io(&self, what: &str, error: &std::io::Error) -> Error {
+        match Errno::from_io_error(error) {
+            Some(errno) => self.os(what, errno),
+            None => Error::internal(format!("{what} the file store {:?}: {error}", self.place.given)),
+        }
+    }
+
+    pub(super) fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
+        let written = self.file.write_all_at(bytes, at);
+        written.map_err(|error| self.io(&format!("write {} bytes at byte {at} of", bytes.len()), &error))
+    }
+
+    pub(super) fn empty(&self) -> Result<()> {
+        ftruncate(&self.file, 0).map_err(|errno| self.os("empty", errno))
+    }
+
+    fn lock(&self, byte: u64, mode: Mode) -> Result<bool> {
+        lock::try_lock(self.file.as_fd(), byte, mode).map_err(|errno| self.os("lock", errno))
+    }
+
+    /// The right to read or write, held until the value is dropped; `None` if another process has it.
+    pub(super) fn try_hold(&self, mode: Mode) -> Result<Option<Held<'_>>> {
+        Ok(self.lock(OPERATION, mode)?.then_some(Held(self)))
+    }
+
+    /// The same, waiting until `deadline`.
+    pub(super) fn hold(&self, mode: Mode, deadline: Instant) -> Result<Held<'_>> {
+        let mut pauses = Pauses::new(LOCK_PAUSE);
+        loop {
+            if let Some(held) = self.try_hold(mode)? {
+                return Ok(held);
+            }
+            if Instant::now() >= deadline {
+                return Err(self.locked_by_another());
+            }
+            pauses.pause(deadline);
+        }
+    }
+
+    pub(super) fn locked_by_another(&self) -> Error {
+        Error::timeout(format!("the lock of the file store {:?} is held by another process", self.place.given))
+    }
+
+    /// Becomes the only user, if there is no other.
+    pub(super) fn try_alone(&self) -> Result<bool> {
+        self.lock(USERS, Mode::Exclusive)
+    }
+
+    /// Becomes one of the users; only [`try_alone`](Self::try_alone) of another, which holds the file meanwhile, is in the way.
+    pub(super) fn share(&self) -> Result<()> {
+        match self.lock(USERS, Mode::Shared)? {
+            true => Ok(()),
+            false => Err(self.locked_by_another()),
+        }
+    }
+
+    /// Is no user any more. Closing may not do: a child that was forked by another thread meanwhile may have the same open file.
+    pub(super) fn leave(&self) -> Result<()> {
+        lock::unlock(self.file.as_fd(), USERS).map_err(|errno| self.os("unlock", errno))
+    }
+}
+
+impl Source for Disk {
+    fn name(&self) -> String {
+        format!("the file store {:?}", self.place.given)
+    }
+
+    fn size(&self) -> Result<u64> {
+        let status = fstat(&self.file).map_err(|errno| self.os("look at", errno))?;
+        Ok(u64::try_from(status.st_size).unwrap_or(0))
+    }
+
+    fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize> {
+        let mut count = 0;
+        while count < buffer.len() {
+            match self.file.read_at(&mut buffer[count..], at + count as u64) {
+                Ok(0) => break,
+                Ok(more) => count += more,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.io(&format!("read byte {at} of"), &error)),
+            }
+        }
+        Ok(count)
+    }
+}
+
+/// The operation lock.
+pub(super) struct Held<'a>(&'a Disk);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if let Err(errno) = lock::unlock(self.0.file.as_fd(), OPERATION) {
+            log::error!("{}", self.0.os("unlock", errno));
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Reading a log, and making what is added to it. Nothing here knows of files, locks or time, and bytes may be anything.
+
+pub use super::source::Source;
+
+use super::format::{FRONT, Front, HEADER, MAX_PAYLOAD, Position, RECORD, RecordHeader, Run, slot_at};
+use super::source::{cut, damaged};
+use crate::error::{Error, Result};
+use crate::store::request::Request;
+use crate::store::table::{Answer, Table};
+use bytes::Bytes;
+
+/// Beyond the codes of operations, which these bytes stand beside.
+const JOIN: u8 = 0xf0;
+const LEAVE: u8 = 0xf1;
+
+/// What is added to a log.
+pub(super) enum Entry<'a> {
+    Join,
+    Leave,
+    Request(&'a Request<'a>),
+}
+
+/// What a log says, as far as it has been read.
+pub struct Replica {
+    /// What it holds.
+    pub table: Table,
+    /// How many users have joined in this run.
+    pub joined: u64,
+    /// And how many of them have left.
+    pub left: u64,
+    run: Run,
+    /// As last read or written.
+    front: [u8; FRONT],
+    /// The newest that is whole.
+    slot: usize,
+    pub(super) position: Position,
+    /// A change was made here and could not be written: all has to be read again.
+    stale: bool,
+}
+
+impl Replica {
+    /// All that was acknowledged in `source`. Nobody may write to it meanwhile.
+    ///
+    /// `Config` where any of it is damaged, naming the byte. Allocates a small multiple of what there is to read.
+    pub fn load<S: Source + ?Sized>(source: &S) -> Result<Self> {
+        let mut front = [0; FRONT];
+        let count = source.read(&mut front, 0)?;
+        if count < FRONT {
+            return Err(cut(source, &front[..count]));
+        }
+        let run = Front::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?.run;
+        let mut replica = Self::fresh(run);
+        replica.advance(source, front, true)?;
+        Ok(replica)
+    }
+
+    /// An empty log of `run`; its bytes are [`front`](Self::front).
+    pub(super) fn fresh(run: Run) -> Self {
+        let (front, position) = (Front::fresh(&run), Position::start(&run));
+        Self { table: Table::default(), joined: 0, left: 0, run, front, slot: 0, position, stale: false }
+    }
+
+    pub(super) fn front(&self) -> &[u8; FRONT] {
+        &self.front
+    }
+
+    /// Reads what was added since; `false` if that needs the lock. `locked` says that nobody can write meanwhile.
+    pub(super) fn follow<S: Source + ?Sized>(&mut self, source: &S, locked: bool) -> Result<bool> {
+        let mut front = [0; FRONT];
+        let count = source.read(&mut front, 0)?;
+        if front == self.front && !self.stale {
+            return Ok(true);
+        }
+        if count < FRONT {
+            return Err(cut(source, &front[..count]));
+        }
+        if front[..HEADER] != self.front[..HEADER] {
+            Front::decode(&front).map_err(|(at, what)| damaged(source, at as u64, what))?;
+            return Err(Error::config(format!("{} was started afresh by another run while this one used it", source.name())));
+        }
+        if self.stale {
+            if locked {
+                *self = Self::load(source)?;
+            }
+            return Ok(locked);
+        }
+        self.advance(source, front, locked)
+    }
+
+    fn advance<S: Source + ?Sized>(&mut self, source: &S, bytes: [u8; FRONT], locked: bool) -> Result<bool> {
+        let front = Front::decode(&bytes).map_err(|(at, what)| damaged(source, at as u64, what))?;
+        // A slot may be in the middle of being written, and what the other one says be long past.
+        if !front.is_whole() && !locked {
+            return Ok(false);
+        }
+        let Some((slot, committed)) = front.newest() else {
+            return Err(damaged(source, slot_at(0) as u64, "neither of its two commit slots has a right checksum"));
+        };
+        if committed.length > self.position.length {
+            self.read(source, Some(committed.length))?;
+        }
+        if front.is_whole() {
+            if self.position != committed {
+                let at = slot_at(slot) as u64;
+                return Err(damaged(source, at, format_args!("it says {committed:?}, the records say {:?}", self.position)));
+            }
+        } else {
+            // The damaged slot may be the one that acknowledged the last record: what follows here and is whole, counts.
+            self.read(source, None)?;
+        }
+        (self.front, self.slot) = (bytes, slot);
+        Ok(true)
+    }
+
+    /// Takes a record that is whole.
+    pub(super) fn apply<S: Source + ?Sized>(
+        &mut self,
+        source: &S,
+        header: RecordHeader,
+        payload: &[u8],
+        record: Option<&Bytes>,
+    ) -> Result<()> {
+        let unfit = |why: String| damaged(source, self.position.length, format_args!("record {}: {why}", self.position.records));
+        match payload {
+            [JOIN] => self.joined += 1,
+            [LEAVE] => self.left += 1,
+            _ => {
+                let request = Request::decode(payload).map_err(|error| unfit(error.message))?;
+                if !request.op.writes() {
+                    return Err(unfit(format!("{:?} changes nothing", request.op)));
+                }
+                match self.table.serve(&request, record).map_err(|error| unfit(error.message))? {
+                    Answer::Done(_) => {}
+                    Answer::Missing(index) => {
+                        return Err(unfit(format!("{:?} of {:?}, which is not there", request.op, request.keys[index])));
+                    }
+                }
+            }
+        }
+        self.position = self.position.behind(payload.len(), header.chain);
+        Ok(())
+    }
+
+    /// Adds `entry`, which `table` already shows: `write`s the record and then the slot, each with its place.
+    /// Where that fails, whatever the log then says holds.
+    pub(super) fn append(
+        &mut self,
+        entry: &Entry<'_>,
+        buffer: &mut Vec<u8>,
+        write: &mut dyn FnMut(&[u8], u64) -> Result<()>,
+    ) -> Result<()> {
+        buffer.clear();
+        buffer.resize(RECORD, 0);
+        match entry {
+            Entry::Join => buffer.push(JOIN),
+            Entry::Leave => buffer.push(LEAVE),
+            Entry::Request(request) => request.encode(buffer),
+        }
+        let header = RecordHeader::of(&buffer[RECORD..], self.position.chain);
+        buffer[..RECORD].copy_from_slice(&header.encode());
+        let next = self.position.behind(header.length as usize, header.chain);
+        let (slot, bytes) = (1 - self.slot, next.slot(&self.run));
+        self.stale = true;
+        write(buffer, self.position.length)?;
+        write(&bytes, slot_at(slot) as u64)?;
+        self.stale = false;
+        match entry {
+            Entry::Join => self.joined += 1,
+            Entry::Leave => self.left += 1,
+            Entry::Request(_) => {}
+        }
+        self.front[slot_at(slot)..][..bytes.len()].copy_from_slice(&bytes);
+        (self.slot, self.position) = (slot, next);
+        Ok(())
+    }
+
+    /// Whatever happened to `table` is not to be relied on.
+    pub(super) fn distrust(&mut self) {
+        self.stale = true;
+    }
+}
+
+/// Fails if `request` does not fit into a record.
+pub(super) fn check_size(request: &Request<'_>) -> Result<()> {
+    match request.encoded_len() {
+        length if length > MAX_PAYLOAD => {
+            Err(Error::value(format!("{:?} takes {length} bytes; a file store takes at most {MAX_PAYLOAD} at once", request.op)))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,46 @@
+//! Where a log's bytes come from, and what is said when they are not what was written.
+
+use super::format::{FRONT, MAGIC, NOT_A_LOG};
+use crate::error::{Error, Result};
+
+/// The bytes of a log.
+pub trait Source {
+    /// What errors call it.
+    fn name(&self) -> String;
+
+    /// Number of bytes.
+    fn size(&self) -> Result<u64>;
+
+    /// Fills `buffer` with what stands from byte `at` on; how far it could.
+    fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize>;
+}
+
+impl Source for [u8] {
+    fn name(&self) -> String {
+        format!("a log of {} bytes", self.len())
+    }
+
+    fn size(&self) -> Result<u64> {
+        Ok(self.len() as u64)
+    }
+
+    fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize> {
+        let rest = usize::try_from(at).ok().and_then(|at| self.get(at..)).unwrap_or_default();
+        let count = rest.len().min(buffer.len());
+        buffer[..count].copy_from_slice(&rest[..count]);
+        Ok(count)
+    }
+}
+
+/// What is said of damage.
+pub(super) fn damaged<S: Source + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
+    Error::config(format!("{} is damaged at byte {at}: {what}", source.name()))
+}
+
+/// Of a file that holds no more than `front`.
+pub(super) fn cut<S: Source + ?Sized>(source: &S, front: &[u8]) -> Error {
+    if front.iter().zip(MAGIC).any(|(one, other)| *one != other) {
+        return damaged(source, 0, NOT_A_LOG);
+    }
+    damaged(source, front.len() as u64, format_args!("it ends within the first {FRONT} bytes"))
+}

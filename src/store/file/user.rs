@@ -1,0 +1,263 @@
+//! One user of the file and its requests: tries, and waits between them.
+
+use super::disk::{Disk, LOCK_PAUSE};
+use super::log::{Entry, Replica, check_size};
+use super::users;
+use super::wait::Pauses;
+use crate::error::{Error, Result};
+use crate::store::request::{Op, Request};
+use crate::store::table::{Answer, Reply};
+use crate::store::{deadline, timed_out};
+use crate::sys::fork;
+use crate::sys::lock::Mode;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+/// Looks without the lock at a slot that is being written before the lock is taken.
+const LOOKS: usize = 3;
+
+/// How often a wait makes sure that its file is still there.
+const CHECK: Duration = Duration::from_millis(100);
+
+/// The buffer of a larger record is given back after it.
+const KEPT: usize = 1 << 20;
+
+struct State {
+    replica: Replica,
+    buffer: Vec<u8>,
+}
+
+/// A user of the file, who has joined.
+pub(super) struct User {
+    disk: Disk,
+    world_size: u32,
+    state: Mutex<State>,
+    /// Of the process that opened it.
+    generation: u64,
+}
+
+/// What came of one try.
+enum Outcome {
+    Done(Reply),
+    /// A key is missing.
+    Missing,
+    /// Another process has the lock.
+    Busy,
+}
+
+impl User {
+    pub(super) fn join(path: &Path, world_size: u32) -> Result<Self> {
+        let (disk, replica) = users::join(path, world_size)?;
+        let state = Mutex::new(State { replica, buffer: Vec::new() });
+        Ok(Self { disk, world_size, state, generation: fork::generation() })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.disk.place.given
+    }
+
+    pub(super) fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        // Before any mutex: a thread of the parent may have held it when this process was forked.
+        if self.generation != fork::generation() {
+            let path = self.path();
+            return Err(Error::config(format!(
+                "the file store {path:?} was opened by the parent of this process, which must open its own"
+            )));
+        }
+        if request.op.writes() {
+            check_size(request)?;
+        }
+        match self.attempt(request)? {
+            Outcome::Done(reply) => Ok(reply),
+            Outcome::Missing | Outcome::Busy => self.wait(request, limit),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| {
+            self.state.clear_poison();
+            let mut state = poisoned.into_inner();
+            state.replica.distrust();
+            state
+        })
+    }
+
+    /// Catches up for a read; `false` if that needs the lock and another process has it.
+    fn follow(&self, replica: &mut Replica) -> Result<bool> {
+        if self.disk.coherent {
+            for _ in 0..LOOKS {
+                if replica.follow(&self.disk, false)? {
+                    return Ok(true);
+                }
+            }
+        }
+        match self.disk.try_hold(Mode::Shared)? {
+            Some(_held) => replica.follow(&self.disk, true),
+            None => Ok(false),
+        }
+    }
+
+    fn attempt(&self, request: &Request<'_>) -> Result<Outcome> {
+        let mut state = self.state();
+        let State { replica, buffer } = &mut *state;
+        // A read, or a first look of those who wait to change something: the lock is for when it is there.
+        if !request.op.writes() || request.op.waits() {
+            if !self.follow(replica)? {
+                return Ok(Outcome::Busy);
+            }
+            if !request.op.writes() {
+                return Ok(replica.table.serve(request, None)?.into());
+            }
+            if !replica.table.missing(request).is_empty() {
+                return Ok(Outcome::Missing);
+            }
+        }
+        let Some(_held) = self.disk.try_hold(Mode::Exclusive)? else {
+            return Ok(Outcome::Busy);
+        };
+        replica.follow(&self.disk, true)?;
+        let before = value_to_keep(replica, request)?;
+        let answer = replica.table.serve(request, None)?;
+        if let Answer::Done(reply) = &answer
+            && changes(request, reply, before.as_ref())
+        {
+            replica.append(&Entry::Request(request), buffer, &mut |bytes, at| self.disk.write(bytes, at))?;
+            if buffer.capacity() > KEPT {
+                *buffer = Vec::new();
+            }
+        }
+        Ok(answer.into())
+    }
+
+    /// Tries until `deadline`, without keeping the other threads of this process from it.
+    fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let deadline = deadline(limit);
+        let longest = Duration::from_millis(if self.disk.coherent { 1 } else { 5 });
+        let (mut pauses, mut busy) = (Pauses::new(longest), Pauses::new(LOCK_PAUSE));
+        let mut check = Instant::now() + CHECK;
+        loop {
+            // Taken before the look, which is therefore the last one if it is past the deadline.
+            let now = Instant::now();
+            let locked = match self.attempt(request)? {
+                Outcome::Done(reply) => return Ok(reply),
+                Outcome::Missing => false,
+                Outcome::Busy => true,
+            };
+            if now >= check {
+                check = now + CHECK;
+                if !self.disk.place.holds(&self.disk.file)? {
+                    return Err(Error::config(format!("the file store {:?} was removed or replaced while it was in use", self.path())));
+                }
+            }
+            if now < deadline {
+                let pauses = if locked { &mut busy } else { &mut pauses };
+                pauses.pause(deadline);
+                continue;
+            }
+            if locked {
+                return Err(self.disk.locked_by_another());
+            }
+            let missing = self.state().replica.table.missing(request);
+            if missing.is_empty() {
+                // Another thread has just read that they came.
+                continue;
+            }
+            let error = timed_out(request, limit, &missing);
+            return Err(Error { message: format!("{} (file store {:?})", error.message, self.path()), ..error });
+        }
+    }
+}
+
+impl From<Answer> for Outcome {
+    fn from(answer: Answer) -> Self {
+        match answer {
+            Answer::Done(reply) => Self::Done(reply),
+            Answer::Missing(_) => Self::Missing,
+        }
+    }
+}
+
+/// What the key of an addition of nothing holds: such a request asks for the sum, and the log need not grow with it.
+fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<Answer>> {
+    if request.op != Op::Add || request.amount != 0 {
+        return Ok(None);
+    }
+    replica.table.serve(&Request::new(Op::Get, request.keys.clone(), vec![]), None).map(Some)
+}
+
+/// Whether `request`, answered with `reply`, may have changed anything; `before` is from [`value_to_keep`].
+fn changes(request: &Request<'_>, reply: &Reply, before: Option<&Answer>) -> bool {
+    match (request.op, reply) {
+        // One that lost against the very value it would have set is taken for a change: it is the same again.
+        (Op::CompareSet, Reply::Value(value)) => value == request.values[1],
+        (Op::Delete, Reply::Flag(existed)) => *existed,
+        (Op::Add, Reply::Number(sum)) => match before {
+            Some(Answer::Done(Reply::Value(value))) => value != sum.to_string().as_bytes(),
+            _ => true,
+        },
+        (op, _) => op.writes(),
+    }
+}
+
+impl Drop for User {
+    fn drop(&mut self) {
+        // It is the parent who is a user.
+        if self.generation != fork::generation() {
+            return;
+        }
+        let state = self.state.get_mut().unwrap_or_else(|poisoned| {
+            let state = poisoned.into_inner();
+            state.replica.distrust();
+            state
+        });
+        users::leave(&self.disk, &mut state.replica, self.world_size);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two users of a file as if its file system were not coherent.
+    fn users(path: &Path) -> [User; 2] {
+        [(); 2].map(|()| {
+            let mut user = User::join(path, 2).expect("joins");
+            user.disk.coherent = false;
+            user
+        })
+    }
+
+    #[test]
+    fn where_writes_are_not_seen_at_once_looks_are_made_under_the_lock() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [first, second] = users(&folder.path().join("store"));
+        let get = Request::new(Op::Get, vec!["k"], vec![]);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| first.call(&get, None));
+            std::thread::sleep(Duration::from_millis(30));
+            second.call(&Request::new(Op::Set, vec!["k"], vec![b"v"]), None).expect("set");
+            assert_eq!(waiter.join().expect("no panic"), Ok(Reply::Value("v".into())));
+        });
+        let held = second.disk.try_hold(Mode::Exclusive).expect("locks are offered");
+        assert!(held.is_some());
+        let error = first.call(&get, Some(Duration::from_millis(5))).expect_err("a writer has it");
+        assert!(error.message.contains("is held by another process"), "{error}");
+        drop(held);
+        assert_eq!(first.call(&get, None), Ok(Reply::Value("v".into())));
+    }
+
+    #[test]
+    fn a_table_that_a_panic_has_left_is_read_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [first, _second] = users(&folder.path().join("store"));
+        let set = Request::new(Op::Set, vec!["k"], vec![b"half done"]);
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut state = first.state();
+            state.replica.table.serve(&set, None).expect("served");
+            panic!("in the middle");
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(first.call(&Request::new(Op::NumKeys, vec![], vec![]), None), Ok(Reply::Number(0)));
+    }
+}

@@ -1,0 +1,66 @@
+//! A log with records of every kind, and what it holds.
+
+use symm::error::Result;
+use symm::store::Store;
+use symm::store::file::FileStore;
+use symm::store::memory::MemoryStore;
+use symm::store::request::{Op, Request};
+use symm::store::table::Reply;
+
+/// So many users that the file stays.
+pub(crate) const MANY: u32 = 100;
+
+const QUEUE: &str = "queue";
+
+/// Changes of every kind.
+pub(crate) fn program(store: &dyn Store) -> Result<()> {
+    store.set("a", b"first")?;
+    store.set("a", b"second")?;
+    store.add("n", 5)?;
+    store.add("n", -7)?;
+    store.append("a", b" and more")?;
+    store.queue_push(QUEUE, b"x")?;
+    store.queue_push(QUEUE, b"y")?;
+    store.queue_pop(QUEUE, None)?;
+    store.compare_set("c", b"", b"v")?;
+    store.compare_set("c", b"other", b"lost")?;
+    store.multi_set(&["d", "e", "f"], &[b"1", b"", &[0xff; 40]])?;
+    store.delete("e")?;
+    store.add("n", 0)?;
+    store.set("last", b"acknowledged")
+}
+
+/// The bytes of a file on which `program` was run.
+pub(crate) fn log_of(program: impl Fn(&dyn Store) -> Result<()>) -> Vec<u8> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    program(&FileStore::open(&path, MANY).unwrap()).unwrap();
+    std::fs::read(path).unwrap()
+}
+
+/// All that whoever answers `ask` holds: keys with their values, and the queue, which is emptied.
+pub(crate) fn contents(ask: &mut dyn FnMut(&Request<'_>) -> Result<Reply>) -> Vec<(String, Vec<u8>)> {
+    let Reply::Keys(mut keys) = ask(&Request::new(Op::ListKeys, vec![], vec![])).unwrap() else { panic!("keys") };
+    keys.sort();
+    let mut all = Vec::new();
+    for key in keys {
+        let Reply::Value(value) = ask(&Request::new(Op::Get, vec![&key], vec![])).unwrap() else { panic!("a value") };
+        all.push((key, value.to_vec()));
+    }
+    while let Ok(Reply::Value(value)) = ask(&Request::new(Op::TryPop, vec![QUEUE], vec![])) {
+        all.push((QUEUE.into(), value.to_vec()));
+    }
+    all
+}
+
+/// The same of a store.
+pub(crate) fn contents_of(store: &dyn Store) -> Vec<(String, Vec<u8>)> {
+    contents(&mut |request| store.call(request, None))
+}
+
+/// What [`program`] leaves.
+pub(crate) fn expected() -> Vec<(String, Vec<u8>)> {
+    let store = MemoryStore::new();
+    program(&store).unwrap();
+    contents_of(&store)
+}
