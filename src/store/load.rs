@@ -1,0 +1,147 @@
+//! A load generator: many clients of a store at once, each on a thread of its own, and how long their calls take.
+
+use super::Store;
+use crate::error::{Error, Result};
+use std::sync::Barrier;
+use std::time::Instant;
+
+/// What each client does again and again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Sets a key of its own.
+    Set,
+    /// Gets a key that exists.
+    Get,
+    /// Adds to a counter of all.
+    Add,
+    /// Waits for a key that exists.
+    Wait,
+    /// The four in turn; the time of all four counts as one call.
+    Mix,
+    /// Sets a key for which the next client waits, and waits for that one's: half the time of the round counts.
+    HandOver,
+    /// A rendezvous: sets a key of its own, waits until all have, and gets the next client's.
+    Meet,
+}
+
+impl Work {
+    /// By its name in the benchmark.
+    pub fn named(name: &str) -> Result<Self> {
+        match name {
+            "set" => Ok(Self::Set),
+            "get" => Ok(Self::Get),
+            "add" => Ok(Self::Add),
+            "wait" => Ok(Self::Wait),
+            "mix" => Ok(Self::Mix),
+            "hand over" => Ok(Self::HandOver),
+            "meet" => Ok(Self::Meet),
+            other => Err(Error::value(format!("work {other:?} is unknown"))),
+        }
+    }
+}
+
+/// How long it took.
+#[derive(Debug)]
+pub struct Measured {
+    /// From the first call's begin to the last one's end.
+    pub seconds: f64,
+    /// Of each call.
+    pub nanoseconds: Vec<u64>,
+}
+
+/// Lets all `clients`, which share one store, do `work` `calls` times each. `HandOver` needs an even number of clients.
+pub fn drive(clients: &[&dyn Store], work: Work, calls: u32) -> Result<Measured> {
+    if work == Work::HandOver && !clients.len().is_multiple_of(2) {
+        return Err(Error::value(format!("{} clients cannot hand over in pairs", clients.len())));
+    }
+    if let Some(first) = clients.first() {
+        first.set("there", b"value")?;
+    }
+    let start = Barrier::new(clients.len());
+    let outcomes: Vec<Result<(Vec<u64>, Instant, Instant)>> = std::thread::scope(|scope| {
+        let start = &start;
+        let one = |index| {
+            scope.spawn(move || {
+                start.wait();
+                let began = Instant::now();
+                Ok((repeat(clients, index, work, calls)?, began, Instant::now()))
+            })
+        };
+        let threads: Vec<_> = (0..clients.len()).map(one).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(Error::internal("a client of the load panicked")))).collect()
+    });
+    let mut nanoseconds = Vec::new();
+    let mut span: Option<(Instant, Instant)> = None;
+    for outcome in outcomes {
+        let (times, began, ended) = outcome?;
+        nanoseconds.extend(times);
+        span = Some(span.map_or((began, ended), |(first, last)| (first.min(began), last.max(ended))));
+    }
+    Ok(Measured { seconds: span.map_or(0.0, |(first, last)| (last - first).as_secs_f64()), nanoseconds })
+}
+
+fn repeat(clients: &[&dyn Store], client: usize, work: Work, calls: u32) -> Result<Vec<u64>> {
+    let store = clients[client];
+    let own = format!("own {client}");
+    let mut times = Vec::with_capacity(calls as usize);
+    for call in 0..calls {
+        let began = Instant::now();
+        let mut share = 1;
+        match work {
+            Work::Set => store.set(&own, b"value")?,
+            Work::Get => drop(store.get("there", None)?),
+            Work::Add => drop(store.add("sum", 1)?),
+            Work::Wait => store.wait(&["there"], None)?,
+            Work::Mix => {
+                store.set(&own, b"value")?;
+                store.get(&own, None)?;
+                store.add("sum", 1)?;
+                store.wait(&["there", &own], None)?;
+            }
+            Work::HandOver => {
+                share = 2;
+                let [ball, back] = [format!("{}: {call}", client & !1), format!("{}: {call} back", client & !1)];
+                if client.is_multiple_of(2) {
+                    store.set(&ball, b"value")?;
+                    store.wait(&[&back], None)?;
+                } else {
+                    store.wait(&[&ball], None)?;
+                    store.set(&back, b"value")?;
+                }
+            }
+            Work::Meet => {
+                // Keys are not removed: a later load of the same store begins where this one ended.
+                let round = store.add(&format!("rounds of {client}"), 1)?;
+                store.set(&format!("round {round}: {client}"), b"an address of some fifty bytes, as backends have them")?;
+                if store.add(&format!("round {round}"), 1)? == clients.len() as i64 {
+                    store.set(&format!("round {round}: all"), b"")?;
+                }
+                store.wait(&[&format!("round {round}: all")], None)?;
+                store.get(&format!("round {round}: {}", (client + 1) % clients.len()), None)?;
+            }
+        }
+        times.push(began.elapsed().as_nanos() as u64 / share);
+    }
+    Ok(times)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::memory::MemoryStore;
+
+    #[test]
+    fn every_call_of_every_client_is_made_and_measured() -> Result<()> {
+        let store = MemoryStore::new();
+        let clients: [&dyn Store; 4] = [&store, &store, &store, &store];
+        for name in ["set", "get", "add", "wait", "mix", "hand over", "meet"] {
+            let measured = drive(&clients, Work::named(name)?, 10)?;
+            assert_eq!(measured.nanoseconds.len(), 40);
+            assert!(measured.seconds > 0.0);
+        }
+        // "add" and "mix" both add.
+        assert_eq!(store.add("sum", 0)?, 80);
+        assert!(drive(&clients[..3], Work::HandOver, 1).is_err());
+        Ok(())
+    }
+}

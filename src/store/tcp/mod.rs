@@ -1,0 +1,147 @@
+//! A store on a server that many processes reach: over TCP, or over a Unix socket.
+
+pub mod address;
+mod client;
+pub mod frame;
+pub mod limits;
+pub mod proof;
+pub mod server;
+
+use super::request::Request;
+use super::table::Reply;
+use super::{DEFAULT_TIMEOUT, MAX_TIMEOUT, Store};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::sys::fork::PerProcess;
+use address::{Address, Listeners};
+use client::Client;
+use limits::Limits;
+use rustix::fd::{FromRawFd, OwnedFd, RawFd};
+use server::Server;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+/// A server that stores of this process may share, by the host and port it was asked for.
+struct Tenancy {
+    host: String,
+    port: u16,
+    server: Weak<Server>,
+}
+
+static SERVERS: PerProcess<Mutex<Vec<Tenancy>>> = PerProcess::new(|| Mutex::new(Vec::new()));
+
+/// What a store is asked to be; the meanings are those of torch's `TCPStore`.
+#[derive(Clone)]
+pub struct TcpOptions {
+    /// Host name, IPv4 or IPv6 address, `unix:/path` or `unix:@name`. A master listens there and nowhere else.
+    pub host: String,
+    /// Port; 0 lets a master choose. Without meaning for Unix sockets.
+    pub port: u16,
+    /// Number of workers, this one included.
+    pub world_size: Option<u32>,
+    /// Whether this store brings the server.
+    pub is_master: bool,
+    /// Limit of opening.
+    pub timeout: Duration,
+    /// Whether a master returns only when all workers have joined.
+    pub wait_for_workers: bool,
+    /// Whether masters of this process that name the same host and port share a server.
+    pub multi_tenant: bool,
+    /// A bound TCP socket to listen on, of which the store becomes the owner.
+    pub listen_fd: Option<RawFd>,
+    /// What clients must know.
+    pub secret: Option<Vec<u8>>,
+}
+
+/// A client, and with the master the server.
+pub struct TcpStore {
+    host: String,
+    port: u16,
+    client: Client,
+    /// After the client, whose connections end first.
+    _server: Option<Arc<Server>>,
+}
+
+impl TcpStore {
+    /// Opens the store: `Value` for arguments that mean nothing, `Network` if the server cannot be had or reached in time,
+    /// `Config` where secrets do not fit, `Timeout` if workers are missing.
+    pub fn open(options: TcpOptions) -> Result<Self> {
+        let started = Instant::now();
+        let deadline = started + options.timeout.min(MAX_TIMEOUT);
+        if options.world_size == Some(0) {
+            return Err(Error::value("TCPStore world size cannot be 0"));
+        }
+        if options.secret.as_ref().is_some_and(Vec::is_empty) {
+            return Err(Error::value("the secret of a store cannot be empty"));
+        }
+        // Reads the settings and starts logging.
+        Config::get();
+        let server = if options.is_master { Some(serve(&options, deadline)?) } else { None };
+        let address = match &server {
+            Some(server) => server.address().near(),
+            None if options.port == 0 && !options.host.starts_with("unix:") => {
+                return Err(Error::value("port 0 is for the master, which chooses one"));
+            }
+            None => Address::resolve(&options.host, options.port, deadline)?,
+        };
+        let port = address.port();
+        let client = Client::connect(address, options.secret, deadline)?;
+        if let Some(size) = options.world_size.filter(|_| options.wait_for_workers) {
+            client.join(deadline)?;
+            if let Some(server) = &server
+                && let Err(joined) = server.await_workers(size, deadline)
+            {
+                return Err(Error::timeout(format!(
+                    "timed out after {:.1} s waiting for workers: {joined} of {size} joined the store at {} (timeout)",
+                    started.elapsed().as_secs_f64(),
+                    server.address()
+                )));
+            }
+        }
+        Ok(Self { host: options.host, port, client, _server: server })
+    }
+
+    /// The host as it was given.
+    pub fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The port; 0 for Unix sockets.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Store for TcpStore {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        self.client.call(request, limit.unwrap_or(DEFAULT_TIMEOUT))
+    }
+}
+
+fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
+    // SAFETY: the caller gives the descriptor away, as `TcpOptions::listen_fd` demands; it is taken at most once.
+    let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
+    let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
+    let mut servers = SERVERS.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    servers.retain(|tenancy| tenancy.server.strong_count() > 0);
+    let known = servers.iter().find(|tenancy| shared && tenancy.host == options.host && tenancy.port == options.port);
+    if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {
+        if !server.has_secret(options.secret.as_deref()) {
+            return Err(Error::config(format!("the store that this process serves at {} has another secret", server.address())));
+        }
+        return Ok(server);
+    }
+    let listeners = match listen_fd {
+        Some(fd) => Listeners::adopt(fd)?,
+        None => Listeners::at(&Address::resolve(&options.host, options.port, deadline)?)?,
+    };
+    let mut limits = Limits::default();
+    if let Some(bytes) = Config::get().store_bytes {
+        limits.stored = bytes;
+    }
+    let server = Arc::new(Server::start(listeners, options.secret.clone(), limits)?);
+    if shared {
+        servers.push(Tenancy { host: options.host.clone(), port: options.port, server: Arc::downgrade(&server) });
+    }
+    Ok(server)
+}

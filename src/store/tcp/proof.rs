@@ -1,0 +1,179 @@
+//! How a client and a server that share a secret convince each other, without showing it.
+//!
+//! The server opens with a fresh nonce; the client answers with a nonce of its own and, if there is a secret, with
+//! HMAC-SHA256 over both; the server closes the door or answers with an HMAC of its own. Each proof holds for one
+//! connection only, so none can be replayed. What follows is not encrypted.
+
+use crate::error::{Error, Result};
+use hmac::{Hmac, KeyInit, Mac};
+use rustix::rand::{GetRandomFlags, getrandom};
+use sha2::Sha256;
+
+/// First bytes either way. The digit is the protocol's version.
+const MAGIC: &[u8; 8] = b"symmkv1\n";
+
+/// Length of a nonce, and of a proof.
+const WIDTH: usize = 32;
+
+/// Length of what the server opens with: magic, whether it wants a proof, nonce.
+pub const OPENING: usize = 8 + 1 + WIDTH;
+
+/// Length of what the client says: magic, whether it brings a proof, nonce, proof.
+pub const HELLO: usize = 8 + 1 + WIDTH + WIDTH;
+
+/// Length of the server's answer: admitted or not, proof.
+pub const ADMISSION: usize = 1 + WIDTH;
+
+/// A value used once.
+pub type Nonce = [u8; WIDTH];
+
+/// Who speaks: keeps one side's proof from serving as the other's.
+#[derive(Clone, Copy)]
+enum Side {
+    Client,
+    Server,
+}
+
+fn mac(secret: &[u8], side: Side, server: &Nonce, client: &Nonce) -> Result<Hmac<Sha256>> {
+    // HMAC takes keys of any length.
+    let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|error| Error::internal(error.to_string()))?;
+    mac.update(match side {
+        Side::Client => b"symm store client",
+        Side::Server => b"symm store server",
+    });
+    mac.update(server);
+    mac.update(client);
+    Ok(mac)
+}
+
+/// Compares in constant time.
+fn holds(secret: &[u8], side: Side, server: &Nonce, client: &Nonce, proof: &[u8]) -> bool {
+    mac(secret, side, server, client).is_ok_and(|mac| mac.verify_slice(proof).is_ok())
+}
+
+fn nonce() -> Result<Nonce> {
+    let mut nonce = [0; WIDTH];
+    // Reads of up to 256 bytes are never cut short.
+    getrandom(&mut nonce, GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
+    Ok(nonce)
+}
+
+fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
+    let mut array = [0; N];
+    let length = N.min(bytes.len());
+    array[..length].copy_from_slice(&bytes[..length]);
+    array
+}
+
+/// The server's first words to a connection, and the nonce in them.
+pub fn opening(secret: bool) -> Result<([u8; OPENING], Nonce)> {
+    let nonce = nonce()?;
+    Ok((fixed(&[&MAGIC[..], &[u8::from(secret)], &nonce].concat()), nonce))
+}
+
+/// Why a server does not admit somebody.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Speaks something else.
+    Foreign,
+    /// Brings no proof, or one of another secret or connection.
+    Unproven,
+}
+
+/// The server's answer to a client's hello.
+pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<[u8; ADMISSION], Refusal> {
+    if !hello.starts_with(MAGIC) {
+        return Err(Refusal::Foreign);
+    }
+    let client: Nonce = fixed(&hello[9..9 + WIDTH]);
+    let Some(secret) = secret else {
+        return Ok(fixed(&[1]));
+    };
+    if hello[8] != 1 || !holds(secret, Side::Client, server, &client, &hello[9 + WIDTH..]) {
+        return Err(Refusal::Unproven);
+    }
+    let proof = mac(secret, Side::Server, server, &client).map_err(|_| Refusal::Unproven)?.finalize().into_bytes();
+    Ok(fixed(&[&[1], &proof[..]].concat()))
+}
+
+/// Whether a hello that has come so far can still become one.
+pub fn plausible(start: &[u8]) -> bool {
+    let length = start.len().min(MAGIC.len());
+    start[..length] == MAGIC[..length]
+}
+
+/// What a client knows after the server's first words.
+pub struct Introduction {
+    server: Nonce,
+    client: Nonce,
+}
+
+impl Introduction {
+    /// Reads the server's first words and gives the client's. Errors say what is wrong with the server, without its name.
+    pub fn answer(opening: &[u8; OPENING], secret: Option<&[u8]>) -> Result<(Self, [u8; HELLO])> {
+        if !opening.starts_with(MAGIC) {
+            return Err(Error::network("what listens there is not a torch-symm store of this version"));
+        }
+        match (opening[8], secret) {
+            (0, Some(_)) => {
+                return Err(Error::config("it does not ask for the secret that this client was given: it is not the store that was meant"));
+            }
+            (0, None) => {}
+            (_, None) => return Err(Error::config("it asks for a secret, and this client was given none")),
+            (_, Some(_)) => {}
+        }
+        let server = fixed(&opening[9..]);
+        let client = nonce()?;
+        let mut hello: [u8; HELLO] = fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
+        if let Some(secret) = secret {
+            let proof = mac(secret, Side::Client, &server, &client)?.finalize().into_bytes();
+            hello[9 + WIDTH..].copy_from_slice(&proof);
+        }
+        Ok((Self { server, client }, hello))
+    }
+
+    /// Whether the server admits this client and, if there is a secret, knows it.
+    pub fn admitted(&self, admission: &[u8; ADMISSION], secret: Option<&[u8]>) -> Result<()> {
+        let proven = secret.is_none_or(|secret| holds(secret, Side::Server, &self.server, &self.client, &admission[1..]));
+        if admission[0] == 1 && proven { Ok(()) } else { Err(Error::config("it does not know the secret that this client was given")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn meet(server: Option<&[u8]>, client: Option<&[u8]>) -> Result<()> {
+        let (words, nonce) = opening(server.is_some())?;
+        let (introduction, hello) = Introduction::answer(&words, client)?;
+        let admission = admit(server, &nonce, &hello).map_err(|refusal| Error::config(format!("{refusal:?}")))?;
+        introduction.admitted(&admission, client)
+    }
+
+    #[test]
+    fn both_sides_must_know_the_same_secret() {
+        assert_eq!(meet(None, None), Ok(()));
+        assert_eq!(meet(Some(b"s"), Some(b"s")), Ok(()));
+        assert!(meet(Some(b"s"), Some(b"t")).is_err());
+        assert!(meet(Some(b"s"), None).is_err());
+        assert!(meet(None, Some(b"s")).is_err());
+    }
+
+    #[test]
+    fn a_proof_serves_one_connection() -> Result<()> {
+        let (words, nonce) = opening(true)?;
+        let (introduction, hello) = Introduction::answer(&words, Some(b"s"))?;
+        let admission = admit(Some(b"s"), &nonce, &hello).map_err(|_| Error::internal("refused"))?;
+        let (again, other) = opening(true)?;
+        assert_eq!(admit(Some(b"s"), &other, &hello), Err(Refusal::Unproven));
+        let (fresh, _) = Introduction::answer(&again, Some(b"s"))?;
+        assert!(introduction.admitted(&admission, Some(b"s")).is_ok());
+        assert!(fresh.admitted(&admission, Some(b"s")).is_err());
+        // The server's own proof, sent back to it.
+        let mut echo = hello;
+        echo[9 + WIDTH..].copy_from_slice(&admission[1..]);
+        assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(Refusal::Unproven));
+        assert_eq!(admit(None, &nonce, &[b'G'; HELLO]), Err(Refusal::Foreign));
+        Ok(())
+    }
+}

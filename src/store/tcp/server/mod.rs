@@ -1,0 +1,110 @@
+//! The server: one thread, which never waits for any one client.
+//!
+//! mio, because it is the thinnest well-kept event loop: readiness of sockets and nothing more. A runtime such as tokio
+//! would bring tasks, timers and threads for what is one loop over one table here.
+
+mod calendar;
+mod connection;
+mod event_loop;
+mod senders;
+mod service;
+
+use super::address::{Address, Listeners};
+use super::limits::Limits;
+use crate::error::{Error, Result};
+use crate::sys::fork;
+use event_loop::EventLoop;
+use mio::{Poll, Token, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Token of the waker; listeners and connections have those below.
+const WAKER: Token = Token(usize::MAX);
+
+/// What the loop shares with the process around it.
+#[derive(Default)]
+struct Shared {
+    stop: AtomicBool,
+    joined: Mutex<u32>,
+    more: Condvar,
+}
+
+impl Shared {
+    fn join(&self) {
+        let mut joined = self.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *joined += 1;
+        self.more.notify_all();
+    }
+}
+
+/// A running server; it ends when this is dropped.
+pub struct Server {
+    address: Address,
+    secret: Option<Vec<u8>>,
+    shared: Arc<Shared>,
+    waker: Waker,
+    thread: Option<JoinHandle<()>>,
+    /// Of the process in which the thread runs.
+    generation: u64,
+}
+
+impl Server {
+    /// Serves at `listeners`, to those who know `secret` if there is one.
+    pub fn start(listeners: Listeners, secret: Option<Vec<u8>>, limits: Limits) -> Result<Self> {
+        let fail = |error: std::io::Error| Error::internal(format!("the store's server: {error}"));
+        let address = listeners.address.clone();
+        if !address.local() && secret.is_none() {
+            log::warn!(
+                "the store listens at {address}, open to the network, without a secret: whoever reaches it can read and change every key; \
+                 give it a secret, or a loopback address"
+            );
+        }
+        let poll = Poll::new().map_err(fail)?;
+        let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
+        let shared = Arc::<Shared>::default();
+        let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone()).map_err(fail)?;
+        let thread = std::thread::Builder::new().name("symm-store".into()).spawn(move || event_loop.run()).map_err(fail)?;
+        Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Whether it asks for this secret.
+    pub fn has_secret(&self, secret: Option<&[u8]>) -> bool {
+        self.secret.as_deref() == secret
+    }
+
+    /// Returns once `count` workers have joined, or how many have at the deadline.
+    pub fn await_workers(&self, count: u32, deadline: Instant) -> std::result::Result<(), u32> {
+        let mut joined = self.shared.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        while *joined < count {
+            let remaining = deadline.saturating_duration_since(Instant::now());
+            if remaining.is_zero() {
+                return Err(*joined);
+            }
+            joined = self.shared.more.wait_timeout(joined, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.generation != fork::generation() {
+            // A forked child's copy: the thread is the parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
+        self.shared.stop.store(true, Ordering::Release);
+        if let (Ok(()), Some(thread)) = (self.waker.wake(), self.thread.take())
+            && thread.join().is_err()
+        {
+            log::error!("the store's server at {} had panicked", self.address);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! What the server does for a client: answers, or keeps the request until its keys are there or its time is over.
+
+use super::connection::{Phase, SHORT};
+use super::event_loop::EventLoop;
+use crate::error::Error;
+use crate::store::request::Request;
+use crate::store::table;
+use crate::store::tcp::frame::{Answer, Message};
+use crate::store::tcp::limits::MAX_FRAME;
+use bytes::Bytes;
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+impl EventLoop {
+    /// Does what a frame asks, or lets its sender wait.
+    pub(super) fn serve(&mut self, key: usize, body: Bytes) {
+        let message = match Message::decode(&body) {
+            Ok(message) => message,
+            Err(error) => {
+                // What follows cannot be trusted to be a frame.
+                if let Some(connection) = self.connections.get_mut(key) {
+                    connection.phase = Phase::Leaving;
+                }
+                return self.answer(key, &Answer::Failed(error));
+            }
+        };
+        let (limit, request) = match message {
+            Message::Join => {
+                self.shared.join();
+                return self.answer(key, &Answer::Done(table::Reply::Unit));
+            }
+            Message::Call(limit, request) => (limit, request),
+        };
+        match self.table.serve(&request, Some(&body)) {
+            Ok(table::Answer::Done(reply)) => {
+                let answer = Answer::Done(reply);
+                // Room for a long answer; what has changed the table is answered in any case.
+                let length = answer.encoded_len();
+                if length > MAX_FRAME {
+                    let error = format!("the values are {length} bytes together; a store returns at most {MAX_FRAME} at once");
+                    return self.answer(key, &Answer::Failed(Error::value(error)));
+                }
+                if length > SHORT && !request.op.writes() && !self.reserve(key, length) {
+                    if let Some(connection) = self.connections.get_mut(key) {
+                        connection.request = Some(body);
+                    }
+                    return;
+                }
+                self.answer(key, &answer);
+                if request.op.makes_keys() {
+                    self.wake(&request);
+                }
+            }
+            Ok(table::Answer::Missing(index)) => self.wait(key, request.keys[index].to_owned(), limit, body),
+            Err(error) => self.answer(key, &Answer::Failed(error)),
+        }
+    }
+
+    fn wait(&mut self, key: usize, name: String, limit: Duration, body: Bytes) {
+        let Some(connection) = self.connections.get_mut(key) else {
+            return;
+        };
+        if connection.deadline.is_none() {
+            self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + limit));
+        }
+        connection.request = Some(body);
+        connection.phase = Phase::Waiting { key: name.clone() };
+        self.waiting.entry(name).or_default().push_back(key);
+    }
+
+    /// Serves those who wait for a key that `request` may have made.
+    fn wake(&mut self, request: &Request<'_>) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let names: HashSet<&str> = request.keys.iter().copied().collect();
+        for name in names {
+            for key in self.waiting.remove(name).unwrap_or_default() {
+                let Some(connection) = self.connections.get_mut(key) else {
+                    continue;
+                };
+                connection.phase = Phase::Open;
+                let body = connection.request.take().unwrap_or_default();
+                // It keeps its deadline, which `answer` clears.
+                self.serve(key, body);
+            }
+        }
+    }
+
+    pub(super) fn answer(&mut self, key: usize, answer: &Answer) {
+        self.send(key, answer.encode());
+    }
+
+    /// The time of connection `key` is over: who waits hears what is missing, all others have to go.
+    pub(super) fn expire(&mut self, key: usize) {
+        let Some(connection) = self.connections.get_mut(key) else {
+            return;
+        };
+        let name = match &mut connection.phase {
+            Phase::Waiting { key } => std::mem::take(key),
+            Phase::Stranger(_) => {
+                self.refuse("it did not introduce itself in time");
+                return self.close(key);
+            }
+            Phase::Open | Phase::Leaving => return self.close(key),
+        };
+        connection.phase = Phase::Open;
+        let body = connection.request.take().unwrap_or_default();
+        self.calendar.set(key, &mut connection.deadline, None);
+        self.stop_waiting(key, &name);
+        match Message::decode(&body) {
+            Ok(Message::Call(_, request)) => {
+                let answer = Answer::Missing(self.table.missing(&request));
+                self.answer(key, &answer);
+            }
+            Ok(Message::Join) | Err(_) => self.close(key),
+        }
+    }
+
+    /// Takes connection `key` out of the line for `name`.
+    pub(super) fn stop_waiting(&mut self, key: usize, name: &str) {
+        if let Some(line) = self.waiting.get_mut(name) {
+            line.retain(|&other| other != key);
+            if line.is_empty() {
+                self.waiting.remove(name);
+            }
+        }
+    }
+}

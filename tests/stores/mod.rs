@@ -1,0 +1,67 @@
+//! What the tests of stores have in common.
+// Each test uses a part of this, as a module of its own.
+#![allow(dead_code, unreachable_pub)]
+
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+use symm::store::tcp::address::{Address, Listeners};
+use symm::store::tcp::limits::Limits;
+use symm::store::tcp::server::Server;
+use symm::store::tcp::{TcpOptions, TcpStore};
+
+pub const LONG: Duration = Duration::from_secs(30);
+pub const SHORT: Duration = Duration::from_millis(100);
+
+/// Options of a client; `is_master` makes it a server.
+pub fn options(host: &str, port: u16) -> TcpOptions {
+    TcpOptions {
+        host: host.into(),
+        port,
+        world_size: None,
+        is_master: false,
+        timeout: LONG,
+        wait_for_workers: false,
+        multi_tenant: false,
+        listen_fd: None,
+        secret: None,
+    }
+}
+
+pub fn master(host: &str, secret: Option<&str>) -> TcpStore {
+    let secret = secret.map(|secret| secret.as_bytes().to_vec());
+    TcpStore::open(TcpOptions { is_master: true, secret, ..options(host, 0) }).unwrap()
+}
+
+pub fn client(of: &TcpStore, secret: Option<&str>) -> TcpStore {
+    let secret = secret.map(|secret| secret.as_bytes().to_vec());
+    TcpStore::open(TcpOptions { secret, ..options(of.host(), of.port()) }).unwrap()
+}
+
+/// A port that nobody listens at and that the kernel gives to nobody who asks for any.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    loop {
+        let offset = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (std::process::id() as u16).wrapping_mul(31).wrapping_add(offset) % 20_000;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+/// A server on loopback with limits of its own, and its port.
+pub fn server(limits: Limits, secret: Option<&str>) -> (Server, u16) {
+    let address = Address::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
+    let server = Server::start(Listeners::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();
+    let port = server.address().port();
+    (server, port)
+}
+
+/// Waits until `happened` is true.
+pub fn eventually(what: &str, mut happened: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !happened() {
+        assert!(started.elapsed() < LONG, "{what} did not happen in {LONG:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
