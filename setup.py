@@ -18,5 +18,8 @@ encoded = os.environ.get("CARGO_ENCODED_RUSTFLAGS")
 flags = encoded.split("\x1f") if encoded else os.environ.get("RUSTFLAGS", "").split()
 flags += [f"--remap-path-prefix={place}={name}" for place, name in places.items()]
 os.environ["CARGO_ENCODED_RUSTFLAGS"] = "\x1f".join(flags)
+# The C++ part of cxx names its own source in messages.
+maps = [f"-ffile-prefix-map={place}={name}" for place, name in places.items()]
+os.environ["CXXFLAGS"] = " ".join([os.environ.get("CXXFLAGS", ""), *maps]).strip()
 
 setup()

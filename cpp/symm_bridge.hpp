@@ -9,21 +9,22 @@
 namespace symm {
 
 struct Status;
-struct Bytes;
+struct Piece;
+struct StoreAnswer;
+enum class StoreOp : uint8_t;
 
-// A key-value store. Functions throw std::exception on failure.
+// A key-value store. What its functions guarantee stands in src/bridge.rs.
 class StoreHandle {
  public:
   virtual ~StoreHandle() = default;
-  virtual rust::Vec<uint8_t> compare_set(
-      rust::Str key,
-      rust::Slice<const uint8_t> expected,
-      rust::Slice<const uint8_t> desired) const = 0;
-  // False once the time has passed.
-  virtual bool wait(rust::Slice<const rust::String> keys, int64_t timeout_ms) const = 0;
-  virtual rust::Vec<Bytes> multi_get(rust::Slice<const rust::String> keys) const = 0;
-  virtual bool check(rust::Slice<const rust::String> keys) const = 0;
-  virtual void remove(rust::Str key) const = 0;
+  virtual StoreAnswer call(
+      StoreOp op,
+      rust::Slice<const Piece> keys,
+      rust::Slice<const Piece> values,
+      int64_t amount,
+      int64_t timeout_ms) const noexcept = 0;
+  virtual bool extended() const = 0;
+  virtual int64_t timeout_ms() const = 0;
 };
 
 // Where the outcome of an asynchronous call goes; called once, on any thread.

@@ -60,17 +60,82 @@ pub mod ffi {
         timeout_ms: i64,
     }
 
+    /// `store::request::Op`.
+    #[repr(u8)]
+    enum StoreOp {
+        Set = 1,
+        CompareSet = 2,
+        Get = 3,
+        Add = 4,
+        Check = 5,
+        Wait = 6,
+        Delete = 7,
+        NumKeys = 8,
+        Append = 9,
+        MultiGet = 10,
+        MultiSet = 11,
+        Push = 12,
+        Pop = 13,
+        TryPop = 14,
+        QueueLen = 15,
+        ListKeys = 16,
+    }
+
+    /// A key (UTF-8) or a value.
+    struct Piece<'a> {
+        data: &'a [u8],
+    }
+
+    /// What a store answers. `number` holds flags too, `pieces` values and keys.
+    struct StoreAnswer {
+        status: Status,
+        number: i64,
+        pieces: Box<Pieces>,
+    }
+
+    /// A TCP store; the meaning of the fields stands at `store::tcp::TcpOptions`.
+    struct TcpSpec {
+        host: String,
+        port: u16,
+        /// Not known if negative.
+        world_size: i64,
+        is_master: bool,
+        timeout_ms: i64,
+        wait_for_workers: bool,
+        multi_tenant: bool,
+        /// None if negative.
+        listen_fd: i32,
+        /// None if empty.
+        secret: Vec<u8>,
+    }
+
+    /// A new store, or why not. Host and port of a TCP store are those it is reached at.
+    struct OpenedStore {
+        status: Status,
+        store: Box<NativeStore>,
+        host: String,
+        port: u16,
+    }
+
+    /// How long the calls of a load took.
+    struct LoadAnswer {
+        status: Status,
+        seconds: f64,
+        nanoseconds: Vec<u64>,
+    }
+
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
 
-        /// A `c10d::Store`. Every function throws on failure.
+        /// A `c10d::Store`.
         type StoreHandle;
-        fn compare_set(self: &StoreHandle, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
-        /// False once the time has passed.
-        fn wait(self: &StoreHandle, keys: &[String], timeout_ms: i64) -> Result<bool>;
-        fn multi_get(self: &StoreHandle, keys: &[String]) -> Result<Vec<Bytes>>;
-        fn check(self: &StoreHandle, keys: &[String]) -> Result<bool>;
-        fn remove(self: &StoreHandle, key: &str) -> Result<()>;
+        /// What the store answers, or how it failed; never throws. `timeout_ms` is for `StoreOp::Wait` alone: c10d bounds all else by
+        /// the store's own timeout.
+        fn call(self: &StoreHandle, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
+        /// Whether it has `append`, `multi_get` and `multi_set` of its own.
+        fn extended(self: &StoreHandle) -> bool;
+        /// The store's own timeout; 0: none.
+        fn timeout_ms(self: &StoreHandle) -> i64;
 
         /// Where the outcome of an asynchronous call goes; called exactly once, on any thread, without locks held.
         type Completion;
@@ -78,12 +143,37 @@ pub mod ffi {
         fn complete(self: &Completion, status: &Status, source: i32);
     }
 
-    /// A value of the store.
-    struct Bytes {
-        data: Vec<u8>,
-    }
-
     extern "Rust" {
+        /// Values or keys that a store answers with; both sides may make one.
+        type Pieces;
+        fn no_pieces() -> Box<Pieces>;
+        fn add(self: &mut Pieces, piece: &[u8]);
+        fn count(self: &Pieces) -> usize;
+        /// The piece at `index`, which must be less than `count`.
+        fn get(self: &Pieces, index: usize) -> &[u8];
+
+        /// A store of `symm::store`, or why there is none.
+        type NativeStore;
+        fn store_memory() -> Box<NativeStore>;
+        /// `path` is the system's bytes.
+        fn store_file(path: &[u8], world_size: i64) -> OpenedStore;
+        fn store_tcp(spec: &TcpSpec) -> OpenedStore;
+        /// `store` as the core sees it.
+        fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
+        /// Another owner of the same store.
+        fn share(self: &NativeStore) -> Box<NativeStore>;
+        /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
+        fn call(self: &NativeStore, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
+        /// Returns once all `size` ranks have called it with this key.
+        fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
+
+        /// Clients of one store, for `store::load`.
+        type Crowd;
+        fn crowd() -> Box<Crowd>;
+        fn admit(self: &mut Crowd, store: UniquePtr<StoreHandle>);
+        /// `work` is a name of `store::load::Work`.
+        fn drive(self: &Crowd, work: &str, calls: u32) -> LoadAnswer;
+
         type GroupHandle;
 
         /// Joins a group through `store`. On failure `status` says why and `group` is dead.
@@ -126,6 +216,10 @@ pub mod ffi {
     }
 }
 
+mod crowd;
+mod native_store;
+mod torch_store;
+
 use crate::coll::call::{Call, Op, Span};
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
@@ -133,9 +227,11 @@ use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
-use crate::store::Store;
+use crowd::{Crowd, crowd};
+use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
+use torch_store::TorchStore;
 
 /// A group, or the reason why it never came to be.
 pub struct GroupHandle(Result<Group>);
@@ -230,7 +326,7 @@ fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::J
             global_ranks: spec.global_ranks.clone(),
             timeout: milliseconds(spec.timeout_ms),
         };
-        group = Group::join(&TorchStore(store), &options);
+        group = Group::join(&TorchStore::new(store), &options);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }
@@ -320,48 +416,6 @@ fn completion(done: cxx::UniquePtr<ffi::Completion>) -> Done {
             done.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
         }
     })
-}
-
-/// torch's store behind this crate's trait.
-struct TorchStore(cxx::UniquePtr<ffi::StoreHandle>);
-
-// SAFETY: a c10d::Store may be used from any thread.
-unsafe impl Send for TorchStore {}
-// SAFETY: c10d::Store implementations lock inside.
-unsafe impl Sync for TorchStore {}
-
-impl TorchStore {
-    fn handle(&self) -> Result<&ffi::StoreHandle> {
-        self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
-    }
-}
-
-fn store_error(what: &str) -> impl Fn(cxx::Exception) -> Error + '_ {
-    move |error| Error::config(format!("the store failed at {what}: {}", error.what()))
-}
-
-impl Store for TorchStore {
-    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>> {
-        self.handle()?.compare_set(key, expected, desired).map_err(store_error("compare_set"))
-    }
-
-    fn wait(&self, keys: &[String], timeout: Duration) -> Result<bool> {
-        let timeout = timeout.as_millis().clamp(1, i64::MAX as u128) as i64;
-        self.handle()?.wait(keys, timeout).map_err(store_error("wait"))
-    }
-
-    fn multi_get(&self, keys: &[String]) -> Result<Vec<Vec<u8>>> {
-        let values = self.handle()?.multi_get(keys).map_err(store_error("multi_get"))?;
-        Ok(values.into_iter().map(|value| value.data).collect())
-    }
-
-    fn check(&self, keys: &[String]) -> Result<bool> {
-        self.handle()?.check(keys).map_err(store_error("check"))
-    }
-
-    fn delete(&self, key: &str) -> Result<()> {
-        self.handle()?.remove(key).map_err(store_error("delete"))
-    }
 }
 
 // Only `PyInit__C` is exported; build.rs says how this achieves it.

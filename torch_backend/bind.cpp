@@ -2,8 +2,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
+#include "bind.hpp"
 #include "errors.hpp"
 #include "process_group.hpp"
 
@@ -25,9 +25,6 @@ void bind_error(py::module_& module, Kind kind, const char* name, const char* do
   set_python_type(kind, type);
   module.attr(name) = py::reinterpret_borrow<py::object>(type);
 }
-
-template <typename T>
-using Holder = c10::intrusive_ptr<T>;
 
 using Options = ProcessGroupSymm::Options;
 
@@ -89,6 +86,8 @@ void bind(py::module_ module) {
       .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
+
+  bind_stores(module);
 }
 
 } // namespace

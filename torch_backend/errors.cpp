@@ -46,6 +46,9 @@ std::exception_ptr exception_of(const Status& status) {
       return make<c10::TypeError>(status);
     case Kind::NotImplemented:
       return make<c10::NotImplementedError>(status);
+    case Kind::Network:
+      return make<c10::DistNetworkError>(status);
+    case Kind::QueueEmpty:
     case Kind::Internal:
       break;
   }
@@ -55,6 +58,58 @@ std::exception_ptr exception_of(const Status& status) {
 void check(const Status& status) {
   if (status.kind != 0) {
     std::rethrow_exception(exception_of(status));
+  }
+}
+
+void check_store(const Status& status) {
+  if (status.kind == 0) {
+    return;
+  }
+  switch (static_cast<Kind>(status.kind)) {
+    case Kind::Network:
+      std::rethrow_exception(make<c10::DistNetworkError>(status));
+    case Kind::QueueEmpty:
+      std::rethrow_exception(make<c10::DistQueueEmptyError>(status));
+    case Kind::Value:
+    case Kind::Type:
+    case Kind::NotImplemented:
+      std::rethrow_exception(exception_of(status));
+    case Kind::Peer:
+    case Kind::Timeout:
+    case Kind::Mismatch:
+    case Kind::Config:
+    case Kind::Aborted:
+    case Kind::WaitTimeout:
+    case Kind::Internal:
+      break;
+  }
+  std::rethrow_exception(make<c10::DistStoreError>(status));
+}
+
+Status status_of(const std::exception_ptr& error) {
+  const auto status = [](Kind kind, const char* message) {
+    return Status{static_cast<uint8_t>(kind), rust::String::lossy(message)};
+  };
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::DistQueueEmptyError& e) {
+    return status(Kind::QueueEmpty, e.what_without_backtrace());
+  } catch (const c10::DistStoreError& e) {
+    return status(Kind::Timeout, e.what_without_backtrace());
+  } catch (const c10::DistNetworkError& e) {
+    return status(Kind::Network, e.what_without_backtrace());
+  } catch (const c10::NotImplementedError& e) {
+    return status(Kind::NotImplemented, e.what_without_backtrace());
+  } catch (const c10::ValueError& e) {
+    return status(Kind::Value, e.what_without_backtrace());
+  } catch (const c10::TypeError& e) {
+    return status(Kind::Type, e.what_without_backtrace());
+  } catch (const c10::Error& e) {
+    return status(Kind::Config, e.what_without_backtrace());
+  } catch (const std::exception& e) {
+    return status(Kind::Config, e.what());
+  } catch (...) {
+    return status(Kind::Config, "an unknown exception");
   }
 }
 

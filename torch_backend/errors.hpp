@@ -22,6 +22,8 @@ enum class Kind : uint8_t {
   NotImplemented = 8,
   WaitTimeout = 9,
   Internal = 10,
+  Network = 11,
+  QueueEmpty = 12,
 };
 
 // A failure of the kinds that have a Python exception of their own. Not a c10::DistBackendError: where torch calls Python back
@@ -38,10 +40,16 @@ class Failure final : public torch::PyTorchError {
 // What `python_type` returns for `kind`; the caller keeps `type` alive for ever.
 void set_python_type(Kind kind, PyObject* type);
 
-// The exception for a failed status; null for success.
+// The exception for a failed status of a group; null for success.
 std::exception_ptr exception_of(const Status& status);
 
-// Throws unless the status is success.
+// Throws unless the status of a group is success.
 void check(const Status& status);
+
+// Throws unless the status of a store is success. The classes are those of torch's stores, for the sake of code that catches them.
+void check_store(const Status& status);
+
+// The status for an exception of a c10d::Store. c10d's name for a timeout is DistStoreError; what has no kind here is Config.
+Status status_of(const std::exception_ptr& error);
 
 } // namespace symm

@@ -4,77 +4,122 @@
 #include <string>
 #include <vector>
 
+#include "errors.hpp"
 #include "symm/src/bridge.rs.h"
 
 namespace symm {
 
 namespace {
 
-std::vector<std::string> strings(rust::Slice<const rust::String> keys) {
-  return {keys.begin(), keys.end()};
+using Value = std::vector<uint8_t>;
+
+std::string text(const Piece& piece) {
+  return {piece.data.begin(), piece.data.end()};
 }
 
-std::vector<uint8_t> bytes(rust::Slice<const uint8_t> slice) {
-  return {slice.begin(), slice.end()};
-}
-
-rust::Vec<uint8_t> to_rust(const std::vector<uint8_t>& data) {
-  rust::Vec<uint8_t> result;
-  result.reserve(data.size());
-  std::copy(data.begin(), data.end(), std::back_inserter(result));
+std::vector<std::string> texts(rust::Slice<const Piece> pieces) {
+  std::vector<std::string> result;
+  for (const auto& piece : pieces) {
+    result.push_back(text(piece));
+  }
   return result;
+}
+
+Value bytes(const Piece& piece) {
+  return {piece.data.begin(), piece.data.end()};
+}
+
+std::vector<Value> all_bytes(rust::Slice<const Piece> pieces) {
+  std::vector<Value> result;
+  for (const auto& piece : pieces) {
+    result.push_back(bytes(piece));
+  }
+  return result;
+}
+
+void add(StoreAnswer& answer, const Value& value) {
+  answer.pieces->add({value.data(), value.size()});
+}
+
+void ask(
+    ::c10d::Store& store,
+    StoreOp op,
+    rust::Slice<const Piece> keys,
+    rust::Slice<const Piece> values,
+    int64_t amount,
+    int64_t timeout_ms,
+    StoreAnswer& answer) {
+  // What has one key or value has it: Request::check() came before.
+  switch (op) {
+    case StoreOp::Set:
+      return store.set(text(keys[0]), bytes(values[0]));
+    case StoreOp::CompareSet:
+      return add(answer, store.compareSet(text(keys[0]), bytes(values[0]), bytes(values[1])));
+    case StoreOp::Get:
+      return add(answer, store.get(text(keys[0])));
+    case StoreOp::Add:
+      answer.number = store.add(text(keys[0]), amount);
+      return;
+    case StoreOp::Check:
+      answer.number = store.check(texts(keys)) ? 1 : 0;
+      return;
+    case StoreOp::Wait:
+      return store.wait(texts(keys), std::chrono::milliseconds(timeout_ms));
+    case StoreOp::Delete:
+      answer.number = store.deleteKey(text(keys[0])) ? 1 : 0;
+      return;
+    case StoreOp::NumKeys:
+      answer.number = store.getNumKeys();
+      return;
+    case StoreOp::Append:
+      return store.append(text(keys[0]), bytes(values[0]));
+    case StoreOp::MultiGet:
+      for (const auto& value : store.multiGet(texts(keys))) {
+        add(answer, value);
+      }
+      return;
+    case StoreOp::MultiSet:
+      return store.multiSet(texts(keys), all_bytes(values));
+    case StoreOp::Push:
+      return store.queuePush(text(keys[0]), bytes(values[0]));
+    case StoreOp::Pop:
+      return add(answer, store.queuePop(text(keys[0]), true));
+    case StoreOp::TryPop:
+      return add(answer, store.queuePop(text(keys[0]), false));
+    case StoreOp::QueueLen:
+      answer.number = store.queueLen(text(keys[0]));
+      return;
+    case StoreOp::ListKeys:
+      for (const auto& key : store.listKeys()) {
+        answer.pieces->add({reinterpret_cast<const uint8_t*>(key.data()), key.size()});
+      }
+      return;
+  }
 }
 
 } // namespace
 
-rust::Vec<uint8_t> TorchStore::compare_set(
-    rust::Str key,
-    rust::Slice<const uint8_t> expected,
-    rust::Slice<const uint8_t> desired) const {
-  return to_rust(store_->compareSet(std::string(key), bytes(expected), bytes(desired)));
-}
-
-bool TorchStore::wait(rust::Slice<const rust::String> keys, int64_t timeout_ms) const {
-  const auto names = strings(keys);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+StoreAnswer TorchStore::call(
+    StoreOp op,
+    rust::Slice<const Piece> keys,
+    rust::Slice<const Piece> values,
+    int64_t amount,
+    int64_t timeout_ms) const noexcept {
+  StoreAnswer answer{Status{}, 0, no_pieces()};
   try {
-    store_->wait(names, std::chrono::milliseconds(timeout_ms));
-    return true;
-  } catch (const std::exception&) {
-    // Every store has an exception of its own for a timeout; the clock tells it from a failure.
-    if (std::chrono::steady_clock::now() + std::chrono::milliseconds(50) >= deadline) {
-      return false;
-    }
-    throw;
+    ask(*store_, op, keys, values, amount, timeout_ms, answer);
+  } catch (...) {
+    answer.status = status_of(std::current_exception());
   }
+  return answer;
 }
 
-rust::Vec<Bytes> TorchStore::multi_get(rust::Slice<const rust::String> keys) const {
-  std::vector<std::vector<uint8_t>> values;
-  if (store_->hasExtendedApi()) {
-    values = store_->multiGet(strings(keys));
-  } else {
-    for (const auto& key : keys) {
-      values.push_back(store_->get(std::string(key)));
-    }
-  }
-  rust::Vec<Bytes> result;
-  for (const auto& value : values) {
-    result.push_back(Bytes{to_rust(value)});
-  }
-  return result;
+bool TorchStore::extended() const {
+  return store_->hasExtendedApi();
 }
 
-bool TorchStore::check(rust::Slice<const rust::String> keys) const {
-  return store_->check(strings(keys));
-}
-
-void TorchStore::remove(rust::Str key) const {
-  try {
-    store_->deleteKey(std::string(key));
-  } catch (const c10::NotImplementedError&) {
-    // A store without deletion keeps its keys until it goes itself.
-  }
+int64_t TorchStore::timeout_ms() const {
+  return store_->getTimeout().count();
 }
 
 } // namespace symm

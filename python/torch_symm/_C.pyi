@@ -1,3 +1,4 @@
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -40,3 +41,93 @@ class ProcessGroupSymm(Backend):
     def get_sequence_number(self) -> int: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
+
+class NativeStore(Store):
+    """Common to the stores of this package; every method of ``torch.distributed.Store`` and ``barrier``.
+
+    Keys are text, values any bytes. Every call is bounded by ``timeout`` (``set_timeout``; 300 s at first; zero is
+    24 h), ``wait`` by its own.
+
+    Raises:
+        DistStoreError: the time passed; the message names the keys that did not come. Or the store is full.
+        QueueEmptyError: ``queue_pop(key, block=False)`` of an empty queue.
+        DistNetworkError: the store cannot be reached any more.
+        ValueError: ``add`` to what is no number, values that are not as many as keys, a negative timeout.
+    """
+
+    @property
+    def timeout(self) -> timedelta: ...
+    def barrier(self, key: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+        """Returns once all ``world_size`` ranks have called it with this ``key``, which may be used again and again.
+
+        Raises:
+            DistStoreError: the time passed (``timeout``, or the store's); the message names the ranks that did not
+                come. The key must not be used again then.
+            ValueError: ``rank`` is not below ``world_size``.
+        """
+
+    def clone(self) -> Store:
+        """The same store, of the same class, with a timeout of its own."""
+
+    def __copy__(self) -> Store: ...
+    def __deepcopy__(self, memo: dict[int, object]) -> Store: ...
+
+class MemoryStore(NativeStore):
+    """A store for the threads of this process.
+
+    It cannot be pickled (``TypeError``), and a forked child cannot use it (``DistStoreError``).
+    """
+
+    def __init__(self) -> None: ...
+
+class FileStore(NativeStore):
+    """A store in a file of ``world_size`` processes. A pickle opens the same file.
+
+    Raises:
+        DistStoreError: the file cannot be opened or is no such store.
+        ValueError: ``world_size`` is negative.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], world_size: int) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+
+class TCPStore(NativeStore):
+    """A store on a server, which the process with ``is_master`` runs; arguments as of ``torch.distributed.TCPStore``.
+
+    ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free one, see
+    ``port``. ``world_size``: number of users, of which ``wait_for_workers`` awaits all; ``None``: not known.
+    ``multi_tenant``: masters of one process and port share a server. ``master_listen_fd``: a listening socket to serve.
+    ``secret``: every user must hold it. A pickle connects as a client; with a secret pickling raises ``TypeError``.
+
+    Raises:
+        DistNetworkError: the server cannot be reached within ``timeout``, or the port is taken.
+        DistStoreError: not all users came within ``timeout``, or the server holds another secret.
+        ValueError: ``port``, ``world_size`` or ``secret`` is out of range.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = ...,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        secret: str | bytes | None = None,
+    ) -> None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def is_master(self) -> bool: ...
+    @property
+    def world_size(self) -> int | None: ...
+
+def _through_rust(store: Store) -> NativeStore: ...
+def _drive(clients: Sequence[Store], work: str, calls: int) -> tuple[float, list[int]]: ...

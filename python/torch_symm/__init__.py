@@ -1,6 +1,7 @@
 """torch-symm: the PyTorch distributed backend ``symm`` for the ranks of one host.
 
-``dist.init_process_group("symm")`` works without importing this module. It holds the exceptions, the options and the
+``dist.init_process_group("symm")`` works without importing this module, and so do
+``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores and the
 version. The native part is loaded when one of them is first asked for.
 """
 
@@ -14,6 +15,8 @@ from torch_symm._version import __version__
 
 if TYPE_CHECKING:
     from torch_symm._C import (
+        FileStore,
+        MemoryStore,
         Options,
         ProcessGroupSymm,
         SymmAborted,
@@ -21,9 +24,12 @@ if TYPE_CHECKING:
         SymmMismatch,
         SymmPeerError,
         SymmTimeout,
+        TCPStore,
     )
 
 __all__ = [
+    "FileStore",
+    "MemoryStore",
     "Options",
     "ProcessGroupSymm",
     "SymmAborted",
@@ -31,6 +37,7 @@ __all__ = [
     "SymmMismatch",
     "SymmPeerError",
     "SymmTimeout",
+    "TCPStore",
     "__version__",
 ]
 

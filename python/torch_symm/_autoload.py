@@ -1,4 +1,7 @@
-"""Makes the name ``symm`` known to torch. Runs at every ``import torch``: imports nothing heavy and never raises."""
+"""Makes the name ``symm`` and the schemes ``symm://`` and ``symm+file://`` known to torch.
+
+Runs at every ``import torch``: imports nothing heavy and never raises.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def autoload() -> None:
-    """Registers backend ``symm`` for CPU and CUDA with ``torch.distributed``, once per process.
+    """Registers backend ``symm`` for CPU and CUDA, and its rendezvous, with ``torch.distributed``, once per process.
 
     Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure becomes a warning, since
     an exception here would make ``import torch`` fail; where warnings are errors, it is silent.
@@ -19,8 +22,13 @@ def autoload() -> None:
     try:
         import torch.distributed as dist
 
-        if dist.is_available() and "symm" not in dist.Backend.backend_list:
+        if not dist.is_available():
+            return
+        if "symm" not in dist.Backend.backend_list:
             dist.Backend.register_backend("symm", create, extended_api=True, devices=["cpu", "cuda"])
+        from torch_symm._rendezvous import register
+
+        register()
     except Exception as error:
         with suppress(Warning):  # where warnings are errors
             warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)

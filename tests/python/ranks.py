@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_symm
 
 #: Where the ranks of this run meet and leave files; set in ranks only.
 scratch: Path
@@ -41,9 +42,9 @@ class Results(list[Any]):
     seconds: float
 
 
-def file_store(name: str, world_size: int) -> dist.FileStore:
+def file_store(name: str, world_size: int) -> torch_symm.FileStore:
     """A store that the ranks of this run share under ``name``."""
-    return dist.FileStore(str(scratch / f"store-{name}"), world_size)
+    return torch_symm.FileStore(scratch / f"store-{name}", world_size)
 
 
 def init(rank: int, world_size: int, backend: str = "symm", timeout: float = 60, name: str = "default") -> None:

@@ -27,7 +27,7 @@ def launch(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_examples_are_there() -> None:
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

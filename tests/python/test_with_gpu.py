@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
+import torch_symm
 from ranks import init, run_ranks
 
 # torch.cuda.device_count() would open a device file, which the forked ranks inherit.
@@ -64,6 +68,38 @@ def test_cuda_tensors_are_refused(spelling: str) -> None:
             dist.all_reduce(torch.ones(3, device="cuda"))
         dist.all_reduce(value := torch.ones(3))
         assert bool((value == 2).all())
+        dist.destroy_process_group()
+
+    run_ranks(body, 2, backend=None)
+
+
+@pytest.mark.skipif(gpus < 2, reason="needs a GPU per rank")
+@pytest.mark.parametrize(
+    "method", ["symm://127.0.0.1:PORT?secret_env=SYMM_TEST_WORD", "symm+file://SCRATCH/nccl", "store"]
+)
+def test_nccl_meets_through_our_stores(method: str) -> None:
+    """NCCL's ranks find each other through every kind of store that processes can share."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def body(rank: int, world: int) -> None:
+        os.environ["SYMM_TEST_WORD"] = "a word"
+        torch.cuda.set_device(rank)
+        where: dict[str, object]
+        if method == "store":
+            limit = timedelta(seconds=60)
+            where = {"store": torch_symm.TCPStore("127.0.0.1", port, world, rank == 0, limit, secret="a word")}
+        else:
+            url = method.replace("PORT", str(port)).replace("SCRATCH", str(ranks.scratch))
+            where = {"init_method": url}
+        dist.init_process_group("nccl", rank=rank, world_size=world, **where)
+        value = torch.full((1000,), rank + 1.0, device="cuda")
+        dist.all_reduce(value)
+        assert bool((value == 3).all())
+        group = dist.new_group([0, 1])
+        dist.all_reduce(value, group=group)
+        assert bool((value == 6).all())
         dist.destroy_process_group()
 
     run_ranks(body, 2, backend=None)

@@ -1,0 +1,203 @@
+"""How ranks find each other by URL: ``symm://`` through a TCP store, ``symm+file://`` through a file.
+
+Both take ``rank`` and ``world_size`` from the query, where ``init_process_group`` puts its arguments, else from the
+environment's ``RANK`` and ``WORLD_SIZE``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from torch_symm._C import TCPStore
+
+Triplet = tuple["Store", int, int]
+
+#: c10d's, for rendezvous without a timeout of its own.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def register() -> None:
+    """Makes both schemes known to torch, once per process."""
+    # The package may also name the function `rendezvous`.
+    torch = import_module("torch.distributed.rendezvous")
+    for scheme, handler in (("symm", by_tcp), ("symm+file", by_file)):
+        if scheme not in torch._rendezvous_handlers:
+            torch.register_rendezvous_handler(scheme, handler)
+
+
+def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
+    """``symm://host:port``, ``symm://`` or ``symm:///path``, with ``?secret_env=NAME``; rank 0 serves.
+
+    ``host:port``: where rank 0 listens; an IPv6 address stands in brackets. Nothing: at ``MASTER_ADDR`` and
+    ``MASTER_PORT``; under torchrun, whose agent listens there, at a free port that the agent's store makes known. A
+    path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks hold.
+
+    Raises:
+        ValueError: the URL or the environment lacks something or has something unknown; the message names it.
+        DistStoreError: not all ranks came within ``timeout``.
+        DistNetworkError: rank 0 cannot be reached.
+    """
+    parts = urlsplit(url)
+    query, rank, world_size = _query(parts, "symm", {"secret_env"})
+    secret = _secret(query)
+    if parts.netloc:
+        host, port = _endpoint(parts)
+    elif parts.path:
+        host, port = f"unix:{unquote(parts.path)}", 0
+    else:
+        host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
+    if not parts.netloc and not parts.path and _agent_listens():
+        store = _beside_agent(host, port, rank, world_size, timeout, secret)
+    else:
+        store = _open(host, port, rank, world_size, timeout, secret)
+    yield _of_this_start(store), rank, world_size
+    _only_once("symm")
+
+
+def by_file(url: str, **_: Any) -> Iterator[Triplet]:
+    """``symm+file:///path``: a file that all ranks can lock and write.
+
+    Raises:
+        ValueError: the URL or the environment lacks something or has something unknown; the message names it.
+    """
+    parts = urlsplit(url)
+    _, rank, world_size = _query(parts, "symm+file", set())
+    if parts.netloc:
+        raise _error("symm+file", f"{parts.netloc!r} stands where no host belongs; write symm+file:///path")
+    if not parts.path:
+        raise _error("symm+file", "path missing")
+    from torch_symm._native import load
+
+    yield _of_this_start(load().FileStore(unquote(parts.path), world_size)), rank, world_size
+    _only_once("symm+file")
+
+
+def _error(scheme: str, sentence: str) -> ValueError:
+    return ValueError(f"Error initializing torch.distributed using {scheme}:// rendezvous: {sentence}")
+
+
+def _only_once(scheme: str) -> NoReturn:
+    raise RuntimeError(f"Unable to perform re-rendezvous using {scheme}:// method")
+
+
+def _query(parts: SplitResult, scheme: str, known: set[str]) -> tuple[dict[str, str], int, int]:
+    """The parameters of the URL, the rank and the number of ranks."""
+    try:
+        lists = parse_qs(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as error:
+        raise _error(scheme, f"the query {parts.query!r} is no list of name=value") from error
+    unknown = sorted(lists.keys() - known - {"rank", "world_size"})
+    if unknown:
+        raise _error(scheme, f"unknown parameters: {', '.join(unknown)}")
+    twice = sorted(name for name, values in lists.items() if len(values) > 1)
+    if twice:
+        raise _error(scheme, f"parameters given twice: {', '.join(twice)}")
+    query = {name: values[0] for name, values in lists.items()}
+    found = []
+    for name, variable, words in (("rank", "RANK", "rank"), ("world_size", "WORLD_SIZE", "world size")):
+        # torch writes -1 for "not given".
+        given = query.get(name, "-1")
+        text = os.environ.get(variable) if given == "-1" else given
+        if not text:
+            raise _error(scheme, f"{words} parameter missing")
+        found.append(_whole(words, text, scheme))
+    rank, world_size = found
+    if not 0 <= rank < world_size:
+        raise _error(scheme, f"rank {rank} does not exist in a world of {world_size}")
+    return query, rank, world_size
+
+
+def _whole(what: str, text: str, scheme: str = "symm") -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _error(scheme, f"{what} {text!r} is no number") from None
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise _error("symm", f"environment variable {name} expected, but not set")
+    return value
+
+
+def _secret(query: dict[str, str]) -> str | None:
+    if "secret_env" not in query:
+        return None
+    name = query["secret_env"]
+    value = os.environ.get(name) if name else None
+    if not value:
+        raise _error("symm", f"environment variable {name!r}, which secret_env names, is not set or empty")
+    return value
+
+
+def _endpoint(parts: SplitResult) -> tuple[str, int]:
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise _error("symm", f"{parts.netloc!r}: {error}") from error
+    if parts.username is not None:
+        raise _error("symm", "a secret does not belong into the URL; use secret_env")
+    if not host:
+        raise _error("symm", "host missing")
+    if port is None:
+        raise _error("symm", "port number missing")
+    if parts.path not in ("", "/"):
+        raise _error("symm", f"{parts.path!r} after host and port")
+    return host, port
+
+
+def _agent_listens() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:
+    """A store that rank 0 serves. Multi-tenant, so that a second group or RPC of the same process can share it."""
+    from torch_symm._native import load
+
+    store: TCPStore = load().TCPStore(
+        host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, secret=secret
+    )
+    return store
+
+
+def _beside_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:
+    """A store that rank 0 serves at a free port, which the others learn from the store of torchrun's agent."""
+    from torch._C._distributed_c10d import PrefixStore
+    from torch._C._distributed_c10d import TCPStore as AgentStore
+
+    from torch_symm._native import load
+
+    agent = AgentStore(host, port, world_size, is_master=False, timeout=timeout)
+    board = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
+    # Every rank counts its own rendezvous: a second one in the same processes has a server, and a key, of its own.
+    key = f"endpoint/{board.add(f'turn/{rank}', 1)}"
+    if rank != 0:
+        place, _, number = board.get(key).decode().rpartition(" ")
+        return _open(place, int(number), rank, world_size, timeout, secret)
+    # Known before all have come: the others need it to come.
+    store: TCPStore = load().TCPStore(
+        host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=False, secret=secret
+    )
+    board.set(key, f"{host} {store.port}")
+    return store
+
+
+def _restarts() -> int:
+    return _whole("TORCHELASTIC_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
+
+
+def _of_this_start(store: Store) -> Store:
+    """``store``, apart from what an earlier start of the same ranks may have left in it."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    restarts = _restarts()
+    return PrefixStore(f"restart {restarts}", store) if restarts else store

@@ -1,0 +1,31 @@
+//! Clients for the load generator, as C++ brings them.
+
+use super::ffi::{LoadAnswer, StoreHandle};
+use super::guarded;
+use super::torch_store::TorchStore;
+use crate::store::Store;
+use crate::store::load::{Work, drive};
+
+/// Stores of which each is one client.
+pub struct Crowd(Vec<TorchStore>);
+
+pub(super) fn crowd() -> Box<Crowd> {
+    Box::new(Crowd(Vec::new()))
+}
+
+impl Crowd {
+    pub(super) fn admit(&mut self, store: cxx::UniquePtr<StoreHandle>) {
+        self.0.push(TorchStore::new(store));
+    }
+
+    pub(super) fn drive(&self, work: &str, calls: u32) -> LoadAnswer {
+        let (mut seconds, mut nanoseconds) = (0.0, Vec::new());
+        let status = guarded(|| {
+            let clients: Vec<&dyn Store> = self.0.iter().map(|store| store as &dyn Store).collect();
+            let measured = drive(&clients, Work::named(work)?, calls)?;
+            (seconds, nanoseconds) = (measured.seconds, measured.nanoseconds);
+            Ok(())
+        });
+        LoadAnswer { status, seconds, nanoseconds }
+    }
+}

@@ -1,0 +1,157 @@
+//! This crate's stores, as C++ sees them.
+
+use super::ffi::{OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
+use super::guarded;
+use super::torch_store::TorchStore;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::store::file::FileStore;
+use crate::store::memory::MemoryStore;
+use crate::store::request::{Op, Request};
+use crate::store::table::Reply;
+use crate::store::tcp::{TcpOptions, TcpStore};
+use crate::store::{MAX_TIMEOUT, Store};
+use bytes::Bytes;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Values or keys on their way between the languages.
+pub struct Pieces(Vec<Bytes>);
+
+pub(super) fn no_pieces() -> Box<Pieces> {
+    Box::new(Pieces(Vec::new()))
+}
+
+impl Pieces {
+    pub(super) fn add(&mut self, piece: &[u8]) {
+        self.0.push(Bytes::copy_from_slice(piece));
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn get(&self, index: usize) -> &[u8] {
+        self.0.get(index).map_or(&[], |piece| piece)
+    }
+
+    pub(super) fn into_vec(self) -> Vec<Bytes> {
+        self.0
+    }
+}
+
+/// A store, or the reason why it was never opened.
+pub struct NativeStore(Result<Arc<dyn Store>>);
+
+pub(super) fn store_memory() -> Box<NativeStore> {
+    Box::new(NativeStore(Ok(Arc::new(MemoryStore::new()))))
+}
+
+pub(super) fn store_through(store: cxx::UniquePtr<StoreHandle>) -> Box<NativeStore> {
+    Box::new(NativeStore(Ok(Arc::new(TorchStore::new(store)))))
+}
+
+pub(super) fn store_file(path: &[u8], world_size: i64) -> OpenedStore {
+    opened(|| Ok((Arc::new(FileStore::open(Path::new(OsStr::from_bytes(path)), unsigned("world size", world_size)?)?), String::new(), 0)))
+}
+
+pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
+    opened(|| {
+        let options = TcpOptions {
+            host: spec.host.clone(),
+            port: spec.port,
+            world_size: u32::try_from(spec.world_size).ok(),
+            is_master: spec.is_master,
+            timeout: limit(spec.timeout_ms)?,
+            wait_for_workers: spec.wait_for_workers,
+            multi_tenant: spec.multi_tenant,
+            listen_fd: (spec.listen_fd >= 0).then_some(spec.listen_fd),
+            secret: (!spec.secret.is_empty()).then(|| spec.secret.clone()),
+        };
+        let store = TcpStore::open(options)?;
+        let (host, port) = (store.host().to_owned(), store.port());
+        Ok((Arc::new(store), host, port))
+    })
+}
+
+impl NativeStore {
+    pub(super) fn share(&self) -> Box<Self> {
+        Box::new(Self(self.0.clone()))
+    }
+
+    pub(super) fn call(&self, op: StoreOp, keys: &[Piece<'_>], values: &[Piece<'_>], amount: i64, timeout_ms: i64) -> StoreAnswer {
+        let mut reply = Reply::Unit;
+        let status = guarded(|| {
+            let op = Op::from_code(op.repr).ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
+            let keys = keys.iter().map(|key| text(key.data)).collect::<Result<_>>()?;
+            let request = Request { amount, ..Request::new(op, keys, values.iter().map(|value| value.data).collect()) };
+            reply = self.store()?.call(&request, Some(limit(timeout_ms)?))?;
+            Ok(())
+        });
+        answer(status, reply)
+    }
+
+    pub(super) fn barrier(&self, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status {
+        guarded(|| {
+            let (rank, size) = (unsigned("rank", rank)?, unsigned("world size", size)?);
+            self.store()?.barrier(text(key)?, Rank(rank), size, Some(limit(timeout_ms)?))
+        })
+    }
+
+    fn store(&self) -> Result<&dyn Store> {
+        self.0.as_deref().map_err(Clone::clone)
+    }
+}
+
+fn opened(open: impl FnOnce() -> Result<(Arc<dyn Store>, String, u16)>) -> OpenedStore {
+    let mut store = Err(Error::internal("the store was never opened"));
+    let (mut host, mut port) = (String::new(), 0);
+    let status = guarded(|| {
+        let (opened, its_host, its_port) = open()?;
+        (store, host, port) = (Ok(opened), its_host, its_port);
+        Ok(())
+    });
+    OpenedStore { status, store: Box::new(NativeStore(store)), host, port }
+}
+
+fn answer(status: Status, reply: Reply) -> StoreAnswer {
+    let (number, pieces) = match reply {
+        Reply::Unit => (0, vec![]),
+        Reply::Flag(flag) => (i64::from(flag), vec![]),
+        Reply::Number(number) => (number, vec![]),
+        Reply::Value(value) => (0, vec![value]),
+        Reply::Values(values) => (0, values),
+        Reply::Keys(keys) => (0, keys.into_iter().map(Bytes::from).collect()),
+    };
+    StoreAnswer { status, number, pieces: Box::new(Pieces(pieces)) }
+}
+
+/// c10d's 0 for "no limit" becomes the longest there is.
+fn limit(timeout_ms: i64) -> Result<Duration> {
+    match u64::try_from(timeout_ms) {
+        Ok(0) => Ok(MAX_TIMEOUT),
+        Ok(ms) => Ok(Duration::from_millis(ms).min(MAX_TIMEOUT)),
+        Err(_) => Err(Error::value(format!("a timeout of {timeout_ms} ms is negative"))),
+    }
+}
+
+fn unsigned(what: &str, value: i64) -> Result<u32> {
+    u32::try_from(value).map_err(|_| Error::value(format!("{what} {value} is out of range")))
+}
+
+fn text(key: &[u8]) -> Result<&str> {
+    std::str::from_utf8(key).map_err(|_| Error::value(format!("a key of {} bytes is not UTF-8", key.len())))
+}
+
+macro_rules! same_codes {
+    ($($name:ident),* $(,)?) => {
+        $(const _: () = assert!(StoreOp::$name.repr == Op::$name as u8);)*
+        // A new operation must be named here and in the bridge.
+        const _: () = assert!(Op::ALL.len() == [$(Op::$name),*].len());
+    };
+}
+
+same_codes!(Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);

@@ -1,0 +1,180 @@
+//! torch's stores behind this crate's trait.
+
+use super::ffi::{Piece, StoreHandle, StoreOp};
+use crate::error::{Error, Kind, Result};
+use crate::store::request::{Op, Request};
+use crate::store::table::Reply;
+use crate::store::{MAX_TIMEOUT, Store, timed_out};
+use bytes::Bytes;
+use std::time::{Duration, Instant};
+
+/// How early a store may say that the time has passed: stores count in milliseconds, some by clocks of their own.
+const EARLY: Duration = Duration::from_millis(50);
+
+/// The longest pause between two looks at a queue.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A `c10d::Store`, of torch or of a user. A call without a limit is bounded by the store's own timeout.
+///
+/// Within a limit, `get` and `multi_get` are `wait` and then the operation: if another user deletes a key between the two, they
+/// wait once more, for the store's own timeout. c10d has no `get` with a limit, and setting the store's timeout for the
+/// moment would set it for its other threads. What `set` promises is as good as the store: torch's TCPStore sends without waiting
+/// for a reply, so that other users may see the change a little later.
+pub(super) struct TorchStore(cxx::UniquePtr<StoreHandle>);
+
+// SAFETY: a c10d::Store may be used from any thread.
+unsafe impl Send for TorchStore {}
+// SAFETY: c10d::Store implementations lock inside.
+unsafe impl Sync for TorchStore {}
+
+impl Store for TorchStore {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        request.check()?;
+        match request.op {
+            Op::Wait => self.wait(request, limit),
+            Op::Get | Op::MultiGet => {
+                if limit.is_some() {
+                    self.wait(request, limit)?;
+                }
+                self.fetch(request, limit)
+            }
+            Op::Pop => self.pop(request, limit),
+            Op::Append if !self.handle()?.extended() => Err(Error::not_implemented(
+                "append: the store has none of its own, and its compare_set does not tell two writers of equal values apart",
+            )),
+            Op::MultiSet if !self.handle()?.extended() => {
+                for (key, value) in request.keys.iter().zip(&request.values) {
+                    self.direct(&Request::new(Op::Set, vec![key], vec![value]), 0)?;
+                }
+                Ok(Reply::Unit)
+            }
+            Op::Delete => match self.direct(request, 0) {
+                // A store without deletion keeps its keys until it goes itself.
+                Err(error) if error.kind == Kind::NotImplemented => Ok(Reply::Flag(false)),
+                outcome => outcome,
+            },
+            Op::Set
+            | Op::CompareSet
+            | Op::Add
+            | Op::Check
+            | Op::NumKeys
+            | Op::Append
+            | Op::MultiSet
+            | Op::Push
+            | Op::TryPop
+            | Op::QueueLen
+            | Op::ListKeys => self.direct(request, 0),
+        }
+    }
+}
+
+impl TorchStore {
+    pub(super) fn new(store: cxx::UniquePtr<StoreHandle>) -> Self {
+        Self(store)
+    }
+
+    fn handle(&self) -> Result<&StoreHandle> {
+        self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
+    }
+
+    /// The store's own timeout, in this crate's terms.
+    fn own_limit(&self) -> Result<Duration> {
+        Ok(match u64::try_from(self.handle()?.timeout_ms()) {
+            Ok(ms) if ms > 0 => Duration::from_millis(ms).min(MAX_TIMEOUT),
+            _ => MAX_TIMEOUT,
+        })
+    }
+
+    /// One call of the c10d store. `timeout_ms` is for [`Op::Wait`].
+    fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<Reply> {
+        let keys: Vec<Piece<'_>> = request.keys.iter().map(|key| Piece { data: key.as_bytes() }).collect();
+        let values: Vec<Piece<'_>> = request.values.iter().map(|&data| Piece { data }).collect();
+        let op = StoreOp { repr: request.op as u8 };
+        let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
+        if answer.status.kind != 0 {
+            // c10d's name for a timeout covers other failures too, and what does not wait has no timeout.
+            let kind = Kind::from_code(answer.status.kind).filter(|&kind| kind != Kind::Timeout || request.op.waits());
+            let kind = kind.unwrap_or(Kind::Config);
+            return Err(Error { kind, message: format!("the store failed at {:?}: {}", request.op, answer.status.message) });
+        }
+        let mut pieces = answer.pieces.into_vec();
+        Ok(match request.op {
+            Op::Set | Op::Wait | Op::Append | Op::MultiSet | Op::Push => Reply::Unit,
+            Op::Check | Op::Delete => Reply::Flag(answer.number != 0),
+            Op::Add | Op::NumKeys | Op::QueueLen => Reply::Number(answer.number),
+            Op::CompareSet | Op::Get | Op::Pop | Op::TryPop => Reply::Value(pieces.pop().unwrap_or_default()),
+            Op::MultiGet => Reply::Values(pieces),
+            Op::ListKeys => Reply::Keys(pieces.into_iter().map(key).collect::<Result<_>>()?),
+        })
+    }
+
+    /// Waits for the keys of `request`.
+    fn wait(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
+        // Not 0, which c10d takes for "no limit".
+        let timeout = limit.as_millis().max(1) as i64;
+        let started = Instant::now();
+        let wait = Request::new(Op::Wait, request.keys.clone(), vec![]);
+        self.direct(&wait, timeout).or_else(|error| self.explain(request, limit, started, error).map(|()| Reply::Unit))
+    }
+
+    /// The values of the keys of `request`.
+    fn fetch(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let started = Instant::now();
+        let fetch = || {
+            if request.op == Op::Get || self.handle()?.extended() {
+                return self.direct(request, 0);
+            }
+            let one = |key: &&str| {
+                let reply = self.direct(&Request::new(Op::Get, vec![key], vec![]), 0)?;
+                if let Reply::Value(value) = reply { Ok(value) } else { Err(Error::internal("get answered no value")) }
+            };
+            request.keys.iter().map(one).collect::<Result<_>>().map(Reply::Values)
+        };
+        fetch().or_else(|error| {
+            // Nothing is missing if the keys came at the last moment: they are there now.
+            self.explain(request, limit.map_or_else(|| self.own_limit(), Ok)?, started, error)?;
+            fetch()
+        })
+    }
+
+    /// Takes the first value of a queue by looking again and again. c10d's blocking pop knows no limit but the store's own, fails
+    /// where another thread was faster, and in a TCPStore holds the lock behind which this object's pushes wait.
+    fn pop(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
+        let started = Instant::now();
+        let look = Request::new(Op::TryPop, request.keys.clone(), vec![]);
+        let mut pause = Duration::from_millis(1);
+        loop {
+            match self.direct(&look, 0) {
+                Err(error) if error.kind == Kind::QueueEmpty => {}
+                outcome => return outcome,
+            }
+            let left = limit.saturating_sub(started.elapsed());
+            if left.is_zero() {
+                return Err(timed_out(request, Some(limit), &[0]));
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (2 * pause).min(LOOK);
+        }
+    }
+
+    /// What `error` of a waiting call that began at `started` means: `Timeout` naming the missing keys if its time has passed, success
+    /// if none is missing any more, else itself. Stores have exceptions of their own for a timeout; the clock tells it from a failure.
+    fn explain(&self, request: &Request<'_>, limit: Duration, started: Instant, error: Error) -> Result<()> {
+        if error.kind != Kind::Timeout && started.elapsed() + EARLY < limit {
+            return Err(error);
+        }
+        let mut missing = Vec::new();
+        for (index, key) in request.keys.iter().enumerate() {
+            if self.direct(&Request::new(Op::Check, vec![key], vec![]), 0)? == Reply::Flag(false) {
+                missing.push(index);
+            }
+        }
+        if missing.is_empty() { Ok(()) } else { Err(timed_out(request, Some(limit), &missing)) }
+    }
+}
+
+fn key(bytes: Bytes) -> Result<String> {
+    String::from_utf8(bytes.into()).map_err(|_| Error::value("the store holds a key that is not UTF-8"))
+}

@@ -1,0 +1,151 @@
+"""What the URLs of `init_method` mean: parameters, environment, and sentences for what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from stores import SECRET, seconds, serve
+from torch.distributed.rendezvous import rendezvous
+from torch_symm import FileStore, TCPStore
+
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "WORD",
+)
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def free_port() -> int:
+    return serve().port
+
+
+def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> tuple[Any, int, int]:
+    steps: Iterator[tuple[Any, int, int]] = rendezvous(url, rank, world_size, **options)
+    return next(steps)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("symm://host:1?world_size=2", "rank parameter missing"),
+        ("symm://host:1?rank=0", "world size parameter missing"),
+        ("symm+file:///tmp/x?rank=0", "world size parameter missing"),
+        ("symm://host:1?rank=2&world_size=2", "rank 2 does not exist"),
+        ("symm://host:1?rank=x&world_size=2", "rank 'x' is no number"),
+        ("symm://host?rank=0&world_size=1", "port number missing"),
+        ("symm://host:99999?rank=0&world_size=1", "99999"),
+        ("symm://:1?rank=0&world_size=1", "host missing"),
+        ("symm://host:1/path?rank=0&world_size=1", "'/path' after host and port"),
+        ("symm://word@host:1?rank=0&world_size=1", "secret_env"),
+        ("symm://host:1?rank=0&world_size=1&color=red&a=b", "unknown parameters: a, color"),
+        ("symm://host:1?rank=0&world_size=1&rank=1", "given twice: rank"),
+        ("symm://host:1?rank=0&world_size=1&secret_env=WORD", "'WORD'"),
+        ("symm://?rank=0&world_size=1", "environment variable MASTER_ADDR expected"),
+        ("symm+file://?rank=0&world_size=1", "path missing"),
+        ("symm+file://host/x?rank=0&world_size=1", "symm[+]file:///path"),
+        ("symm+file:///x?rank=0&world_size=1&secret_env=WORD", "unknown parameters: secret_env"),
+    ],
+)
+def test_what_is_wrong_is_said(url: str, words: str) -> None:
+    scheme = url.partition(":")[0].replace("+", "[+]")
+    with pytest.raises(
+        ValueError, match=f"Error initializing torch.distributed using {scheme}:// rendezvous: .*{words}"
+    ):
+        meet(url)
+
+
+def test_an_empty_secret_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORD", "")
+    with pytest.raises(ValueError, match="'WORD', which secret_env names, is not set or empty"):
+        meet("symm://localhost:1?secret_env=WORD", 0, 1)
+
+
+def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="rank 5 does not exist in a world of 3"):
+        meet("symm://localhost:1")
+    with pytest.raises(ValueError, match="rank 4 does not exist in a world of 3"):
+        meet("symm://localhost:1", rank=4)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_host_and_port(host: str) -> None:
+    port = free_port()
+    store, rank, world_size = meet(f"symm://{host}:{port}", 0, 1, timeout=seconds(7))
+    assert (type(store), rank, world_size) == (TCPStore, 0, 1)
+    assert (store.port, store.is_master, store.timeout) == (port, True, seconds(7))
+    store.set("key", "value")
+    # As init_rpc after init_process_group does.
+    again, _, _ = meet(f"symm://{host}:{port}", 0, 1)
+    assert again.get("key") == b"value"
+
+
+def test_a_socket_in_the_file_system(tmp_path: Path) -> None:
+    store, _, _ = meet(f"symm://{tmp_path}/sock%20et", 0, 1)
+    assert store.host == f"unix:{tmp_path}/sock et" and (tmp_path / "sock et").exists()
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORD": SECRET,
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    store, rank, world_size = meet("symm://?secret_env=WORD")
+    assert (rank, world_size, str(store.port)) == (0, 1, values["MASTER_PORT"])
+    with pytest.raises(dist.DistError):
+        TCPStore("127.0.0.1", store.port, None, False, seconds(5), False).set("key", "value")
+
+
+def test_a_file(tmp_path: Path) -> None:
+    store, rank, world_size = meet(f"symm+file://{tmp_path}/a%20store", 0, 1)
+    assert (type(store), store.path, rank, world_size) == (FileStore, f"{tmp_path}/a store", 0, 1)
+
+
+def test_a_restart_does_not_see_the_keys_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"symm+file://{tmp_path}/store"
+    first, _, _ = meet(url, 0, 1)
+    first.set("key", "old")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second, _, _ = meet(url, 0, 1)
+    assert not second.check(["key"]) and type(second) is dist.PrefixStore
+
+
+def test_once_only(tmp_path: Path) -> None:
+    steps = rendezvous(f"symm+file://{tmp_path}/store", 0, 1)
+    next(steps)
+    with pytest.raises(RuntimeError, match=r"Unable to perform re-rendezvous using symm\+file:// method"):
+        next(steps)
+
+
+def test_importing_torch_is_enough() -> None:
+    code = """
+import sys, torch
+from torch.distributed.rendezvous import _rendezvous_handlers
+assert {"symm", "symm+file"} <= _rendezvous_handlers.keys()
+assert "torch_symm._C" not in sys.modules
+from torch_symm._autoload import autoload
+autoload()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd="/", timeout=120)

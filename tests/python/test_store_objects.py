@@ -1,0 +1,186 @@
+"""Stores as Python objects: constructors, pickles, other processes, what they print."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch_symm
+from stores import OWN, SECRET, Meeting, seconds, serve
+from torch_symm import FileStore, MemoryStore, TCPStore
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_every_store_is_a_store_of_torch(kind: str, tmp_path: Path) -> None:
+    store = Meeting(kind, tmp_path).open()
+    assert isinstance(store, dist.Store) and isinstance(store, torch_symm._C.NativeStore)  # type: ignore[attr-defined]
+    assert type(dist.PrefixStore("part", store).underlying_store) is type(store)
+
+
+def test_defaults() -> None:
+    assert MemoryStore().timeout == timedelta(seconds=300)
+    assert repr(MemoryStore()) == "MemoryStore(timeout=datetime.timedelta(seconds=300))"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        (("localhost", -1), {}, "port must have value from 0 to 65535 but was -1"),
+        (("localhost", 65_536), {}, "port must have value from 0 to 65535 but was 65536"),
+        (("localhost", 0, 0), {}, "TCPStore world size cannot be 0"),
+        (("localhost", 0, 1 << 40), {}, "too large"),
+        (("localhost", 0, 1), {"secret": ""}, "secret"),
+        (("localhost", 0, 1), {"secret": b""}, "secret"),
+        (("localhost", 0, 1), {"timeout": seconds(-1)}, "negative"),
+    ],
+)
+def test_bad_arguments_of_a_tcp_store(arguments: tuple[object, ...], options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TCPStore(*arguments, is_master=True, **options)  # type: ignore[arg-type]
+
+
+def test_bad_arguments_of_a_file_store(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="world size -1"):
+        FileStore(str(tmp_path / "store"), -1)
+    with pytest.raises(TypeError):
+        FileStore(7, 1)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError):
+        FileStore(str(tmp_path / "no" / "such" / "place"), 1)
+
+
+def test_a_path_may_be_a_path(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "störe", 2)
+    assert (store.path, store.world_size) == (str(tmp_path / "störe"), 2)
+    assert repr(str(tmp_path / "störe")) in repr(store)
+
+
+def test_a_tcp_store_says_where_it_is_and_hides_its_secret() -> None:
+    store = serve(secret=SECRET)
+    assert (store.host, store.is_master, store.world_size) == ("127.0.0.1", True, None)
+    assert 0 < store.port < 65_536
+    for text in (repr(store), str(store), repr(store.clone())):
+        assert SECRET not in text and "secret=..." in text and str(store.port) in text
+    assert "secret=None" in repr(serve())
+
+
+def test_a_wrong_secret_is_refused() -> None:
+    store = serve(secret=SECRET)
+    for secret in ("wrong", None):
+        with pytest.raises(dist.DistError) as caught:
+            TCPStore("127.0.0.1", store.port, None, False, seconds(5), False, secret=secret).set("key", "value")
+        assert SECRET not in str(caught.value)
+    with pytest.raises(dist.DistError):
+        TCPStore("127.0.0.1", serve().port, None, False, seconds(5), False, secret=SECRET).set("key", "value")
+    assert store.num_keys() == 0
+
+
+def test_nobody_listens() -> None:
+    port = serve().port
+    with pytest.raises(dist.DistError):
+        TCPStore("127.0.0.1", port, None, False, seconds(0.5))
+
+
+def test_a_master_that_waits_says_who_came() -> None:
+    with pytest.raises(dist.DistStoreError, match=r"1 of 2|1/2"):
+        TCPStore("127.0.0.1", 0, 2, True, seconds(0.3))
+
+
+def test_what_cannot_be_pickled_says_so() -> None:
+    with pytest.raises(TypeError, match="lives in its process"):
+        pickle.dumps(MemoryStore())
+    with pytest.raises(TypeError, match="secret"):
+        pickle.dumps(serve(secret=SECRET))
+
+
+def _other_process(store: dist.Store, end: Connection) -> None:
+    store.wait(["question"], seconds(20))
+    store.set("answer", store.get("question") + b"!")
+    end.send((type(store).__name__, repr(store), getattr(store, "is_master", None), store.get("answer")))
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp", "tcp-unix"])
+def test_a_pickle_opens_the_store_in_another_process(kind: str, tmp_path: Path) -> None:
+    store = Meeting(kind, tmp_path).open()
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_other_process, args=(store, there))
+    process.start()
+    try:
+        store.set("question", "who")
+        assert store.get("answer") == b"who!"
+        name, text, is_master, answer = here.recv()
+    finally:
+        process.join(30)
+    assert (process.exitcode, name, answer) == (0, type(store).__name__, b"who!")
+    assert is_master in (None, False)
+    if kind != "file":
+        assert text == repr(store).replace("is_master=True", "is_master=False")
+
+
+def test_a_pickle_of_a_master_is_a_client() -> None:
+    master = serve()
+    master.set_timeout(seconds(7))
+    client = pickle.loads(pickle.dumps(master))
+    assert (client.is_master, client.port, client.timeout) == (False, master.port, seconds(7))
+    client.set("key", "value")
+    assert master.get("key") == b"value"
+
+
+def test_a_forked_child_cannot_use_a_memory_store() -> None:
+    store = MemoryStore()
+    store.set("key", "value")
+    context = get_context("fork")
+    here, there = context.Pipe()
+
+    def child() -> None:
+        try:
+            store.get("key")
+        except dist.DistStoreError as error:
+            there.send(str(error))
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(30)
+    assert here.poll() and "forked" in here.recv()
+
+
+def test_signatures_are_those_of_torch() -> None:
+    text = inspect.getdoc(TCPStore.__init__) or ""
+    for name in ("host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant"):
+        assert f"{name}:" in text
+    assert "master_listen_fd" in text and "secret" in text
+
+
+@pytest.mark.parametrize(
+    ("host", "secret", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "a word", False), ("localhost", None, False)]
+)
+def test_a_store_open_to_the_network_without_a_secret_says_so(host: str, secret: str | None, warned: bool) -> None:
+    program = f"import torch_symm; torch_symm.TCPStore({host!r}, 0, 1, True, secret={secret!r})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ("open to the network, without a secret" in result.stderr) == warned, result.stderr
+    assert (f"{host}:" in result.stderr) == warned
+
+
+def test_threads_may_open_stores_at_once(tmp_path: Path) -> None:
+    server = TCPStore("127.0.0.1", 0, None, True)
+
+    def use(index: int) -> int:
+        client = TCPStore("127.0.0.1", server.port)
+        user = FileStore(tmp_path / "file", 1000)
+        MemoryStore().set("key", "value")
+        client.add("sum", 1)
+        user.add("sum", 1)
+        return index
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(use, range(200))) == list(range(200))
+    assert server.add("sum", 0) == FileStore(tmp_path / "file", 1000).add("sum", 0) == 200

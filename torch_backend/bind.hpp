@@ -1,0 +1,13 @@
+// The parts of the Python module torch_symm._C.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace symm {
+
+template <typename T>
+using Holder = c10::intrusive_ptr<T>;
+
+void bind_stores(pybind11::module_& module);
+
+} // namespace symm

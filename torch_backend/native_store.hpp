@@ -1,0 +1,107 @@
+// The core's stores as torch's.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+// Any store of the core; may be used from any thread. Every call is bounded by the timeout, 0 being the longest the core has.
+// Failures are torch's: DistStoreError (and its DistQueueEmptyError), DistNetworkError, ValueError.
+class SymmStore : public ::c10d::Store {
+ public:
+  using Milliseconds = std::chrono::milliseconds;
+  using Value = std::vector<uint8_t>;
+
+  SymmStore(rust::Box<NativeStore> store, Milliseconds timeout);
+
+  // Shares the contents and copies the timeout.
+  c10::intrusive_ptr<::c10d::Store> clone() override;
+
+  using Store::set;
+  void set(const std::string& key, const Value& value) override;
+  using Store::compareSet;
+  Value compareSet(const std::string& key, const Value& expected, const Value& desired) override;
+  Value get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t amount) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys, const Milliseconds& timeout) override;
+  void setTimeout(const Milliseconds& timeout) override;
+  void append(const std::string& key, const Value& value) override;
+  std::vector<Value> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys, const std::vector<Value>& values) override;
+  bool hasExtendedApi() const override;
+  void queuePush(const std::string& key, const Value& value) override;
+  Value queuePop(const std::string& key, bool block) override;
+  int64_t queueLen(const std::string& key) override;
+  std::vector<std::string> listKeys() override;
+
+  // Returns once all `size` ranks have called it with this key. Not `barrier`, which c10d has without ranks since 2.12.
+  void rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const;
+
+ protected:
+  rust::Box<NativeStore> share() const;
+
+ private:
+  StoreAnswer call(
+      StoreOp op,
+      rust::Slice<const Piece> keys,
+      rust::Slice<const Piece> values,
+      int64_t amount,
+      Milliseconds timeout) const;
+  StoreAnswer call(StoreOp op, std::initializer_list<Piece> keys, std::initializer_list<Piece> values, int64_t amount = 0) const;
+
+  rust::Box<NativeStore> store_;
+};
+
+// A store in this process's memory.
+class MemoryStore final : public SymmStore {
+ public:
+  MemoryStore();
+  MemoryStore(rust::Box<NativeStore> store, Milliseconds timeout);
+  c10::intrusive_ptr<::c10d::Store> clone() override;
+};
+
+// A store in a file.
+class FileStore final : public SymmStore {
+ public:
+  FileStore(const std::string& path, int64_t world_size);
+  FileStore(const FileStore& other, rust::Box<NativeStore> store);
+  c10::intrusive_ptr<::c10d::Store> clone() override;
+
+  // The system's bytes.
+  const std::string path;
+  const int64_t world_size;
+};
+
+// A store on a server.
+class TcpStore final : public SymmStore {
+ public:
+  explicit TcpStore(const TcpSpec& spec);
+  TcpStore(const TcpStore& other, rust::Box<NativeStore> store);
+  c10::intrusive_ptr<::c10d::Store> clone() override;
+
+  // Where the server is reached.
+  const std::string host;
+  const uint16_t port;
+  const bool is_master;
+  // Negative: not known.
+  const int64_t world_size;
+  const bool has_secret;
+
+ private:
+  TcpStore(const TcpSpec& spec, OpenedStore opened);
+};
+
+} // namespace symm
