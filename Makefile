@@ -1,4 +1,4 @@
-# make demo | test | bench | bench-mpi | lint | fmt | loom | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | bench | bench-stores | bench-mpi | lint | fmt | loom | fuzz | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCHVISION := 0.26.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-python bench bench-mpi lint fmt loom headers build tools clean
+.PHONY: demo test test-rust test-python bench bench-stores bench-mpi lint fmt loom fuzz headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -23,6 +23,10 @@ test-python: build
 
 bench: build
 	$(BIN)/python -m torch_symm.bench
+
+# The stores against torch's.
+bench-stores: build
+	$(BIN)/python -m torch_symm.bench.stores
 
 # The core without torch against Intel MPI's runtime.
 bench-mpi: build
@@ -45,6 +49,22 @@ fmt: build
 # The protocols of shared memory under every interleaving.
 loom: tools
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --quiet --release --test loom
+
+# Coverage-guided fuzzing of everything read from outside, $(FUZZ_SECONDS) a target. Stable Rust: the flags are those of
+# cargo-fuzz, which is not needed then.
+FUZZ_SECONDS ?= 60
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+	-Cllvm-args=-sanitizer-coverage-trace-compares
+fuzz: tools
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" CARGO_TARGET_DIR=target/fuzz cargo build --quiet --release --manifest-path fuzz/Cargo.toml --target $(HOST)
+	@for target in fuzz/targets/*.rs; do \
+		name=$$(basename $$target .rs); log=target/corpus/$$name.log; mkdir -p target/corpus/$$name; \
+		target/fuzz/$(HOST)/release/$$name -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=512 -malloc_limit_mb=64 \
+			-artifact_prefix=target/corpus/ -print_final_stats=1 target/corpus/$$name > $$log 2>&1 || { tail -60 $$log; exit 1; }; \
+		echo "fuzz $$name: $$(sed -n 's/stat::number_of_executed_units: *//p' $$log) inputs, no fault"; \
+	done
 
 # Compiles torch_backend/ against the headers of other versions of torch (downloads their wheels).
 headers: build

@@ -79,7 +79,7 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
             world=world,
             backends=(options.backend,) if options.peer is None else (options.backend, options.peer),
             cells=tuple(part),
-            rendezvous=(Path(folder) / "rendezvous").as_uri(),
+            rendezvous="symm+" + (Path(folder) / "rendezvous").as_uri(),
             deadline=deadline,
             side_seconds=options.side_seconds,
             least=options.least,
