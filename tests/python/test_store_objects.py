@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -184,3 +185,13 @@ def test_threads_may_open_stores_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(use, range(200))) == list(range(200))
     assert server.add("sum", 0) == FileStore(tmp_path / "file", 1000).add("sum", 0) == 200
+
+
+def test_a_bound_socket_is_taken_over() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        server = TCPStore("127.0.0.1", port, 1, True, master_listen_fd=bound.detach())
+    assert server.port == port
+    server.set("key", "value")
+    assert TCPStore("127.0.0.1", port).get("key") == b"value"
