@@ -7,7 +7,7 @@ use crate::store::Store;
 use crate::store::load::{Work, drive};
 
 /// Stores of which each is one client.
-pub struct Crowd(Vec<TorchStore>);
+pub(super) struct Crowd(Vec<TorchStore>);
 
 pub(super) fn crowd() -> Box<Crowd> {
     Box::new(Crowd(Vec::new()))
