@@ -12,7 +12,7 @@ What is done:
 - ``mix``: the four in turn, with the client's own key; one call is all four.
 - ``hand over``: of two clients one sets a key for which the other waits, and back; one call is one way.
 - ``meet``: a rendezvous: set a key, wait until all have, get the next client's. Connecting is timed apart, one
-  client after the other: torch's binding of its stores must not be called by two threads at once.
+  client after the other.
 """
 
 from __future__ import annotations
