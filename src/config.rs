@@ -1,6 +1,18 @@
 //! What the environment says. The only reader of `std::env`; read once, printed once at INFO.
 
+use std::path::PathBuf;
 use std::sync::OnceLock;
+
+/// Where compiled kernels are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CacheDir {
+    /// Nowhere, as the user wishes.
+    Off,
+    /// Nowhere, since the environment names no folder of the user's.
+    Unknown,
+    /// In this folder, which need not exist yet.
+    At(PathBuf),
+}
 
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,8 +25,23 @@ pub struct Config {
     pub spin: Option<u32>,
     /// `SYMM_CMA`: `0` forbids single-copy transfers by `process_vm_readv`. Default on.
     pub cma: bool,
+    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 256.
+    pub workspace_mb: usize,
+    /// `SYMM_P2P`: `0` keeps GPUs from mapping each other's memory: they exchange through the host's. Default on.
+    pub p2p: bool,
+    /// `SYMM_CUDA_TUNING`: where one algorithm ends and the next begins (`coll::cuda::plan::Tuning`), the same on all ranks.
+    pub cuda_tuning: String,
     /// `SYMM_STORE_BYTES`: how much a store's server holds, in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
+    /// `SYMM_NVRTC`: NVIDIA's run-time compiler, or the folder it lies in; absent: searched for.
+    pub nvrtc: Option<PathBuf>,
+    /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, else `$HOME/.cache/torch_symm`.
+    pub cache_dir: CacheDir,
+    /// `SYMM_TOPOLOGY_FILE`: a JSON file that says how GPUs are connected, in place of NVML (`docs/topology.md`). Default: none.
+    pub topology_file: Option<String>,
+    /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise its failure.
+    /// Default off.
+    pub blocking_wait: bool,
 }
 
 impl Config {
@@ -32,12 +59,29 @@ impl Config {
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let cma = match set("SYMM_CMA").as_deref() {
-            None | Some("1") => true,
+        let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(256, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
+        let mut switch = |name: &str, usual: bool| match set(name).as_deref() {
+            None => usual,
             Some("0") => false,
+            Some("1") => true,
             Some(value) => {
-                complaints.push(format!("SYMM_CMA={value:?} is neither 0 nor 1; ignored"));
-                true
+                complaints.push(format!("{name}={value:?} is neither 0 nor 1; ignored"));
+                usual
+            }
+        };
+        let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
+        let blocking_wait = switch("SYMM_BLOCKING_WAIT", false);
+        // The rules for XDG's variables say to ignore a relative path.
+        let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
+        let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
+        let usual = || usual().map_or(CacheDir::Unknown, |caches| CacheDir::At(caches.join("torch_symm")));
+        let cache_dir = match set("SYMM_CACHE_DIR").as_deref() {
+            None => usual(),
+            Some("0") => CacheDir::Off,
+            Some(path) if path.starts_with('/') => CacheDir::At(path.into()),
+            Some(path) => {
+                complaints.push(format!("SYMM_CACHE_DIR={path:?} is neither 0 nor an absolute path; ignored"));
+                usual()
             }
         };
         let config = Self {
@@ -45,7 +89,14 @@ impl Config {
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
             spin,
             cma,
+            workspace_mb,
+            p2p,
+            cuda_tuning: set("SYMM_CUDA_TUNING").unwrap_or_default(),
             store_bytes,
+            nvrtc: set("SYMM_NVRTC").map(PathBuf::from),
+            cache_dir,
+            topology_file: set("SYMM_TOPOLOGY_FILE"),
+            blocking_wait,
         };
         (config, complaints)
     }
@@ -78,8 +129,21 @@ mod tests {
     #[test]
     fn defaults_stand_where_nothing_is_set() {
         let (config, complaints) = parse(&[("SYMM_LOG", " ")]);
-        assert_eq!(config, Config { log: "warn".into(), restart: "0".into(), spin: None, cma: true, store_bytes: None });
-        assert_eq!(complaints, 0);
+        let expected = Config {
+            log: "warn".into(),
+            restart: "0".into(),
+            spin: None,
+            cma: true,
+            store_bytes: None,
+            workspace_mb: 256,
+            p2p: true,
+            cuda_tuning: String::new(),
+            nvrtc: None,
+            cache_dir: CacheDir::Unknown,
+            topology_file: None,
+            blocking_wait: false,
+        };
+        assert_eq!((config, complaints), (expected, 0));
     }
 
     #[test]
@@ -90,10 +154,47 @@ mod tests {
             ("SYMM_SPIN", "200"),
             ("SYMM_CMA", "0"),
             ("SYMM_STORE_BYTES", "4096"),
+            ("SYMM_NVRTC", "/opt/libnvrtc.so.13"),
+            ("SYMM_CACHE_DIR", "/scratch/kernels"),
+            ("SYMM_WORKSPACE_MB", "64"),
+            ("SYMM_P2P", "0"),
+            ("SYMM_CUDA_TUNING", "lanes=8"),
+            ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
+            ("SYMM_BLOCKING_WAIT", "1"),
         ]);
-        assert_eq!(config, Config { log: "debug".into(), restart: "3".into(), spin: Some(200), cma: false, store_bytes: Some(4096) });
-        assert_eq!(complaints, 0);
+        let expected = Config {
+            log: "debug".into(),
+            restart: "3".into(),
+            spin: Some(200),
+            cma: false,
+            workspace_mb: 64,
+            p2p: false,
+            cuda_tuning: "lanes=8".into(),
+            store_bytes: Some(4096),
+            nvrtc: Some("/opt/libnvrtc.so.13".into()),
+            cache_dir: CacheDir::At("/scratch/kernels".into()),
+            topology_file: Some("/etc/topology.json".into()),
+            blocking_wait: true,
+        };
+        assert_eq!((config, complaints), (expected, 0));
         let (config, complaints) = parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G")]);
         assert_eq!((config.spin, config.cma, config.store_bytes, complaints), (None, true, None, 3));
+    }
+
+    #[test]
+    fn the_cache_is_where_the_user_keeps_caches() {
+        let at = |path: &str| CacheDir::At(path.into());
+        for (pairs, expected, complaints) in [
+            (&[("XDG_CACHE_HOME", "/caches"), ("HOME", "/home/a")][..], at("/caches/torch_symm"), 0),
+            (&[("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
+            (&[("XDG_CACHE_HOME", "caches"), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
+            (&[("HOME", "a")], CacheDir::Unknown, 0),
+            (&[("SYMM_CACHE_DIR", "0"), ("HOME", "/home/a")], CacheDir::Off, 0),
+            (&[("SYMM_CACHE_DIR", ""), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 0),
+            (&[("SYMM_CACHE_DIR", "here"), ("HOME", "/home/a")], at("/home/a/.cache/torch_symm"), 1),
+        ] {
+            let (config, found) = parse(pairs);
+            assert_eq!((config.cache_dir, found), (expected, complaints), "{pairs:?}");
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! - [`coll`][]: collectives
 //! - [`sync`][]: waiting, failing, deadlines
 //! - [`mem`][]: memory that all members see
-//! - [`kernels`][]: loops over tensor bytes
+//! - [`kernels`][]: loops over tensor bytes; [`topo`][]: how devices are connected
 //! - [`boot`][]: how ranks find each other and come to share memory; [`watch`][]: noticing that one has died
 //! - [`store`][]: the key-value store through which ranks meet
 //! - [`sys`][]: thin wrappers over the system
@@ -30,4 +30,5 @@ pub mod rank;
 pub mod store;
 pub mod sync;
 pub mod sys;
+pub mod topo;
 pub mod watch;

@@ -1,4 +1,4 @@
-//! The module tree has a direction: `bridge → group → {engine, watch, coll, p2p, boot} → {sync, kernels, mem, store} → sys → leaves`.
+//! The module tree has a direction: `bridge → group → {engine, watch, coll, p2p, boot} → {sync, kernels, topo, mem, store} → sys → leaves`.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::path::Path;
@@ -8,7 +8,7 @@ fn height(module: &str) -> u32 {
     match module {
         "error" | "dtype" | "rank" | "config" | "done" => 0,
         "sys" => 1,
-        "mem" | "kernels" | "store" => 2,
+        "mem" | "kernels" | "store" | "topo" => 2,
         "sync" => 3,
         "boot" | "watch" | "coll" => 4,
         "p2p" => 5,

@@ -1,0 +1,188 @@
+//! What a GPU is called, and where it sits.
+
+use crate::error::{Error, Result};
+use crate::rank::{Rank, name_ranks};
+
+/// A place on the PCI bus, without the function: a GPU is function 0 whoever is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PciAddress {
+    /// PCI segment; 32 bits, since hypervisors number virtual ones high.
+    pub domain: u32,
+    /// Bus within the domain.
+    pub bus: u8,
+    /// Slot on the bus, 0 to 31.
+    pub device: u8,
+}
+
+impl PciAddress {
+    /// Reads `00000000:3B:00.0` (NVML), `0000:3b:00.0` (CUDA, sysfs) and both without function alike. `None` for all else,
+    /// among it `FFFFFFFF:FF:FF.0`, which NVML gives for the far end of a link that the machine hides.
+    pub fn parse(text: &str) -> Option<Self> {
+        let place = match text.split_once('.') {
+            Some((place, function)) => matches!(function.as_bytes(), [b'0'..=b'7']).then_some(place)?,
+            None => text,
+        };
+        let mut parts = place.split(':');
+        let mut part = || parts.next().filter(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        let (domain, bus, device) = (part()?, part()?, part()?);
+        let address = Self {
+            domain: u32::from_str_radix(domain, 16).ok()?,
+            bus: u8::from_str_radix(bus, 16).ok()?,
+            device: u8::from_str_radix(device, 16).ok()?,
+        };
+        (parts.next().is_none() && address.device < 32).then_some(address)
+    }
+}
+
+impl std::fmt::Display for PciAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:04x}:{:02x}:{:02x}", self.domain, self.bus, self.device)
+    }
+}
+
+/// The UUID of a GPU or of a MIG instance, in one spelling: NVML writes `GPU-` or `MIG-` in front, torch does not.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Uuid(String);
+
+impl Uuid {
+    /// The UUID in `text`, whatever the prefix and case.
+    pub fn new(text: &str) -> Self {
+        let text = text.trim().to_ascii_lowercase();
+        let bare = ["gpu-", "mig-"].iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(&text);
+        Self(bare.to_owned())
+    }
+}
+
+impl std::fmt::Display for Uuid {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Version of the NVLink protocol, as (major, minor).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NvlinkVersion(pub u8, pub u8);
+
+impl NvlinkVersion {
+    /// The version with NVML's number `code` (`NVML_NVLINK_VERSION_*`), if it is one that this crate has heard of.
+    pub fn from_nvml(code: u32) -> Option<Self> {
+        const VERSIONS: [NvlinkVersion; 8] = [
+            NvlinkVersion(1, 0),
+            NvlinkVersion(2, 0),
+            NvlinkVersion(2, 2),
+            NvlinkVersion(3, 0),
+            NvlinkVersion(3, 1),
+            NvlinkVersion(4, 0),
+            NvlinkVersion(5, 0),
+            NvlinkVersion(6, 0),
+        ];
+        VERSIONS.get(usize::try_from(code).ok()?.checked_sub(1)?).copied()
+    }
+}
+
+impl std::fmt::Display for NvlinkVersion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}", self.0, self.1)
+    }
+}
+
+/// Whether a GPU is one device or cut into MIG instances, which reach no other device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mig {
+    /// One device.
+    Off,
+    /// Cut into these instances.
+    On(Vec<Uuid>),
+}
+
+/// A GPU of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// The GPU itself; its MIG instances have UUIDs of their own.
+    pub uuid: Uuid,
+    /// Where it sits.
+    pub bus: PciAddress,
+    /// As in `NVIDIA H200`.
+    pub name: String,
+    /// The nearest NUMA node, if the system names one.
+    pub numa: Option<u32>,
+    /// Its folder in sysfs, with the bridges on the way to it; `None` where sysfs does not show it.
+    pub path: Option<String>,
+    /// Version of its links, if it has any that are up.
+    pub nvlink: Option<NvlinkVersion>,
+    /// Whether it is cut into instances.
+    pub mig: Mig,
+}
+
+impl Gpu {
+    /// Whether a CUDA device with this UUID is this GPU or a part of it.
+    pub fn answers_to(&self, uuid: &Uuid) -> bool {
+        match &self.mig {
+            Mig::Off => self.uuid == *uuid,
+            Mig::On(instances) => self.uuid == *uuid || instances.contains(uuid),
+        }
+    }
+}
+
+/// Fails if two of the `devices` are the same GPU, or the same instance of one, naming it and every rank on it.
+pub fn overlapping(devices: &[(Rank, Uuid)]) -> Result<()> {
+    for (_, uuid) in devices {
+        let here: Vec<Rank> = devices.iter().filter(|(_, other)| other == uuid).map(|(rank, _)| *rank).collect();
+        if here.len() > 1 {
+            return Err(Error::config(format!("{} use the same GPU {uuid}: each rank needs a GPU of its own", name_ranks(&here))));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn addresses_are_one_in_every_spelling() {
+        let expected = Some(PciAddress { domain: 0, bus: 0x3b, device: 0 });
+        for text in ["00000000:3B:00.0", "0000:3b:00.0", "0000:3B:00", "0:3b:0.0", "00000000:3b:00.7"] {
+            assert_eq!(PciAddress::parse(text), expected, "{text}");
+        }
+        assert_eq!(PciAddress::parse("10000:01:1f.0"), Some(PciAddress { domain: 0x10000, bus: 1, device: 31 }));
+        for text in ["", "3b:00.0", "FFFFFFFF:FF:FF.0", "0000:3b:20.0", "0000:3b:00.8", "0000:3b:00.", "0000:3b:00.00", "0:1:2:3"] {
+            assert_eq!(PciAddress::parse(text), None, "{text}");
+        }
+        for text in ["+000:3b:00.0", "0000:100:00.0", "100000000:3b:00.0", "0000::00.0", "0000:3b:00.0\n", "zz:3b:00"] {
+            assert_eq!(PciAddress::parse(text), None, "{text}");
+        }
+        assert_eq!(expected.map(|address| address.to_string()), Some("0000:3b:00".into()));
+    }
+
+    #[test]
+    fn uuids_are_one_in_every_spelling() {
+        let expected = Uuid::new("1b3c5d7e-0000-1111-2222-333344445555");
+        for text in ["GPU-1b3c5d7e-0000-1111-2222-333344445555", " 1B3C5D7E-0000-1111-2222-333344445555\n"] {
+            assert_eq!(Uuid::new(text), expected);
+        }
+        assert_eq!(Uuid::new("MIG-1b3c5d7e-0000-1111-2222-333344445555"), expected);
+        assert_ne!(Uuid::new("1b3c5d7e"), expected);
+    }
+
+    #[test]
+    fn versions_are_those_of_nvml() {
+        let cases = [(0, None), (1, Some(NvlinkVersion(1, 0))), (2, Some(NvlinkVersion(2, 0))), (6, Some(NvlinkVersion(4, 0)))];
+        for (code, version) in cases {
+            assert_eq!(NvlinkVersion::from_nvml(code), version);
+        }
+        assert_eq!(NvlinkVersion::from_nvml(9), None);
+        assert_eq!(NvlinkVersion::from_nvml(u32::MAX), None);
+    }
+
+    #[test]
+    fn ranks_on_one_gpu_are_named() {
+        let device = |rank, uuid| (Rank(rank), Uuid::new(uuid));
+        assert_eq!(overlapping(&[]), Ok(()));
+        assert_eq!(overlapping(&[device(0, "GPU-a"), device(1, "GPU-b")]), Ok(()));
+        let error = overlapping(&[device(0, "b"), device(1, "GPU-A"), device(2, "c"), device(5, "a")]).expect_err("1 and 5 overlap");
+        assert_eq!(error.kind, Kind::Config);
+        assert_eq!(error.message, "ranks 1 and 5 use the same GPU a: each rank needs a GPU of its own");
+    }
+}

@@ -1,0 +1,130 @@
+//! How the GPUs of this host are connected.
+//!
+//! [`nvml`] asks, [`injected`] answers in its place where a file is named; the rest is pure: [`mesh`] counts links, [`graph`] gives
+//! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/topology.md`.
+
+pub mod ancestry;
+pub mod device;
+pub mod graph;
+pub mod injected;
+pub mod mesh;
+mod nvml;
+pub mod report;
+pub mod square;
+mod sysfs;
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use device::{Gpu, Mig, PciAddress, Uuid};
+use graph::{Topology, classify};
+use injected::Injected;
+use mesh::NvlMesh;
+use nvml::Facts;
+use square::Square;
+use std::path::Path;
+
+/// Where a topology comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// NVML.
+    Nvml,
+    /// The file of this name (`SYMM_TOPOLOGY_FILE`).
+    Injected(String),
+    /// Nowhere: there is no NVML, for this reason. Then no GPU is known.
+    Absent(String),
+}
+
+/// GPUs and how they are connected. Everything is in the order of `gpus`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Detected {
+    /// Who says so.
+    pub source: Source,
+    /// The GPUs; from [`detect`] those of the host by PCI address.
+    pub gpus: Vec<Gpu>,
+    /// NVLinks between them.
+    pub mesh: NvlMesh,
+    /// Which pairs can access each other's memory.
+    pub peers: Square<bool>,
+    /// What that amounts to.
+    pub topology: Topology,
+}
+
+impl Detected {
+    fn new(source: Source, gpus: Vec<Gpu>, mesh: NvlMesh, peers: Square<bool>) -> Self {
+        let topology = classify(&mesh, &peers);
+        Self { source, gpus, mesh, peers, topology }
+    }
+
+    /// The same for the GPUs with these UUIDs alone, in this order, whose structure may be another than that of all. The UUID of a
+    /// MIG instance stands for its GPU, which then has neither links nor peers.
+    ///
+    /// # Errors
+    /// [`Config`](crate::error::Kind::Config) names a UUID that is not among the GPUs.
+    pub fn select(&self, uuids: &[Uuid]) -> Result<Self> {
+        let order = uuids.iter().map(|uuid| self.place(uuid)).collect::<Result<Vec<_>>>()?;
+        let peers = Square::from_pairs(order.len(), |a, b| self.peers.at(order[a], order[b]));
+        let gpus = order.iter().map(|&gpu| self.gpus[gpu].clone()).collect();
+        Ok(Self::new(self.source.clone(), gpus, self.mesh.select(&order), peers))
+    }
+
+    fn place(&self, uuid: &Uuid) -> Result<usize> {
+        self.gpus.iter().position(|gpu| gpu.answers_to(uuid)).ok_or_else(|| {
+            let count = self.gpus.len();
+            Error::config(match &self.source {
+                Source::Nvml => format!("GPU {uuid} is not among the {count} that NVML shows to this process"),
+                Source::Injected(path) => format!("GPU {uuid} is not among the first {count} of this host, which {path} describes"),
+                Source::Absent(reason) => format!("how GPU {uuid} is connected is not known: {reason}"),
+            })
+        })
+    }
+}
+
+/// How the GPUs of this host are connected: by `SYMM_TOPOLOGY_FILE` if set, else by NVML. A host without NVML is
+/// [`Source::Absent`], no error.
+///
+/// # Errors
+/// [`Config`](crate::error::Kind::Config) if the file is faulty.
+pub fn detect() -> Result<Detected> {
+    assemble(Config::get().topology_file.as_deref(), nvml::facts())
+}
+
+/// NVLink counts between the GPUs with these UUIDs, in this order; with or without `GPU-` in front.
+///
+/// # Errors
+/// Those of [`detect`] and [`Detected::select`].
+pub fn connectivity_of(uuids: &[String]) -> Result<NvlMesh> {
+    let uuids: Vec<Uuid> = uuids.iter().map(|uuid| Uuid::new(uuid)).collect();
+    Ok(detect()?.select(&uuids)?.mesh)
+}
+
+fn assemble(file: Option<&str>, facts: std::result::Result<&Facts, &str>) -> Result<Detected> {
+    match (file, facts) {
+        (Some(path), facts) => {
+            let Injected { mesh, peers } = Injected::load(Path::new(path))?;
+            let here = facts.map_or(&[][..], |facts| &facts.gpus);
+            let gpus = (0..mesh.size()).map(|gpu| here.get(gpu).cloned().unwrap_or_else(|| stand_in(gpu))).collect();
+            Ok(Detected::new(Source::Injected(path.into()), gpus, mesh, peers))
+        }
+        (None, Ok(facts)) => Ok(Detected::new(Source::Nvml, facts.gpus.clone(), NvlMesh::observed(&facts.links), facts.peers.clone())),
+        (None, Err(reason)) => {
+            let nothing = NvlMesh::observed(&[]);
+            Ok(Detected::new(Source::Absent(reason.into()), vec![], nothing, Square::from_pairs(0, |_, _| false)))
+        }
+    }
+}
+
+/// A GPU that a file describes and the host does not have: `injected-3`.
+fn stand_in(gpu: usize) -> Gpu {
+    Gpu {
+        uuid: Uuid::new(&format!("injected-{gpu}")),
+        bus: PciAddress { domain: u32::MAX, bus: gpu as u8, device: 0 },
+        name: "stand-in".into(),
+        numa: None,
+        path: None,
+        nvlink: None,
+        mig: Mig::Off,
+    }
+}
+
+#[cfg(test)]
+mod tests;

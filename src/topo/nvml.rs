@@ -1,0 +1,149 @@
+//! What NVML tells about the GPUs of this host. The only user of `nvml_wrapper`.
+
+use super::device::{Gpu, Mig, NvlinkVersion, PciAddress, Uuid};
+use super::mesh::{Links, Remote};
+use super::square::Square;
+use super::sysfs;
+use nvml_wrapper::enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus};
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, Nvml};
+use std::ffi::OsStr;
+use std::path::Path;
+use std::sync::OnceLock;
+
+const LIBRARY: &str = "libnvidia-ml.so.1";
+/// `NVML_NVLINK_MAX_LINKS` of NVML 13: no GPU has more.
+const MAX_LINKS: u32 = 18;
+
+/// The GPUs of this host in the order of their PCI addresses, and what each reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) gpus: Vec<Gpu>,
+    pub(super) links: Vec<Links>,
+    /// Whether NVML grants both reading and writing of each other's memory.
+    pub(super) peers: Square<bool>,
+}
+
+/// The facts, or why there are none; asked once in a process.
+///
+/// NVML is closed again: its open device files would be inherited by forked ranks.
+pub(super) fn facts() -> Result<&'static Facts, &'static str> {
+    static FACTS: OnceLock<Result<Facts, String>> = OnceLock::new();
+    let facts = FACTS.get_or_init(|| {
+        let facts = read(OsStr::new(LIBRARY), Path::new("/sys"));
+        match &facts {
+            Ok(facts) => log::debug!("NVML: {facts:?}"),
+            Err(reason) => log::debug!("no NVML: {reason}"),
+        }
+        facts
+    });
+    facts.as_ref().map_err(String::as_str)
+}
+
+/// What the NVML at `library` tells. GPUs that it cannot name are left out, with a warning.
+fn read(library: &OsStr, sys: &Path) -> Result<Facts, String> {
+    let nvml = Nvml::builder().lib_path(library).init().map_err(|error| format!("NVML does not start: {error}"))?;
+    let count = nvml.device_count().map_err(|error| format!("NVML counts no GPUs: {error}"))?;
+    let named = (0..count).filter_map(|index| {
+        let found = nvml.device_by_index(index).map_err(|error| error.to_string()).and_then(|device| {
+            let gpu = describe(&device, sys)?;
+            Ok((gpu, device))
+        });
+        found.inspect_err(|error| log::warn!("NVML's GPU {index} is left out: {error}")).ok()
+    });
+    let mut devices: Vec<(Gpu, Device<'_>)> = named.collect();
+    devices.sort_by_key(|(gpu, _)| gpu.bus);
+    let links = devices.iter().map(|(gpu, device)| Links { bus: gpu.bus, remotes: remotes(device, gpu) }).collect();
+    let peers = Square::from_pairs(devices.len(), |a, b| {
+        let ((one, one_device), (other, other_device)) = (&devices[a], &devices[b]);
+        one.mig == Mig::Off && other.mig == Mig::Off && (a == b || reach(one_device, other_device))
+    });
+    Ok(Facts { gpus: devices.into_iter().map(|(gpu, _)| gpu).collect(), links, peers })
+}
+
+fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
+    let sentence = |error: NvmlError| error.to_string();
+    let uuid = Uuid::new(&device.uuid().map_err(sentence)?);
+    let bus = device.pci_info().map_err(sentence)?.bus_id;
+    let bus = PciAddress::parse(&bus).ok_or_else(|| format!("{bus:?} is no PCI address"))?;
+    let place = sysfs::place(sys, bus);
+    let up = (0..MAX_LINKS).map(|link| device.link_wrapper_for(link)).find(|link| link.is_active().unwrap_or(false));
+    Ok(Gpu {
+        uuid,
+        bus,
+        name: device.name().unwrap_or_else(|_| "GPU".into()),
+        // Not nvmlDeviceGetNumaNodeId: that is the node which a GPU's own memory makes up, where it makes up one.
+        numa: place.numa,
+        path: place.path,
+        nvlink: up.and_then(|link| NvlinkVersion::from_nvml(link.version().ok()?)),
+        mig: mig(device),
+    })
+}
+
+/// A GPU that knows no MIG answers with an error.
+fn mig(device: &Device<'_>) -> Mig {
+    match device.mig_mode() {
+        Ok(mode) if mode.current != 0 => {
+            let most = device.mig_device_count().unwrap_or(0);
+            // Instances are numbered with gaps.
+            Mig::On((0..most).filter_map(|index| Some(Uuid::new(&device.mig_device_by_index(index).ok()?.uuid().ok()?))).collect())
+        }
+        Ok(_) | Err(_) => Mig::Off,
+    }
+}
+
+/// The far ends of the links that are up. None with MIG, whose instances cannot use them.
+fn remotes(device: &Device<'_>, gpu: &Gpu) -> Vec<Remote> {
+    let up = |link: &u32| device.link_wrapper_for(*link).is_active().unwrap_or(false);
+    match gpu.mig {
+        Mig::Off => (0..MAX_LINKS).filter(up).map(|link| remote(device, link)).collect(),
+        Mig::On(_) => Vec::new(),
+    }
+}
+
+fn remote(device: &Device<'_>, link: u32) -> Remote {
+    let gpu = || {
+        let info = device.link_wrapper_for(link).remote_pci_info().ok()?;
+        PciAddress::parse(&info.bus_id).map(Remote::Gpu)
+    };
+    match remote_type(device, link) {
+        Some(RemoteType::Switch) => Remote::Switch,
+        Some(RemoteType::Other) => Remote::Unknown,
+        // Old drivers do not tell: then the address counts if it is a GPU's.
+        Some(RemoteType::Gpu) | None => gpu().unwrap_or(Remote::Unknown),
+    }
+}
+
+/// `nvmlIntNvLinkDeviceType_t`, as far as it matters.
+enum RemoteType {
+    Gpu,
+    Switch,
+    Other,
+}
+
+/// What kind of device is at the far end; `None` if the driver does not tell.
+///
+/// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but lets NVML write into a temporary and always answers `Unknown`.
+fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {
+    let ask = device.nvml().lib().nvmlDeviceGetNvLinkRemoteDeviceType.as_ref().ok()?;
+    let mut kind = 255;
+    // SAFETY: the handle is of `device`, whose borrow of its `Nvml` keeps the library open and initialised; NVML checks `link`, and
+    // writes to `kind` only, an unsigned int as its C enumeration is.
+    let status = unsafe { ask(device.handle(), link, &mut kind) };
+    (status == 0).then_some(match kind {
+        0 => RemoteType::Gpu,
+        2 => RemoteType::Switch,
+        // 1: a POWER processor; 255: unknown.
+        _ => RemoteType::Other,
+    })
+}
+
+/// Whether each of two GPUs may read and write the other's memory.
+fn reach(one: &Device<'_>, other: &Device<'_>) -> bool {
+    let ways = [(one, other), (other, one)];
+    let granted = |index: fn() -> P2pCapabilitiesIndex| ways.iter().all(|(a, b)| matches!(a.p2p_status(b, index()), Ok(P2pStatus::Ok)));
+    granted(|| P2pCapabilitiesIndex::Read) && granted(|| P2pCapabilitiesIndex::Write)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,69 @@
+//! Against a stand-in for NVML, which the C compiler makes of `stub.c`.
+
+use super::super::mesh::NvlMesh;
+use super::*;
+
+fn stub(flags: &[&str]) -> Facts {
+    let folder = tempfile::tempdir().expect("a folder");
+    let library = folder.path().join("libnvidia-ml.so.1");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/topo/nvml/stub.c");
+    let mut compiler = std::process::Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-Wall", "-Werror", "-o"]).args([&library, &source]).args(flags);
+    assert!(compiler.status().expect("the linker that rustc uses").success());
+    read(library.as_os_str(), folder.path()).expect("the stub is complete")
+}
+
+fn links(facts: &Facts) -> Vec<Vec<u32>> {
+    NvlMesh::observed(&facts.links).rows().map(<[u32]>::to_vec).collect()
+}
+
+#[test]
+fn gpus_come_by_address_and_the_lost_one_is_left_out() {
+    let facts = stub(&[]);
+    let seen: Vec<String> = facts.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
+    let expected =
+        ["a 0000:3b:00 NVIDIA One", "b 0000:3c:00 NVIDIA One", "d 0000:5d:00 NVIDIA Alone", "c 0000:5e:00 NVIDIA Cut"].map(String::from);
+    assert_eq!(seen, expected);
+    let versions: Vec<_> = facts.gpus.iter().map(|gpu| gpu.nvlink).collect();
+    let four = Some(NvlinkVersion(4, 0));
+    assert_eq!(versions, [four, four, None, four]);
+}
+
+#[test]
+fn the_type_of_the_far_end_decides_not_its_address() {
+    // a–b: two direct links, and one through switches, of which a has one link and b two. b's switches hide their address, a's has
+    // that of b. A link to a hidden GPU counts for nothing.
+    assert_eq!(links(&stub(&[])), [[0, 3, 0, 0], [3, 0, 0, 0], [0; 4], [0; 4]]);
+}
+
+#[test]
+fn a_driver_that_tells_no_type_still_shows_direct_links() {
+    assert_eq!(links(&stub(&["-DOLD_DRIVER"])), [[0, 2, 0, 0], [2, 0, 0, 0], [0; 4], [0; 4]]);
+}
+
+#[test]
+fn a_gpu_in_instances_has_neither_links_nor_peers() {
+    let facts = stub(&[]);
+    assert_eq!(facts.gpus[3].mig, Mig::On(vec![Uuid::new("x"), Uuid::new("y")]));
+    assert_eq!(facts.links[3].remotes, []);
+    assert!((0..4).all(|gpu| !facts.peers.at(gpu, 3)));
+}
+
+#[test]
+fn peers_read_and_write_both_ways() {
+    let peers = stub(&[]).peers;
+    let expected = [[true, true, false, false], [true, true, true, false], [false, true, true, false], [false; 4]];
+    assert_eq!(peers.rows().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn a_missing_library_is_a_sentence() {
+    let reason = read(OsStr::new("/nowhere/libnvidia-ml.so.1"), Path::new("/sys")).expect_err("it is not there");
+    assert!(reason.starts_with("NVML does not start: ") && reason.contains("/nowhere/libnvidia-ml.so.1"), "{reason}");
+}
+
+#[test]
+fn a_library_that_is_another_is_a_sentence() {
+    let reason = read(OsStr::new("libc.so.6"), Path::new("/sys")).expect_err("it is no NVML");
+    assert!(reason.starts_with("NVML does not start: "), "{reason}");
+}

@@ -1,0 +1,87 @@
+//! What holds between each pair of devices.
+
+use crate::error::{Error, Result};
+
+/// A symmetric square matrix: `at(a, b) == at(b, a)`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Square<T> {
+    size: usize,
+    cells: Vec<T>,
+}
+
+impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
+    /// The matrix whose rows these are; fails unless they are square and symmetric.
+    pub fn new(rows: &[Vec<T>]) -> Result<Self> {
+        let size = rows.len();
+        for (row, cells) in rows.iter().enumerate() {
+            if cells.len() != size {
+                return Err(Error::value(format!("row {row} has {} entries, but there are {size} rows", cells.len())));
+            }
+        }
+        for (a, row) in rows.iter().enumerate() {
+            for (b, cell) in row.iter().enumerate().take(a) {
+                if *cell != rows[b][a] {
+                    return Err(Error::value(format!("[{b}][{a}] is {}, but [{a}][{b}] is {cell}", rows[b][a])));
+                }
+            }
+        }
+        Ok(Self { size, cells: rows.concat() })
+    }
+
+    /// The matrix with `cell(a, b)`, asked for `a <= b` only, at `[a][b]` and `[b][a]`.
+    pub fn from_pairs(size: usize, cell: impl Fn(usize, usize) -> T) -> Self {
+        let places = (0..size).flat_map(|a| (0..size).map(move |b| (a.min(b), a.max(b))));
+        Self { size, cells: places.map(|(a, b)| cell(a, b)).collect() }
+    }
+
+    /// Number of rows.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// What holds between `a` and `b`.
+    ///
+    /// # Panics
+    /// If one of them is not below `size`.
+    pub fn at(&self, a: usize, b: usize) -> T {
+        assert!(a < self.size && b < self.size, "pair ({a}, {b}) of {} devices", self.size);
+        self.cells[a * self.size + b]
+    }
+
+    /// The rows, top to bottom.
+    pub fn rows(&self) -> impl Iterator<Item = &[T]> {
+        // No chunk of 0 entries may be asked for; without rows there are none.
+        self.cells.chunks(self.size.max(1))
+    }
+
+    /// Whether `holds` is true of every pair of different devices.
+    pub fn every_pair(&self, holds: impl Fn(T) -> bool) -> bool {
+        (0..self.size).all(|a| (0..a).all(|b| holds(self.at(a, b))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(rows: &[Vec<u32>]) -> String {
+        Square::new(rows).expect_err("the rows are not symmetric").message
+    }
+
+    #[test]
+    fn rows_that_are_no_symmetric_square_are_refused() {
+        assert_eq!(refused(&[vec![0, 1], vec![1]]), "row 1 has 1 entries, but there are 2 rows");
+        assert_eq!(refused(&[vec![]]), "row 0 has 0 entries, but there are 1 rows");
+        assert_eq!(refused(&[vec![0, 1], vec![2, 0]]), "[0][1] is 1, but [1][0] is 2");
+    }
+
+    #[test]
+    fn rows_come_back() {
+        let rows = [vec![1, 2, 3], vec![2, 4, 5], vec![3, 5, 6]];
+        let square = Square::new(&rows).expect("symmetric");
+        assert_eq!(square.rows().collect::<Vec<_>>(), rows);
+        assert_eq!(Square::from_pairs(3, |a, b| rows[a][b]), square);
+        assert!(square.every_pair(|cell| (2..=5).contains(&cell)));
+        assert_eq!(Square::<u32>::new(&[]).expect("nothing").rows().count(), 0);
+    }
+}

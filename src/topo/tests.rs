@@ -1,0 +1,129 @@
+//! What `detect` makes of facts and files, without asking for either.
+
+use super::mesh::{Links, Remote};
+use super::*;
+use crate::error::Kind;
+
+fn gpu(name: &str, bus: u8) -> Gpu {
+    let path = Some(format!("/sys/devices/pci0000:{bus:02x}/0000:{bus:02x}:00.0"));
+    let bus = PciAddress { domain: 0, bus, device: 0 };
+    Gpu { uuid: Uuid::new(name), bus, name: "NVIDIA X".into(), numa: Some(0), path, nvlink: None, mig: Mig::Off }
+}
+
+/// Three GPUs at switches, the third with MIG.
+fn facts() -> Facts {
+    let mut gpus = vec![gpu("GPU-a", 1), gpu("GPU-b", 2), gpu("GPU-c", 3)];
+    gpus[2].mig = Mig::On(vec![Uuid::new("MIG-x"), Uuid::new("MIG-y")]);
+    let remotes = |gpu: &Gpu| if gpu.mig == Mig::Off { vec![Remote::Switch; 18] } else { vec![] };
+    let links = gpus.iter().map(|gpu| Links { bus: gpu.bus, remotes: remotes(gpu) }).collect();
+    Facts { gpus, links, peers: Square::from_pairs(3, |_, b| b != 2) }
+}
+
+fn select(detected: &Detected, uuids: &[&str]) -> Result<Detected> {
+    detected.select(&uuids.iter().map(|uuid| Uuid::new(uuid)).collect::<Vec<_>>())
+}
+
+fn file(text: &str) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(&file, text).expect("it can be written");
+    file
+}
+
+fn injected(text: &str, facts: std::result::Result<&Facts, &str>) -> Result<Detected> {
+    let file = file(text);
+    assemble(Some(file.path().to_str().expect("UTF-8")), facts)
+}
+
+const THREE: &str = r#"{"gpus": 3, "links": [[0, 1, 2], [1, 0, 3], [2, 3, 0]], "p2p": true}"#;
+
+#[test]
+fn this_host_is_detected_without_failing() {
+    let detected = detect().expect("with or without NVML");
+    if let Source::Absent(reason) = &detected.source {
+        assert!(reason.starts_with("NVML "), "{reason}");
+        assert_eq!((detected.gpus.len(), detected.mesh.size(), &detected.topology), (0, 0, &Topology::Unknown));
+        let error = connectivity_of(&["GPU-a".into()]).expect_err("nothing is known");
+        assert_eq!(error.kind, Kind::Config);
+        assert!(error.message.starts_with("how GPU a is connected is not known: NVML "), "{error}");
+    }
+    assert_eq!(connectivity_of(&[]).map(|mesh| mesh.size()), Ok(0));
+}
+
+#[test]
+fn a_selection_has_the_order_asked_for_and_a_structure_of_its_own() {
+    let detected = assemble(None, Ok(&facts())).expect("facts");
+    assert_eq!((&detected.source, &detected.topology), (&Source::Nvml, &Topology::Unknown));
+    let two = select(&detected, &["B", "GPU-a"]).expect("both are there");
+    assert_eq!(two.topology, Topology::FullyConnected);
+    assert_eq!(two.gpus.iter().map(|gpu| gpu.bus.bus).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!(two.mesh.links(0, 1), 18);
+}
+
+#[test]
+fn instances_of_one_gpu_are_strangers() {
+    let detected = assemble(None, Ok(&facts())).expect("facts");
+    let instances = select(&detected, &["MIG-x", "MIG-y", "GPU-a"]).expect("all are there");
+    assert_eq!(instances.topology, Topology::Unknown);
+    assert!(instances.peers.every_pair(|granted| !granted));
+}
+
+#[test]
+fn an_unknown_gpu_is_named() {
+    let message = |detected: &Detected| select(detected, &["GPU-z"]).expect_err("it is not there").message;
+    let detected = assemble(None, Ok(&facts())).expect("facts");
+    assert_eq!(message(&detected), "GPU z is not among the 3 that NVML shows to this process");
+    let detected = assemble(None, Err("no library")).expect("no NVML is no error");
+    assert_eq!(message(&detected), "how GPU z is connected is not known: no library");
+    let message = message(&injected(THREE, Ok(&facts())).expect("a right file"));
+    assert!(message.starts_with("GPU z is not among the first 3 of this host, which /"), "{message}");
+}
+
+#[test]
+fn a_file_replaces_the_links_of_the_gpus_that_are_there() {
+    let detected = injected(THREE, Ok(&facts())).expect("a right file");
+    assert_eq!(detected.topology, Topology::FullyConnected);
+    assert_eq!(select(&detected, &["c", "a"]).expect("both are there").mesh.links(0, 1), 2);
+}
+
+#[test]
+fn a_file_may_describe_gpus_that_are_not_there() {
+    let mut one = facts();
+    one.gpus.truncate(1);
+    for (facts, first) in [(Err("no library"), "injected-0"), (Ok(&one), "a")] {
+        let detected = injected(THREE, facts).expect("a right file");
+        let two = select(&detected, &[first, "injected-2"]).expect("both are there");
+        assert_eq!(two.mesh.links(0, 1), 2);
+    }
+}
+
+#[test]
+fn a_faulty_file_is_an_error_even_with_nvml() {
+    let error = injected(r#"{"gpus": 2}"#, Ok(&facts())).expect_err("no links");
+    assert_eq!(error.kind, Kind::Config);
+    assert!(error.message.contains("missing field `links`"), "{error}");
+}
+
+#[test]
+fn the_report_shows_every_pair() {
+    let text = report::render(&assemble(None, Ok(&facts())).expect("facts"));
+    let expected = "\
+3 GPUs, unknown (NVML)
+
+      GPU0  GPU1  GPU2  PCI           NUMA  NVLink  name
+GPU0  X     NV18  NODE  0000:01:00.0  0     -       NVIDIA X
+GPU1  NV18  X     NODE  0000:02:00.0  0     -       NVIDIA X
+GPU2  NODE  NODE  X     0000:03:00.0  0     -       NVIDIA X (MIG, 2 instances)
+
+no peer access: 0-2 1-2
+
+NV# = so many NVLinks
+X = the GPU itself
+PIX = at most one PCIe switch
+PXB = several PCIe switches, no host bridge
+PHB = a PCIe host bridge
+NODE = host bridges of one NUMA node
+SYS = the interconnect between NUMA nodes
+";
+    assert_eq!(text, expected);
+    assert_eq!(report::render(&assemble(None, Err("no library")).expect("no NVML is no error")), "0 GPUs, unknown (no library)\n");
+}
