@@ -1,3 +1,4 @@
 //! Loops over tensor bytes.
 
 pub mod cpu;
+pub mod cuda;

@@ -1,0 +1,32 @@
+// One-shot all-reduce: every rank sends all it has to everybody, who all add it up, in rank order.
+// Sent per rank: (n - 1) S. One trip.
+#include "marked.cuh"
+
+KERNEL(all_reduce_one_shot, AllReduceArgs) {
+  after_predecessor();
+  const Common& common = args.common;
+  const MarkedRound round = begin_round(common, args.marked);
+  Wait wait;
+  const u64 units = units_of(args.bytes);
+  const u64 first = part_begin(units, block(), blocks());
+  const u32 count = (u32)(part_begin(units, block() + 1, blocks()) - first);
+  for (u32 i = thread(); i < count; i += threads()) {
+    const u64 offset = (first + i) * 16;
+    const Unit v = scrub(lift(load_unit(args.from + offset, args.bytes - offset), args.factor));
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      store_relaxed(marked_slot(common, round, r, 0, RANK, i), v);
+    }
+  }
+  allow_successor();
+  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
+  for (u32 i = thread(); i < count; i += threads()) {
+    const u64 offset = (first + i) * 16;
+    Unit v[WORLD];
+    v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
+    pull_marked(common, round, 0, i, everybody, v, wait);
+    store_unit(args.to + offset, sum_in_order(v), args.bytes - offset);
+  }
+  end_round(common, args.marked, round);
+}

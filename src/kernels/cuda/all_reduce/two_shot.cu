@@ -1,0 +1,75 @@
+// Two-shot all-reduce: each rank adds up one piece of what all have, in rank order, and sends the sum to everybody.
+// Sent per rank: 2 (n - 1) / n S. Two trips, no barrier between them.
+#include "marked.cuh"
+
+KERNEL(all_reduce_two_shot, AllReduceArgs) {
+  after_predecessor();
+  const Common& common = args.common;
+  const MarkedRound round = begin_round(common, args.marked);
+  Wait wait;
+  const u64 units = units_of(args.bytes);
+  const u64 first = part_begin(units, block(), blocks());
+  const u64 mine = part_begin(units, block() + 1, blocks()) - first;
+  u64 start[WORLD];
+  u32 count[WORLD];
+  u32 longest = 0;
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    const u64 begins = part_begin(mine, r, WORLD);
+    start[r] = (first + begins) * 16;
+    count[r] = (u32)(part_begin(mine, r + 1, WORLD) - begins);
+    longest = count[r] > longest ? count[r] : longest;
+  }
+  for (u32 i = thread(); i < longest; i += threads()) {
+    Unit v[WORLD];
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      const u64 offset = start[r] + (u64)i * 16;
+      if (i < count[r]) {
+        v[r] = load_unit(args.from + offset, args.bytes - offset);
+      }
+    }
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      if (i < count[r]) {
+        store_relaxed(marked_slot(common, round, r, 0, RANK, i), scrub(lift(v[r], args.factor)));
+      }
+    }
+  }
+  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
+  for (u32 i = thread(); i < count[RANK]; i += threads()) {
+    const u64 offset = start[RANK] + (u64)i * 16;
+    Unit v[WORLD];
+    v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
+    pull_marked(common, round, 0, i, everybody, v, wait);
+    const Unit sum = sum_in_order(v);
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      store_relaxed(marked_slot(common, round, r, 1, RANK, i), sum);
+    }
+    store_unit(args.to + offset, sum, args.bytes - offset);
+  }
+  allow_successor();
+  for (u32 i = thread(); i < longest; i += threads()) {
+    u32 sources = 0;
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      sources |= i < count[r] ? 1u << r : 0;
+    }
+    Unit v[WORLD];
+    pull_marked(common, round, 1, i, sources, v, wait);
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      if (i < count[r]) {
+        const u64 offset = start[r] + (u64)i * 16;
+        store_unit(args.to + offset, v[r], args.bytes - offset);
+      }
+    }
+  }
+  end_round(common, args.marked, round);
+}

@@ -1,0 +1,55 @@
+//! Machine code that was compiled before, kept in files: compiling takes milliseconds to seconds, reading microseconds.
+//!
+//! It only ever saves time: whatever is wrong with the folder or an entry is said once and costs a compilation. Any number of
+//! processes may use a folder at once.
+
+mod entry;
+mod folder;
+
+use super::source::{Header, Program};
+use crate::config::CacheDir;
+use crate::error::{Error, Result};
+pub use entry::Key;
+pub use folder::Folder;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+impl Key {
+    /// The key of what NVRTC of this `version` makes of `program` with `options`, which name the architecture.
+    pub fn of(version: (i32, i32), program: &Program, headers: &[Header], options: &[String]) -> Self {
+        let (version, options) = (format!("{}.{}", version.0, version.1), options.join(" "));
+        let headers = headers.iter().flat_map(|header| [header.name, header.text]);
+        Self::over([version.as_str(), &options, program.name, program.text].into_iter().chain(headers))
+    }
+}
+
+/// The machine code under `key`: read, or else made and then kept. It fails only as `make` does.
+pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
+    let folder = match place {
+        CacheDir::At(path) => Folder::new(path),
+        CacheDir::Off => return make(),
+        CacheDir::Unknown => {
+            complain(&Error::config("neither SYMM_CACHE_DIR, XDG_CACHE_HOME nor HOME names a folder"));
+            return make();
+        }
+    };
+    match folder.load(key) {
+        Ok(Some(code)) => return Ok(code),
+        Ok(None) => {}
+        Err(error) => complain(&error),
+    }
+    let code = make()?;
+    if let Err(error) = folder.store(key, &code) {
+        complain(&error);
+    }
+    Ok(code)
+}
+
+/// Says what is wrong: the first time for everybody, later for those who look closely.
+fn complain(error: &Error) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    let level = if SAID.swap(true, Ordering::Relaxed) { log::Level::Debug } else { log::Level::Warn };
+    log::log!(level, "the cache of compiled CUDA kernels does not serve, which costs time: {error}");
+}
+
+#[cfg(test)]
+mod tests;

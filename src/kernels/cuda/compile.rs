@@ -1,0 +1,104 @@
+//! From a program to machine code: what is constant in it, and for which device.
+
+use super::cache::{Key, kept};
+use super::nvrtc::{Compiled, nvrtc};
+use super::source::{HEADERS, program};
+use crate::config::Config;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Result;
+use std::fmt;
+use std::time::Instant;
+
+/// A program with everything that is a constant of its compilation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// As `reduce/low_latency`.
+    pub program: &'static str,
+    /// Number of ranks: `SYMM_WORLD`.
+    pub world: u32,
+    /// This rank, less than `world`: `SYMM_RANK`.
+    pub rank: u32,
+    /// `SYMM_DTYPE`, by torch's code; of programs that look at elements.
+    pub dtype: Option<DType>,
+    /// `SYMM_OP`, by torch's code; of programs that reduce.
+    pub op: Option<ReduceOp>,
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of rank {} of {}", self.program, self.rank, self.world)?;
+        if let Some(dtype) = self.dtype {
+            write!(f, ", {}", dtype.name())?;
+        }
+        if let Some(op) = self.op {
+            write!(f, ", {}", op.name())?;
+        }
+        Ok(())
+    }
+}
+
+/// The compute capability of a device. Machine code serves exactly the one it was compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Arch {
+    /// 9 of 9.0.
+    pub major: u32,
+    /// 0 of 9.0.
+    pub minor: u32,
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}{}", self.major, self.minor)
+    }
+}
+
+/// The compiler's options for `variant` on `arch`.
+pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".into(),
+        // A fused multiply-add rounds once where the CPU's kernels round twice: the bits are to be the same.
+        "--fmad=false".into(),
+        format!("-DSYMM_WORLD={}", variant.world),
+        format!("-DSYMM_RANK={}", variant.rank),
+    ];
+    options.extend(variant.dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
+    options.extend(variant.op.map(|op| format!("-DSYMM_OP={}", op as u8)));
+    options
+}
+
+/// Compiles `variant` for `arch`, with `further` options of the compiler; looks in no cache.
+pub fn compile(variant: &Variant, arch: Arch, further: &[&str]) -> Result<Compiled> {
+    let program = program(variant.program)?;
+    let mut options = options(variant, arch);
+    options.extend(further.iter().map(ToString::to_string));
+    nvrtc()?.compile(&format!("{}.cu", program.name), program.text, HEADERS, &options)
+}
+
+/// Machine code of `variant` for `arch`, to be loaded as a module: from the cache, or compiled now.
+pub fn cubin(variant: &Variant, arch: Arch) -> Result<Vec<u8>> {
+    let key = Key::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch));
+    kept(&Config::get().cache_dir, &key, || {
+        let started = Instant::now();
+        let compiled = compile(variant, arch, &[])?;
+        log::debug!("compiled {variant} for {arch} in {} ms", started.elapsed().as_millis());
+        Ok(compiled.cubin)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_name_every_constant() {
+        let arch = Arch { major: 9, minor: 0 };
+        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None };
+        let common = ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false", "-DSYMM_WORLD=8", "-DSYMM_RANK=3"];
+        assert_eq!(options(&plain, arch), common);
+        let reducing = Variant { dtype: Some(DType::BF16), op: Some(ReduceOp::Avg), ..plain };
+        assert_eq!(options(&reducing, Arch { major: 10, minor: 3 })[0], "--gpu-architecture=sm_103");
+        assert_eq!(options(&reducing, arch)[5..], ["-DSYMM_DTYPE=15", "-DSYMM_OP=1"]);
+        assert_eq!(reducing.to_string(), "exchange/any of rank 3 of 8, bfloat16, AVG");
+    }
+}

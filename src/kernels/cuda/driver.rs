@@ -1,0 +1,317 @@
+//! The CUDA driver: contexts, streams, events, kernels. Opened at run time; a machine without it has no `Device`.
+//!
+//! With `mem::vmm` and `mem::pinned` the only user of `cudarc`. Contexts are the primary ones, which torch uses too.
+
+use crate::error::{Error, Result};
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::{CStr, CString, c_void};
+use std::sync::OnceLock;
+
+/// `Ok` for success; else what was attempted and the driver's words.
+pub fn check(what: &str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut text = std::ptr::null();
+    // SAFETY: `text` is valid for a write; the driver hands out a static string or leaves it null.
+    let text = unsafe {
+        let _ = sys::cuGetErrorString(result, &raw mut text);
+        if text.is_null() { "unknown error".into() } else { CStr::from_ptr(text).to_string_lossy() }
+    };
+    let error = format!("{what}: CUDA error {} ({text})", result as u32);
+    Err(if result == CUresult::CUDA_ERROR_OUT_OF_MEMORY { Error::config(error) } else { Error::internal(error) })
+}
+
+/// Loads and initialises the driver, once.
+fn initialise() -> Result<()> {
+    static STATE: OnceLock<Result<()>> = OnceLock::new();
+    STATE
+        .get_or_init(|| {
+            // SAFETY: looks for the library by its names; loading it runs NVIDIA's initialisers only.
+            if !unsafe { sys::is_culib_present() } {
+                return Err(Error::config("the CUDA driver (libcuda.so.1) cannot be loaded on this machine"));
+            }
+            // SAFETY: 0 is the one value that the flags may have.
+            check("initialising the CUDA driver", unsafe { sys::cuInit(0) })
+        })
+        .clone()
+}
+
+/// A GPU of this process, its primary context retained.
+#[derive(Debug)]
+pub struct Device {
+    ordinal: i32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    /// As `GPU-…` in `nvidia-smi -L`, 16 bytes.
+    pub uuid: [u8; 16],
+    /// Compute capability.
+    pub capability: (u32, u32),
+    /// `domain:bus:device.function`.
+    pub bus: String,
+}
+
+// SAFETY: a context may be used from any thread, which `enter` makes current there.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// Keeps a context current on this thread; the one before is back afterwards.
+#[must_use = "the context is current only while it lives"]
+pub struct Entered {
+    before: Option<sys::CUcontext>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was current when `enter` asked for it; null is allowed.
+            let _ = unsafe { sys::cuCtxSetCurrent(before) };
+        }
+    }
+}
+
+impl Device {
+    /// The device that torch calls `cuda:{ordinal}`.
+    pub fn open(ordinal: i32) -> Result<Self> {
+        use sys::CUdevice_attribute::{CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR};
+        initialise()?;
+        let mut device = 0;
+        // SAFETY: valid for a write; the driver checks the ordinal.
+        check(&format!("finding cuda:{ordinal}"), unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: valid for a write; `device` came from the driver.
+            check("reading a device attribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+            Ok::<_, Error>(value.unsigned_abs())
+        };
+        let major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let capability = (major, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        // SAFETY: valid for a write; `device` came from the driver.
+        check("reading a device's UUID", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
+        let mut bus = [0; 32];
+        // SAFETY: valid for writes of the length given; `device` came from the driver.
+        check("reading a device's bus id", unsafe { sys::cuDeviceGetPCIBusId(bus.as_mut_ptr(), bus.len() as i32, device) })?;
+        // SAFETY: the driver ended it with a zero.
+        let bus = unsafe { CStr::from_ptr(bus.as_ptr()) }.to_string_lossy().into_owned();
+        let mut context = std::ptr::null_mut();
+        // SAFETY: valid for a write; released by `drop`.
+        check(&format!("retaining the context of cuda:{ordinal}"), unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
+        Ok(Self { ordinal, device, context, uuid: uuid.bytes.map(|byte| byte as u8), capability, bus })
+    }
+
+    /// torch's index of it.
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    /// Makes its context current on this thread.
+    pub fn enter(&self) -> Result<Entered> {
+        let mut current = std::ptr::null_mut();
+        // SAFETY: valid for a write.
+        check("asking for the current context", unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
+        if current == self.context {
+            return Ok(Entered { before: None });
+        }
+        // SAFETY: retained while `self` lives.
+        check("entering a context", unsafe { sys::cuCtxSetCurrent(self.context) })?;
+        Ok(Entered { before: Some(current) })
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: retained by `open`, once.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// Lets this thread allocate and load while any stream of the process is being captured.
+#[must_use = "ends when dropped"]
+pub struct RelaxedCapture(sys::CUstreamCaptureMode);
+
+impl RelaxedCapture {
+    /// Begins it.
+    pub fn begin() -> Result<Self> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: valid for a read and a write.
+        check("relaxing the capture mode", unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) })?;
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for RelaxedCapture {
+    fn drop(&mut self) {
+        // SAFETY: valid for a read and a write; the mode is the one that was in force before.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+/// A stream, by its handle. Not owned: it is its owner's business that it lives while work is enqueued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream(pub usize);
+
+impl Stream {
+    /// The handle.
+    pub fn raw(self) -> sys::CUstream {
+        self.0 as sys::CUstream
+    }
+
+    /// Whether what is enqueued here is being recorded into a graph; if so, which capture it is.
+    pub fn capture(self) -> Result<Option<u64>> {
+        let (mut status, mut id) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        let null = std::ptr::null_mut();
+        // SAFETY: both are valid for writes; the other results may be null.
+        let result = unsafe { sys::cuStreamGetCaptureInfo_v2(self.raw(), &raw mut status, &raw mut id, null, null.cast(), null.cast()) };
+        check("asking whether a stream is captured", result)?;
+        Ok((status == sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE).then_some(id))
+    }
+
+    /// Waits on the host until all that was enqueued is done.
+    pub fn synchronize(self) -> Result<()> {
+        // SAFETY: the caller's handle.
+        check("waiting for a stream", unsafe { sys::cuStreamSynchronize(self.raw()) })
+    }
+
+    /// What is enqueued from now on begins after `event`.
+    pub fn wait(self, event: &Event) -> Result<()> {
+        // SAFETY: both handles live.
+        check("making a stream wait", unsafe { sys::cuStreamWaitEvent(self.raw(), event.0, 0) })
+    }
+
+    /// Fills `bytes` bytes at `address`.
+    pub fn fill(self, address: u64, byte: u8, bytes: usize) -> Result<()> {
+        // SAFETY: the caller owns the range, which the driver checks to be memory of a device.
+        check("filling device memory", unsafe { sys::cuMemsetD8Async(address, byte, bytes, self.raw()) })
+    }
+
+    /// Copies between any two addresses that the device can reach.
+    pub fn copy(self, to: u64, from: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller owns both ranges; the driver knows where they lie.
+        check("copying memory", unsafe { sys::cuMemcpyAsync(to, from, bytes, self.raw()) })
+    }
+}
+
+/// A stream of our own, which waits for nobody implicitly.
+#[derive(Debug)]
+pub struct OwnStream(sys::CUstream);
+
+// SAFETY: a stream may be used from any thread.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    /// Made in the current context.
+    pub fn new() -> Result<Self> {
+        let mut stream = std::ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: valid for a write; destroyed by `drop`.
+        check("making a stream", unsafe { sys::cuStreamCreateWithPriority(&raw mut stream, flags, 0) })?;
+        Ok(Self(stream))
+    }
+
+    /// To enqueue in it while `self` lives.
+    pub fn stream(&self) -> Stream {
+        Stream(self.0 as usize)
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`.
+        let _ = unsafe { sys::cuStreamDestroy_v2(self.0) };
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event(sys::CUevent);
+
+// SAFETY: an event may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// Made in the current context, without a time.
+    pub fn new() -> Result<Self> {
+        let mut event = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: valid for a write; destroyed by `drop`.
+        check("making an event", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+        Ok(Self(event))
+    }
+
+    /// Marks what was enqueued in `stream` so far.
+    pub fn record(&self, stream: Stream) -> Result<()> {
+        // SAFETY: both handles live.
+        check("recording an event", unsafe { sys::cuEventRecord(self.0, stream.raw()) })
+    }
+
+    /// Whether the device has passed it.
+    pub fn passed(&self) -> Result<bool> {
+        // SAFETY: the handle lives.
+        let result = unsafe { sys::cuEventQuery(self.0) };
+        if result == CUresult::CUDA_ERROR_NOT_READY {
+            return Ok(false);
+        }
+        check("asking for an event", result).map(|()| true)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`.
+        let _ = unsafe { sys::cuEventDestroy_v2(self.0) };
+    }
+}
+
+/// A loaded kernel. Never unloaded: there are few, and a captured graph may hold it.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel(sys::CUfunction);
+
+// SAFETY: a function may be launched from any thread.
+unsafe impl Send for Kernel {}
+
+impl Kernel {
+    /// Loads `name` from a cubin into the current context, completely: nothing is left to be done at the first launch, when peers may
+    /// already wait in theirs.
+    pub fn load(cubin: &[u8], name: &str) -> Result<Self> {
+        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let symbol = CString::new(name).map_err(|_| Error::internal(format!("{name:?} is no name of a kernel")))?;
+        // SAFETY: `cubin` is a whole image, as the compiler made it; the results are valid for writes.
+        unsafe {
+            check(&format!("loading {name}"), sys::cuModuleLoadData(&raw mut module, cubin.as_ptr().cast()))?;
+            check(&format!("finding {name}"), sys::cuModuleGetFunction(&raw mut function, module, symbol.as_ptr()))?;
+            check(&format!("loading {name}"), sys::cuFuncLoad(function))?;
+        }
+        Ok(Self(function))
+    }
+
+    /// Enqueues it. `overlap`: it may be set up while its predecessor in the stream still runs (it waits for that itself).
+    pub fn launch<Args>(self, stream: Stream, blocks: u32, threads: u32, overlap: bool, args: &Args) -> Result<()> {
+        // SAFETY: all zeroes is a value of this C union.
+        let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
+        value.programmaticStreamSerializationAllowed = 1;
+        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        let mut attribute = sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.raw(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(overlap),
+        };
+        let mut arguments = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
+        // SAFETY: the kernel takes one argument, laid out as `Args` is; the driver copies it before it returns.
+        let result = unsafe { sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()) };
+        check("launching a kernel", result)
+    }
+}

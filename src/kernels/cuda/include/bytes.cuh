@@ -1,0 +1,74 @@
+// Units from and to tensors: any alignment, any length.
+#pragma once
+#include "device.cuh"
+
+template <typename Word>
+DEVICE Unit load_words(const u8* from, u64 bytes) {
+  constexpr u32 PER = 4 / sizeof(Word);
+  u32 words[4];
+#pragma unroll
+  for (u32 w = 0; w < 4; ++w) {
+    words[w] = 0;
+#pragma unroll
+    for (u32 i = 0; i < PER; ++i) {
+      const u32 at = w * 4 + i * (u32)sizeof(Word);
+      if (at < bytes) {
+        words[w] |= (u32) * (const Word*)(from + at) << (i * 8 * sizeof(Word) % 32);
+      }
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+template <typename Word>
+DEVICE void store_words(u8* to, Unit unit, u64 bytes) {
+  constexpr u32 PER = 4 / sizeof(Word);
+  const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+  for (u32 w = 0; w < 4; ++w) {
+#pragma unroll
+    for (u32 i = 0; i < PER; ++i) {
+      const u32 at = w * 4 + i * (u32)sizeof(Word);
+      if (at < bytes) {
+        *(Word*)(to + at) = (Word)(words[w] >> (i * 8 * sizeof(Word) % 32));
+      }
+    }
+  }
+}
+
+// The smallest power of two to which the address and the length are aligned, as far as it matters here.
+DEVICE u32 alignment(const u8* at, u64 bytes) {
+  return (u32)((u64)at | (bytes < 16 ? bytes : 0));
+}
+
+// The unit at `from`, of which `bytes` belong to the tensor (16 or more: all); the rest is 0.
+DEVICE Unit load_unit(const u8* from, u64 bytes) {
+  const u32 low = alignment(from, bytes);
+  if (bytes >= 16 && low % 16 == 0) {
+    return *(const Unit*)from;
+  }
+  return low % 4 == 0 ? load_words<u32>(from, bytes) : low % 2 == 0 ? load_words<u16>(from, bytes) : load_words<u8>(from, bytes);
+}
+
+DEVICE void store_unit(u8* to, Unit unit, u64 bytes) {
+  const u32 low = alignment(to, bytes);
+  if (bytes >= 16 && low % 16 == 0) {
+    *(Unit*)to = unit;
+  } else if (low % 4 == 0) {
+    store_words<u32>(to, unit, bytes);
+  } else if (low % 2 == 0) {
+    store_words<u16>(to, unit, bytes);
+  } else {
+    store_words<u8>(to, unit, bytes);
+  }
+}
+
+DEVICE u64 units_of(u64 bytes) {
+  return (bytes + 15) / 16;
+}
+DEVICE u64 smaller(u64 a, u64 b) {
+  return a < b ? a : b;
+}
+DEVICE u64 larger(u64 a, u64 b) {
+  return a > b ? a : b;
+}

@@ -1,0 +1,99 @@
+// What a kernel needs of the machine: 16-byte units, ordered loads and stores, the clock. No other file has inline PTX for these.
+// Compiled by NVRTC without any header of CUDA's, and by a C++ compiler with SYMM_EMULATED, where threads of the host are the
+// threads of a kernel (tests/emulated).
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// The number of ranks and this rank are constants of the compilation: loops over peers unroll, and the order in which they are
+// visited costs nothing.
+#define WORLD SYMM_WORLD
+#define RANK SYMM_RANK
+
+// 16 bytes: what one load or store moves.
+struct alignas(16) Unit {
+  u32 x, y, z, w;
+};
+
+// 16 bytes whose halves are each stored and loaded in one piece.
+struct alignas(16) Line {
+  u64 first, second;
+};
+
+#ifdef SYMM_EMULATED
+#include "emulated.hpp"
+#else
+
+#define DEVICE __device__ __forceinline__
+#define THREADS 512
+// Of a block of a lane, at most: fewer, so that each may have more registers.
+#define LANE_THREADS 256
+// A kernel is one C function with one argument, passed by value and read in place.
+#define KERNEL_OF(name, Args, most) extern "C" __global__ void __launch_bounds__(most, 1) name(const __grid_constant__ Args args)
+#define KERNEL(name, Args) KERNEL_OF(name, Args, THREADS)
+#define LANE_KERNEL(name, Args) KERNEL_OF(name, Args, LANE_THREADS)
+
+DEVICE u32 thread() { return threadIdx.x; }
+DEVICE u32 threads() { return blockDim.x; }
+DEVICE u32 block() { return blockIdx.x; }
+DEVICE u32 blocks() { return gridDim.x; }
+// Every thread of the block has arrived; what they wrote is visible to the block.
+DEVICE void sync_block() { __syncthreads(); }
+
+// Relaxed: single words that other processors write or read meanwhile. A unit may be seen torn between its four words.
+DEVICE void store_relaxed(Unit* to, Unit v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE Unit load_relaxed(const Unit* from) {
+  Unit v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+DEVICE void store_relaxed(Line* to, Line v) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0],{%1,%2};" ::"l"(to), "l"(v.first), "l"(v.second) : "memory");
+}
+DEVICE Line load_relaxed(const Line* from) {
+  Line v;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1},[%2];" : "=l"(v.first), "=l"(v.second) : "l"(from) : "memory");
+  return v;
+}
+DEVICE void store_relaxed(u32* to, u32 v) { asm volatile("st.relaxed.sys.global.u32 [%0],%1;" ::"l"(to), "r"(v) : "memory"); }
+DEVICE u32 load_relaxed(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+// What was written before the value that it reads was released is visible after it, and after a sync_block to the whole block.
+DEVICE u32 load_acquire(const u32* from) {
+  u32 v;
+  asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+// Orders what this thread, and before a sync_block its block, has read and written before it against what it does after.
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Nanoseconds; of this processor alone.
+DEVICE u64 clock_ns() {
+  u64 t;
+  asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
+  return t;
+}
+// The kernel before this one in the stream is complete; nothing it wrote may be read earlier.
+DEVICE void after_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// A successor that begins with after_predecessor may be started.
+DEVICE void allow_successor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+#endif

@@ -1,0 +1,198 @@
+// The two roles of staged exchanges and reductions: message `d` goes to rank `d`, and those of all ranks come in.
+#pragma once
+#include "staging.cuh"
+
+struct Outgoing {
+  const u8* from[MAX_WORLD];
+  u64 bytes[MAX_WORLD];
+  // All messages are the same bytes: each is read once and written to everybody.
+  u32 same;
+};
+
+// Sends every message in chunks. `lift` is what happens to a unit on its way.
+template <typename Lift>
+DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, Lift lift) {
+  u32* counts = stage.words(RANK)->sent;
+  u32 sent[WORLD], credit[WORLD];
+  stage.load_counts(counts, sent);
+  stage.load_credit(credit);
+  u64 steps = 0;
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r])) : steps;
+  }
+  for (u64 step = 0; step < steps; ++step) {
+    const u64 start = stage.start(step);
+    u32 peers = 0;
+    u32 longest = 0;
+    u32 units[WORLD];
+    Unit* slot[WORLD];
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step)) : 0;
+      slot[r] = stage.slot(r, RANK, sent[r]);
+      longest = units[r] > longest ? units[r] : longest;
+      if (units[r] > 0) {
+        peers |= 1u << r;
+        stage.await_credit(r, sent[r], credit[r]);
+      }
+    }
+    if (out.same) {
+      constexpr u32 AT = 4;
+      for (u32 i = thread(); i < longest; i += threads() * AT) {
+        Unit v[AT];
+#pragma unroll
+        for (u32 u = 0; u < AT; ++u) {
+          const u32 at = i + u * threads();
+          const u64 offset = start + (u64)at * 16;
+          if (at < longest) {
+            v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
+          }
+        }
+#pragma unroll
+        for (u32 k = 1; k < WORLD; ++k) {
+          const u32 r = (RANK + k) % WORLD;
+#pragma unroll
+          for (u32 u = 0; u < AT; ++u) {
+            const u32 at = i + u * threads();
+            if (at < units[r]) {
+              slot[r][at] = v[u];
+            }
+          }
+        }
+      }
+    } else {
+      for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
+        Unit v[AT_ONCE][WORLD];
+#pragma unroll
+        for (u32 u = 0; u < AT_ONCE; ++u) {
+          const u32 at = i + u * threads();
+          const u64 offset = start + (u64)at * 16;
+#pragma unroll
+          for (u32 k = 1; k < WORLD; ++k) {
+            const u32 r = (RANK + k) % WORLD;
+            if (at < units[r]) {
+              v[u][r] = load_unit(out.from[r] + offset, out.bytes[r] - offset);
+            }
+          }
+        }
+#pragma unroll
+        for (u32 u = 0; u < AT_ONCE; ++u) {
+          const u32 at = i + u * threads();
+#pragma unroll
+          for (u32 k = 1; k < WORLD; ++k) {
+            const u32 r = (RANK + k) % WORLD;
+            if (at < units[r]) {
+              slot[r][at] = lift(v[u][r]);
+            }
+          }
+        }
+      }
+    }
+    sync_block();
+    stage.announce(sent, peers);
+    advance(sent, peers);
+  }
+  stage.save_counts(counts, sent);
+}
+
+// Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(offset, units, slot)` reads the chunk that begins at
+// byte `offset` of each message, `units[r]` units at `slot[r]`.
+template <typename Take>
+DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, Take take) {
+  u32* counts = stage.words(RANK)->taken;
+  u32 taken[WORLD];
+  stage.load_counts(counts, taken);
+  u64 steps = 0;
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r])) : steps;
+  }
+  for (u64 step = 0; step < steps; ++step) {
+    u32 peers = 0;
+    u32 units[WORLD];
+    const Unit* slot[WORLD];
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step)) : 0;
+      slot[r] = stage.slot(RANK, r, taken[r]);
+      peers |= units[r] > 0 ? 1u << r : 0;
+    }
+    units[RANK] = 0;
+    slot[RANK] = nullptr;
+    stage.await_arrival(taken, peers);
+    take(stage.start(step), units, slot);
+    sync_block();
+    stage.give_back(taken, peers);
+    advance(taken, peers);
+  }
+  stage.save_counts(counts, taken);
+}
+
+// What `take_pieces` calls where every message has a place of its own.
+struct CopyOut {
+  u8* const* to;
+  const u64* bytes;
+
+  DEVICE void operator()(u64 start, const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+    u32 longest = 0;
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      longest = units[r] > longest ? units[r] : longest;
+    }
+    for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
+      Unit v[AT_ONCE][WORLD];
+#pragma unroll
+      for (u32 u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+        for (u32 k = 1; k < WORLD; ++k) {
+          const u32 r = (RANK + k) % WORLD;
+          if (i + u * threads() < units[r]) {
+            v[u][r] = slot[r][i + u * threads()];
+          }
+        }
+      }
+#pragma unroll
+      for (u32 u = 0; u < AT_ONCE; ++u) {
+        const u64 offset = start + (u64)(i + u * threads()) * 16;
+#pragma unroll
+        for (u32 k = 1; k < WORLD; ++k) {
+          const u32 r = (RANK + k) % WORLD;
+          if (i + u * threads() < units[r]) {
+            store_unit(to[r] + offset, v[u][r], bytes[r] - offset);
+          }
+        }
+      }
+    }
+  }
+};
+
+// A rank's own message, shared by `parts` blocks.
+DEVICE void copy_own(const u8* from, u8* to, u64 bytes, u32 part, u32 parts) {
+  if (from == to) {
+    return;
+  }
+  const u64 stride = (u64)threads() * parts;
+  const u64 units = units_of(bytes);
+  for (u64 i = (u64)part * threads() + thread(); i < units; i += stride * 4) {
+    Unit v[4];
+#pragma unroll
+    for (u32 u = 0; u < 4; ++u) {
+      const u64 at = i + u * stride;
+      if (at < units) {
+        v[u] = load_unit(from + at * 16, bytes - at * 16);
+      }
+    }
+#pragma unroll
+    for (u32 u = 0; u < 4; ++u) {
+      const u64 at = i + u * stride;
+      if (at < units) {
+        store_unit(to + at * 16, v[u], bytes - at * 16);
+      }
+    }
+  }
+}

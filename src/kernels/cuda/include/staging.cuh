@@ -1,0 +1,163 @@
+// Long messages: in chunks through staging at the receiver, a flag for each chunk, a credit for each that was read.
+//
+// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. The sender of a
+// chunk waits until the receiver has read what lay in its slot, writes the slot, fences, raises `arrived`; the receiver waits for
+// that, reads, raises `credit`. Both words count chunks since the group was made, and so do `sent` and `taken`, the
+// two ends' own copies in device memory: a replayed graph goes on where the last call ended. Each word has one writer.
+#pragma once
+#include "bytes.cuh"
+#include "wait.cuh"
+
+#define SLOTS 4u
+
+// The words of one lane and stage.
+struct Lane {
+  // Written by this rank.
+  u32 sent[MAX_WORLD];
+  u32 taken[MAX_WORLD];
+  // Written by the peers.
+  u32 arrived[MAX_WORLD];
+  u32 credit[MAX_WORLD];
+};
+
+struct Staging {
+  // Offsets in the channel: the lanes' words, then [lane][source][slot].
+  u64 words;
+  u64 slots;
+  u32 slot_bytes;
+  // Bytes of a chunk in this call, at most a slot.
+  u32 chunk_bytes;
+  u32 lanes;
+};
+
+// What a block of a staged kernel does. Blocks of a lane stand side by side: a device that has no room for all blocks of all kernels at
+// once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
+// and make room. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
+struct Place {
+  u32 lane, role;
+};
+
+// Roles take turns within a lane, so that a processor that gets every k-th block gets some of each.
+DEVICE Place place_of(u32 block, u32 roles) {
+  const u32 lane = block / roles;
+  return {lane, (block + lane) % roles};
+}
+
+// One stage of this block's lane.
+struct Stage {
+  const Common& common;
+  const Staging& staging;
+  u32 lane;
+  Wait wait;
+
+  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane) {}
+
+  DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
+
+  DEVICE Unit* slot(u32 at, u32 from, u32 number) const {
+    const u64 index = (u64)(lane * WORLD + from) * SLOTS + number % SLOTS;
+    return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
+  }
+
+  // Chunks of a message that are this lane's.
+  DEVICE u64 chunks(u64 bytes) const {
+    const u64 all = (bytes + staging.chunk_bytes - 1) / staging.chunk_bytes;
+    return all <= lane ? 0 : (all - lane + staging.lanes - 1) / staging.lanes;
+  }
+
+  // Where the lane's chunk `step` begins in its message.
+  DEVICE u64 start(u64 step) const { return (step * staging.lanes + lane) * (u64)staging.chunk_bytes; }
+
+  // How many of `bytes` lie in the lane's chunk `step`.
+  DEVICE u64 length(u64 bytes, u64 step) const {
+    const u64 first = start(step);
+    return first >= bytes ? 0 : smaller(bytes - first, staging.chunk_bytes);
+  }
+
+  // Every thread for itself: until `peer` has read the chunk that lies where chunk `number` goes. `seen` is the credit last seen.
+  DEVICE void await_credit(u32 peer, u32 number, u32& seen) {
+    while ((int)(number - seen) >= (int)SLOTS) {
+      seen = load_relaxed(&words(RANK)->credit[peer]);
+      if ((int)(number - seen) >= (int)SLOTS && !patient(wait, common, 1u << peer)) {
+        return;
+      }
+    }
+  }
+
+  // The whole block: until chunk `number[r]` of every rank in `sources` has arrived.
+  DEVICE void await_arrival(const u32 (&number)[WORLD], u32 sources) {
+    const u32 r = thread();
+    if (r < WORLD) {
+      const u32 mine = of_thread(number);
+      const u32* arrived = &words(RANK)->arrived[r];
+      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && patient(wait, common, 1u << r)) {
+      }
+    }
+    sync_block();
+  }
+
+  // After a sync_block: what the block wrote into the slots of `number[r]` is there.
+  DEVICE void announce(const u32 (&number)[WORLD], u32 peers) const {
+    const u32 r = thread();
+    if (r < WORLD) {
+      fence_system();
+      if (peers >> r & 1) {
+        store_relaxed(&words(r)->arrived[RANK], of_thread(number) + 1);
+      }
+    }
+  }
+
+  // After a sync_block: what lay in the slots of `number[r]` has been read. Without a fence: every thread has used what it loaded
+  // before it arrived there, and a store does not overtake a load that is complete.
+  DEVICE void give_back(const u32 (&number)[WORLD], u32 peers) const {
+    const u32 r = thread();
+    if (r < WORLD && (peers >> r & 1)) {
+      store_relaxed(&words(r)->credit[RANK], of_thread(number) + 1);
+    }
+  }
+
+  // The entry of a thread that speaks for the rank of its own number; registers cannot be indexed.
+  DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
+    u32 mine = 0;
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      mine = thread() == r ? number[r] : mine;
+    }
+    return mine;
+  }
+
+  DEVICE void load_credit(u32 (&credit)[WORLD]) const {
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      credit[r] = load_relaxed(&words(RANK)->credit[r]);
+    }
+  }
+
+  DEVICE void load_counts(const u32* counts, u32 (&number)[WORLD]) const {
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      number[r] = counts[r];
+    }
+  }
+
+  // Not before all threads of the block have loaded them.
+  DEVICE void save_counts(u32* counts, const u32 (&number)[WORLD]) const {
+    sync_block();
+    if (thread() == 0) {
+#pragma unroll
+      for (u32 r = 0; r < WORLD; ++r) {
+        counts[r] = number[r];
+      }
+    }
+  }
+};
+
+DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    number[r] += peers >> r & 1;
+  }
+}
+
+// Units that a thread moves at once for each peer, so that some 8 loads are under way.
+#define AT_ONCE (WORLD >= 8 ? 1u : WORLD >= 4 ? 2u : 4u)

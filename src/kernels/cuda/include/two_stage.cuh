@@ -1,0 +1,110 @@
+// A long message in pieces: each goes to a rank of its own (scatter), which makes the result of it and sends that to everybody (spread),
+// who take it from there (gather). Each role has a block per lane; chunk follows chunk through all three at once.
+#pragma once
+#include "pieces.cuh"
+
+struct TwoStageArgs {
+  Common common;
+  // Lanes and slot size are the same in both.
+  Staging scatter;
+  Staging spread;
+  const u8* from;
+  u8* to;
+  u64 bytes;
+  double factor;
+  // Of a broadcast.
+  u32 root;
+  // The pieces, and who has the first of them.
+  u32 parts;
+  u32 first;
+  // Of a reduction: the ranks that get the result, a bit each.
+  u32 targets;
+};
+static_assert(sizeof(TwoStageArgs) == 272, "");
+
+// Each rank's piece: whole units, the last may be shorter; empty where there are fewer pieces than ranks.
+DEVICE void pieces_of(const TwoStageArgs& args, u64* start, u64* length) {
+  const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    start[r] = smaller(stride * ((r + WORLD - args.first) % WORLD), args.bytes);
+    length[r] = smaller(stride, args.bytes - start[r]);
+  }
+}
+
+template <typename Lift>
+DEVICE void scatter(const TwoStageArgs& args, u32 lane, Lift lift) {
+  u64 start[WORLD];
+  Outgoing out;
+  pieces_of(args, start, out.bytes);
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    out.from[r] = args.from + start[r];
+  }
+  out.same = 0;
+  Stage stage(args.common, args.scatter, lane);
+  send_pieces(stage, out, ~0u, lift);
+}
+
+// `make(slot, unit, offset)`: the result of the unit at `offset` of the message, given the slots of the scatter stage.
+template <typename Make>
+DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
+  u64 start[WORLD], length[WORLD];
+  pieces_of(args, start, length);
+  const u64 own = start[RANK], bytes = length[RANK];
+  Stage in(args.common, args.scatter, lane);
+  Stage out(args.common, args.spread, lane);
+  u32 taken[WORLD], sent[WORLD], credit[WORLD];
+  in.load_counts(in.words(RANK)->taken, taken);
+  out.load_counts(out.words(RANK)->sent, sent);
+  out.load_credit(credit);
+  const u64 steps = in.chunks(bytes);
+  for (u64 step = 0; step < steps; ++step) {
+    const u32 units = (u32)units_of(in.length(bytes, step));
+    const u64 first = own + in.start(step);
+    const Unit* slot[WORLD];
+    Unit* to[WORLD];
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      slot[r] = in.slot(RANK, r, taken[r]);
+      to[r] = out.slot(r, RANK, sent[r]);
+      if (targets >> r & 1) {
+        out.await_credit(r, sent[r], credit[r]);
+      }
+    }
+    in.await_arrival(taken, sources);
+    for (u32 i = thread(); i < units; i += threads()) {
+      const u64 offset = first + (u64)i * 16;
+      const Unit v = make(slot, i, offset);
+#pragma unroll
+      for (u32 k = 1; k < WORLD; ++k) {
+        const u32 r = (RANK + k) % WORLD;
+        if (targets >> r & 1) {
+          to[r][i] = v;
+        }
+      }
+      if (args.to != nullptr) {
+        store_unit(args.to + offset, v, args.bytes - offset);
+      }
+    }
+    sync_block();
+    in.give_back(taken, sources);
+    out.announce(sent, targets);
+    advance(taken, sources);
+    advance(sent, targets);
+  }
+  in.save_counts(in.words(RANK)->taken, taken);
+  out.save_counts(out.words(RANK)->sent, sent);
+}
+
+DEVICE void gather(const TwoStageArgs& args, u32 lane) {
+  u64 start[WORLD], length[WORLD];
+  u8* to[WORLD];
+  pieces_of(args, start, length);
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    to[r] = args.to + start[r];
+  }
+  Stage stage(args.common, args.spread, lane);
+  take_pieces(stage, length, ~0u, CopyOut{to, length});
+}

@@ -1,0 +1,167 @@
+// What an element is and how elements combine, a unit at a time, for the type and operation this compilation is for:
+// SYMM_DTYPE (c10::ScalarType) and SYMM_OP (c10d::ReduceOp::RedOpType).
+//
+// A reduction begins with one rank's unit, combines the others' in the order of the ranks, and finishes. The result has the bits of
+// kernels::cpu::reduce, on every rank and by every protocol. One difference: under PREMUL_SUM each sender multiplies and rounds to the
+// element (`lift`), where the CPU keeps the product in the accumulator; the same for 32-bit floats and wider.
+#pragma once
+#include "formats.cuh"
+
+// Signed products have the bits of unsigned ones, and only those may wrap.
+template <DType TYPE>
+constexpr DType UNSIGNED = TYPE == DType::I8    ? DType::U8
+                           : TYPE == DType::I16 ? DType::U16
+                           : TYPE == DType::I32 ? DType::U32
+                           : TYPE == DType::I64 ? DType::U64
+                                                : TYPE;
+
+// The accumulators of a unit: numbers, or the unit itself.
+template <typename Acc, int COUNT, bool IN_PLACE>
+struct Accumulators {
+  Acc each[COUNT];
+};
+template <typename Acc, int COUNT>
+struct Accumulators<Acc, COUNT, true> {
+  Unit words;
+};
+
+template <DType TYPE, Op OP>
+struct Reduction {
+  using Format = typename As<OP == Op::PRODUCT ? UNSIGNED<TYPE> : TYPE>::Format;
+  using Acc = typename Format::Acc;
+  static constexpr int COUNT = 4 / Format::WORDS * Format::PER;
+
+  static constexpr bool IS_BIT_OP = OP == Op::BAND || OP == Op::BOR || OP == Op::BXOR;
+  static constexpr bool IS_COMPLEX = TYPE == DType::C64 || TYPE == DType::C128;
+  // Nothing divides a bool.
+  static constexpr bool SERVED = TYPE == DType::BOOL ? OP != Op::AVG && OP != Op::PREMUL_SUM
+                                 : Format::INTEGER   ? OP != Op::PREMUL_SUM
+                                 : IS_COMPLEX        ? OP == Op::SUM || OP == Op::AVG || OP == Op::PREMUL_SUM
+                                                     : !IS_BIT_OP;
+  // Integers that combine as they lie in their words need a quarter of the registers.
+  static constexpr bool IN_PLACE = TYPE == DType::BOOL || (Format::INTEGER && (IS_BIT_OP || OP == Op::SUM || OP == Op::AVG));
+
+  using Sum = Accumulators<Acc, COUNT, IN_PLACE>;
+
+  static DEVICE void widen(Unit v, Acc* to) {
+    if constexpr (Format::WORDS == 1) {
+      Format::widen(v.x, to);
+      Format::widen(v.y, to + Format::PER);
+      Format::widen(v.z, to + 2 * Format::PER);
+      Format::widen(v.w, to + 3 * Format::PER);
+    } else {
+      Format::widen(wide(v.x, v.y), to);
+      Format::widen(wide(v.z, v.w), to + 1);
+    }
+  }
+  static DEVICE Unit narrow(const Acc* from) {
+    if constexpr (Format::WORDS == 1) {
+      return {Format::narrow(from), Format::narrow(from + Format::PER), Format::narrow(from + 2 * Format::PER),
+              Format::narrow(from + 3 * Format::PER)};
+    } else {
+      u64 low = Format::narrow(from), high = Format::narrow(from + 1);
+      return {static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
+    }
+  }
+
+  static DEVICE void begin(Sum& sum, Unit first) {
+    if constexpr (IN_PLACE) {
+      sum.words = first;
+    } else {
+      widen(first, sum.each);
+    }
+  }
+
+  static DEVICE void combine(Sum& sum, Unit next) {
+    if constexpr (!IN_PLACE) {
+      Sum other;
+      begin(other, next);
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) sum.each[i] = combined<OP>(sum.each[i], other.each[i]);
+    } else if constexpr (OP == Op::BXOR) {
+      sum.words = differing(sum.words, next);
+    } else if constexpr (OP == Op::BAND || OP == Op::MIN || OP == Op::PRODUCT) {
+      sum.words = both(sum.words, next);
+    } else if constexpr (OP == Op::BOR || TYPE == DType::BOOL) {
+      // True + True is True.
+      sum.words = either(sum.words, next);
+    } else {
+      sum.words = added<4 * Format::WORDS / Format::PER>(sum.words, next);
+    }
+  }
+
+  static DEVICE Unit partial(const Sum& sum) {
+    if constexpr (IN_PLACE) {
+      return sum.words;
+    } else {
+      return narrow(sum.each);
+    }
+  }
+
+  static DEVICE Unit finish(const Sum& sum) {
+    if constexpr (OP == Op::AVG) {
+      // A division, not a product with 1/WORLD: that would round twice. Integers truncate.
+      Acc each[COUNT];
+      if constexpr (IN_PLACE) widen(sum.words, each);
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) {
+        if constexpr (!IN_PLACE) each[i] = sum.each[i];
+        each[i] = each[i] / static_cast<Acc>(WORLD);
+      }
+      return narrow(each);
+    } else {
+      return partial(sum);
+    }
+  }
+
+  static DEVICE Unit lift(Unit v, [[maybe_unused]] double factor) {
+    if constexpr (OP != Op::PREMUL_SUM) {
+      return v;
+    } else {
+      Acc each[COUNT];
+      widen(v, each);
+#pragma unroll
+      for (int i = 0; i < COUNT; i++) each[i] = each[i] * static_cast<Acc>(factor);
+      return narrow(each);
+    }
+  }
+};
+
+// Whether a word of ones is NaNs that no reduction results in, so that a protocol may take it for "nothing here yet".
+// Not e4m3fn: it is what four sums below the least number become.
+template <DType TYPE>
+constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 || TYPE == DType::C64 ||
+                                TYPE == DType::F8E5M2;
+
+// `v` without words of ones: another NaN in their place. Every other word, and every result of a reduction, is left as it is.
+template <DType TYPE>
+DEVICE Unit scrubbed(Unit v) {
+  if constexpr (IS_NAN_OF_ONES<TYPE>) {
+    // NaN in all of these types.
+    constexpr u32 OTHER = 0xfffefffe;
+    v.x = v.x == 0xffffffff ? OTHER : v.x;
+    v.y = v.y == 0xffffffff ? OTHER : v.y;
+    v.z = v.z == 0xffffffff ? OTHER : v.z;
+    v.w = v.w == 0xffffffff ? OTHER : v.w;
+  }
+  return v;
+}
+
+#ifdef SYMM_DTYPE
+constexpr bool EMPTY_IS_NAN = IS_NAN_OF_ONES<static_cast<DType>(SYMM_DTYPE)>;
+DEVICE Unit scrub(Unit v) { return scrubbed<static_cast<DType>(SYMM_DTYPE)>(v); }
+#ifdef SYMM_OP
+using Chosen = Reduction<static_cast<DType>(SYMM_DTYPE), static_cast<Op>(SYMM_OP)>;
+static_assert(Chosen::SERVED, "this operation is not defined for this type");
+// The accumulators of one unit.
+using Sum = Chosen::Sum;
+DEVICE void begin(Sum& sum, Unit first) { Chosen::begin(sum, first); }
+DEVICE void combine(Sum& sum, Unit next) { Chosen::combine(sum, next); }
+// What some of the ranks add up to, rounded once: for another reduction to go on from.
+DEVICE Unit partial(const Sum& sum) { return Chosen::partial(sum); }
+// Divides under AVG, and rounds once.
+DEVICE Unit finish(const Sum& sum) { return Chosen::finish(sum); }
+// What a rank contributes: under PREMUL_SUM its elements times `factor`.
+DEVICE Unit lift(Unit v, double factor) { return Chosen::lift(v, factor); }
+#endif
+#endif

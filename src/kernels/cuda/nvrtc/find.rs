@@ -1,0 +1,64 @@
+//! Where the compiler is.
+
+use super::Nvrtc;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+/// What the library is called, newest first: the number is that of its interface.
+const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"];
+
+/// Folders of the caller.
+static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+/// Names folders to look in for the library, in place of those of the last call. Without effect once it is open.
+pub fn search_in(folders: Vec<PathBuf>) {
+    *FOLDERS.lock().unwrap_or_else(PoisonError::into_inner) = folders;
+}
+
+/// The compiler of this process: opened at the first call that finds it, then never closed. `Config` if there is none.
+pub fn nvrtc() -> Result<&'static Nvrtc> {
+    static OPENED: OnceLock<Nvrtc> = OnceLock::new();
+    match OPENED.get() {
+        Some(opened) => Ok(opened),
+        // Threads that meet here open it each, which the system counts.
+        None => find().map(|found| OPENED.get_or_init(|| found)),
+    }
+}
+
+fn find() -> Result<Nvrtc> {
+    let found = match &Config::get().nvrtc {
+        Some(path) if path.is_dir() => in_folder(path).unwrap_or_else(|| {
+            Err(Error::config(format!("SYMM_NVRTC={} is a folder without any of {}", path.display(), NAMES.join(", "))))
+        }),
+        Some(path) => Nvrtc::open(path.as_os_str(), 0),
+        None => search(),
+    }?;
+    log::info!("NVRTC {}.{} at {}", found.version.0, found.version.1, found.path.display());
+    Ok(found)
+}
+
+/// The library in the caller's folders, then that which the process has open, then that which the system's linker finds.
+pub(super) fn search() -> Result<Nvrtc> {
+    let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    if let Some(found) = folders.iter().find_map(|folder| in_folder(folder)) {
+        return found;
+    }
+    let attempts = [libc::RTLD_NOLOAD, 0].into_iter().flat_map(|flag| NAMES.into_iter().map(move |name| (name, flag)));
+    let mut opened = attempts.map(|(name, flag)| Nvrtc::open(OsStr::new(name), flag));
+    opened.find_map(Result::ok).ok_or_else(|| {
+        Error::config(format!(
+            "no CUDA kernel can be compiled: none of {} was found in {} folders of Python's packages or by the system's linker; \
+             SYMM_NVRTC may name it",
+            NAMES.join(", "),
+            folders.len()
+        ))
+    })
+}
+
+/// `None` if the library is not in `folder`.
+pub(super) fn in_folder(folder: &Path) -> Option<Result<Nvrtc>> {
+    NAMES.iter().map(|name| folder.join(name)).find(|path| path.exists()).map(|path| Nvrtc::open(path.as_os_str(), 0))
+}

@@ -1,0 +1,72 @@
+// One-shot: every rank sends its message to those who need the result, who all add it up, in rank order. Short messages.
+#include "low_latency.cuh"
+#include "types.cuh"
+
+struct ReduceArgs {
+  Common common;
+  LowLatency ll;
+  // What this rank gives to each rank; null: nothing but a flag.
+  const u8* from[MAX_WORLD];
+  u64 send[MAX_WORLD];
+  // Where its own result goes; null: it gets none.
+  u8* to;
+  u64 bytes;
+  double factor;
+};
+static_assert(sizeof(ReduceArgs) == 464, "");
+
+KERNEL(reduce_low_latency, ReduceArgs) {
+  after_predecessor();
+  const Round round = begin_round(args.common, args.ll);
+  Wait wait;
+  u32 send[WORLD];
+  u32 longest = 1;
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    send[r] = args.from[r] != nullptr ? share(round, args.ll, args.send[r]) : 0;
+    longest = send[r] > longest ? send[r] : longest;
+  }
+  const u32 take = args.to != nullptr ? share(round, args.ll, args.bytes) : 0;
+  for (u32 i = thread(); i < longest; i += threads()) {
+    const u64 offset = (round.first + i) * 16;
+    Unit v[WORLD];
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      v[r] = {0, 0, 0, 0};
+      if (i < send[r]) {
+        v[r] = lift(load_unit(args.from[r] + offset, args.send[r] - offset), args.factor);
+      }
+    }
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      if (i < at_least_one(send[r])) {
+        push_unit(args.common, round, r, i, v[r]);
+      }
+    }
+  }
+  allow_successor();
+  // Everybody is heard, also where there is nothing to add: see low_latency.cuh.
+  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
+  for (u32 i = thread(); i < at_least_one(take); i += threads()) {
+    const u64 offset = (round.first + i) * 16;
+    Unit v[WORLD];
+    v[RANK] = {0, 0, 0, 0};
+    if (i < take) {
+      v[RANK] = lift(load_unit(args.from[RANK] + offset, args.bytes - offset), args.factor);
+    }
+    pull_units(args.common, round, i, everybody, v, wait);
+    if (i < take) {
+      Sum sum;
+      begin(sum, v[0]);
+#pragma unroll
+      for (u32 r = 1; r < WORLD; ++r) {
+        combine(sum, v[r]);
+      }
+      store_unit(args.to + offset, finish(sum), args.bytes - offset);
+    }
+  }
+  end_round(args.common, args.ll, round);
+}

@@ -1,0 +1,97 @@
+//! Kernels for CUDA devices as threads of the host: their sources compiled by the C++ compiler with `SYMM_EMULATED`.
+//!
+//! What it shows: that a protocol's stores, polls and barriers fit together, with the words of a unit torn apart and threads paused
+//! anywhere (`SYMM_EMULATED_SEED`, default 1, varies the pauses; 0 leaves them out). What it cannot show: a fence that a GPU's memory
+//! needs and the host's does not.
+#![allow(dead_code, reason = "each test uses its part")]
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+
+use libloading::Library;
+use symm::dtype::{DType, ReduceOp};
+
+type Kernel = unsafe extern "C" fn(*const u8);
+type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, *const u8, u64);
+
+/// One file of kernels, compiled for a world and, where it reduces, for an element type and an operation.
+#[derive(Clone)]
+pub(crate) struct Program {
+    library: Arc<Library>,
+    name: String,
+}
+
+type Key = (String, Vec<String>);
+
+impl Program {
+    /// The kernels of `src/kernels/cuda/{path}.cu`; of `{path}.cu` where `path` begins with `tests/`. Compiled once per process.
+    ///
+    /// # Panics
+    /// With the compiler's output, if it refuses.
+    pub(crate) fn build(path: &str, world: u32, dtype: Option<DType>, op: Option<ReduceOp>) -> Program {
+        let mut defines = vec![format!("-DSYMM_WORLD={world}")];
+        defines.extend(dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
+        defines.extend(op.map(|op| format!("-DSYMM_OP={}", op as u8)));
+        Program::build_with(path, &defines)
+    }
+
+    /// [`Program::build`] with any definitions, each as the compiler takes it: `-DNAME=VALUE`.
+    pub(crate) fn build_with(path: &str, defines: &[String]) -> Program {
+        static BUILT: LazyLock<Mutex<HashMap<Key, Arc<OnceLock<Program>>>>> = LazyLock::new(Mutex::default);
+        let key = (path.to_owned(), defines.to_vec());
+        let slot = Arc::clone(BUILT.lock().expect("no build panics under this lock").entry(key).or_default());
+        slot.get_or_init(|| Program { library: Arc::new(compile(path, defines)), name: path.to_owned() }).clone()
+    }
+
+    /// Runs `kernel` as `rank` on `blocks * threads` threads, and returns when they have ended. `args` are the bytes of its
+    /// arguments. Ranks that wait for each other are launched from one host thread each.
+    ///
+    /// # Panics
+    /// If there is no such kernel or its arguments are of another size.
+    ///
+    /// # Safety
+    /// `args` are valid for the kernel: what they point to lives until this returns, and is written by nobody but kernels.
+    pub(crate) unsafe fn launch(&self, kernel: &str, rank: u32, blocks: u32, threads: u32, args: &[u8]) {
+        static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+        static SEED: LazyLock<u64> =
+            LazyLock::new(|| std::env::var("SYMM_EMULATED_SEED").map_or(1, |seed| seed.parse().expect("SYMM_EMULATED_SEED is a number")));
+        let seed = if *SEED == 0 { 0 } else { *SEED << 32 | LAUNCHES.fetch_add(1, Ordering::Relaxed) };
+        // SAFETY: emulated.hpp gives these symbols these types.
+        let (entry, size, launch) = unsafe {
+            let size = self.library.get::<*const u64>(format!("{kernel}_args").as_bytes());
+            let size = **size.unwrap_or_else(|_| panic!("{} has no kernel {kernel}", self.name));
+            (
+                *self.library.get::<Kernel>(kernel.as_bytes()).expect("a kernel"),
+                size,
+                *self.library.get::<Launch>(b"symm_launch").expect("a launcher"),
+            )
+        };
+        assert_eq!(size, args.len() as u64, "bytes of arguments of {kernel} in {}", self.name);
+        // As aligned as a kernel's arguments are.
+        let mut aligned = vec![0u128; args.len().div_ceil(16)];
+        // SAFETY: `aligned` has at least as many bytes as `args`.
+        unsafe { aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len()) };
+        // SAFETY: `self.library` keeps the code loaded; the arguments are of the kernel's size, and valid by the caller's contract.
+        unsafe { launch(entry, rank, blocks, threads, aligned.as_ptr().cast(), seed) };
+    }
+}
+
+fn compile(path: &str, defines: &[String]) -> Library {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let source = if path.starts_with("tests/") { root.join(path) } else { root.join("src/kernels/cuda").join(path) };
+    let source = PathBuf::from(format!("{}.cu", source.display()));
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary folder");
+    let object = folder.path().join("kernels.so");
+    let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+    compiler.args("-std=c++20 -O1 -g -shared -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split(' '));
+    compiler.args("-Wall -Wextra -Werror -Wno-unknown-pragmas -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank".split(' '));
+    compiler.args(defines).arg("-I").arg(root.join("tests/emulated")).arg("-I").arg(root.join("src/kernels/cuda/include"));
+    compiler.args(["-x", "c++"]).arg(&source).arg("-o").arg(&object);
+    let output = compiler.output().expect("a C++ compiler");
+    assert!(output.status.success(), "{compiler:?}:\n{}", String::from_utf8_lossy(&output.stderr));
+    // SAFETY: what was just compiled has no initialisers beyond constants.
+    unsafe { Library::new(&object) }.unwrap_or_else(|error| panic!("{}: {error}", object.display()))
+}

@@ -1,0 +1,63 @@
+//! The emulator of kernels itself: indices, barriers, units that arrive in pieces.
+#![allow(missing_docs)]
+
+mod emulated;
+
+use emulated::Program;
+
+fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn build(world: u32) -> Program {
+    Program::build("tests/emulated/self_test", world, None, None)
+}
+
+#[test]
+fn two_ranks_exchange_units() {
+    const THREADS: u32 = 4;
+    let program = build(2);
+    let mut inboxes = [vec![0u128; THREADS as usize], vec![0u128; THREADS as usize]];
+    let mut torn = vec![0u32; 2 * THREADS as usize];
+    let [first, second] = inboxes.each_mut().map(|inbox| inbox.as_mut_ptr().addr() as u64);
+    let args = bytes_of(&[first, second, torn.as_mut_ptr().addr() as u64, 1000]);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let (program, args) = (&program, &args);
+            // SAFETY: inboxes and counters outlive the scope; each holds a unit or a word per thread and rank.
+            scope.spawn(move || unsafe { program.launch("ping_pong", rank, 1, THREADS, args) });
+        }
+    });
+    for inbox in &inboxes {
+        assert!(inbox.iter().all(|&unit| unit == u128::from_ne_bytes(std::array::from_fn(|i| 1000u32.to_ne_bytes()[i % 4]))));
+    }
+    assert!(torn.iter().sum::<u32>() > 0, "no unit was ever seen in pieces");
+}
+
+#[test]
+fn a_block_barrier_orders_its_block() {
+    let mut cells = vec![0u32; 3 * 8];
+    let mut errors = 0u32;
+    let args = bytes_of(&[cells.as_mut_ptr().addr() as u64, (&raw mut errors).addr() as u64, 200]);
+    // SAFETY: a cell for each of the 24 threads.
+    unsafe { build(1).launch("relay", 0, 3, 8, &args) };
+    assert_eq!(errors, 0);
+}
+
+#[test]
+fn every_thread_knows_its_place() {
+    let mut seen = vec![0u32; 3 * 2 * 5];
+    let args = bytes_of(&[seen.as_mut_ptr().addr() as u64]);
+    for rank in 0..3 {
+        // SAFETY: a word for each of two blocks of five threads of three ranks.
+        unsafe { build(3).launch("places", rank, 2, 5, &args) };
+    }
+    assert_eq!(seen, (1..=30).collect::<Vec<_>>());
+}
+
+#[test]
+#[should_panic(expected = "bytes of arguments of places")]
+fn arguments_of_another_size_are_refused() {
+    // SAFETY: refused before they are read.
+    unsafe { build(1).launch("places", 0, 1, 1, &[0; 12]) };
+}

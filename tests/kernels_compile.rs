@@ -1,0 +1,181 @@
+//! Every CUDA program compiles for every architecture, and keeps what it works on in registers. Needs NVRTC, no GPU: `make test-kernels`.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use symm::config::Config;
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cuda::compile::{Arch, Variant, compile};
+use symm::kernels::cuda::source::{HEADERS, PROGRAMS, Program};
+
+/// Ampere, Hopper, Blackwell.
+const ARCHS: [Arch; 3] = [Arch { major: 8, minor: 0 }, Arch { major: 9, minor: 0 }, Arch { major: 10, minor: 0 }];
+
+/// Numbers of ranks. Programs unroll over them, so that each may need another number of registers.
+const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
+
+/// For programs that look at elements: each width, and each kind of accumulator.
+const ELEMENTS: [(DType, ReduceOp); 6] = [
+    (DType::F32, ReduceOp::Sum),
+    (DType::BF16, ReduceOp::Avg),
+    (DType::F16, ReduceOp::Max),
+    (DType::F64, ReduceOp::PremulSum),
+    (DType::I64, ReduceOp::Product),
+    (DType::U8, ReduceOp::BitXor),
+];
+
+/// What one kernel needs, as ptxas says.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Needs {
+    kernel: String,
+    registers: u32,
+    /// Bytes of stack frame, spill stores and spill loads; of functions that were not inlined too.
+    memory: [u32; 3],
+}
+
+struct Outcome {
+    variant: Variant,
+    arch: Arch,
+    kernels: Result<Vec<Needs>, String>,
+}
+
+/// Whether `text`, or a header that it includes, mentions `word`.
+fn mentions(text: &str, word: &str) -> bool {
+    let included = |header: &str| text.lines().any(|line| line.starts_with("#include") && line.contains(&format!("\"{header}\"")));
+    text.contains(word) || HEADERS.iter().any(|header| included(header.name) && mentions(header.text, word))
+}
+
+fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
+    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None };
+    // Kernels on marked slots are for types in which a word of all ones is a NaN.
+    let marked = mentions(program.text, "static_assert(EMPTY_IS_NAN");
+    let served = |dtype: DType| !marked || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    let typed: Vec<Variant> = match mentions(program.text, "SYMM_DTYPE") {
+        true => ELEMENTS
+            .iter()
+            .filter(|(dtype, _)| served(*dtype))
+            .map(|&(dtype, op)| Variant { dtype: Some(dtype), op: Some(op), ..plain })
+            .collect(),
+        false => vec![plain],
+    };
+    let mut all = Vec::new();
+    for (arch, variant) in ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant))) {
+        for world in WORLDS {
+            // The last rank where the order of visits wraps around; at some sizes only, for time's sake.
+            let ranks = if [2, 3, 8].contains(&world) { vec![0, world - 1] } else { vec![0] };
+            all.extend(ranks.into_iter().map(|rank| (Variant { world, rank, ..variant }, arch)));
+        }
+    }
+    all
+}
+
+/// Reads what `--ptxas-options=-v` prints.
+fn parse(log: &str) -> Vec<Needs> {
+    let number = |line: &str, unit: &str| {
+        let before = line.split(unit).next().filter(|before| before.len() < line.len())?;
+        before.split_whitespace().last()?.parse::<u32>().ok()
+    };
+    let mut kernels: Vec<Needs> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            kernels.push(Needs { kernel: rest.split('\'').next().unwrap_or_default().into(), ..Needs::default() });
+        }
+        let Some(kernel) = kernels.last_mut() else { continue };
+        for (sum, unit) in kernel.memory.iter_mut().zip([" bytes stack frame", " bytes spill stores", " bytes spill loads"]) {
+            *sum += number(line, unit).unwrap_or(0);
+        }
+        kernel.registers = kernel.registers.max(number(line, " registers").unwrap_or(0));
+    }
+    kernels
+}
+
+/// Everything compiled, once for all tests; `None`, said aloud, without a compiler.
+fn outcomes() -> Option<&'static [Outcome]> {
+    if Config::get().nvrtc.is_none() {
+        // Not eprintln: the test harness would keep it to itself.
+        let _ = writeln!(std::io::stderr(), "skipped: SYMM_NVRTC is not set");
+        return None;
+    }
+    static ALL: OnceLock<Vec<Outcome>> = OnceLock::new();
+    Some(ALL.get_or_init(|| {
+        let work: Vec<(Variant, Arch)> = PROGRAMS.iter().flat_map(variants).collect();
+        let next = AtomicUsize::new(0);
+        let take = || {
+            let mut done = Vec::new();
+            while let Some(&(variant, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let compiled = compile(&variant, arch, &["--ptxas-options=-v"]);
+                let kernels = compiled.map(|compiled| parse(&compiled.log)).map_err(|error| error.message);
+                done.push(Outcome { variant, arch, kernels });
+            }
+            done
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        })
+    }))
+}
+
+#[test]
+fn every_program_compiles() {
+    let Some(outcomes) = outcomes() else { return };
+    let mut registers: BTreeMap<(&str, String), u32> = BTreeMap::new();
+    let mut failures: Vec<String> = Vec::new();
+    for Outcome { variant, arch, kernels } in outcomes {
+        match kernels {
+            // Then what ptxas prints has changed, and spills would not be seen either.
+            Ok(kernels) if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) => {
+                failures.push(format!("{variant} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
+            }
+            Ok(kernels) => {
+                let most = registers.entry((variant.program, arch.to_string())).or_default();
+                *most = kernels.iter().map(|kernel| kernel.registers).fold(*most, u32::max);
+            }
+            Err(message) => failures.push(format!("{variant} for {arch}: {message}")),
+        }
+    }
+    let mut report = format!("{} variants of {} programs; most registers of a thread:\n", outcomes.len(), PROGRAMS.len());
+    for ((program, arch), most) in registers {
+        let _ = writeln!(report, "  {program} {arch}: {most}");
+    }
+    let _ = std::io::stderr().write_all(report.as_bytes());
+    // Most of them are the same mistake.
+    let shown = failures.iter().take(3).map(String::as_str).collect::<Vec<_>>().join("\n");
+    assert!(failures.is_empty(), "{} of {} do not compile:\n{shown}", failures.len(), outcomes.len());
+}
+
+#[test]
+fn no_program_spills() {
+    let Some(outcomes) = outcomes() else { return };
+    let mut offenders: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for Outcome { variant, arch, kernels } in outcomes {
+        for kernel in kernels.iter().flatten().filter(|kernel| kernel.memory != [0; 3]) {
+            let [stack, stores, loads] = kernel.memory;
+            let line = format!("{variant} for {arch}: {stack} bytes of stack, {stores} spilled, {loads} read back");
+            offenders.entry(format!("{} of {}", kernel.kernel, variant.program)).or_default().push(line);
+        }
+    }
+    let show = |(name, lines): (&String, &mut Vec<String>)| {
+        lines.sort();
+        let first: String = lines.iter().take(8).map(|line| format!("  {line}\n")).collect();
+        format!("{name}, {} variants, of which the first are:\n{first}", lines.len())
+    };
+    let shown: String = offenders.iter_mut().map(show).collect();
+    assert!(offenders.is_empty(), "kernels keep data in memory of their own:\n{shown}");
+}
+
+#[test]
+fn the_report_of_ptxas_is_understood() {
+    let log = "ptxas info    : 0 bytes gmem\nptxas info    : Compiling entry function 'k' for 'sm_90'\n\
+               ptxas info    : Function properties for k\n\
+               ptxas         .     16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n\
+               ptxas info    : Used 12 registers, used 0 barriers, 16 bytes cumulative stack size\n\
+               ptxas info    : Compiling entry function 'l' for 'sm_90'\nptxas info    : Used 9 registers, used 1 barriers\n";
+    let k = Needs { kernel: "k".into(), registers: 12, memory: [16, 8, 4] };
+    let l = Needs { kernel: "l".into(), registers: 9, memory: [0; 3] };
+    assert_eq!(parse(log), [k, l]);
+}

@@ -1,0 +1,181 @@
+//! Reductions as CUDA kernels compute them against those of the CPU, bit by bit: every type, every operation.
+#![allow(missing_docs)]
+
+mod emulated;
+
+use emulated::Program;
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cpu::{self, Source, Store};
+
+const UNIT: usize = 16;
+
+/// Neither exact in every type nor alike; the last overflows small floats.
+fn factor(rank: usize) -> f64 {
+    [0.1, -1.5, 3.0, 1e-3, 0.5, -7.0, 1.0, 1e4][rank % 8]
+}
+
+/// The bits at which a number's meaning changes, in the size of one part of an element.
+fn special(dtype: DType) -> Vec<u64> {
+    // Infinity where the format has one, and the number below and the NaNs above; the least normal; one.
+    let (infinity, least_normal, one): (u64, u64, u64) = match dtype {
+        DType::F32 | DType::C64 => (0x7f80_0000, 0x0080_0000, 0x3f80_0000),
+        DType::F64 | DType::C128 => (0x7ff0_0000_0000_0000, 0x0010_0000_0000_0000, 0x3ff0_0000_0000_0000),
+        DType::F16 => (0x7c00, 0x0400, 0x3c00),
+        DType::BF16 => (0x7f80, 0x0080, 0x3f80),
+        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ => return (0..256).collect(),
+        DType::Bool => return vec![0, 1],
+        DType::U8 | DType::I8 | DType::U16 | DType::I16 | DType::U32 | DType::I32 | DType::U64 | DType::I64 => {
+            let top = 1u64 << (8 * dtype.size() - 1);
+            return [0, 1, 2, 3, top - 1, top, top + 1, top.wrapping_mul(2).wrapping_sub(1), 0x55].to_vec();
+        }
+    };
+    let sign = 1u64 << (infinity.ilog2() + 1);
+    let positive = [
+        0,
+        1,
+        2,
+        least_normal - 1,
+        least_normal,
+        one - 1,
+        one,
+        one + 1,
+        infinity - 1,
+        infinity,
+        infinity + 1,
+        infinity | (infinity >> 1),
+        sign - 1,
+    ];
+    positive.iter().flat_map(|&bits| [bits, bits | sign]).collect()
+}
+
+/// Each rank's elements: all pairs of special values among neighbouring ranks, then random bits, some of them near each other.
+fn inputs(dtype: DType, world: usize) -> Vec<Vec<u8>> {
+    let mut state = 0x9e37_79b9_7f4a_7c15 ^ ((dtype as u64) << 8) ^ world as u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.rotate_left(21)
+    };
+    let part = if matches!(dtype, DType::C64 | DType::C128) { dtype.size() / 2 } else { dtype.size() };
+    let special = special(dtype);
+    let pairs = special.len() * special.len();
+    let count = (pairs + 4096).next_multiple_of(UNIT);
+    let mut ranks = vec![Vec::with_capacity(count * part); world];
+    for at in 0..count {
+        let common = random();
+        for (rank, bytes) in ranks.iter_mut().enumerate() {
+            let bits = match (at < pairs, rank) {
+                (true, 0) => special[at % special.len()],
+                (true, 1) => special[at / special.len()],
+                (true, _) => special[(random() % special.len() as u64) as usize],
+                // Numbers of like size, whose sums round: random ones mostly swallow each other.
+                (false, _) if at % 2 == 0 => common ^ (random() >> (64 - 3 * part as u32)),
+                (false, _) => random(),
+            };
+            let bits = if dtype == DType::Bool { bits & 1 } else { bits };
+            bytes.extend_from_slice(&bits.to_le_bytes()[..part]);
+        }
+    }
+    ranks
+}
+
+fn on_cpu(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
+    let mut output = vec![0; inputs[0].len()];
+    let sources: Vec<Source> = inputs.iter().zip(factors).map(|(data, &factor)| Source { ptr: data.as_ptr(), factor }).collect();
+    // SAFETY: all buffers are of the same length, a multiple of the element size.
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    output
+}
+
+fn expected(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let factors: Vec<f64> = (0..inputs.len()).map(factor).collect();
+    if op != ReduceOp::PremulSum || dtype.size() >= 4 {
+        return on_cpu(op, dtype, inputs, &factors);
+    }
+    // On a GPU the sender multiplies, and sends elements.
+    let lifted: Vec<Vec<u8>> =
+        inputs.iter().zip(&factors).map(|(input, &factor)| on_cpu(op, dtype, std::slice::from_ref(input), &[factor])).collect();
+    on_cpu(ReduceOp::Sum, dtype, &lifted, &factors)
+}
+
+/// Bytes at an address that units may have.
+fn units(bytes: &[u8]) -> Vec<u128> {
+    bytes.chunks_exact(UNIT).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+}
+
+fn on_gpu(program: &Program, kernel: &str, op: ReduceOp, dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let inputs: Vec<Vec<u128>> = inputs.iter().map(|input| units(input)).collect();
+    let mut output = vec![0u128; inputs[0].len()];
+    let mut args: Vec<u8> = Vec::new();
+    let mut put = |word: u64| args.extend_from_slice(&word.to_ne_bytes());
+    inputs.iter().for_each(|input| put(input.as_ptr().addr() as u64));
+    put(output.as_mut_ptr().addr() as u64);
+    put(output.len() as u64);
+    (0..inputs.len()).for_each(|rank| put(factor(rank).to_bits()));
+    put(dtype as u64 | (op as u64) << 32);
+    // SAFETY: the arguments are those of reduce_units.cu for as many ranks as there are inputs, all as long as the output.
+    unsafe { program.launch(kernel, 0, 1, 2, &args) };
+    output.iter().flat_map(|unit| unit.to_le_bytes()).collect()
+}
+
+fn check(program: &Program, op: ReduceOp, dtype: DType, world: usize) {
+    let inputs = inputs(dtype, world);
+    let (expected, computed) = (expected(op, dtype, &inputs), on_gpu(program, "reduce_units", op, dtype, &inputs));
+    for (at, (want, got)) in expected.chunks(dtype.size()).zip(computed.chunks(dtype.size())).enumerate() {
+        if want != got {
+            let given: Vec<&[u8]> = inputs.iter().map(|input| &input[at * dtype.size()..][..dtype.size()]).collect();
+            panic!("{dtype:?} {op:?}, {world} ranks, element {at}: {given:02x?} gave {got:02x?} instead of {want:02x?}");
+        }
+    }
+}
+
+fn check_all(world: usize) {
+    let program = Program::build("tests/emulated/reduce_units", world as u32, None, None);
+    for &dtype in DType::ALL {
+        for &op in ReduceOp::ALL {
+            if cpu::supports(op, dtype).is_ok() {
+                check(&program, op, dtype, world);
+            }
+        }
+    }
+}
+
+#[test]
+fn two_ranks() {
+    check_all(2);
+}
+
+#[test]
+fn three_ranks() {
+    check_all(3);
+}
+
+#[test]
+fn eight_ranks() {
+    check_all(8);
+}
+
+/// What kernels include: the type and operation of the compilation.
+#[test]
+fn the_chosen_pair() {
+    for (dtype, op) in [(DType::BF16, ReduceOp::Sum), (DType::I16, ReduceOp::Avg), (DType::C64, ReduceOp::PremulSum)] {
+        check(&Program::build("tests/emulated/reduce_units", 3, Some(dtype), Some(op)), op, dtype, 3);
+    }
+}
+
+#[test]
+fn scrubbing_leaves_no_word_of_ones_and_every_number() {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::C64, DType::F8E5M2, DType::F8E4M3FN, DType::I32, DType::F8E4M3FNUZ] {
+        let program = Program::build("tests/emulated/reduce_units", 1, Some(dtype), Some(ReduceOp::Sum));
+        let words: Vec<u32> = (0..1024u32).map(|i| if i % 3 == 0 { u32::MAX } else { u32::MAX - i }).collect();
+        let before = vec![words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>()];
+        let after = on_gpu(&program, "scrub_units", ReduceOp::Sum, dtype, &before);
+        let empties = after.chunks(4).filter(|word| *word == [0xff; 4]).count();
+        let scrubs = !matches!(dtype, DType::I32 | DType::F8E4M3FN | DType::F8E4M3FNUZ);
+        assert_eq!(empties, if scrubs { 0 } else { words.len().div_ceil(3) }, "{dtype:?}");
+        // A reduction of one rank makes every NaN canonical: those that were replaced are NaN still.
+        let canonical = |bytes: &[u8]| on_cpu(ReduceOp::Sum, dtype, &[bytes.to_vec()], &[1.0]);
+        assert_eq!(canonical(&after), canonical(&before[0]), "{dtype:?}");
+    }
+}
