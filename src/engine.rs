@@ -95,6 +95,11 @@ impl Engine {
         self.issued.load(Ordering::Relaxed)
     }
 
+    /// Counts `calls` that are not this queue's.
+    pub fn count(&self, calls: usize) {
+        self.issued.fetch_add(calls as u64, Ordering::Relaxed);
+    }
+
     /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Duration) -> Result<()> {
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);

@@ -1,8 +1,12 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
+pub mod device;
+
 use crate::boot::{self, JoinSpec, Member};
 use crate::coll::call::{Call, Op};
 use crate::coll::cpu::Runner;
+use crate::coll::cuda::ledger;
+use crate::coll::cuda::plane::Plane;
 use crate::config::Config;
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
@@ -18,7 +22,7 @@ use crate::sync::limit::Limit;
 use crate::sys::{fork, remote};
 use crate::watch;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// Who joins which group.
@@ -61,6 +65,10 @@ pub struct Group {
     /// Of the process that made the group.
     generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
+    /// Since the first call on a GPU.
+    plane: RwLock<Option<Arc<Plane>>>,
+    /// Held by whoever sets the plane up.
+    setting_up: Mutex<()>,
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
@@ -133,6 +141,8 @@ impl Group {
             closed: AtomicBool::new(false),
             generation: fork::generation(),
             watching: Mutex::new(watching),
+            plane: RwLock::new(None),
+            setting_up: Mutex::new(()),
         })
     }
 
@@ -228,6 +238,7 @@ impl Group {
             return;
         }
         let (name, since) = (self.board.name(), Instant::now());
+        let launched = self.disconnect(limit);
         if !self.engine.drain(limit) {
             let (me, seconds) = (self.board.describe(self.board.rank()), since.elapsed().as_secs_f32());
             self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
@@ -236,6 +247,9 @@ impl Group {
         self.transfers.stop();
         self.engine.stop();
         self.board.depart();
+        if launched {
+            ledger::abandon(&self.board);
+        }
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
@@ -256,7 +270,12 @@ impl Group {
 
     /// The group's first failure, or a member's death that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
-        self.board.failure().or_else(|| self.board.dead())
+        self.failure().or_else(|| self.board.dead())
+    }
+
+    /// The group's first failure, on the host or a device.
+    pub fn failure(&self) -> Option<Error> {
+        self.plane().and_then(|plane| plane.failure()).or_else(|| self.board.failure())
     }
 
     fn check_process(&self) -> Result<()> {
@@ -293,6 +312,9 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         self.shutdown();
+        if self.check_process().is_err() {
+            self.forget_plane();
+        }
     }
 }
 
@@ -406,6 +428,25 @@ mod tests {
             }
             let error = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("alone");
             assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
+        });
+    }
+
+    #[test]
+    fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
+        let over = std::sync::Barrier::new(2);
+        with_ranks(2, |group, rank| {
+            if rank == 0 {
+                std::thread::scope(|scope| {
+                    let waiting = scope.spawn(|| group.connect(0));
+                    std::thread::sleep(Duration::from_millis(50));
+                    let begun = Instant::now();
+                    assert_eq!(group.failure(), None);
+                    group.shutdown();
+                    assert!(waiting.join().expect("no panic").is_err());
+                    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+                });
+            }
+            over.wait();
         });
     }
 }

@@ -13,6 +13,7 @@ mod claim;
 mod gather;
 mod leader;
 mod member;
+pub mod pass;
 mod record;
 mod wire;
 

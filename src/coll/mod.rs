@@ -2,5 +2,6 @@
 
 pub mod call;
 pub mod cpu;
+pub mod cuda;
 pub mod describe;
 pub mod plan;

@@ -1,4 +1,6 @@
 //! Memory that all members of a group see.
 
 pub mod layout;
+pub mod pinned;
 pub mod shm;
+pub mod vmm;

@@ -62,6 +62,8 @@ pub struct Board {
     members: Vec<Identity>,
     gone: Vec<OnceLock<String>>,
     any_gone: AtomicBool,
+    /// Kernels wait for peers without looking at this process: whoever dies fails the group at once.
+    unattended: AtomicBool,
     spins: u32,
     /// How often this rank found itself in a peer's way.
     crowded: AtomicU32,
@@ -82,7 +84,18 @@ impl Board {
     pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
         let layout = Layout::new(members.len());
         let gone = members.iter().map(|_| OnceLock::new()).collect();
-        Self { segment, layout, rank, name, members, gone, any_gone: AtomicBool::new(false), spins, crowded: AtomicU32::new(0) }
+        Self {
+            segment,
+            layout,
+            rank,
+            name,
+            members,
+            gone,
+            any_gone: AtomicBool::new(false),
+            unattended: AtomicBool::new(false),
+            spins,
+            crowded: AtomicU32::new(0),
+        }
     }
 
     /// This member.
@@ -246,6 +259,19 @@ impl Board {
         let _ = self.gone[rank.index()].set(how);
         self.any_gone.store(true, Ordering::Release);
         self.words(self.rank).bell.0.ring();
+        if self.unattended.load(Ordering::Acquire)
+            && let Some(error) = self.dead()
+        {
+            self.fail(error);
+        }
+    }
+
+    /// From now on a member's death fails the group even if no call waits for it here: kernels may.
+    pub fn wait_unattended(&self) {
+        self.unattended.store(true, Ordering::Release);
+        if let Some(error) = self.dead() {
+            self.fail(error);
+        }
     }
 
     /// Tells everybody that this member takes part in nothing further.

@@ -1,0 +1,59 @@
+//! The kernels of one rank of a group, compiled and loaded when they are first needed.
+
+use super::prepare::{Args, Launch, Program};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Result;
+use crate::kernels::cuda::compile::{Arch, Variant, cubin};
+use crate::kernels::cuda::driver::{Device, Kernel, RelaxedCapture, Stream};
+use std::collections::HashMap;
+use std::time::Instant;
+
+/// See there.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    world: u32,
+    rank: u32,
+    arch: Arch,
+    overlap: bool,
+    loaded: HashMap<(Program, Option<(DType, ReduceOp)>), Kernel>,
+}
+
+impl Kernels {
+    pub(super) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
+        let (major, minor) = device.capability;
+        // Devices before Hopper know no programmatic launches.
+        let overlap = overlap && major >= 9;
+        Self { world: world as u32, rank: rank as u32, arch: Arch { major, minor }, overlap, loaded: HashMap::new() }
+    }
+
+    /// Compiles and loads `program` unless it is loaded; in the current context.
+    pub(super) fn load(&mut self, program: Program, dtype: DType, op: ReduceOp) -> Result<Kernel> {
+        let key = (program, program.reduces().then_some((dtype, op)));
+        if let Some(kernel) = self.loaded.get(&key) {
+            return Ok(*kernel);
+        }
+        let begun = Instant::now();
+        // Also where another thread captures: loading would end its capture.
+        let _relaxed = RelaxedCapture::begin()?;
+        let (name, symbol) = program.names();
+        let variant = Variant { program: name, world: self.world, rank: self.rank, dtype: key.1.map(|k| k.0), op: key.1.map(|k| k.1) };
+        let kernel = Kernel::load(&cubin(&variant, self.arch)?, symbol)?;
+        log::debug!("{variant} was ready after {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+        self.loaded.insert(key, kernel);
+        Ok(kernel)
+    }
+
+    /// Enqueues `launch`.
+    pub(super) fn launch(&mut self, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
+        let kernel = self.load(launch.program, dtype, op)?;
+        let overlap = self.overlap;
+        match &launch.args {
+            Args::Exchange(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+            Args::ReduceLowLatency(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+            Args::ReduceStaged(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+            Args::AllReduce(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+            Args::CubeMesh(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+            Args::TwoStage(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
+        }
+    }
+}

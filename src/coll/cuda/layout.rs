@@ -1,0 +1,209 @@
+//! Where everything lies in the GPU memory of a group. Pure.
+//!
+//! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
+//! ```text
+//! epochs | lanes' words (scatter, spread) | low-latency lines | marked slots | staging slots (scatter, spread)
+//! ```
+
+use crate::error::{Error, Result};
+
+/// Ranks of a group with GPUs, at most; `MAX_WORLD` in `wait.cuh`.
+pub const MAX_RANKS: usize = 16;
+/// Units of one message that one block carries low-latency: a unit for each of 256 threads.
+pub const LL_UNITS: usize = 256;
+/// Blocks of a kernel on marked slots, at most.
+pub const MARKED_BLOCKS: usize = 64;
+/// Lanes of a staged kernel, in the smallest groups; see [`Layout::lanes`].
+pub const MAX_LANES: usize = 128;
+/// Slots of a lane for each source; `SLOTS` in `staging.cuh`.
+pub const SLOTS: usize = 4;
+/// Bytes of a unit.
+pub const UNIT: usize = 16;
+/// Bytes of a unit with its flags.
+const LINES: usize = 32;
+/// Blocks of a low-latency kernel, and half the lanes, times ranks: small groups have fewer messages to carry at once.
+const SPREAD: usize = 256;
+/// What one all-reduce in two shots may have of the marked slots.
+const MARKED_BYTES: usize = 17 << 20;
+/// Bytes of a lane's words; `Lane` in `staging.cuh`.
+const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
+const LL_EPOCHS: usize = 0;
+const MARKED_EPOCHS: usize = 1024;
+const WORDS: usize = 2048;
+/// Part of a page of a cache line pair; what slots are aligned to.
+const ALIGN: usize = 256;
+
+/// What may run at the same time in one group. The same on all ranks: which one a call takes follows from the program alone.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Channel {
+    /// Synchronous calls.
+    Foreground,
+    /// Calls on the group's own stream.
+    Background,
+    /// Synchronous calls recorded into a graph.
+    CapturedForeground,
+    /// Calls on the group's own stream, recorded into a graph.
+    CapturedBackground,
+}
+
+impl Channel {
+    /// Every channel.
+    pub const ALL: [Channel; 4] = [Channel::Foreground, Channel::Background, Channel::CapturedForeground, Channel::CapturedBackground];
+}
+
+/// The layout of one channel; the same on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    ranks: usize,
+    marked_units: usize,
+    slot_bytes: usize,
+    channel_bytes: usize,
+}
+
+impl Layout {
+    /// Bytes on every GPU without which a group of `ranks` cannot be.
+    pub fn least(ranks: usize) -> usize {
+        (ranks * (8 << 20)).max(32 << 20)
+    }
+
+    /// The layout of a group of `ranks` that has `total` bytes on every GPU.
+    pub fn new(ranks: usize, total: usize) -> Result<Self> {
+        let channel_bytes = total / Channel::ALL.len() / ALIGN * ALIGN;
+        let mut layout = Self { ranks, marked_units: 0, slot_bytes: 0, channel_bytes };
+        let left = channel_bytes.saturating_sub(layout.marked());
+        layout.marked_units = (left / 3).min(MARKED_BYTES) / (MARKED_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
+        layout.slot_bytes = left.saturating_sub(layout.marked_bytes()) / (2 * layout.lanes() * ranks * SLOTS) / ALIGN * ALIGN;
+        if layout.marked_units == 0 || layout.slot_bytes < 1024 {
+            let mebibytes = total >> 20;
+            return Err(Error::config(format!(
+                "{mebibytes} MiB of GPU memory are too few for a group of {ranks} ranks; raise SYMM_WORKSPACE_MB"
+            )));
+        }
+        Ok(layout)
+    }
+
+    /// Bytes of a channel.
+    pub fn channel_bytes(self) -> usize {
+        self.channel_bytes
+    }
+
+    /// Where a channel begins.
+    pub fn channel(self, channel: Channel) -> usize {
+        channel as usize * self.channel_bytes
+    }
+
+    /// Blocks of a low-latency kernel, at most.
+    pub fn ll_blocks(self) -> usize {
+        (SPREAD / self.ranks).min(128)
+    }
+
+    /// Lanes of a staged kernel, at most.
+    pub fn lanes(self) -> usize {
+        (SPREAD / self.ranks).min(MAX_LANES)
+    }
+
+    /// Epochs of low-latency blocks, in the channel.
+    pub fn ll_epochs(self) -> usize {
+        LL_EPOCHS
+    }
+
+    /// Low-latency lines, in the channel.
+    pub fn ll_lines(self) -> usize {
+        (self.words(Stage::Spread) + self.lanes() * LANE_WORDS).next_multiple_of(ALIGN)
+    }
+
+    /// Epochs of blocks on marked slots, in the channel.
+    pub fn marked_epochs(self) -> usize {
+        MARKED_EPOCHS
+    }
+
+    /// Marked slots, in the channel.
+    pub fn marked(self) -> usize {
+        self.ll_lines() + self.ll_blocks() * 2 * self.ranks * LL_UNITS * LINES
+    }
+
+    /// Bytes of all marked slots of a channel: what must hold ones before the first call.
+    pub fn marked_bytes(self) -> usize {
+        MARKED_BLOCKS * 4 * self.ranks * self.marked_units * UNIT
+    }
+
+    /// Units of one source in one stage of one block on marked slots.
+    pub fn marked_units(self) -> usize {
+        self.marked_units
+    }
+
+    /// Words of a stage's lanes, in the channel.
+    pub fn words(self, stage: Stage) -> usize {
+        WORDS + stage as usize * self.lanes() * LANE_WORDS
+    }
+
+    /// Slots of a stage, in the channel.
+    pub fn slots(self, stage: Stage) -> usize {
+        self.marked() + self.marked_bytes() + stage as usize * self.stage_bytes()
+    }
+
+    /// Bytes of a staging slot.
+    pub fn slot_bytes(self) -> usize {
+        self.slot_bytes
+    }
+
+    fn stage_bytes(self) -> usize {
+        self.lanes() * self.ranks * SLOTS * self.slot_bytes
+    }
+}
+
+/// The two passes of staged calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Each rank's pieces go to those who need them.
+    Scatter,
+    /// Each rank's result goes to everybody.
+    Spread,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn areas_are_aligned_disjoint_and_inside() {
+        for ranks in 1..=MAX_RANKS {
+            for mebibytes in [64, 256, 1024] {
+                let layout = Layout::new(ranks, mebibytes << 20).expect("fits");
+                let ll = layout.ll_blocks() * 2 * ranks * LL_UNITS * LINES;
+                let areas = [
+                    (layout.ll_epochs(), 4 * layout.ll_blocks()),
+                    (layout.marked_epochs(), 4 * MARKED_BLOCKS),
+                    (layout.words(Stage::Scatter), layout.lanes() * LANE_WORDS),
+                    (layout.words(Stage::Spread), layout.lanes() * LANE_WORDS),
+                    (layout.ll_lines(), ll),
+                    (layout.marked(), layout.marked_bytes()),
+                    (layout.slots(Stage::Scatter), layout.stage_bytes()),
+                    (layout.slots(Stage::Spread), layout.stage_bytes()),
+                ];
+                for pair in areas.windows(2) {
+                    assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap");
+                }
+                assert!(areas.iter().all(|(offset, _)| offset % ALIGN == 0), "{ranks} ranks: misaligned {areas:?}");
+                let (offset, bytes) = areas[areas.len() - 1];
+                assert!(offset + bytes <= layout.channel_bytes(), "{ranks} ranks, {mebibytes} MiB: outside");
+                let end = layout.channel(Channel::CapturedBackground) + layout.channel_bytes();
+                assert!(end <= mebibytes << 20);
+            }
+        }
+    }
+
+    #[test]
+    fn the_least_is_enough() {
+        for ranks in 1..=MAX_RANKS {
+            assert!(Layout::new(ranks, Layout::least(ranks)).is_ok(), "{ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn too_little_memory_is_refused() {
+        let error = Layout::new(8, 4 << 20).expect_err("too little");
+        assert!(error.message.contains("4 MiB") && error.message.contains("8 ranks"), "{error}");
+    }
+}

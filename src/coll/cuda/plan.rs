@@ -1,0 +1,388 @@
+//! Which kernel serves a call, with how many blocks. Pure; the same on every rank, because it looks only at what every rank knows.
+
+use super::layout::{LL_UNITS, Layout, MARKED_BLOCKS, MAX_LANES, UNIT};
+use crate::coll::call::{Call, Op};
+use crate::dtype::DType;
+
+/// What will run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plan {
+    /// Nothing: there is nothing to move, on any rank.
+    Nothing,
+    /// Messages as they are: short ones with flags in the data, others staged.
+    Exchange {
+        /// Blocks of the low-latency protocol.
+        ll_blocks: u32,
+        /// Lanes of staging.
+        lanes: u32,
+        /// Bytes of a chunk.
+        chunk: u32,
+    },
+    /// One trip, flags in the data.
+    ReduceLowLatency {
+        /// Blocks.
+        blocks: u32,
+    },
+    /// Pieces through staging to those who need them.
+    ReduceStaged {
+        /// Lanes of staging.
+        lanes: u32,
+        /// Bytes of a chunk.
+        chunk: u32,
+    },
+    /// Everything to everybody, data as flags.
+    OneShot {
+        /// Blocks.
+        blocks: u32,
+    },
+    /// Pieces to their owners, sums to everybody, data as flags.
+    TwoShot {
+        /// Blocks.
+        blocks: u32,
+    },
+    /// Sums of each half to the other half, along the edges of a hybrid cube mesh, flags in the data.
+    CubeMesh {
+        /// Blocks.
+        blocks: u32,
+    },
+    /// Two shots through staging.
+    TwoStage {
+        /// Lanes of staging.
+        lanes: u32,
+        /// Bytes of a chunk.
+        chunk: u32,
+    },
+}
+
+impl Plan {
+    /// As `torch_symm.stats()` names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Plan::Nothing => "nothing",
+            Plan::Exchange { ll_blocks: 0, .. } => "exchange_staged",
+            Plan::Exchange { lanes: 0, .. } => "exchange_low_latency",
+            Plan::Exchange { .. } => "exchange_mixed",
+            Plan::ReduceLowLatency { .. } => "reduce_low_latency",
+            Plan::ReduceStaged { .. } => "reduce_staged",
+            Plan::OneShot { .. } => "one_shot",
+            Plan::TwoShot { .. } => "two_shot",
+            Plan::CubeMesh { .. } => "cube_mesh",
+            Plan::TwoStage { .. } => "two_stage",
+        }
+    }
+}
+
+impl Plan {
+    /// The plan for the kernel number `index` of a call that takes several: only the first has a low-latency part.
+    pub fn of_segment(self, index: usize) -> Self {
+        if let Plan::Exchange { lanes, chunk, .. } = self
+            && index > 0
+        {
+            return Plan::Exchange { ll_blocks: 0, lanes, chunk };
+        }
+        self
+    }
+}
+
+/// Where one algorithm ends and the next begins; the same on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Longest all-reduce in one shot.
+    pub one_shot_bytes: usize,
+    /// Longest all-reduce in two shots.
+    pub two_shot_bytes: usize,
+    /// Longest single message with flags in the data.
+    pub low_latency_bytes: usize,
+    /// Units of a piece for each block of a kernel on marked slots.
+    pub block_units: usize,
+    /// Blocks of a kernel on marked slots, at most.
+    pub blocks: usize,
+    /// Lanes of long messages.
+    pub lanes: usize,
+    /// Threads of a block of a lane.
+    pub threads: usize,
+    /// 0: a kernel is set up only when its predecessor in the stream is complete.
+    pub overlap: usize,
+}
+
+impl Tuning {
+    /// Measured on H200 (docs/kernels.md).
+    pub fn of(ranks: usize) -> Self {
+        let one_shot_bytes = match ranks {
+            0..=2 => 1 << 20,
+            3..=4 => 64 << 10,
+            _ => 32 << 10,
+        };
+        Self {
+            one_shot_bytes,
+            two_shot_bytes: 4 << 20,
+            low_latency_bytes: (512 << 10) / ranks.saturating_sub(1).max(1),
+            block_units: 128,
+            blocks: MARKED_BLOCKS,
+            lanes: MAX_LANES,
+            threads: 128,
+            overlap: 1,
+        }
+    }
+
+    /// As it travels.
+    pub const BYTES: usize = 8 * 8;
+
+    /// For the other ranks to compare.
+    pub fn encode(&self) -> Vec<u8> {
+        let Self { one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap } = *self;
+        let fields = [one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap];
+        fields.into_iter().flat_map(|field| (field as u64).to_le_bytes()).collect()
+    }
+
+    /// What another rank encoded.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let fields: Vec<usize> =
+            bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
+        let fields: [usize; 8] = fields.try_into().ok()?;
+        let [one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap] = fields;
+        (bytes.len() == Self::BYTES).then_some(Self {
+            one_shot_bytes,
+            two_shot_bytes,
+            low_latency_bytes,
+            block_units,
+            blocks,
+            lanes,
+            threads,
+            overlap,
+        })
+    }
+
+    /// With `text` (`"lanes=16,one_shot_bytes=65536"`) laid over it; a sentence if it cannot be read.
+    pub fn overlaid(mut self, text: &str) -> Result<Self, String> {
+        for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
+            let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
+            let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
+            let field = match name.trim() {
+                "one_shot_bytes" => &mut self.one_shot_bytes,
+                "two_shot_bytes" => &mut self.two_shot_bytes,
+                "low_latency_bytes" => &mut self.low_latency_bytes,
+                "block_units" => &mut self.block_units,
+                "blocks" => &mut self.blocks,
+                "lanes" => &mut self.lanes,
+                "threads" => &mut self.threads,
+                "overlap" => &mut self.overlap,
+                other => return Err(format!("{other:?} is no name of a setting")),
+            };
+            *field = value;
+        }
+        self.blocks = self.blocks.clamp(1, MARKED_BLOCKS);
+        self.lanes = self.lanes.clamp(1, MAX_LANES);
+        self.threads = (self.threads / 32 * 32).clamp(32, 256);
+        self.block_units = self.block_units.max(1);
+        Ok(self)
+    }
+}
+
+/// Blocks of the low-latency protocol where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
+const UNKNOWN_LL_BLOCKS: u32 = 16;
+/// Shorter chunks are not worth a fence.
+const MIN_CHUNK: usize = 4 << 10;
+
+/// Whether a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
+fn can_be_marked(dtype: DType) -> bool {
+    match dtype {
+        DType::F16 | DType::BF16 | DType::F32 | DType::C64 => true,
+        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 | DType::Bool => false,
+        DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ | DType::F64 | DType::C128 => false,
+    }
+}
+
+/// Longest all-reduce along the edges of a hybrid cube mesh: half of what travels is flags, and the edge to the relay has one link.
+pub const CUBE_MESH_BYTES: usize = 256 << 10;
+
+/// What a choice depends on besides the call; the same on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts<'a> {
+    /// Number of ranks.
+    pub n: usize,
+    /// The group's layout.
+    pub layout: &'a Layout,
+    /// See there.
+    pub tuning: &'a Tuning,
+    /// The group's GPUs are linked as a hybrid cube mesh.
+    pub cube_mesh: bool,
+}
+
+/// The plan for `call`.
+pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
+    let Facts { n, layout, tuning, cube_mesh } = *facts;
+    let longest = call.longest();
+    if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
+        return Plan::Nothing;
+    }
+    let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks() * LL_UNITS * UNIT);
+    let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
+    let (lanes, chunk) = lanes_of(longest, layout, tuning);
+    // A message in pieces, one for each rank.
+    let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
+    let (piece_lanes, piece_chunk) = lanes_of(longest.div_ceil(parts), layout, tuning);
+    match call.op {
+        // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+        Op::Broadcast if n == 1 => Plan::Nothing,
+        Op::AllToAll => Plan::Exchange {
+            ll_blocks: UNKNOWN_LL_BLOCKS,
+            lanes: tuning.lanes.min(layout.lanes()) as u32,
+            chunk: layout.slot_bytes() as u32,
+        },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0, chunk: 0 },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes, chunk },
+        Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0, chunk: 0 },
+        Op::Broadcast => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+        Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
+        Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk },
+        Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
+        Op::AllReduce if can_be_marked(call.dtype) => {
+            on_marked_slots(longest, n, layout, tuning).unwrap_or(Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk })
+        }
+        Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
+        Op::AllReduce | Op::Reduce => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+    }
+}
+
+/// The plan for sends and receives: nobody but the two ends knows of them.
+pub fn transfers(layout: &Layout, tuning: &Tuning) -> Plan {
+    Plan::Exchange { ll_blocks: 0, lanes: tuning.lanes.min(layout.lanes()) as u32, chunk: layout.slot_bytes() as u32 }
+}
+
+/// Longest message that `plan` sends with flags in the data.
+pub fn short_bytes(plan: Plan) -> u64 {
+    match plan {
+        Plan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
+        Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => 0,
+        Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::TwoStage { .. } => 0,
+    }
+}
+
+/// In one shot or two, where the slots have room and every block gets a unit of every piece.
+fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning) -> Option<Plan> {
+    let units = bytes.div_ceil(UNIT);
+    let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
+    if bytes <= tuning.one_shot_bytes {
+        let blocks = blocks(units);
+        if units.div_ceil(blocks) <= layout.marked_units() {
+            return Some(Plan::OneShot { blocks: blocks as u32 });
+        }
+    }
+    let blocks = blocks(units.div_ceil(n));
+    let fits = units.div_ceil(blocks).div_ceil(n) < layout.marked_units() && units / blocks >= n;
+    (bytes <= tuning.two_shot_bytes && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
+}
+
+/// Lanes and chunk for messages of at most `bytes`: enough lanes to fill the link, chunks short enough that the first is read while the
+/// second is on its way.
+fn lanes_of(bytes: usize, layout: &Layout, tuning: &Tuning) -> (u32, u32) {
+    let lanes = bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(layout.lanes()));
+    let chunk = bytes.div_ceil(lanes * 2).next_multiple_of(512).clamp(MIN_CHUNK.min(layout.slot_bytes()), layout.slot_bytes());
+    (lanes as u32, chunk as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::Span;
+    use crate::dtype::ReduceOp;
+    use crate::rank::Rank;
+
+    fn call(op: Op, dtype: DType, bytes: usize) -> Call {
+        let spans = vec![Span { addr: 0, bytes }];
+        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans }
+    }
+
+    #[test]
+    fn every_plan_fits_its_memory() {
+        for n in 2..=16 {
+            let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
+            let facts = Facts { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8 };
+            for op in Op::ALL {
+                for shift in 0..33 {
+                    for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
+                        let units = bytes.div_ceil(UNIT);
+                        match choose(&call(*op, DType::BF16, bytes), &facts) {
+                            Plan::Nothing => panic!("{op:?} of {bytes} bytes"),
+                            Plan::Exchange { ll_blocks, lanes, chunk } => {
+                                assert!(
+                                    ll_blocks as usize <= layout.ll_blocks()
+                                        && lanes as usize <= layout.lanes()
+                                        && chunk as usize <= layout.slot_bytes()
+                                );
+                                assert!(lanes > 0 || units <= ll_blocks as usize * LL_UNITS);
+                            }
+                            Plan::ReduceLowLatency { blocks } => {
+                                assert!(units <= blocks as usize * LL_UNITS && blocks as usize <= layout.ll_blocks())
+                            }
+                            Plan::OneShot { blocks } => {
+                                assert!(units.div_ceil(blocks as usize) <= layout.marked_units() && units >= blocks as usize);
+                            }
+                            Plan::TwoShot { blocks } => {
+                                let block = units.div_ceil(blocks as usize);
+                                assert!(block.div_ceil(n) <= layout.marked_units() && units / blocks as usize >= n, "{n} {bytes}");
+                            }
+                            Plan::CubeMesh { blocks } => {
+                                assert!(n == 8 && *op == Op::AllReduce && bytes <= CUBE_MESH_BYTES);
+                                assert!((1..=layout.ll_blocks()).contains(&(blocks as usize)) && units > (blocks as usize - 1) * LL_UNITS);
+                            }
+                            Plan::ReduceStaged { lanes, chunk } | Plan::TwoStage { lanes, chunk } => {
+                                assert!(
+                                    (1..=layout.lanes()).contains(&(lanes as usize))
+                                        && chunk as usize <= layout.slot_bytes()
+                                        && chunk >= 512
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_size_and_the_type_decide() {
+        let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
+        let facts = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false };
+        let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &facts);
+        assert_eq!(plan(Op::AllReduce, DType::BF16, 1024), Plan::OneShot { blocks: 1 });
+        assert_eq!(plan(Op::AllReduce, DType::I32, 1024), Plan::ReduceLowLatency { blocks: 1 });
+        assert!(matches!(plan(Op::AllReduce, DType::BF16, 1 << 20), Plan::TwoShot { .. }));
+        assert!(matches!(plan(Op::AllReduce, DType::BF16, 16 << 20), Plan::TwoStage { .. }));
+        assert_eq!(plan(Op::AllReduce, DType::F32, 0), Plan::Nothing);
+        assert!(matches!(plan(Op::AllToAll, DType::F32, 0), Plan::Exchange { .. }), "others may have data");
+    }
+
+    #[test]
+    fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
+        let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
+        let with = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true };
+        let without = Facts { cube_mesh: false, ..with };
+        let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
+        for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
+            assert_eq!(plan(Op::AllReduce, dtype, 8), Plan::CubeMesh { blocks: 1 });
+            assert_eq!(plan(Op::AllReduce, dtype, 4096), Plan::CubeMesh { blocks: 1 });
+            assert_eq!(plan(Op::AllReduce, dtype, 4097), Plan::CubeMesh { blocks: 2 });
+            assert_eq!(plan(Op::AllReduce, dtype, CUBE_MESH_BYTES).name(), "cube_mesh");
+            assert_eq!(plan(Op::AllReduce, dtype, 0), Plan::Nothing);
+            let long = call(Op::AllReduce, dtype, CUBE_MESH_BYTES + 1);
+            assert_eq!(choose(&long, &with), choose(&long, &without));
+        }
+        for op in Op::ALL.iter().filter(|op| **op != Op::AllReduce) {
+            let call = call(*op, DType::F32, 4096);
+            assert_eq!(choose(&call, &with), choose(&call, &without), "{op:?}");
+        }
+    }
+
+    #[test]
+    fn tunings_are_read() {
+        let tuning = Tuning::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
+        assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
+        assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
+        for bad in ["lanes", "lanes=x", "colour=3"] {
+            assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! From a call and its plan to a kernel and its arguments. Pure.
+
+use super::args::{
+    self, AllReduce, Common, Exchange, LowLatency, Marked, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, Staging, TwoStage,
+};
+use super::layout::{LL_UNITS, Layout, MAX_RANKS, Stage};
+use super::plan::{Plan, short_bytes};
+use crate::coll::call::{Call, Op, Span};
+use crate::error::{Error, Result};
+use crate::topo::graph::CubeMesh;
+
+/// Threads of other blocks; `THREADS` in `device.cuh`.
+const THREADS: u32 = 512;
+
+/// Bytes of each message that one kernel moves in a group of `n` ranks. Lanes drift apart over time, and with them the pages that they
+/// touch: on 2 GPUs an all-reduce of 256 MiB in one kernel took 10 times as long as one of 64 MiB.
+pub fn segment_bytes(n: usize) -> usize {
+    n.max(2) * (32 << 20)
+}
+
+/// The part of `call` that the kernel number `index` serves: the same bytes of every message; `None` after the last.
+pub fn segment(call: &Call, n: usize, index: usize) -> Option<Call> {
+    let most = segment_bytes(n);
+    let start = index * most;
+    if index > 0 && call.longest() <= start {
+        return None;
+    }
+    let part = |span: &Span| {
+        let first = span.bytes.min(start);
+        Span { addr: span.addr + first, bytes: (span.bytes - first).min(most) }
+    };
+    Some(Call { inputs: call.inputs.iter().map(part).collect(), outputs: call.outputs.iter().map(part).collect(), ..call.clone() })
+}
+
+/// The kernels, each in a program of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// Bytes from everybody to everybody.
+    Exchange,
+    /// A broadcast of a long message.
+    Broadcast,
+    /// Any reduction of short messages.
+    ReduceLowLatency,
+    /// Reduce-scatter of long messages.
+    ReduceStaged,
+    /// All-reduce in one shot.
+    OneShot,
+    /// All-reduce in two shots.
+    TwoShot,
+    /// All-reduce along the edges of a hybrid cube mesh.
+    CubeMesh,
+    /// All-reduce and reduce of long messages.
+    AllReduceStaged,
+}
+
+impl Program {
+    /// Its source below `src/kernels/cuda`, and the kernel in it.
+    pub fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Program::Exchange => ("exchange/exchange", "exchange"),
+            Program::Broadcast => ("broadcast/staged", "broadcast_staged"),
+            Program::ReduceLowLatency => ("reduce/low_latency", "reduce_low_latency"),
+            Program::ReduceStaged => ("reduce/staged", "reduce_staged"),
+            Program::OneShot => ("all_reduce/one_shot", "all_reduce_one_shot"),
+            Program::TwoShot => ("all_reduce/two_shot", "all_reduce_two_shot"),
+            Program::CubeMesh => ("all_reduce/cube_mesh", "all_reduce_cube_mesh"),
+            Program::AllReduceStaged => ("all_reduce/staged", "all_reduce_staged"),
+        }
+    }
+
+    /// Whether it is compiled for an element type and an operation.
+    pub fn reduces(self) -> bool {
+        match self {
+            Program::Exchange | Program::Broadcast => false,
+            Program::ReduceLowLatency
+            | Program::ReduceStaged
+            | Program::OneShot
+            | Program::TwoShot
+            | Program::CubeMesh
+            | Program::AllReduceStaged => true,
+        }
+    }
+}
+
+/// The argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant)] // Lives on the stack for the time of a launch.
+pub enum Args {
+    /// Of [`Program::Exchange`].
+    Exchange(Exchange),
+    /// Of [`Program::ReduceLowLatency`].
+    ReduceLowLatency(ReduceLowLatency),
+    /// Of [`Program::ReduceStaged`].
+    ReduceStaged(ReduceStaged),
+    /// Of the kernels on marked slots.
+    AllReduce(AllReduce),
+    /// Of [`Program::CubeMesh`].
+    CubeMesh(args::CubeMesh),
+    /// Of [`Program::AllReduceStaged`] and [`Program::Broadcast`].
+    TwoStage(TwoStage),
+}
+
+/// A kernel ready to be launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Which one.
+    pub program: Program,
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// What it is told.
+    pub args: Args,
+}
+
+/// A hybrid cube mesh as one rank sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Edges<'a> {
+    /// The whole of it.
+    pub mesh: &'a CubeMesh,
+    /// The channel's memory on this rank and its neighbours; the rest is not looked at.
+    pub peer: PerRank,
+}
+
+/// Who launches where.
+#[derive(Clone, Copy, Debug)]
+pub struct Site<'a> {
+    /// This rank.
+    pub me: usize,
+    /// Number of ranks.
+    pub n: usize,
+    /// The group's layout.
+    pub layout: &'a Layout,
+    /// The edges of the group's hybrid cube mesh; a call planned for one needs them.
+    pub edges: Option<Edges<'a>>,
+    /// Threads of a block of a lane.
+    pub threads: u32,
+    /// What all kernels are told.
+    pub common: Common,
+}
+
+impl Site<'_> {
+    fn low_latency(&self) -> LowLatency {
+        LowLatency { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
+    }
+
+    fn marked(&self) -> Marked {
+        let units = self.layout.marked_units() as u32;
+        Marked { epochs: self.layout.marked_epochs() as u64, slots: self.layout.marked() as u64, units }
+    }
+
+    fn staging(&self, stage: Stage, lanes: u32, chunk: u32) -> Staging {
+        let (words, slots) = (self.layout.words(stage) as u64, self.layout.slots(stage) as u64);
+        Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
+    }
+
+    /// What `call` sends to each rank.
+    fn outgoing(&self, call: &Call) -> Outgoing {
+        let root = call.root.index();
+        let mut out = Outgoing::default();
+        let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
+        match call.op {
+            Op::Barrier => {}
+            Op::Broadcast | Op::AllGather | Op::AllReduce => {
+                call.inputs.iter().for_each(|&input| (0..self.n).for_each(|r| put(r, input)));
+                out.same = 1;
+            }
+            Op::Reduce | Op::Gather => {
+                put(root, call.inputs[0]);
+                put(self.me, call.inputs[0]);
+            }
+            Op::Scatter | Op::ReduceScatter | Op::AllToAll => call.inputs.iter().enumerate().for_each(|(r, &input)| put(r, input)),
+        }
+        out
+    }
+
+    /// Where what each rank sends goes.
+    fn incoming(&self, call: &Call) -> (PerRank, PerRank) {
+        let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
+        let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
+        match call.op {
+            Op::Broadcast | Op::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
+            Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter => {}
+            Op::AllGather | Op::Gather | Op::AllToAll => call.outputs.iter().enumerate().for_each(|(r, &output)| put(r, output)),
+        }
+        (to, bytes)
+    }
+
+    /// The kernel for `call` under `plan`; `None`: nothing is to be done. One kernel serves at most [`segment_bytes`] of each message.
+    pub fn prepare(&self, call: &Call, plan: Plan) -> Option<Launch> {
+        let common = self.common;
+        let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
+        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, args });
+        let staged = |program, blocks, args| Some(Launch { program, blocks, threads: self.threads, args });
+        match plan {
+            Plan::Nothing => None,
+            Plan::Exchange { .. } => {
+                let (to, bytes) = self.incoming(call);
+                Some(self.exchange(plan, self.outgoing(call), to, bytes))
+            }
+            Plan::ReduceLowLatency { blocks } => {
+                let out = self.outgoing(call);
+                let (ll, factor) = (self.low_latency(), call.factor);
+                let (to, bytes) = (output.addr as u64, output.bytes as u64);
+                let args = ReduceLowLatency { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
+                launch(Program::ReduceLowLatency, blocks, Args::ReduceLowLatency(args))
+            }
+            Plan::ReduceStaged { lanes, chunk } => {
+                let (staging, out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
+                let (to, bytes) = (output.addr as u64, output.bytes as u64);
+                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor };
+                staged(Program::ReduceStaged, 2 * lanes, Args::ReduceStaged(args))
+            }
+            Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
+                let (input, marked) = (call.inputs[0], self.marked());
+                let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
+                let args = AllReduce { common, marked, from, to, bytes, factor: call.factor };
+                let program = if matches!(plan, Plan::OneShot { .. }) { Program::OneShot } else { Program::TwoShot };
+                launch(program, blocks, Args::AllReduce(args))
+            }
+            Plan::CubeMesh { blocks } => {
+                let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
+                let (me, input) = (self.me as u32, call.inputs[0]);
+                let mut mates = mesh.quad_of(me).into_iter().filter(|&rank| rank != me);
+                let args = args::CubeMesh {
+                    common: Common { peer, ..common },
+                    ll: self.low_latency(),
+                    from: input.addr as u64,
+                    to: output.addr as u64,
+                    bytes: input.bytes as u64,
+                    factor: call.factor,
+                    quad: std::array::from_fn(|_| mates.next().unwrap_or(me)),
+                    relay: mesh.relay[self.me],
+                    first_quad: u32::from(mesh.quad_of(me).contains(&0)),
+                };
+                launch(Program::CubeMesh, blocks, Args::CubeMesh(args))
+            }
+            Plan::TwoStage { lanes, chunk } => {
+                let (scatter, spread) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Spread, lanes, chunk));
+                let input = call.inputs.first().copied().unwrap_or(output);
+                let root = call.root.0;
+                let targets = if call.op == Op::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
+                let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
+                // The root of a broadcast sends all it has as it is: with a piece of its own it would send that to everybody too.
+                let n = self.n as u32;
+                let broadcast = call.op == Op::Broadcast;
+                let (program, parts, first) =
+                    if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
+                let args = TwoStage { common, scatter, spread, from, to, bytes, factor: call.factor, root, parts, first, targets };
+                staged(program, 3 * lanes, Args::TwoStage(args))
+            }
+        }
+    }
+
+    /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two
+    /// ranks need two kernels: the second is refused.
+    pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: Plan) -> Result<Launch> {
+        let (mut out, mut to, mut bytes) = (Outgoing::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
+        let twice = || Error::internal("two messages in one direction between the same two ranks in one launch");
+        for &(r, span) in sends {
+            if out.from[r] != 0 {
+                return Err(twice());
+            }
+            (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
+        }
+        for &(r, span) in receives {
+            if to[r] != 0 {
+                return Err(twice());
+            }
+            (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
+        }
+        Ok(self.exchange(plan, out, to, bytes))
+    }
+
+    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank) -> Launch {
+        let Plan::Exchange { ll_blocks, lanes, chunk } = plan else {
+            unreachable!("only exchanges come here");
+        };
+        let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, chunk));
+        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes };
+        let threads = if lanes == 0 { THREADS } else { self.threads };
+        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, args: Args::Exchange(args) }
+    }
+}

@@ -1,0 +1,105 @@
+//! Host memory that a GPU reads and writes.
+
+use crate::error::Result;
+use crate::kernels::cuda::driver::check;
+use cudarc::driver::sys;
+use std::any::Any;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+/// Zeroed words, read and written by this process and the GPU.
+#[derive(Debug)]
+pub struct Words {
+    host: *mut c_void,
+    device: u64,
+    count: usize,
+}
+
+// SAFETY: the memory is only reached as atomics.
+unsafe impl Send for Words {}
+// SAFETY: as above.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// `count` words, in the current context.
+    pub fn new(count: usize) -> Result<Self> {
+        let bytes = count * size_of::<u32>();
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        let mut words = Self { host: std::ptr::null_mut(), device: 0, count };
+        // SAFETY: valid for a write; freed by `drop`.
+        check("allocating pinned memory", unsafe { sys::cuMemHostAlloc(&raw mut words.host, bytes, flags) })?;
+        // SAFETY: it is `bytes` long and nobody else knows it yet.
+        unsafe { std::ptr::write_bytes(words.host.cast::<u8>(), 0, bytes) };
+        // SAFETY: valid for a write; the memory was made for this.
+        check("mapping pinned memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut words.device, words.host, 0) })?;
+        Ok(words)
+    }
+
+    /// Where the GPU finds them.
+    pub fn device(&self) -> u64 {
+        self.device
+    }
+
+    /// The words.
+    pub fn get(&self) -> &[AtomicU32] {
+        // SAFETY: allocated for `count` words, aligned to a page, zeroed; lives as long as `self`; the GPU writes whole words.
+        unsafe { std::slice::from_raw_parts(self.host.cast(), self.count) }
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        if !self.host.is_null() {
+            // SAFETY: made by `new`; no kernel uses it once its owner lets go.
+            let _ = unsafe { sys::cuMemFreeHost(self.host) };
+        }
+    }
+}
+
+/// Memory of the host, opened to the GPU.
+pub struct Registered {
+    // Before its keeper: what is registered must still be mapped when it is unregistered.
+    registration: Registration,
+    _keeper: Arc<dyn Any + Send + Sync>,
+}
+
+#[derive(Debug)]
+struct Registration {
+    host: *mut c_void,
+    device: u64,
+}
+
+// SAFETY: an address and a handle; nothing is read or written through them here.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registered {
+    /// Opens `bytes` bytes at `host` (both multiples of a page) in the current context.
+    ///
+    /// # Safety
+    /// The range is mapped and its pages are reserved as long as `keeper` lives.
+    pub unsafe fn new(host: *mut u8, bytes: usize, keeper: Arc<dyn Any + Send + Sync>) -> Result<Self> {
+        let host = host.cast::<c_void>();
+        let flags = sys::CU_MEMHOSTREGISTER_DEVICEMAP | sys::CU_MEMHOSTREGISTER_PORTABLE;
+        // SAFETY: mapped, by the caller's promise.
+        check("opening shared memory to the GPU", unsafe { sys::cuMemHostRegister_v2(host, bytes, flags) })?;
+        let mut registration = Registration { host, device: 0 };
+        // SAFETY: valid for a write; registered above.
+        check("mapping shared memory", unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut registration.device, host, 0) })?;
+        Ok(Self { registration, _keeper: keeper })
+    }
+
+    /// Where the GPU finds it.
+    pub fn device(&self) -> u64 {
+        self.registration.device
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: registered by `new`; no kernel uses it once its owner lets go.
+        let _ = unsafe { sys::cuMemHostUnregister(self.host) };
+    }
+}
