@@ -58,6 +58,8 @@ pub mod ffi {
         span: Span,
         /// Milliseconds; negative or 0: the group's timeout.
         timeout_ms: i64,
+        /// Sent or received.
+        send: bool,
     }
 
     /// `store::request::Op`.
@@ -124,6 +126,18 @@ pub mod ffi {
         nanoseconds: Vec<u64>,
     }
 
+    /// NVLink counts between GPUs, row by row.
+    struct LinkMatrix {
+        status: Status,
+        links: Vec<u32>,
+    }
+
+    /// A table for people to read.
+    struct TopologyReport {
+        status: Status,
+        text: String,
+    }
+
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
 
@@ -174,6 +188,11 @@ pub mod ffi {
         /// `work` is a name of `store::load::Work`.
         fn drive(self: &Crowd, work: &str, calls: u32) -> LoadAnswer;
 
+        /// Between the GPUs with these UUIDs, in this order.
+        fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
+        /// Of all GPUs of this host.
+        fn topology_report() -> TopologyReport;
+
         type GroupHandle;
 
         /// Joins a group through `store`. On failure `status` says why and `group` is dead.
@@ -192,6 +211,20 @@ pub mod ffi {
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Helps outstanding transfers along without blocking.
         fn progress(self: &GroupHandle);
+        /// Enqueues `calls` in order on `stream` of CUDA device `device` and returns; only the first launch waits, for the peers.
+        /// `background`: the stream is the group's own, beside its caller's.
+        fn launch(self: &GroupHandle, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status;
+        /// Enqueues sends and receives as one.
+        fn launch_transfers(
+            self: &GroupHandle,
+            transfers: &[Transfer],
+            device: i32,
+            stream: usize,
+            background: bool,
+            timeout_ms: i64,
+        ) -> Status;
+        /// Sets up the group's memory on CUDA device `device`: blocks until all ranks have called it or launched; idempotent.
+        fn connect(self: &GroupHandle, device: i32) -> Status;
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool) -> Status;
 
@@ -208,16 +241,29 @@ pub mod ffi {
         fn timeout(self: &GroupHandle) -> i64;
         /// Kind 0 while the group lives; else the first failure.
         fn error(self: &GroupHandle) -> Status;
+        /// Kind 0 until a call has failed; else the first failure. A member's death counts once a call has run into it.
+        fn failure(self: &GroupHandle) -> Status;
 
+        /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
+        fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
+        /// Whether the CUDA stream records a graph. May be asked at any time, from any thread.
+        fn capturing(stream: usize) -> bool;
+        /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
+        fn blocking_wait() -> bool;
+        /// JSON: which algorithm has served how many CUDA calls of this process.
+        fn stats() -> String;
         /// `CARGO_PKG_VERSION`.
         fn version() -> String;
     }
 }
 
 mod crowd;
+mod cuda;
+mod kernels;
 mod native_store;
+mod topology;
 mod torch_store;
 
 use crate::coll::call::{Call, Op, Span};
@@ -228,9 +274,12 @@ use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crowd::{Crowd, crowd};
+use cuda::{blocking_wait, capturing, stats};
+use kernels::cuda_libraries;
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
+use topology::{nvlink_matrix, topology_report};
 use torch_store::TorchStore;
 
 /// A group, or the reason why it never came to be.
@@ -313,6 +362,10 @@ impl GroupHandle {
 
     fn error(&self) -> ffi::Status {
         guarded(|| self.group()?.error().map_or(Ok(()), Err))
+    }
+
+    fn failure(&self) -> ffi::Status {
+        guarded(|| self.group()?.failure().map_or(Ok(()), Err))
     }
 }
 

@@ -87,7 +87,11 @@ void bind(py::module_ module) {
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
 
+  module.def("_stats", [] { return std::string(stats()); });
+
   bind_stores(module);
+  bind_topology(module);
+  module.def("_cuda_libraries", &cuda_libraries, py::arg("folders"));
 }
 
 } // namespace

@@ -9,5 +9,6 @@ template <typename T>
 using Holder = c10::intrusive_ptr<T>;
 
 void bind_stores(pybind11::module_& module);
+void bind_topology(pybind11::module_& module);
 
 } // namespace symm

@@ -184,6 +184,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions& opts) {
   auto operation = std::make_shared<Operation>(OpType::BARRIER, "symm:barrier");
   operation->begin(Collective::Barrier, {});
+  operation->device = barrier_device(opts);
   return launch(operation, opts.timeout, opts.asyncOp);
 }
 

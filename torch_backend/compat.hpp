@@ -1,6 +1,8 @@
 // Every difference between the versions of torch that this folder compiles against (2.10 to 2.15).
 #pragma once
 
+#include <c10/core/Stream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/version.h>
@@ -19,6 +21,17 @@ inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Op
   to.group_name = from.group_name;
 #if TORCH_VERSION_MINOR >= 11
   to.group_desc = from.group_desc;
+#endif
+}
+
+// The stream as the driver knows it; what asks for it without linking against CUDA came with 2.11.
+inline void* native_stream(const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
+#if TORCH_VERSION_MINOR >= 11
+  return device.getStreamNativeHandle(stream);
+#else
+  static_cast<void>(device);
+  static_cast<void>(stream);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "CUDA tensors are served with torch 2.11 or newer; use \"cpu:symm,cuda:nccl\"");
 #endif
 }
 

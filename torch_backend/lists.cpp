@@ -159,7 +159,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::sum_sparse(const at::Tensor& tensor,
       opts.reduceOp == ::c10d::ReduceOp::SUM,
       "ProcessGroupSymm::allreduce: sparse tensors can only be reduced with ReduceOp.SUM; use to_dense() for the others");
   TORCH_CHECK_NOT_IMPLEMENTED(
-      tensor.device().is_cpu(), "ProcessGroupSymm::allreduce: the sparse tensor is on ", tensor.device(), ", backend symm serves CPU tensors");
+      tensor.device().is_cpu(),
+      "ProcessGroupSymm::allreduce: the sparse tensor is on ", tensor.device(), ", backend symm serves sparse tensors on CPU only");
   const at::AutoDispatchBelowADInplaceOrView plain;
   const auto own = tensor.coalesce();
   ::c10d::AllgatherOptions sync;

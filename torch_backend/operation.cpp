@@ -72,15 +72,16 @@ std::string Operation::name() const {
   return std::strchr(title, ':') + 1;
 }
 
-void Operation::check(const at::Tensor& tensor, const char* role) const {
+void Operation::check(const at::Tensor& tensor, const char* role) {
   TORCH_CHECK_VALUE(tensor.defined(), name(), ": the ", role, " tensor is undefined");
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !tensor.is_cuda(),
-      name(), ": the ", role, " tensor is on ", tensor.device(),
-      "; backend symm serves CPU tensors only so far, use \"cpu:symm,cuda:nccl\"");
+  const auto place = tensor.device();
   TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(),
-      name(), ": the ", role, " tensor is on ", tensor.device(), ", backend symm serves CPU tensors");
+      place.is_cpu() || place.is_cuda(),
+      name(), ": the ", role, " tensor is on ", place, ", backend symm serves CPU and CUDA tensors");
+  TORCH_CHECK_VALUE(
+      !device || place == *device || (place.is_cpu() && device->is_cpu()),
+      name(), ": the ", role, " tensor is on ", place, ", another one on ", *device, "; all tensors of a call must be on one device");
+  device = place;
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided,
       name(), ": the ", role, " tensor has layout ", tensor.layout(), ", only strided (dense) tensors are served");
@@ -189,6 +190,11 @@ void Operation::write_back() {
   pending_.clear();
 }
 
+void Operation::release_inputs() {
+  inputs.clear();
+  alive_.clear();
+}
+
 void Operation::separate(int rank) {
   for (auto& call : calls) {
     for (size_t i = 0; i < call.inputs.size(); ++i) {
@@ -199,8 +205,15 @@ void Operation::separate(int rank) {
         if (!intersect(input, output) || (same && replaces(call, i, o, static_cast<size_t>(rank)))) {
           continue;
         }
-        const auto& copy = alive_.emplace_back(at::empty({static_cast<int64_t>(input.bytes)}, at::kByte));
-        std::memcpy(copy.data_ptr(), reinterpret_cast<const void*>(input.addr), input.bytes);
+        const auto bytes = static_cast<int64_t>(input.bytes);
+        const auto options = at::TensorOptions(at::kByte).device(*device);
+        const auto& copy = alive_.emplace_back(at::empty({bytes}, options));
+        auto* const start = reinterpret_cast<void*>(input.addr);
+        if (on_cpu()) {
+          std::memcpy(copy.data_ptr(), start, input.bytes);
+        } else {
+          copy.copy_(at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor());
+        }
         input.addr = reinterpret_cast<size_t>(copy.data_ptr());
         break;
       }

@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,7 +27,7 @@ enum class Collective : uint8_t {
   AllToAll = 8,
 };
 
-// Owns every tensor that the core reads or writes. Tensors that are not contiguous are replaced by copies, and results
+// Owns every tensor that the core reads or writes, all of one device. Tensors that are not contiguous are replaced by copies, and results
 // are written back by `write_back`.
 class Operation {
  public:
@@ -55,11 +56,27 @@ class Operation {
   // Copies inputs that overlap an output other than the very one that replaces them, which the core does not serve.
   void separate(int rank);
 
+  // Lets go of all tensors but the outputs.
+  void release_inputs();
   // Name of the call in messages: "all_reduce".
   std::string name() const;
+  // Every tensor that the call reads or writes, some of them twice.
+  template <typename Visit>
+  void for_each_tensor(Visit visit) const {
+    for (const auto* list : {&inputs, &outputs, &alive_}) {
+      for (const auto& tensor : *list) {
+        visit(tensor);
+      }
+    }
+  }
+  bool on_cpu() const {
+    return !device || device->is_cpu();
+  }
 
   ::c10d::OpType type;
   const char* title;
+  // Of all tensors; none: there are none yet.
+  std::optional<at::Device> device;
   std::vector<CallSpec> calls;
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
@@ -70,7 +87,7 @@ class Operation {
   std::vector<std::vector<at::Tensor>> lists;
 
  private:
-  void check(const at::Tensor& tensor, const char* role) const;
+  void check(const at::Tensor& tensor, const char* role);
 
   std::vector<at::Tensor> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;

@@ -20,11 +20,15 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   transfer.dtype = static_cast<int32_t>(tensor.scalar_type());
   transfer.span = span_of(send ? operation->readable(tensor) : operation->writable(tensor, false));
   transfer.timeout_ms = -1;
+  transfer.send = send;
   operation->inputs.push_back(tensor);
   operation->outputs.push_back(tensor);
   auto from = caller((*group_)->sequence());
   from.rank = peer;
   from.transfer = true;
+  if (!operation->on_cpu()) {
+    return launch_on_device(std::move(operation), transfer, from);
+  }
   return recorded(*operation, from, [&] {
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, from.sequence);
     auto done = std::make_unique<WorkCompletion>(work);

@@ -105,6 +105,9 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
     std::chrono::milliseconds timeout,
     bool async) {
   operation->separate(getRank());
+  if (!operation->on_cpu()) {
+    return launch_on_device(operation, timeout, async);
+  }
   const auto sequence = (*group_)->sequence() + 1;
   return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
     const rust::Slice<const CallSpec> calls(operation->calls.data(), operation->calls.size());
@@ -132,7 +135,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation>
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (coalesced_) {
-    coalesced_->push_back(work);
+    coalesced_->parts.push_back(work);
   }
   return work;
 }
@@ -143,15 +146,21 @@ void ProcessGroupSymm::startCoalescing() {
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::endCoalescing() {
-  std::vector<WorkPtr> parts;
+  Coalesced block;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (coalesced_) {
-      parts = std::move(*coalesced_);
+      block = std::move(*coalesced_);
     }
     coalesced_.reset();
   }
-  return c10::make_intrusive<WorkCoalesced>(getRank(), std::move(parts));
+  if (block.gathering) {
+    block.gathering->launch();
+    if (block.parts.size() == 1) {
+      return block.gathering;
+    }
+  }
+  return c10::make_intrusive<WorkCoalesced>(getRank(), std::move(block.parts));
 }
 
 uint64_t ProcessGroupSymm::getSequenceNumberForGroup() {

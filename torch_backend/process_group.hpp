@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "compat.hpp"
+#include "device_work.hpp"
 #include "operation.hpp"
 #include "record.hpp"
 #include "work.hpp"
@@ -90,7 +91,8 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void enableCollectivesTiming() override {}
-  void eagerConnectSingleDevice(at::Device) override {}
+  // Sets up the group's memory on a CUDA device now, not at the first call.
+  void eagerConnectSingleDevice(at::Device device) override;
   ::c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
@@ -111,6 +113,16 @@ class ProcessGroupSymm final : public ::c10d::Backend {
  private:
   // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
+  // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.
+  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
+  WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const Transfer& transfer, const Caller& from);
+  // `what` is what DeviceWork::add takes.
+  template <typename... What>
+  WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
+  // The group's on that device; mutex_ must be held.
+  std::shared_ptr<DeviceStream> streams_on(at::Device device);
+  // Where a barrier is to be waited for; none: on the host.
+  std::optional<at::Device> barrier_device(const ::c10d::BarrierOptions& opts) const;
   Caller caller(uint64_t sequence) const;
   WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
   // The group that an earlier `split` of this name made, if it can still be used.
@@ -129,8 +141,16 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Store> store_;
   c10::intrusive_ptr<Options> options_;
   Group group_;
+  // What startCoalescing() began.
+  struct Coalesced {
+    std::vector<WorkPtr> parts;
+    // One of the parts: of the CUDA calls so far.
+    c10::intrusive_ptr<DeviceWork> gathering;
+  };
+
   std::mutex mutex_;
-  std::optional<std::vector<WorkPtr>> coalesced_;
+  std::optional<Coalesced> coalesced_;
+  std::map<c10::DeviceIndex, std::shared_ptr<DeviceStream>> streams_;
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
   std::atomic<bool> closed_ = false;
 };

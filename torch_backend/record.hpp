@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -17,6 +18,11 @@ namespace symm {
 // Whether anybody listens. What follows costs as much as a small collective.
 inline bool profiled() {
   return at::isRecordFunctionEnabled() && at::hasCallbacks();
+}
+
+// What a work shows of its inputs.
+inline std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
+  return profiled() ? std::make_optional(operation.inputs) : std::nullopt;
 }
 
 // Who makes the call.

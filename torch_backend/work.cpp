@@ -9,10 +9,6 @@ namespace {
 
 using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
-std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
-  return profiled() ? std::make_optional(operation.inputs) : std::nullopt;
-}
-
 } // namespace
 
 WorkSymm::WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence)
@@ -205,6 +201,12 @@ std::vector<at::Tensor> WorkCoalesced::result() {
   return all;
 }
 
+void WorkCoalesced::synchronize() {
+  for (const auto& part : parts_) {
+    part->synchronize();
+  }
+}
+
 bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
   for (const auto& part : parts_) {
     part->wait(timeout);
@@ -227,14 +229,27 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
   if (future_) {
     return future_;
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+  std::vector<c10::Device> devices;
+  std::vector<c10::intrusive_ptr<::c10d::Work>> on_devices;
+  for (const auto& part : parts_) {
+    const auto some = part->getFuture()->devices();
+    devices.insert(devices.end(), some.begin(), some.end());
+    if (!some.empty()) {
+      on_devices.push_back(part);
+    }
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
   auto all = result();
-  auto done = [left, all, future = future_](c10::ivalue::Future& part) {
+  auto done = [left, all, on_devices, future = future_](c10::ivalue::Future& part) {
     if (part.hasError()) {
       future->setErrorIfNeeded(part.exception_ptr());
     }
     if (left->fetch_sub(1) == 1 && !future->completed()) {
+      // The future marks the current streams, which must stand behind every part.
+      for (const auto& work : on_devices) {
+        work->synchronize();
+      }
       future->markCompleted(c10::IValue(all));
     }
   };
@@ -242,6 +257,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
     part->getFuture()->addCallback(done);
   }
   if (left->fetch_sub(1) == 1 && !future_->completed()) {
+    synchronize();
     future_->markCompleted(c10::IValue(all));
   }
   return future_;

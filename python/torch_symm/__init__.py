@@ -1,8 +1,8 @@
 """torch-symm: the PyTorch distributed backend ``symm`` for the ranks of one host.
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
-``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores and the
-version. The native part is loaded when one of them is first asked for.
+``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
+GPUs are connected, :func:`stats` and the version. The native part is loaded when one of them is first asked for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
         SymmTimeout,
         TCPStore,
     )
+    from torch_symm._stats import stats
+    from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
 
 __all__ = [
+    "DMAConnectivity",
     "FileStore",
     "MemoryStore",
     "Options",
@@ -39,7 +42,18 @@ __all__ = [
     "SymmTimeout",
     "TCPStore",
     "__version__",
+    "detect_dma_connectivity",
+    "stats",
+    "topology",
 ]
+
+#: What is written in Python, by the module that holds it.
+_MODULES = {
+    "DMAConnectivity": "_topology",
+    "detect_dma_connectivity": "_topology",
+    "stats": "_stats",
+    "topology": "_topology",
+}
 
 autoload()
 
@@ -47,4 +61,6 @@ autoload()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")
+    if name in _MODULES:
+        return getattr(import_module(f"torch_symm.{_MODULES[name]}"), name)
     return getattr(import_module("torch_symm._native").load(), name)

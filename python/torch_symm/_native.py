@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 from torch_symm._version import TORCH_VERSION
@@ -22,4 +26,28 @@ def load() -> ModuleType:
             f"torch_symm was built for torch {TORCH_VERSION} and cannot serve torch {torch.__version__}: "
             f"install torch {TORCH_VERSION}, or a torch_symm that was built for torch {running}"
         )
-    return importlib.import_module("torch_symm._C")
+    native = importlib.import_module("torch_symm._C")
+    _announce_nvrtc(native, torch.version.cuda)
+    return native
+
+
+@cache
+def _announce_nvrtc(native: ModuleType, cuda: str | None) -> None:
+    """Tells the native part, once, where the compiler of its CUDA kernels may be."""
+    native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
+
+
+def nvrtc_folders(cuda: str | None) -> list[Path]:
+    """Folders of installed packages, as ``nvidia/cu13/lib``, that hold the compiler of the CUDA kernels.
+
+    Those with the compiler of CUDA version ``cuda``, as ``"13.0"``, come first. Imports nothing.
+    """
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except ValueError:  # somebody put a module of that name into sys.modules that was not imported
+        return []
+    places = (spec and spec.submodule_search_locations) or []
+    found = sorted(library for place in places for library in Path(place).glob("*/lib/libnvrtc.so.*"))
+    major = (cuda or "").split(".")[0]
+    found.sort(key=lambda library: library.name.split(".")[2] != major)
+    return list(dict.fromkeys(library.parent for library in found))

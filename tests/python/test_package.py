@@ -209,6 +209,23 @@ def test_another_torch_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\n" not in sentence
 
 
+def test_the_kernels_compiler_is_found_in_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_symm._native import nvrtc_folders
+
+    old, new = tmp_path / "a/nvidia/cuda_nvrtc/lib", tmp_path / "b/nvidia/cu13/lib"
+    for folder, library in ((old, "libnvrtc.so.12"), (new, "libnvrtc.so.13")):
+        folder.mkdir(parents=True)
+        (folder / library).touch()
+        (folder / "libnvrtc-builtins.so.1").touch()
+    (tmp_path / "a/nvidia/cudnn/lib").mkdir(parents=True)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert nvrtc_folders("13.0") == [new, old]
+    assert nvrtc_folders("12.8") == nvrtc_folders(None) == [old, new]
+    monkeypatch.setattr(sys, "path", [])
+    assert nvrtc_folders("13.0") == []
+
+
 @pytest.mark.parametrize(
     ("spelling", "cpu", "cuda"),
     [

@@ -59,13 +59,13 @@ def test_beside_nccl() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["symm", "cpu:gloo,cuda:symm"])
-def test_cuda_tensors_are_refused(spelling: str) -> None:
-    """With a sentence, before anything is exchanged; the group goes on with CPU tensors."""
+def test_two_ranks_on_one_gpu_are_refused(spelling: str) -> None:
+    """With a sentence that names both; the group goes on with CPU tensors."""
 
     def body(rank: int, world: int) -> None:
         init(rank, world, backend=spelling)
-        with pytest.raises(NotImplementedError, match="CPU tensors only"):
-            dist.all_reduce(torch.ones(3, device="cuda"))
+        with pytest.raises(torch_symm.SymmConfigError, match="use the same GPU"):
+            dist.all_reduce(torch.ones(3, device="cuda:0"))
         dist.all_reduce(value := torch.ones(3))
         assert bool((value == 2).all())
         dist.destroy_process_group()

@@ -1,0 +1,20 @@
+"""What the native part has counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch_symm._native import load
+
+
+def stats() -> dict[str, Any]:
+    """Returns how many calls on CUDA tensors of this process each algorithm has served; empty before the first.
+
+    Counts what was enqueued: a captured call once, not at each replay.
+
+    Raises:
+        ImportError: the native part cannot serve this torch.
+    """
+    counted: dict[str, Any] = json.loads(load()._stats())
+    return counted

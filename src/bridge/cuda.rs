@@ -1,0 +1,49 @@
+//! CUDA calls: what is enqueued, and where.
+
+use super::ffi::{CallSpec, Status, Transfer};
+use super::{GroupHandle, guarded, message, milliseconds, translate};
+use crate::config::Config;
+use crate::error::Result;
+use crate::group::device::{self, CudaTarget};
+
+impl GroupHandle {
+    pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
+        let target = CudaTarget { device, stream, background };
+        guarded(|| self.group()?.launch(&translate(calls)?, target, milliseconds(timeout_ms)))
+    }
+
+    pub(super) fn launch_transfers(&self, transfers: &[Transfer], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
+        let target = CudaTarget { device, stream, background };
+        let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
+        guarded(|| {
+            let transfers = transfers.iter().map(translate).collect::<Result<Vec<_>>>()?;
+            self.group()?.launch_transfers(&transfers, target, milliseconds(timeout_ms))
+        })
+    }
+
+    pub(super) fn connect(&self, device: i32) -> Status {
+        guarded(|| self.group()?.connect(device))
+    }
+}
+
+pub(super) fn capturing(stream: usize) -> bool {
+    let mut answer = false;
+    guarded(|| {
+        answer = device::capturing(stream);
+        Ok(())
+    });
+    answer
+}
+
+pub(super) fn blocking_wait() -> bool {
+    Config::get().blocking_wait
+}
+
+pub(super) fn stats() -> String {
+    let mut answer = String::new();
+    guarded(|| {
+        answer = device::stats();
+        Ok(())
+    });
+    answer
+}

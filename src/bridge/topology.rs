@@ -1,0 +1,23 @@
+//! How GPUs are connected, as C++ sees it.
+
+use super::ffi::{LinkMatrix, TopologyReport};
+use super::guarded;
+use crate::topo;
+
+pub(super) fn nvlink_matrix(uuids: &[String]) -> LinkMatrix {
+    let mut links = Vec::new();
+    let status = guarded(|| {
+        links = topo::connectivity_of(uuids)?.rows().flatten().copied().collect();
+        Ok(())
+    });
+    LinkMatrix { status, links }
+}
+
+pub(super) fn topology_report() -> TopologyReport {
+    let mut text = String::new();
+    let status = guarded(|| {
+        text = topo::report::render(&topo::detect()?);
+        Ok(())
+    });
+    TopologyReport { status, text }
+}

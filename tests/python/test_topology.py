@@ -1,0 +1,108 @@
+"""How the GPUs are connected, as Python sees it. The rest is tested in Rust, with tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch_symm
+
+#: On a host with GPUs the first rows of a file are theirs, and their names are not known here.
+without_gpus = pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="for a host without GPUs")
+PAIRS = [[0, 4, 0, 0], [4, 0, 0, 0], [0, 0, 0, 4], [0, 0, 4, 0]]
+
+
+def python(code: str, file: Path) -> str:
+    """Runs `code` where `file` is the topology, which a process reads from its environment once."""
+    environment = {**os.environ, "SYMM_TOPOLOGY_FILE": str(file)}
+    command = [sys.executable, "-c", "import torch_symm\n" + code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Four GPUs, bridged in pairs."""
+    file = tmp_path / "pairs.json"
+    file.write_text(json.dumps({"gpus": 4, "links": PAIRS, "p2p": True}))
+    return file
+
+
+@pytest.mark.parametrize("types", [("cpu", "nvlink"), ("cuda", "pcie"), ("CUDA", "nvlink"), ("", "")])
+def test_other_types_are_refused(types: tuple[str, str]) -> None:
+    with pytest.raises(ValueError, match="is not known here: there is 'cuda' by 'nvlink'"):
+        torch_symm.detect_dma_connectivity(*types)
+
+
+def test_without_devices_the_matrix_is_empty() -> None:
+    """As CUDA_VISIBLE_DEVICES may have it on any machine."""
+    code = "print(torch_symm.detect_dma_connectivity('cuda', 'nvlink'))"
+    command = [sys.executable, "-c", "import torch_symm\n" + code]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True).stdout
+    assert shown.strip() == "DMAConnectivity(device_type='cuda', connection_type='nvlink', matrix=[])"
+
+
+def test_the_answer_is_frozen() -> None:
+    answer = torch_symm.DMAConnectivity("cuda", "nvlink", [[0]])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        answer.matrix = []  # type: ignore[misc]
+
+
+@without_gpus
+def test_devices_are_asked_for_in_their_order(pairs: Path) -> None:
+    """The GPUs behind the devices, in torch's order, get the rows that the file has for them."""
+    code = """
+import torch
+from types import SimpleNamespace
+order = [3, 0, 2]
+torch.cuda.device_count = lambda: len(order)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"injected-{order[device]}")
+print(torch_symm.detect_dma_connectivity("cuda", "nvlink").matrix)
+"""
+    assert python(code, pairs) == "[[0, 0, 4], [0, 0, 0], [4, 0, 0]]"
+
+
+def test_an_unknown_device_is_named(pairs: Path) -> None:
+    code = """
+from torch_symm._native import load
+try:
+    load()._nvlink_matrix(["GPU-elsewhere"])
+except torch_symm.SymmConfigError as error:
+    print(error)
+"""
+    said = python(code, pairs)
+    assert said == f"GPU elsewhere is not among the first 4 of this host, which {pairs} describes"
+
+
+@without_gpus
+def test_the_report_is_a_table(pairs: Path) -> None:
+    lines = python("print(torch_symm.topology())", pairs).splitlines()
+    assert lines[0] == f"4 GPUs, PCIe ({pairs})"
+    assert [line.split()[:5] for line in lines[3:5]] == [
+        ["GPU0", "X", "NV4", "NODE", "NODE"],
+        ["GPU1", "NV4", "X", "NODE", "NODE"],
+    ]
+
+
+def test_a_faulty_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "faulty.json"
+    file.write_text('{"gpus": 2, "links": [[0, 1], [2, 0]], "p2p": true}')
+    code = """
+try:
+    torch_symm.topology()
+except torch_symm.SymmConfigError as error:
+    print(error)
+"""
+    assert python(code, file) == f"topology file {file}: links: [0][1] is 1, but [1][0] is 2"
+
+
+@without_gpus
+def test_a_host_without_nvml_says_so() -> None:
+    assert torch_symm.topology().startswith("0 GPUs, unknown (NVML does not start: ")
