@@ -1,4 +1,4 @@
-# make demo | test | bench | bench-stores | bench-mpi | lint | fmt | loom | fuzz | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | test-kernels | bench | bench-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,20 +9,31 @@ TORCHVISION := 0.26.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-python bench bench-stores bench-mpi lint fmt loom fuzz headers build tools clean
+.PHONY: demo test test-rust test-kernels test-python bench bench-gpu bench-stores bench-mpi lint fmt loom fuzz headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
-test: test-rust test-python
+test: test-rust test-kernels test-python
 
 test-rust: tools
 	cargo test --quiet
 
+# What needs the compiler of CUDA kernels, which torch brings, and no GPU.
+NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])
+test-kernels: build
+	SYMM_NVRTC=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC && \
+		cargo test --quiet --lib nvrtc && cargo test --quiet --test kernels_compile
+
+# tests/cuda is skipped without two GPUs.
 test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/python tests/torch
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/python tests/torch tests/cuda
 
 bench: build
 	$(BIN)/python -m torch_symm.bench
+
+# The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
+bench-gpu: build
+	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
 
 # The stores against torch's.
 bench-stores: build
@@ -72,7 +83,7 @@ headers: build
 
 build: $(VENV)/.built
 
-SOURCES := $(shell find src cpp torch_backend -type f) Cargo.toml Cargo.lock build.rs setup.py pyproject.toml
+SOURCES := $(shell find src cpp crates torch_backend -type f) Cargo.toml Cargo.lock build.rs setup.py pyproject.toml
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .

@@ -17,6 +17,19 @@ UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (*SIGNED, *UNSIGNED)
 COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+BITWISE = ("BAND", "BOR", "BXOR")
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE, "PREMUL_SUM")
+
+
+def served(op: str, dtype: torch.dtype) -> bool:
+    """Whether the op is defined for the dtype; the others are refused."""
+    if dtype in FLOATS:
+        return op not in BITWISE
+    if dtype in INTEGERS:
+        return op != "PREMUL_SUM"
+    if dtype in COMPLEX:
+        return op in ("SUM", "AVG", "PREMUL_SUM")
+    return op not in ("AVG", "PREMUL_SUM")
 
 
 def name(dtype: torch.dtype) -> str:

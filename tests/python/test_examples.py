@@ -6,6 +6,7 @@ The backend is symm; SYMM_TEST_BACKEND names another one for development.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +19,16 @@ BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
 LIMIT_S = 150
 
 
-def launch(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs an example under torchrun with 4 ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def launch(example: str, *arguments: str, ranks: int = 4) -> subprocess.CompletedProcess[str]:
+    """Runs an example under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(ROOT / "examples" / example), "--backend", BACKEND, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=ROOT)
 
 
 def test_examples_are_there() -> None:
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -42,3 +43,12 @@ def test_trace_is_written(tmp_path: Path) -> None:
     result = launch("07_profile.py", "--trace", str(trace))
     assert result.returncode == 0, result.stdout + result.stderr
     assert f"{BACKEND}:all_reduce" in trace.read_text()
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "tp"])
+def test_transformer_learns_the_same_on_another_backend(parallel: str) -> None:
+    result = launch("09_train_transformer.py", "--device", "cpu", "--parallel", parallel, "--compare", ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok: loss" in result.stdout and "'s curve" in result.stdout, result.stdout
+    shares = dict(re.findall(r"^(\w+): .* tokens/s, ([\d.]+)% communication", result.stdout, re.MULTILINE))
+    assert len(shares) == 2 and all(float(share) > 0 for share in shares.values()), result.stdout

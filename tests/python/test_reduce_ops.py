@@ -6,22 +6,10 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
-from expected import COMPLEX, FLOATS, INTEGERS, assert_same_bits, name, op_of, reduced, seeded
+from expected import COMPLEX, OPS, assert_same_bits, name, op_of, reduced, seeded, served
 from ranks import run_ranks
 
-BITWISE = ("BAND", "BOR", "BXOR")
-OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE, "PREMUL_SUM")
 FACTORS = (0.5, 1 / 3, -7.0, 1e-3)
-
-
-def served(op: str, dtype: torch.dtype) -> bool:
-    if dtype in FLOATS:
-        return op not in BITWISE
-    if dtype in INTEGERS:
-        return op != "PREMUL_SUM"
-    if dtype in COMPLEX:
-        return op in ("SUM", "AVG", "PREMUL_SUM")
-    return op not in ("AVG", "PREMUL_SUM")
 
 
 def check(rank: int, world: int, op: str) -> None:

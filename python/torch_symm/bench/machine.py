@@ -11,6 +11,13 @@ from pathlib import Path
 
 import torch
 
+# NVLink multicast takes resources that the GPUs of a host share; a program that ends badly can leave them taken.
+MULTICAST_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
 
 def cpu_model() -> str:
     """The first ``model name`` of /proc/cpuinfo, or what the platform calls itself."""
@@ -74,6 +81,40 @@ def describe() -> Machine:
         commit=commit(),
         loadavg=loadavg(),
     )
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPUs of a run and the software on them; ``settings``: what the environment says about multicast."""
+
+    names: list[str]
+    driver: str | None
+    cuda: str | None
+    nccl: str | None
+    settings: dict[str, str]
+
+    def summary(self) -> str:
+        """For people."""
+        if not self.names:
+            return "no GPU"
+        kinds = ", ".join(f"{self.names.count(name)} × {name}" for name in dict.fromkeys(self.names))
+        return f"{kinds}, driver {self.driver}, CUDA {self.cuda}, NCCL {self.nccl}"
+
+
+def describe_gpus(count: int) -> Gpus:
+    """The first ``count`` GPUs, asked through nvidia-smi, so that this process gets no context on any."""
+    names, driver = [], None
+    if count:
+        try:
+            asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+            answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+            lines = [line.rpartition(",") for line in answer.strip().splitlines()[:count]]
+            names, driver = [name.strip() for name, _, _ in lines], lines[0][2].strip() if lines else None
+        except (OSError, subprocess.SubprocessError):
+            names = ["unknown GPU"] * count
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if count else None  # type: ignore[no-untyped-call]
+    settings = {name: os.environ[name] for name in MULTICAST_SETTINGS if name in os.environ}
+    return Gpus(names, driver, torch.version.cuda, nccl, settings)
 
 
 def busy_seconds() -> float:

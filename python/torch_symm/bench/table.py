@@ -37,7 +37,8 @@ def write_table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        stream.write(_plain(rows))
+        lines = [_fields(row) for row in rows]
+        stream.write(plain_text(_title(rows), HEADINGS, lines, range(1, TEXT_COLUMNS)) + CAPTION + "\n")
         return
     width = None if stream.isatty() else 140
     table = Table(title=_title(rows), caption=CAPTION, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -112,14 +113,15 @@ def _fields(row: Row) -> list[str]:
     ]
 
 
-def _plain(rows: Sequence[Row]) -> str:
-    lines = [list(HEADINGS), *(_fields(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    text = [_title(rows)]
-    for line in lines:
+def plain_text(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], left: range) -> str:
+    """A table without rich. ``left``: the columns that are aligned to the left."""
+    everything = [headings, *lines]
+    widths = [max(len(line[column]) for line in everything) for column in range(len(headings))]
+    text = [title]
+    for line in everything:
         padded = [
-            field.ljust(width) if 0 < column <= TEXT_COLUMNS - 1 else field.rjust(width)
+            field.ljust(width) if column in left else field.rjust(width)
             for column, (field, width) in enumerate(zip(line, widths, strict=True))
         ]
         text.append("  ".join(padded).rstrip())
-    return "\n".join([*text, CAPTION, ""])
+    return "\n".join([*text, ""])

@@ -1,0 +1,201 @@
+"""The measured operations: call, tensors and check. One table, everything derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..pattern import pieces
+from .inputs import Inputs
+
+POISON = float("nan")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory for one cell on one side: flat tensors of bytes, ``source`` and ``target``, at least as large as S."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def given(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements of ``source``."""
+        return self.source[: count * dtype.itemsize].view(dtype)
+
+    def taken(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements of ``target``."""
+        return self.target[: count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a builder needs. ``pristine`` holds this rank's input."""
+
+    rank: int
+    inputs: Inputs
+    pristine: torch.Tensor
+    group: dist.ProcessGroup
+    place: Place
+
+    @property
+    def world(self) -> int:
+        """Ranks in the group."""
+        return self.inputs.world
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's part of S."""
+        return self.inputs.count // self.world
+
+    def given(self, count: int) -> torch.Tensor:
+        """An input or in-place tensor."""
+        return self.place.given(self.inputs.dtype, count)
+
+    def taken(self, count: int) -> torch.Tensor:
+        """An output."""
+        return self.place.taken(self.inputs.dtype, count)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation on one side. ``check(k)``: what is wrong after ``reset`` and ``k`` of ``run``, or None."""
+
+    reset: Callable[[], object]
+    run: Callable[[], object]
+    check: Callable[[int], str | None]
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row. ``divided``: S is divided among the ranks."""
+
+    build: Callable[[Setting], Call]
+    divided: bool = False
+    messages_per_call: int = 1
+
+
+def _all_reduce(at: Setting) -> Call:
+    tensor = at.given(at.inputs.count)
+    return Call(
+        lambda: tensor.copy_(at.pristine),
+        lambda: dist.all_reduce(tensor, group=at.group),
+        lambda calls: at.inputs.compare_sum(tensor, calls=calls),
+    )
+
+
+def _all_gather(at: Setting) -> Call:
+    source, output = at.given(at.share), at.taken(at.share * at.world)
+
+    def reset() -> None:
+        source.copy_(at.pristine[: at.share])
+        output.fill_(POISON)
+
+    def check(_calls: int) -> str | None:
+        return _first(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
+
+    return Call(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
+
+
+def _reduce_scatter(at: Setting) -> Call:
+    source, output = at.given(at.share * at.world), at.taken(at.share)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    return Call(
+        reset,
+        lambda: dist.reduce_scatter_tensor(output, source, group=at.group),
+        lambda _calls: at.inputs.compare_sum(output, start=at.rank * at.share),
+    )
+
+
+def _all_to_all(at: Setting) -> Call:
+    source, output = at.given(at.share * at.world), at.taken(at.share * at.world)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    def check(_calls: int) -> str | None:
+        parts = enumerate(pieces(output, at.share))
+        return _first(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
+
+    return Call(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
+
+
+def _broadcast(at: Setting) -> Call:
+    tensor = at.given(at.inputs.count)
+    return Call(
+        lambda: tensor.copy_(at.pristine) if at.rank == 0 else tensor.fill_(POISON),
+        lambda: dist.broadcast(tensor, 0, group=at.group),
+        lambda _calls: at.inputs.compare_copy(tensor, 0),
+    )
+
+
+def _send_recv(at: Setting) -> Call:
+    if at.rank > 1:
+        return Call(lambda: None, lambda: None, lambda _calls: None)
+    peer = 1 - at.rank
+    source, output = at.given(at.inputs.count), at.taken(at.inputs.count)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    def run() -> None:
+        if at.rank == 0:
+            dist.send(source, peer, group=at.group)
+            dist.recv(output, peer, group=at.group)
+        else:
+            dist.recv(output, peer, group=at.group)
+            dist.send(source, peer, group=at.group)
+
+    return Call(reset, run, lambda _calls: at.inputs.compare_copy(output, peer))
+
+
+def _barrier(at: Setting) -> Call:
+    # Named by its device: a group that serves CPU tensors too would meet on the host.
+    device = at.inputs.device
+    ids = [device.index] if device.type == "cuda" else None
+    return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
+
+
+def one_shot(at: Setting) -> Call:
+    """torch's one-shot all-reduce: input in symmetric memory, output a new tensor."""
+    tensor, name = at.given(at.inputs.count), at.group.group_name
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results[:] = [torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name)]
+
+    return Call(lambda: tensor.copy_(at.pristine), run, lambda _calls: at.inputs.compare_sum(results[0]))
+
+
+def two_shot(at: Setting) -> Call:
+    """torch's two-shot all-reduce, in place in symmetric memory."""
+    tensor, name = at.given(at.inputs.count), at.group.group_name
+    return Call(
+        lambda: tensor.copy_(at.pristine),
+        lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", name),
+        lambda calls: at.inputs.compare_sum(tensor, calls=calls),
+    )
+
+
+def _first(findings: object) -> str | None:
+    assert hasattr(findings, "__iter__")
+    return next((finding for finding in findings if finding is not None), None)
+
+
+OPS: dict[str, Op] = {
+    "all_reduce": Op(_all_reduce),
+    "all_gather": Op(_all_gather, divided=True),
+    "reduce_scatter": Op(_reduce_scatter, divided=True),
+    "all_to_all": Op(_all_to_all, divided=True),
+    "broadcast": Op(_broadcast),
+    "send_recv": Op(_send_recv, messages_per_call=2),
+    "barrier": Op(_barrier),
+}

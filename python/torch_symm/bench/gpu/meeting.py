@@ -1,0 +1,73 @@
+"""Where the rank processes of a run meet on the host: the start line, what failed, and everybody's samples."""
+
+from __future__ import annotations
+
+from multiprocessing.synchronize import Barrier
+
+import torch
+
+MAX_SIDES = 8
+MAX_TURNS = 16
+MODES = ("graph", "eager", "host")
+TEXT_BYTES = 1200
+PATIENCE_S = 200.0
+
+
+def _shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    tensor: torch.Tensor = torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
+    return tensor
+
+
+class Meeting:
+    """Memory that all ranks share. Every method but `note` is called by all of them, in the same order."""
+
+    def __init__(self, world: int, barrier: Barrier) -> None:
+        """For ``world`` ranks that meet at ``barrier``."""
+        self._world = world
+        self._barrier = barrier
+        self._texts = _shared(world, TEXT_BYTES, dtype=torch.uint8)
+        self._samples = _shared(MAX_SIDES, len(MODES), world, MAX_TURNS, dtype=torch.float64)
+        self._number = _shared(1, dtype=torch.int64)
+
+    def align(self) -> None:
+        """Returns once all ranks have called it.
+
+        Raises:
+            BrokenBarrierError: a rank did not within 200 s.
+        """
+        self._barrier.wait(PATIENCE_S)
+
+    def agree(self, rank: int, error: str | None) -> str | None:
+        """What went wrong, the same on every rank: the error of the first rank that has one, else None."""
+        text = (error or "").encode()[:TEXT_BYTES]
+        row = self._texts[rank]
+        row.zero_()
+        if text:
+            row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.align()
+        found = None
+        for other in range(self._world):
+            body = bytes(self._texts[other].tolist()).rstrip(b"\0")
+            if body:
+                found = body.decode(errors="replace")
+                break
+        self.align()
+        return found
+
+    def decide(self, rank: int, number: int) -> int:
+        """The number that rank 0 gives, on every rank."""
+        if rank == 0:
+            self._number[0] = number
+        self.align()
+        found = int(self._number[0])
+        self.align()
+        return found
+
+    def note(self, side: int, mode: str, rank: int, turn: int, us: float) -> None:
+        """Writes this rank's sample."""
+        self._samples[side, MODES.index(mode), rank, turn] = us
+
+    def slowest(self, side: int, mode: str, turns: int) -> list[float]:
+        """Of each turn the slowest rank's sample; after `align`."""
+        found: list[float] = self._samples[side, MODES.index(mode), :, :turns].max(dim=0).values.tolist()
+        return found

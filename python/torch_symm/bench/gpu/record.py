@@ -1,0 +1,75 @@
+"""What a run writes down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..machine import Gpus, Machine
+from ..record import Cell
+
+#: Sides that are the tested backend.
+OURS = ("symm", "symm pool")
+
+
+@dataclass
+class Figure:
+    """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing."""
+
+    graph_us: float | None = None
+    eager_us: float | None = None
+    host_us: float | None = None
+    graph_turns: list[float] = field(default_factory=list)
+    eager_turns: list[float] = field(default_factory=list)
+    note: str | None = None
+
+    def us(self, mode: str) -> float | None:
+        """The figure of ``mode``: graph, eager or host."""
+        return {"graph": self.graph_us, "eager": self.eager_us, "host": self.host_us}[mode]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished cell. ``calls``: per graph, and per timed loop."""
+
+    cell: Cell
+    calls: int
+    figures: dict[str, Figure]
+
+    def best_peer(self, mode: str) -> tuple[str, float] | None:
+        """The fastest side that is not ours, and its µs."""
+        found = [(us, name) for name, figure in self.figures.items() if name not in OURS and (us := figure.us(mode))]
+        return (min(found)[1], min(found)[0]) if found else None
+
+    def ratio(self, side: str, mode: str) -> float | None:
+        """How many times as long the best peer takes as ``side``."""
+        best, own = self.best_peer(mode), self.figures[side].us(mode) if side in self.figures else None
+        return best[1] / own if best and own else None
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A side that could not be made."""
+
+    side: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that one run found. ``failure`` if it ended early."""
+
+    machine: Machine
+    gpus: Gpus
+    arguments: list[str]
+    world: int
+    cells: list[Measured]
+    absent: list[Absent]
+    seconds: float
+    failure: str | None = None
+
+    def write(self, path: Path) -> None:
+        """Writes the run to ``path`` as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")

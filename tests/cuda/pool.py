@@ -1,0 +1,210 @@
+"""Rank processes, one per GPU, that run one scenario after the other.
+
+Importing torch and making a context on a GPU take seconds, so the processes stay. A scenario is a function of a test
+module, ``fn(rank, world, *args)``; it runs on the first ``world`` processes. After a failure, or a scenario that kills
+a rank, all processes are replaced. Every wait has a limit: ranks that do not answer print the stacks of all their
+threads and are killed.
+
+SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+
+DEVICE = os.environ.get("SYMM_TEST_DEVICE", "cuda")
+
+
+def _gpus() -> int:
+    """GPUs of this machine that may be used. Asking the driver would open its devices in the test process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return there if visible is None else min(there, len([each for each in visible.split(",") if each.strip()]))
+
+
+GPUS = _gpus()
+FULL = min(8, GPUS) if DEVICE == "cuda" else 3
+#: All ranks, and sub-worlds whose sizes take other paths.
+WORLDS = tuple(sorted({world for world in (2, 3, FULL) if world <= max(2, FULL)}))
+
+needs_ranks = pytest.mark.skipif(
+    DEVICE == "cuda" and GPUS < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)"
+)
+needs_gpus = pytest.mark.skipif(DEVICE != "cuda" or GPUS < 2, reason="needs two GPUs")
+
+#: Seconds that the other ranks have to end after the first has failed.
+GRACE_S = 8.0
+
+#: Set in ranks only: where they leave files, and the number of the scenario.
+scratch: Path
+scenario = 0
+
+
+def device() -> torch.device:
+    """Where this rank's tensors go."""
+    return torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
+
+
+def settle() -> None:
+    """Returns once this rank's GPU has done everything."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def init(rank: int, world: int, backend: str = "symm", timeout: float = 60, name: str = "default") -> None:
+    """``init_process_group`` over a fresh file store."""
+    store = torch_symm.FileStore(scratch / f"store-{scenario}-{name}", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+
+
+def meet(name: str, rank: int, world: int, timeout: float = 60) -> None:
+    """Returns once every rank has called it with this name; works without a group."""
+    (scratch / f"meet-{scenario}-{name}-{rank}").touch()
+    deadline = time.monotonic() + timeout
+    while not all((scratch / f"meet-{scenario}-{name}-{other}").exists() for other in range(world)):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all ranks came to {name!r}")
+        time.sleep(0.002)
+
+
+class Pool:
+    """The processes. Made when they are first needed."""
+
+    def __init__(self) -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch_symm"])
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._numbers = itertools.count(1)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world: int,
+        *args: Any,
+        backend: str | None = "symm",
+        timeout: float = 120,
+        group_timeout: float = 60,
+        killed: Collection[int] = (),
+    ) -> list[Any]:
+        """Calls ``fn(rank, world, *args)`` on ``world`` ranks and returns the results.
+
+        ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own. ``timeout``:
+        seconds for everything. ``killed``: ranks that must die of SIGKILL. A rank's exception fails the caller.
+        """
+        self._start(max(world, FULL))
+        number = next(self._numbers)
+        self._log_from = [self._log(rank).stat().st_size for rank in range(world)]
+        for rank in range(world):
+            self._ranks[rank][1].send((fn, number, rank, world, args, backend, group_timeout))
+        answers = self._collect(world, time.monotonic() + timeout, killed)
+        problems = []
+        for rank in range(world):
+            kind, value = answers.get(rank, ("late", "it did not answer in time"))
+            if (kind == "killed") != (rank in killed) or kind in ("error", "late", "gone"):
+                problems.append(f"rank {rank}: {value}\n{self._tail(rank)}")
+        if problems or killed:
+            self.stop()
+        if problems:
+            raise AssertionError(f"{fn.__name__} on {world} ranks\n" + "\n".join(problems))
+        return [answers[rank][1] for rank in range(world)]
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+    def _start(self, count: int) -> None:
+        if len(self._ranks) >= count:
+            return
+        self.stop()
+        self._place = tempfile.TemporaryDirectory(prefix="symm-test-")
+        for rank in range(count):
+            ours, theirs = self._context.Pipe()
+            self._log(rank).touch()
+            process = self._context.Process(target=_serve, args=(rank, theirs, self._place.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, world: int, deadline: float, killed: Collection[int]) -> dict[int, tuple[str, Any]]:
+        answers: dict[int, tuple[str, Any]] = {}
+        dumped = False
+        while missing := [rank for rank in range(world) if rank not in answers]:
+            if time.monotonic() > deadline:
+                if dumped:
+                    break
+                for rank in missing:
+                    os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+                dumped, deadline = True, time.monotonic() + 0.5
+            wait([self._ranks[rank][1] for rank in missing], timeout=0.05)
+            for rank in missing:
+                process, connection = self._ranks[rank]
+                try:
+                    if connection.poll():
+                        answers[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    process.join(5)
+                    gone = process.exitcode == -signal.SIGKILL and rank in killed
+                    answers[rank] = ("killed", None) if gone else ("gone", f"ended with {process.exitcode}")
+                if answers.get(rank, ("ok", None))[0] in ("error", "gone"):
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._place.name) / f"log-{rank}"
+
+    def _tail(self, rank: int) -> str:
+        return self._log(rank).read_text(errors="replace")[self._log_from[rank] :][-4000:]
+
+
+def _serve(rank: int, connection: Connection, place: str) -> None:
+    """The life of a rank process."""
+    global scratch, scenario
+    scratch = Path(place)
+    log = os.open(scratch / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            try:
+                fn, scenario, rank, world, args, backend, group_timeout = connection.recv()
+                if DEVICE == "cuda":
+                    torch.cuda.set_device(rank)
+                if backend is not None:
+                    init(rank, world, backend, group_timeout)
+                result = fn(rank, world, *args)
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                connection.send(("ok", result))
+            except (EOFError, ConnectionError):
+                raise
+            except BaseException:  # Whatever it is, the parent reports it and replaces this process
+                connection.send(("error", traceback.format_exc()))
+    os._exit(0)

@@ -1,0 +1,120 @@
+"""Every collective, dtype, size and layout, synchronous and asynchronous, against its definition, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Case, Findings
+from collectives import COLLECTIVES, layouts_of
+from expected import DTYPES
+from pool import DEVICE, WORLDS, Pool, device, needs_ranks, settle
+
+pytestmark = needs_ranks
+
+SMALL = (0, 1, 2, 3, 1_001, 4_095, 4_096, 4_097)
+MB = 1 << 20
+LARGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+HUGE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def small(rank: int, world: int, collective: str) -> int:
+    findings = Findings()
+    for number, dtype in enumerate(DTYPES):
+        for count in SMALL:
+            for layout in layouts_of(collective, count):
+                case = Case(rank, world, dtype, count, layout, asynchronous=(number + count) % 2 == 1)
+                with findings.case(case.about):
+                    COLLECTIVES[collective](case)
+    return findings.close()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_small(pool: Pool, world: int, collective: str) -> None:
+    assert pool.run(small, world, collective)[0] > 300
+
+
+def large(rank: int, world: int, collective: str) -> int:
+    """Around a megabyte, and 20 MB over all ranks."""
+    findings = Findings()
+    cases = [
+        Case(rank, world, dtype, MB // dtype.itemsize + more, layout, asynchronous=more == 0)
+        for dtype in LARGE_DTYPES
+        for more in (-1, 0, 1)
+        for layout in ("contiguous", "offset")
+    ]
+    cases += [
+        Case(rank, world, dtype, 20 * MB // dtype.itemsize // world, layout, asynchronous=False)
+        for dtype in HUGE_DTYPES
+        for layout in ("contiguous", "offset", "strided")
+        if layout in layouts_of(collective, 2)
+    ]
+    for case in cases:
+        with findings.case(case.about):
+            COLLECTIVES[collective](case)
+    return findings.close()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("world", (2, max(WORLDS)))
+def test_large(pool: Pool, world: int, collective: str) -> None:
+    pool.run(large, world, collective, timeout=200)
+
+
+def objects(rank: int, world: int) -> None:
+    mine = {"rank": rank, "text": "x" * (1000 * rank), "tensor": torch.arange(rank)}
+    everyone: list[object] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    assert [each["rank"] for each in everyone] == list(range(world))
+    gathered: list[object] | None = [None] * world if rank == 0 else None
+    dist.gather_object(("from", rank), gathered, dst=0)
+    assert gathered == ([("from", other) for other in range(world)] if rank == 0 else None)
+    listed: list[object] = ["a", {"b": 1}] if rank == world - 1 else [None, None]
+    dist.broadcast_object_list(listed, src=world - 1, device=device())
+    assert listed == ["a", {"b": 1}]
+    share: list[object] = [None]
+    dist.scatter_object_list(share, [f"for {other}" for other in range(world)] if rank == 0 else None, src=0)
+    assert share == [f"for {rank}"]
+    dist.barrier(device_ids=[rank] if DEVICE == "cuda" else None)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_objects_and_barrier(pool: Pool, world: int) -> None:
+    pool.run(objects, world)
+
+
+def point_to_point(rank: int, world: int) -> None:
+    """Tags, order, both directions at once, messages of very different sizes queued, and a message to oneself."""
+    peer = rank ^ 1
+    if peer < world:
+        sizes = (1, 4_096, 1, 3_000_000, 0, 65_537)
+        outgoing = [torch.full((size,), float(10 * rank + tag), device=device()) for tag, size in enumerate(sizes)]
+        incoming = [torch.zeros(size, device=device()) for size in sizes]
+        works = []
+        for tag in range(len(sizes)):
+            calls = [(dist.isend, outgoing), (dist.irecv, incoming)]
+            for call, tensors in calls if rank < peer else reversed(calls):
+                works.append(call(tensors[tag], peer, tag=tag))
+        for work in works:
+            work.wait()
+        settle()
+        for tag, tensor in enumerate(incoming):
+            assert bool((tensor == 10 * peer + tag).all()), f"message {tag} of {tensor.numel()}"
+        if rank < peer:
+            dist.send(outgoing[3], peer)
+        else:
+            dist.recv(incoming[3].zero_(), peer)
+            assert bool((incoming[3] == 10 * peer + 3).all())
+    everyone = [torch.zeros(777, device=device()) for _ in range(world)]
+    batch = [dist.P2POp(dist.isend, torch.full((777,), float(rank), device=device()), other) for other in range(world)]
+    batch += [dist.P2POp(dist.irecv, everyone[other], other) for other in range(world)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    settle()
+    assert [float(tensor.mean()) for tensor in everyone] == list(range(world))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_point_to_point(pool: Pool, world: int) -> None:
+    pool.run(point_to_point, world)

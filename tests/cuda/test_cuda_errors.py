@@ -1,0 +1,212 @@
+"""What goes wrong becomes an exception in time that names ranks, and the GPU and the process stay usable."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from pool import DEVICE, WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
+
+#: Of groups in which a rank is late.
+TIMEOUT_S = 4.0
+SIZES = (1_000, 30_000_000)
+REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
+
+
+def failure_of(body: Callable[[], object], limit: float) -> tuple[Exception, float]:
+    """The exception of a call, wherever it shows: at the call, at the GPU's end, or at the next call on the group."""
+    start = time.monotonic()
+    try:
+        body()
+        while time.monotonic() - start < limit:
+            settle()
+            dist.all_reduce(torch.ones(1, device=device()))
+            time.sleep(0.01)
+    except REFUSALS as error:
+        return error, time.monotonic() - start
+    raise AssertionError(f"no exception within {limit} s")
+
+
+def still_usable(rank: int, world: int, name: str = "second") -> None:
+    """The GPU computes, the old group ends soon, and a new one works."""
+    total = torch.ones(1_000_000, device=device()).sum()
+    settle()
+    assert float(total) == 1_000_000
+    start = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - start < 5, "destroying a failed group took long"
+    meet(name, rank, world)
+    init(rank, world, name=name)
+    for count in (10, 3_000_000):
+        dist.all_reduce(tensor := torch.full((count,), rank + 1.0, device=device()))
+        assert bool((tensor == world * (world + 1) / 2).all())
+
+
+def mismatch(rank: int, world: int, what: str) -> str:
+    """Rank 1 asks for something else."""
+    odd = rank == 1
+    dist.all_reduce(torch.ones(5, device=device()))
+
+    def call() -> None:
+        if what == "size":
+            dist.all_reduce(torch.ones(1_000 + odd, device=device()))
+        elif what == "large size":
+            dist.all_reduce(torch.ones(9_000_000 + odd, device=device()))
+        elif what == "dtype":
+            dist.all_reduce(torch.ones(1_000, device=device(), dtype=torch.int32 if odd else torch.float32))
+        elif what == "op":
+            dist.all_reduce(torch.ones(1_000, device=device()), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+        elif what == "root":
+            dist.broadcast(torch.ones(1_000, device=device()), int(odd))
+        elif odd:
+            dist.broadcast(torch.ones(1_000, device=device()), 0)
+        else:
+            dist.all_reduce(torch.ones(1_000, device=device()))
+
+    error, _ = failure_of(call, TIMEOUT_S + 2)
+    assert isinstance(error, dist.DistBackendError), repr(error)
+    still_usable(rank, world)
+    return f"{type(error).__name__}: {error}"
+
+
+@needs_ranks
+@pytest.mark.parametrize("what", ["size", "large size", "dtype", "op", "root", "collective"])
+def test_ranks_that_disagree_all_hear_of_it(pool: Pool, what: str) -> None:
+    for message in pool.run(mismatch, max(WORLDS), what, group_timeout=TIMEOUT_S):
+        assert message.startswith("SymmMismatch"), message
+
+
+def arguments(rank: int, world: int) -> None:
+    """Refused on every rank before anything is exchanged; the group goes on."""
+    mine, elsewhere = device(), torch.device("cpu")
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_gather([torch.ones(3, device=elsewhere) for _ in range(world)], torch.ones(3, device=mine)),
+        lambda: dist.all_gather_into_tensor(torch.ones(3 * world, device=elsewhere), torch.ones(3, device=mine)),
+        lambda: dist.all_to_all_single(torch.ones(world, device=mine), torch.ones(world, device=elsewhere)),
+        lambda: dist.reduce_scatter_tensor(torch.ones(2, device=mine), torch.ones(2 * world + 1, device=mine)),
+        lambda: dist.all_reduce(torch.ones(1, device=mine).expand(4)),
+    ]
+    for call in calls if DEVICE == "cuda" else calls[3:]:
+        with pytest.raises(REFUSALS):
+            call()
+    settle()
+    dist.all_reduce(tensor := torch.ones(10, device=mine))
+    assert bool((tensor == world).all())
+
+
+@needs_ranks
+def test_wrong_arguments(pool: Pool) -> None:
+    pool.run(arguments, 2, group_timeout=TIMEOUT_S)
+
+
+def other_gpu(rank: int, world: int) -> str:
+    """A tensor on a GPU that is another rank's."""
+    dist.all_reduce(torch.ones(5, device=device()))
+    error, _ = failure_of(lambda: dist.all_reduce(torch.ones(5, device=f"cuda:{1 - rank}")), TIMEOUT_S + 2)
+    return str(error)
+
+
+@needs_gpus
+def test_a_tensor_on_the_gpu_of_another_rank(pool: Pool) -> None:
+    for message in pool.run(other_gpu, 2, group_timeout=TIMEOUT_S):
+        assert re.search(r"cuda|gpu|device", message, re.IGNORECASE), message
+
+
+def one_gpu(rank: int, world: int) -> str:
+    torch.cuda.set_device(0)
+
+    def body() -> None:
+        init(rank, world, timeout=20)
+        dist.all_reduce(torch.ones(5, device="cuda:0"))
+        torch.cuda.synchronize()
+
+    with pytest.raises(REFUSALS) as refused:
+        body()
+    assert float(torch.ones(5, device="cuda:0").sum()) == 5
+    return str(refused.value)
+
+
+@needs_gpus
+def test_two_ranks_on_one_gpu(pool: Pool) -> None:
+    for message in pool.run(one_gpu, 2, backend=None):
+        assert re.search(r"(same|one) (gpu|device)|gpu|device", message, re.IGNORECASE), message
+        assert "0" in message and "1" in message, message
+
+
+def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, float] | None:
+    """Rank 1 never calls; it is alive."""
+    dist.all_reduce(torch.ones(count, device=device()))
+    settle()
+    found = None
+    if rank != 1:
+        tensor = torch.ones(count * world, device=device())
+        bodies = {
+            "all_reduce": lambda: dist.all_reduce(tensor),
+            "all_gather": lambda: dist.all_gather_into_tensor(
+                torch.ones(count * world, device=device()), tensor[:count]
+            ),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.ones(count, device=device()), tensor),
+            "all_to_all": lambda: dist.all_to_all_single(torch.ones_like(tensor), tensor),
+        }
+        error, seconds = failure_of(bodies[collective], TIMEOUT_S + 2)
+        assert isinstance(error, dist.DistBackendError), repr(error)
+        found = f"{type(error).__name__}: {error}", seconds
+    meet("all failed", rank, world)
+    still_usable(rank, world)
+    return found
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    ("collective", "count"),
+    [("all_reduce", 1_000), ("all_reduce", 30_000_000), ("all_gather", 5_000), ("reduce_scatter", 5_000_000),
+     ("all_to_all", 100_000)],
+)  # fmt: skip
+def test_a_rank_that_never_calls_is_named(pool: Pool, collective: str, count: int) -> None:
+    results = pool.run(absent, max(WORLDS), count, collective, group_timeout=TIMEOUT_S)
+    for rank, found in enumerate(results):
+        if rank != 1:
+            message, seconds = found
+            assert message.startswith("SymmTimeout") and "rank 1" in message, message
+            assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 2, seconds
+
+
+def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
+    """Rank 1 dies while the others are inside a call."""
+    for _ in range(3):
+        dist.all_reduce(torch.ones(count, device=device()))
+    settle()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, seconds = failure_of(lambda: dist.all_reduce(torch.ones(count, device=device())), 10)
+    assert isinstance(error, torch_symm.SymmPeerError), repr(error)
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        dist.all_reduce(torch.ones(3, device=device()))
+    assert float(torch.ones(1_000, device=device()).sum()) == 1_000
+    left = [other for other in range(world) if other != 1]
+    dist.destroy_process_group()
+    init(left.index(rank), len(left), name="survivors")
+    dist.all_reduce(tensor := torch.ones(2_000_000, device=device()))
+    assert bool((tensor == len(left)).all())
+    return str(error), seconds
+
+
+@needs_ranks
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, count: int) -> None:
+    results = pool.run(killed, world, count, killed={1})
+    for rank, found in enumerate(results):
+        if rank != 1:
+            message, seconds = found
+            assert "rank 1" in message, message
+            assert seconds < 3, f"noticed after {seconds:.1f} s"

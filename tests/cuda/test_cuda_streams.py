@@ -1,0 +1,147 @@
+"""Results are right whatever stream made the inputs, waits are stream-ordered, and many calls may be under way."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+
+#: Clock cycles that a producer is held back: some milliseconds.
+DELAY = 5_000_000
+
+
+def late(tensor: torch.Tensor, value: float) -> None:
+    """Fills the tensor on the current stream, but not at once."""
+    if DEVICE == "cuda":
+        torch.cuda._sleep(DELAY)
+    tensor.fill_(value)
+
+
+def on(stream: torch.cuda.Stream | None):
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def side_streams(rank: int, world: int) -> None:
+    """The call sees what its stream has yet to write; what follows on the stream sees the result."""
+    total = world * (world + 1) / 2
+    for count in (5, 50_000, 4_000_000):
+        for asynchronous in (False, True):
+            stream = torch.cuda.Stream()
+            tensor = torch.zeros(count, device=device())
+            gathered = torch.zeros(count * world, device=device())
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                late(tensor, rank + 1.0)
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                if asynchronous:
+                    work.wait()
+                doubled = tensor * 2
+                dist.all_gather_into_tensor(gathered, doubled + rank)
+                after = gathered.clone()
+                gathered.zero_()
+            torch.cuda.current_stream().wait_stream(stream)
+            assert bool((doubled == 2 * total).all()), f"all_reduce of {count}"
+            wanted = torch.arange(world, device=device()).repeat_interleave(count) + 2 * total
+            assert torch.equal(after, wanted), f"all_gather of {count}"
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_side_streams(pool: Pool, world: int) -> None:
+    pool.run(side_streams, world)
+
+
+def wait_does_not_block(rank: int, world: int) -> None:
+    """``wait`` orders the stream and leaves the host alone; a tensor freed before the end is not handed out anew."""
+    dist.all_reduce(torch.ones(1 << 20, device=device()), async_op=True).wait()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        tensor = torch.empty(1 << 20, device=device())
+        late(tensor, rank + 1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        asked = torch.cuda.Event()
+        asked.record()
+        assert not asked.query(), "the host waited for the GPU"
+        total = tensor.sum()
+        del tensor, work
+        torch.empty(1 << 20, device=device()).fill_(-1)
+        assert float(total) == (1 << 20) * world * (world + 1) / 2
+
+
+@needs_gpus
+def test_wait_does_not_block_the_host(pool: Pool) -> None:
+    pool.run(wait_does_not_block, max(WORLDS))
+
+
+def future(rank: int, world: int) -> None:
+    tensor = torch.full((1_000,), rank + 1.0, device=device())
+    work = dist.all_reduce(tensor, async_op=True)
+    then = work.get_future().then(lambda done: done.value()[0] * 2)
+    result = then.wait()
+    settle()
+    assert bool((result == world * (world + 1)).all())
+    assert work.is_completed()
+
+
+@needs_ranks
+def test_futures(pool: Pool) -> None:
+    pool.run(future, max(WORLDS))
+
+
+def several_groups(rank: int, world: int) -> None:
+    """Groups on streams of their own do not mix up their data, whatever the order on the GPU."""
+    groups = [dist.new_group(list(range(world))) for _ in range(4)]
+    pair = dist.new_group([0, 1])
+    streams = [torch.cuda.Stream() if DEVICE == "cuda" else None for _ in groups]
+    tensors = [torch.zeros(1 + 70_001 * number, device=device()) for number in range(len(groups))]
+    for turn in range(25):
+        works = []
+        for number in range(len(groups)):
+            with on(streams[number]):
+                tensors[number].fill_(rank + 10.0 * number + turn)
+                works.append(dist.all_reduce(tensors[number], group=groups[number], async_op=number % 2 == 1))
+        if rank < 2:
+            dist.all_reduce(both := torch.full((333,), rank + 1.0, device=device()), group=pair)
+            assert bool((both == 3).all())
+        for number, work in enumerate(works):
+            with on(streams[number]):
+                if work is not None:
+                    work.wait()
+                wanted = world * (world - 1) / 2 + world * (10.0 * number + turn)
+                assert bool((tensors[number] == wanted).all()), f"group {number}, turn {turn}"
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_groups_on_several_streams(pool: Pool, world: int) -> None:
+    pool.run(several_groups, world)
+
+
+def many(rank: int, world: int) -> None:
+    """200 calls of all kinds and sizes, none waited for until all are made."""
+    waiting = []
+    for number in range(200):
+        count = (7, 513, 40_000, 300_000)[number % 4]
+        tensor = torch.full((count,), float(rank + number), device=device())
+        total = world * (world - 1) / 2 + world * number
+        if number % 3 == 0:
+            waiting.append((dist.all_reduce(tensor, async_op=True), tensor, total))
+        elif number % 3 == 1:
+            waiting.append((dist.broadcast(tensor, number % world, async_op=True), tensor, number % world + number))
+        else:
+            output = torch.zeros(count * world, device=device())
+            work = dist.all_gather_into_tensor(output, tensor, async_op=True)
+            waiting.append((work, output[-count:], world - 1 + number))
+    for number, (work, tensor, wanted) in enumerate(waiting):
+        work.wait()
+        assert bool((tensor == wanted).all()), f"call {number}"
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_hundred_calls_at_once(pool: Pool, world: int) -> None:
+    pool.run(many, world)

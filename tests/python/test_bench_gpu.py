@@ -1,0 +1,109 @@
+"""The GPU benchmark's arithmetic and checks on CPU tensors, and one short run of it against Gloo."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch_symm.bench.gpu import inputs
+from torch_symm.bench.gpu.inputs import Inputs
+from torch_symm.bench.gpu.launch import Options, cells
+from torch_symm.bench.gpu.rank import calls_for, turns_for
+from torch_symm.bench.gpu.record import Figure, Measured
+from torch_symm.bench.gpu.table import progress_line, write_tables
+from torch_symm.bench.record import Cell
+
+CPU = torch.device("cpu")
+KB, MB = 1 << 10, 1 << 20
+
+
+def whole(given: Inputs, rank: int) -> torch.Tensor:
+    tensor = torch.empty(given.count, dtype=given.dtype)
+    given.fill(tensor, rank)
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 100, 777])
+def test_sums_and_copies_are_compared_across_pieces(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, start: int
+) -> None:
+    monkeypatch.setattr(inputs, "PIECE", 256)
+    given = Inputs(3, 1000, dtype, CPU, seed=5)
+    tensors = [whole(given, rank) for rank in range(3)]
+    assert not torch.equal(tensors[0], tensors[1])
+    total = sum(tensor.double() for tensor in tensors)[start:].to(dtype)
+    assert given.compare_sum(total, start) is None
+    assert given.compare_sum(total * 9, start, calls=3) is None
+    assert given.compare_copy(tensors[2][start:], 2, start) is None
+    total[200] += 1
+    assert given.compare_sum(total, start).startswith(f"1 elements wrong, the first is 200 of {1000 - start}: ")
+    total[200] = float("nan")
+    assert "nan" in given.compare_sum(total, start)
+    tensors[2][start + 3] += 1
+    assert "the first is 3 of" in given.compare_copy(tensors[2][start:], 2, start)
+
+
+def test_cells_are_rounded_up_to_whole_shares() -> None:
+    options = Options(3, "cpu", ("symm",), ("all_reduce", "all_gather", "barrier"), ("bf16", "f32"), (KB,), 1, 1)
+    found = [(cell.op, cell.dtype, cell.bytes) for cell in cells(options)]
+    assert found == [
+        ("all_reduce", "bf16", 1024),
+        ("all_reduce", "f32", 1024),
+        ("all_gather", "bf16", 1026),
+        ("all_gather", "f32", 1032),
+        ("barrier", "bf16", 0),
+    ]
+
+
+def test_calls_and_turns() -> None:
+    assert [calls_for(size) for size in (0, KB, 4 * MB - 1, 4 * MB)] == [20, 20, 20, 5]
+    assert turns_for(7, elapsed=10, budget=100, done=0, total=100) == 7
+    assert turns_for(7, elapsed=60, budget=100, done=50, total=100) == 3
+    assert turns_for(7, elapsed=54, budget=100, done=50, total=100) == 7
+    assert turns_for(2, elapsed=99, budget=100, done=0, total=100) == 2
+
+
+def test_the_best_peer_is_never_our_own() -> None:
+    figures = {
+        "symm": Figure(graph_us=10.0, eager_us=20.0),
+        "symm pool": Figure(graph_us=5.0, eager_us=10.0),
+        "nccl": Figure(graph_us=30.0, eager_us=15.0),
+        "nccl window": Figure(graph_us=20.0, eager_us=30.0, host_us=9.0),
+        "torch one-shot": Figure(note="NotImplementedError: no"),
+    }
+    measured = Measured(Cell("all_reduce", "bf16", 4, KB, KB), 20, figures)
+    assert measured.best_peer("graph") == ("nccl window", 20.0)
+    assert measured.best_peer("eager") == ("nccl", 15.0)
+    assert (measured.ratio("symm", "graph"), measured.ratio("symm pool", "graph")) == (2.0, 4.0)
+    assert measured.ratio("symm", "host") is None
+    assert "torch one-shot: NotImplementedError: no" in progress_line(measured, 1, 2)
+    text = io.StringIO()
+    write_tables([measured], text)
+    assert "nccl window" in text.getvalue() and "2.00" in text.getvalue()
+
+
+def test_without_gpus_it_says_so() -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("there are GPUs")
+    command = [sys.executable, "-m", "torch_symm.bench.gpu"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "--device cpu needs none" in result.stderr
+
+
+def test_a_short_run_on_cpu_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K,5M"]
+    result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(path.read_text())
+    assert len(found["cells"]) == 6 * 3 + 1 and found["failure"] is None and found["absent"] == []
+    for measured in found["cells"]:
+        assert set(measured["figures"]) == {"symm", "gloo"}
+        assert all(figure["eager_us"] > 0 and figure["note"] is None for figure in measured["figures"].values())
+    assert any(figure["host_us"] for measured in found["cells"] for figure in measured["figures"].values())
