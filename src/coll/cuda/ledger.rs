@@ -12,12 +12,17 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Launches that a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
+/// The same of sends and receives, for each other rank.
+const PARCELS: usize = 16;
 
 /// In shared memory, written by its rank alone.
 #[repr(C)]
 struct Ledger {
     launched: AtomicU64,
     entries: [Entry; ENTRIES],
+    /// What is sent to each rank, and what is received from it.
+    sent: [[Parcel; PARCELS]; MAX_RANKS],
+    received: [[Parcel; PARCELS]; MAX_RANKS],
 }
 
 #[repr(C)]
@@ -30,6 +35,14 @@ struct Entry {
     /// Bytes to each rank and from it, of an all-to-all.
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
+}
+
+/// One end of a send or receive.
+#[repr(C)]
+struct Parcel {
+    /// Of the messages in this direction between the two ranks, from 1; 0 while the rest is being written.
+    number: AtomicU64,
+    bytes: AtomicU64,
 }
 
 const _: () = assert!(size_of::<Ledger>() <= LEDGER_BYTES);
@@ -129,6 +142,53 @@ pub fn abandon(board: &Board) {
     }
 }
 
+/// A send or receive that is about to be launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Transfer {
+    /// A send; else a receive.
+    pub send: bool,
+    /// The other end.
+    pub peer: Rank,
+    /// Of the messages in this direction between the two ranks, from 1.
+    pub number: u64,
+    /// Length of the message.
+    pub bytes: u64,
+}
+
+/// Notes `transfer`, and compares it with its other end if that has been launched. Fails the group where the lengths differ: each end
+/// would count other chunks.
+pub fn compare_transfer(board: &Board, transfer: Transfer) -> Result<()> {
+    let Transfer { send, peer, number, bytes } = transfer;
+    let me = board.rank();
+    let (own, other) = (ledger(board, me), ledger(board, peer));
+    let place = number as usize % PARCELS;
+    let (mine, theirs) = if send {
+        (&own.sent[peer.index()][place], &other.received[me.index()][place])
+    } else {
+        (&own.received[peer.index()][place], &other.sent[me.index()][place])
+    };
+    mine.number.store(0, Ordering::Relaxed);
+    fence(Ordering::Release);
+    mine.bytes.store(bytes, Ordering::Relaxed);
+    mine.number.store(number, Ordering::Release);
+    // Of two ends that are noted at the same time, at least one reads the other.
+    fence(Ordering::SeqCst);
+    if theirs.number.load(Ordering::Acquire) != number {
+        return Ok(());
+    }
+    let found = theirs.bytes.load(Ordering::Relaxed);
+    fence(Ordering::Acquire);
+    if theirs.number.load(Ordering::Relaxed) != number || found == bytes {
+        return Ok(());
+    }
+    let (from, to) = if send { (me, peer) } else { (peer, me) };
+    let (sent, expected) = if send { (bytes, found) } else { (found, bytes) };
+    let (from, to, group) = (board.describe(from), board.describe(to), board.name());
+    let text =
+        format!("{from} sends {sent} bytes to {to}, which expects {expected}, as CUDA message #{number} between them in group \"{group}\"");
+    Err(board.fail(Error::mismatch(text)))
+}
+
 fn note(ledger: &Ledger, number: u64, said: &Said) {
     let entry = &ledger.entries[number as usize % ENTRIES];
     entry.number.store(0, Ordering::Relaxed);
@@ -182,6 +242,36 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
         Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans }
+    }
+
+    #[test]
+    fn both_ends_of_a_message_are_compared_whoever_comes_first() {
+        let end = |send: bool, number: u64, bytes: u64| Transfer { send, peer: Rank(u32::from(send)), number, bytes };
+        for sender_first in [true, false] {
+            let [one, two] = boards();
+            for number in 1..=40 {
+                compare_transfer(&one, end(true, number, number * 8)).expect("the other end has not come");
+                compare_transfer(&two, end(false, number, number * 8)).expect("the same length");
+            }
+            let error = if sender_first {
+                compare_transfer(&one, end(true, 41, 8)).expect("the other end has not come");
+                compare_transfer(&two, end(false, 41, 12)).expect_err("another length")
+            } else {
+                compare_transfer(&two, end(false, 41, 12)).expect("the other end has not come");
+                compare_transfer(&one, end(true, 41, 8)).expect_err("another length")
+            };
+            assert_eq!(error.kind, Kind::Mismatch);
+            assert!(error.message.contains("sends 8 bytes") && error.message.contains("expects 12, as CUDA message #41"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_sender_far_ahead_is_not_compared() {
+        let [one, two] = boards();
+        let end = |send: bool, number: u64, bytes: u64| Transfer { send, peer: Rank(u32::from(send)), number, bytes };
+        (1..=100).for_each(|number| compare_transfer(&one, end(true, number, number)).expect("alone so far"));
+        compare_transfer(&two, end(false, 1, 9)).expect("what stood there is gone");
+        compare_transfer(&two, end(false, 100, 9)).expect_err("another length");
     }
 
     #[test]

@@ -1,24 +1,23 @@
 //! A group's GPUs: set up once by all ranks together, then launched on by each for itself.
 
-use super::args::{Common, REPORT_WORDS};
+mod set_up;
+
+use super::args::Common;
 use super::kernels::Kernels;
 use super::layout::{Channel, Layout, MAX_RANKS};
-use super::memory::{Memory, Own, Peer, Way};
+use super::ledger::Transfer;
+use super::memory::Memory;
 use super::plan::{self, Facts, Plan, Tuning};
 use super::prepare::{self, Launch, Site, segment, segment_bytes};
 use super::{budget, cube, ledger, stats};
-use crate::boot::pass::Mailbox;
 use crate::coll::call::{Call, Span};
 use crate::coll::describe::Description;
-use crate::config::Config;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
-use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
-use crate::mem::layout::HEADER_BYTES;
+use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream};
 use crate::mem::pinned::{Registered, Words};
 use crate::rank::{Rank, name_ranks};
 use crate::sync::board::Board;
-use crate::sync::limit::Limit;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,8 +39,6 @@ pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
 /// Launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
-/// Room for a sentence of a rank that failed in a step of the set-up.
-const TEXT_BYTES: usize = 400;
 /// How long kernels may take to notice that their group has failed.
 const NOTICE: Duration = Duration::from_secs(2);
 
@@ -66,6 +63,8 @@ struct State {
     /// Where the calls of each channel went last.
     last: [Option<Last>; Channel::ALL.len()],
     launched: u64,
+    /// Receives from each rank, and sends to it.
+    transfers: [[u64; MAX_RANKS]; 2],
     recent: VecDeque<(u64, Description)>,
     edge: Event,
     /// The group is leaving: its memory goes once what was enqueued before is done.
@@ -79,126 +78,7 @@ struct Last {
     capture: Option<u64>,
 }
 
-/// What a rank has before it tells the others; given back in this order.
-struct Opened {
-    stream: OwnStream,
-    entered: Entered,
-    capture: RelaxedCapture,
-    mailbox: Mailbox,
-    device: Device,
-}
-
-/// One step of the set-up that all ranks take: what each has to say, or why it cannot go on. Fails on all ranks alike.
-fn step(gather: &AllGather<'_>, board: &Board, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-    let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
-    match &own {
-        Ok(said) => message[1..][..bytes].copy_from_slice(said),
-        Err(error) => {
-            message[0] = error.kind as u8;
-            let text = error.message.as_bytes();
-            let length = text.len().min(TEXT_BYTES);
-            message[1..][..length].copy_from_slice(&text[..length]);
-        }
-    }
-    let all = gather(&message)?;
-    own?;
-    for (rank, message) in board.ranks().zip(&all) {
-        if message[0] != 0 {
-            let text = String::from_utf8_lossy(&message[1..]);
-            let text =
-                format!("{} cannot use its GPU in group \"{}\": {}", board.describe(rank), board.name(), text.trim_end_matches('\0'));
-            return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
-        }
-    }
-    Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
-}
-
 impl Plane {
-    /// Sets up the group's GPUs; all ranks call it with a device of their own. Fails on all ranks alike.
-    pub fn connect(board: &Arc<Board>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
-        let (config, me, n) = (Config::get(), board.rank().index(), board.size());
-        let begun = Instant::now();
-        let tuning = Tuning::of(n).overlaid(&config.cuda_tuning).unwrap_or_else(|complaint| {
-            log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
-            Tuning::of(n)
-        });
-        // All that may fail on one rank alone is done before a step, so that nobody waits for a rank that has given up.
-        let opened = || {
-            if n > MAX_RANKS {
-                return Err(Error::config(format!("a group of {n} ranks cannot use GPUs; {MAX_RANKS} is the most")));
-            }
-            let device = Device::open(device)?;
-            let mailbox = Mailbox::open(n)?;
-            ledger::reserve(board)?;
-            let capture = RelaxedCapture::begin()?;
-            let entered = device.enter()?;
-            Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, device })
-        };
-        let opened = opened();
-        let said = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, .. }| {
-            let workspace = budget::offer(config.workspace_mb << 20) as u64;
-            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, tuning }.encode()
-        });
-        let peers = step(gather, board, Peer::BYTES, said)?;
-        let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
-        let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
-        let Opened { stream, entered, capture: _capture, mailbox, device } = opened?;
-        refuse_shared(board, &peers)?;
-        refuse_other_tunings(board, &peers)?;
-        let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).max(Layout::least(n));
-        let layout = Layout::new(n, bytes)?;
-        let way = Way { board, device: &device, mailbox: &mailbox, peers: &peers, limit };
-        let mut memory = None;
-        if peers.iter().all(|peer| peer.p2p) {
-            let own = Own::on_device(&device, bytes);
-            // Too little memory is no reason to exchange through the host; a GPU that cannot share its memory is.
-            let lacking = own.as_ref().err().filter(|error| error.kind == Kind::Config).cloned();
-            step(gather, board, 0, lacking.map_or(Ok(Vec::new()), Err))?;
-            memory = try_out(gather, &way, own, &layout, stream.stream(), &|_| true)?;
-        }
-        let memory = match memory {
-            Some(memory) => memory,
-            None => {
-                log::warn!("group \"{}\": its GPUs exchange through the host's memory, since some cannot reach each other's", board.name());
-                try_out(gather, &way, Own::on_host(bytes), &layout, stream.stream(), &|_| true)?.ok_or_else(|| {
-                    Error::config(format!("the GPUs of group \"{}\" cannot exchange, not even through the host", board.name()))
-                })?
-            }
-        };
-        let edges = edges(&way, gather, &memory, stream.stream())?;
-        let header = board.segment().ptr(0, HEADER_BYTES);
-        let made = || {
-            // SAFETY: the header is mapped as long as the board lives, and was reserved when the group was made.
-            let stop = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(board) as Arc<_>) }?;
-            Ok((stop, Words::new(REPORT_WORDS)?, Event::new()?))
-        };
-        let made = made();
-        step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
-        let (stop, report, edge) = made?;
-        drop(entered);
-        board.wait_unattended();
-        let state = State {
-            kernels: Kernels::new(&device, n, me, tuning.overlap != 0),
-            last: [None; 4],
-            launched: 0,
-            recent: VecDeque::new(),
-            edge,
-            closed: false,
-        };
-        let (mebibytes, place) = (bytes >> 20, if memory.is_direct() { "on each GPU" } else { "of the host for each GPU" });
-        log::info!(
-            "group \"{}\": {mebibytes} MiB {place}, this rank's is cuda:{} ({}); ready after {:.0} ms",
-            board.name(),
-            device.ordinal(),
-            device.bus,
-            begun.elapsed().as_secs_f64() * 1e3
-        );
-        let apart = edges.as_ref().is_some_and(|edges| edges.apart.is_some());
-        let share = budget::Share::take(bytes + if apart { Layout::least(n) } else { 0 });
-        let board = Arc::clone(board);
-        Ok(Self { board, layout, tuning, state: Mutex::new(state), report, stop, edges, memory, _share: share, _stream: stream, device })
-    }
-
     /// torch's index of this rank's device.
     pub fn device(&self) -> i32 {
         self.device.ordinal()
@@ -246,6 +126,14 @@ impl Plane {
         self.enqueue(target, timeout, |plane, state, stream, site| {
             let plan = plan::transfers(&plane.layout, &plane.tuning);
             keep_own(plane.board.rank(), &mut sends, &mut receives, stream)?;
+            for (send, messages) in [(true, &sends), (false, &receives)] {
+                for &(rank, span) in messages {
+                    let number = &mut state.transfers[usize::from(send)][rank];
+                    *number += 1;
+                    let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
+                    ledger::compare_transfer(&plane.board, Transfer { send, peer, number: *number, bytes })?;
+                }
+            }
             while !sends.is_empty() || !receives.is_empty() {
                 let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
                 stats::count(None, plan.name());
@@ -407,84 +295,4 @@ fn first_of_each(messages: &mut Vec<(usize, Span)>) -> Vec<(usize, Span)> {
     let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
     *messages = rest;
     first
-}
-
-/// The memory of the ranks that this one must reach, if every rank made its own and reaches those it must; `None` if not.
-fn try_out(
-    gather: &AllGather<'_>,
-    way: &Way<'_>,
-    own: Result<Own>,
-    layout: &Layout,
-    stream: Stream,
-    reaches: &dyn Fn(usize) -> bool,
-) -> Result<Option<Memory>> {
-    let me = way.board.rank().index();
-    let all = |yes: bool| step(gather, way.board, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
-    let noted = |error: Error| log::info!("{error}");
-    let own = own.map_err(noted);
-    // Before any rank waits for what another passes.
-    if !all(own.is_ok())? {
-        return Ok(None);
-    }
-    let share = |own: Own| {
-        let memory = Memory::shared(way, own, reaches)?;
-        memory.clear(me, layout, stream)?;
-        Ok(memory)
-    };
-    let made = own.and_then(|own| share(own).map_err(noted)).ok();
-    if !all(made.is_some())? {
-        return Ok(None);
-    }
-    let Some(memory) = made else { return Ok(None) };
-    if !all(memory.probe(me, layout, stream).unwrap_or(false))? {
-        return Ok(None);
-    }
-    Ok(all(memory.probed(me, layout, stream).unwrap_or(false))?.then_some(memory))
-}
-
-/// The edges of the group's GPUs, if all ranks see the same hybrid cube mesh and can use it.
-fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream) -> Result<Option<cube::Edges>> {
-    let (board, me) = (way.board, way.board.rank().index());
-    if way.peers.len() != cube::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
-        return Ok(None);
-    }
-    let mesh = cube::detected(way.peers);
-    let own = cube::encoded(mesh.as_ref());
-    let said = step(gather, board, cube::BYTES, Ok(own.clone()))?;
-    if said.iter().any(|other| *other != own) {
-        log::warn!("group \"{}\": ranks disagree on how their GPUs are linked; nobody goes by it", board.name());
-        return Ok(None);
-    }
-    let Some(mesh) = mesh else { return Ok(None) };
-    log::info!("group \"{}\": its GPUs are a hybrid cube mesh of ranks {:?} and {:?}", board.name(), mesh.quad[0], mesh.quad[1]);
-    if memory.is_direct() {
-        return Ok(Some(cube::Edges { mesh, apart: None }));
-    }
-    let bytes = Layout::least(cube::RANKS);
-    let layout = Layout::new(cube::RANKS, bytes)?;
-    let memory = try_out(gather, way, Own::on_device(way.device, bytes), &layout, stream, &|rank| cube::reaches(&mesh, me, rank))?;
-    Ok(memory.map(|memory| cube::Edges { mesh, apart: Some((memory, layout)) }))
-}
-
-fn refuse_shared(board: &Board, peers: &[Peer]) -> Result<()> {
-    for (rank, peer) in board.ranks().zip(peers) {
-        if let Some((other, _)) = board.ranks().zip(peers).find(|(other, them)| *other < rank && them.uuid == peer.uuid) {
-            let (one, two, group) = (board.describe(other), board.describe(rank), board.name());
-            let uuid: String = peer.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-            return Err(Error::config(format!(
-                "{one} and {two} of group \"{group}\" use the same GPU ({uuid}); each rank needs its own: call torch.cuda.set_device(local_rank) first"
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Ranks under different tunings would choose different kernels for one call.
-fn refuse_other_tunings(board: &Board, peers: &[Peer]) -> Result<()> {
-    let Some((rank, other)) = board.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
-    let (one, two, group) = (board.describe(Rank(0)), board.describe(rank), board.name());
-    Err(Error::config(format!(
-        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING: {:?} and {:?}; set it alike on all ranks",
-        peers[0].tuning, other.tuning
-    )))
 }
