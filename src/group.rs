@@ -149,12 +149,14 @@ impl Group {
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
         self.check_calls(&calls)?;
+        self.check_kernels()?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `done` hears the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, done: Done) -> Result<u64> {
         self.check_calls(&calls)?;
+        self.check_kernels()?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), done)
     }
 
@@ -301,6 +303,11 @@ impl Group {
     fn check_calls(&self, calls: &[Call]) -> Result<()> {
         self.check_open()?;
         calls.iter().try_for_each(|call| call.validate(self.board.rank(), self.board.size()))
+    }
+
+    /// Whether a kernel of this rank has given up: nobody but who asks hears of it.
+    fn check_kernels(&self) -> Result<()> {
+        self.plane().and_then(|plane| plane.failure()).map_or(Ok(()), Err)
     }
 
     fn check_alive(&self) -> Result<()> {

@@ -48,6 +48,26 @@ pub enum Channel {
 }
 
 impl Channel {
+    /// The channel of a call that is recorded into a graph or not, and runs on the group's own stream or not.
+    pub fn of(captured: bool, background: bool) -> Self {
+        match (captured, background) {
+            (false, false) => Channel::Foreground,
+            (false, true) => Channel::Background,
+            (true, false) => Channel::CapturedForeground,
+            (true, true) => Channel::CapturedBackground,
+        }
+    }
+
+    /// What a program has to write for its calls to take it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Channel::Foreground => "without async_op",
+            Channel::Background => "with async_op=True",
+            Channel::CapturedForeground => "without async_op, recorded into a graph",
+            Channel::CapturedBackground => "with async_op=True, recorded into a graph",
+        }
+    }
+
     /// Every channel.
     pub const ALL: [Channel; 4] = [Channel::Foreground, Channel::Background, Channel::CapturedForeground, Channel::CapturedBackground];
 }

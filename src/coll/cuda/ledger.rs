@@ -2,7 +2,7 @@
 //! the others launched under the same number, and does not launch what does not fit.
 
 use crate::coll::call::{Call, Op};
-use crate::coll::cuda::layout::MAX_RANKS;
+use crate::coll::cuda::layout::{Channel, MAX_RANKS};
 use crate::coll::describe::Description;
 use crate::error::{Error, Result};
 use crate::mem::layout::LEDGER_BYTES;
@@ -32,6 +32,8 @@ struct Entry {
     head: AtomicU64,
     bytes: AtomicU64,
     fingerprint: AtomicU64,
+    /// `Channel`.
+    channel: AtomicU64,
     /// Bytes to each rank and from it, of an all-to-all.
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
@@ -52,19 +54,21 @@ const _: () = assert!(size_of::<Ledger>() <= LEDGER_BYTES);
 struct Said {
     description: Description,
     fingerprint: u64,
+    channel: u64,
     sends: [u64; MAX_RANKS],
     receives: [u64; MAX_RANKS],
 }
 
 impl Said {
-    fn of(call: &Call) -> Self {
+    fn of(call: &Call, channel: Channel) -> Self {
         let description = Description::of(call);
         let (mut sends, mut receives) = ([0; MAX_RANKS], [0; MAX_RANKS]);
         if call.op == Op::AllToAll {
             sends.iter_mut().zip(&call.inputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
             receives.iter_mut().zip(&call.outputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
         }
-        Self { description, fingerprint: description.fingerprint(call.agreed_lengths()), sends, receives }
+        let fingerprint = description.fingerprint(call.agreed_lengths());
+        Self { description, fingerprint, channel: channel as u64, sends, receives }
     }
 }
 
@@ -86,8 +90,8 @@ pub fn launched(board: &Board, rank: Rank) -> u64 {
 
 /// Notes that this rank launches `call` as its launch `number`, and compares with those who have launched theirs. Fails the group where
 /// they differ.
-pub fn compare(board: &Board, number: u64, call: &Call) -> Result<()> {
-    let said = Said::of(call);
+pub fn compare(board: &Board, number: u64, call: &Call, channel: Channel) -> Result<()> {
+    let said = Said::of(call, channel);
     note(ledger(board, board.rank()), number, &said);
     for peer in board.peers() {
         let Some(other) = read(ledger(board, peer), number) else {
@@ -110,6 +114,18 @@ pub fn compare(board: &Board, number: u64, call: &Call) -> Result<()> {
                 other.description,
                 board.name(),
                 if other.description == said.description { ", with other lengths" } else { "" }
+            );
+            return Err(board.fail(Error::mismatch(text)));
+        }
+        if other.channel != said.channel {
+            let name = |channel: u64| Channel::ALL.get(channel as usize).map_or("in a way of its own", |channel| channel.name());
+            let (mine, theirs) = (board.describe(board.rank()), board.describe(peer));
+            let text = format!(
+                "{mine} called {} {} and {theirs} {}, as CUDA collective #{number} of group \"{}\"; all ranks must do alike",
+                said.description,
+                name(said.channel),
+                name(other.channel),
+                board.name()
             );
             return Err(board.fail(Error::mismatch(text)));
         }
@@ -196,6 +212,7 @@ fn note(ledger: &Ledger, number: u64, said: &Said) {
     entry.head.store(said.description.head, Ordering::Relaxed);
     entry.bytes.store(said.description.bytes, Ordering::Relaxed);
     entry.fingerprint.store(said.fingerprint, Ordering::Relaxed);
+    entry.channel.store(said.channel, Ordering::Relaxed);
     for (word, bytes) in entry.sends.iter().zip(said.sends).chain(entry.receives.iter().zip(said.receives)) {
         word.store(bytes, Ordering::Relaxed);
     }
@@ -213,7 +230,7 @@ fn read(ledger: &Ledger, number: u64) -> Option<Said> {
     let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
     let description = Description { head: load(&entry.head), bytes: load(&entry.bytes) };
     let (sends, receives) = (std::array::from_fn(|r| load(&entry.sends[r])), std::array::from_fn(|r| load(&entry.receives[r])));
-    let said = Said { description, fingerprint: load(&entry.fingerprint), sends, receives };
+    let said = Said { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel), sends, receives };
     fence(Ordering::Acquire);
     (entry.number.load(Ordering::Relaxed) == number).then_some(said)
 }
@@ -242,6 +259,16 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
         Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans }
+    }
+
+    #[test]
+    fn ranks_that_disagree_on_async_op_hear_of_it() {
+        let [one, two] = boards();
+        compare(&one, 1, &sum(4), Channel::Background).expect("alone so far");
+        let error = compare(&two, 1, &sum(4), Channel::Foreground).expect_err("on another channel");
+        assert_eq!(error.kind, Kind::Mismatch);
+        assert!(error.message.contains("without async_op") && error.message.contains("with async_op=True"), "{error}");
+        assert_eq!(one.failure().map(|failure| failure.kind), Some(Kind::Mismatch));
     }
 
     #[test]
@@ -277,9 +304,9 @@ mod tests {
     #[test]
     fn a_rank_that_leaves_what_others_have_launched_fails_the_group() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4)).expect("alone so far");
-        compare(&two, 1, &sum(4)).expect("the same");
-        compare(&one, 2, &sum(8)).expect("alone so far");
+        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
+        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
         two.depart();
         abandon(&two);
         let error = one.failure().expect("rank 0 waits in vain");
@@ -290,11 +317,11 @@ mod tests {
     #[test]
     fn a_launch_without_a_rank_that_has_left_is_refused() {
         let [one, two] = boards();
-        compare(&two, 1, &sum(4)).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Foreground).expect("alone so far");
         two.depart();
         abandon(&two);
-        compare(&one, 1, &sum(4)).expect("it launched that before it left");
-        let error = compare(&one, 2, &sum(4)).expect_err("it never will");
+        compare(&one, 1, &sum(4), Channel::Foreground).expect("it launched that before it left");
+        let error = compare(&one, 2, &sum(4), Channel::Foreground).expect_err("it never will");
         assert_eq!(error.kind, Kind::Peer);
         assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
     }
@@ -302,8 +329,8 @@ mod tests {
     #[test]
     fn a_rank_that_leaves_when_all_is_launched_fails_nothing() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4)).expect("alone so far");
-        compare(&two, 1, &sum(4)).expect("the same");
+        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
         one.depart();
         abandon(&one);
         assert_eq!(two.failure(), None);

@@ -91,10 +91,10 @@ impl Plane {
 
     /// Enqueues `calls` in order; returns at once.
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration) -> Result<()> {
-        self.enqueue(target, timeout, |plane, state, stream, site| {
+        self.enqueue(target, timeout, |plane, state, stream, channel, site| {
             for call in calls {
                 state.launched += 1;
-                ledger::compare(&plane.board, state.launched, call)?;
+                ledger::compare(&plane.board, state.launched, call, channel)?;
                 if state.recent.len() == REMEMBERED {
                     state.recent.pop_front();
                 }
@@ -123,7 +123,7 @@ impl Plane {
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         let mut sends: Vec<(usize, Span)> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let mut receives: Vec<(usize, Span)> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        self.enqueue(target, timeout, |plane, state, stream, site| {
+        self.enqueue(target, timeout, |plane, state, stream, _, site| {
             let plan = plan::transfers(&plane.layout, &plane.tuning);
             keep_own(plane.board.rank(), &mut sends, &mut receives, stream)?;
             for (send, messages) in [(true, &sends), (false, &receives)] {
@@ -164,7 +164,7 @@ impl Plane {
         &self,
         target: CudaTarget,
         timeout: Duration,
-        body: impl FnOnce(&Self, &mut State, Stream, Site<'_>) -> Result<()>,
+        body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
     ) -> Result<()> {
         if let Some(error) = self.failure() {
             return Err(error);
@@ -176,12 +176,7 @@ impl Plane {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
         }
         let capture = stream.capture()?;
-        let channel = match (capture.is_some(), target.background) {
-            (false, false) => Channel::Foreground,
-            (false, true) => Channel::Background,
-            (true, false) => Channel::CapturedForeground,
-            (true, true) => Channel::CapturedBackground,
-        };
+        let channel = Channel::of(capture.is_some(), target.background);
         let now = Last { stream, capture };
         if let Some(last) = state.last[channel as usize].filter(|last| last.stream != stream && last.capture == capture) {
             // Calls of one channel follow each other on the device, whatever streams they are given.
@@ -189,7 +184,7 @@ impl Plane {
             stream.wait(&state.edge)?;
         }
         state.last[channel as usize] = Some(now);
-        let outcome = body(self, &mut state, stream, self.site(channel, timeout));
+        let outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
         drop(state);
         drop(entered);
         // Whatever failed half-way leaves peers waiting for a kernel that does not come; a bad argument was refused before.
