@@ -18,11 +18,11 @@ test: test-rust test-kernels test-python
 test-rust: tools
 	cargo test --quiet
 
-# What needs the compiler of CUDA kernels, which torch brings, and no GPU.
+# What needs the compiler of CUDA kernels, which torch brings; one of them uses a GPU if there is one.
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])
 test-kernels: build
 	SYMM_NVRTC=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC && \
-		cargo test --quiet --lib nvrtc && cargo test --quiet --test kernels_compile
+		cargo test --quiet --lib nvrtc && cargo test --quiet --test kernels_compile --test one_gpu
 
 # tests/cuda is skipped without two GPUs.
 test-python: build

@@ -1,6 +1,5 @@
 //! Every kernel for groups of 2 to 8 ranks as a GPU runs it, on a single GPU: all ranks' kernels run at the same time, each on a stream
-//! of its own. What it cannot show: links between GPUs. Skipped without a GPU; with one, `SYMM_NVRTC` names the kernels' compiler where
-//! it is not found by itself.
+//! of its own. What it cannot show: links between GPUs. Skipped without a GPU or the kernels' compiler, which `make test-kernels` names.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 mod calls;
@@ -15,6 +14,7 @@ use symm::coll::cuda::prepare::{Args, Edges, Launch, Program, Site};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
 use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
+use symm::kernels::cuda::nvrtc::nvrtc;
 use symm::mem::pinned::Words;
 use symm::mem::vmm::{Mapping, Physical, granularity};
 use symm::topo::graph::CubeMesh;
@@ -181,7 +181,7 @@ fn compile_all(device: &Device, n: usize) {
 
 #[test]
 fn every_kernel_for_every_number_of_ranks() {
-    let device = match Device::open(0) {
+    let device = match nvrtc().and_then(|_| Device::open(0)) {
         Ok(device) => device,
         Err(error) => {
             eprintln!("skipped: {error}");
