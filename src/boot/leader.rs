@@ -3,11 +3,11 @@
 use super::claim::Claim;
 use super::gather::{Gathered, LOOK, LOOK_MAX, read};
 use super::wire::{Answer, BUFFER, Hello};
-use super::{Attempt, Joined, Member, REAP, nonce};
+use super::{Attempt, Joined, Member, REAP};
 use crate::error::{Error, Result};
 use crate::mem::shm::Segment;
 use crate::rank::{Rank, name_ranks};
-use crate::sys::socket;
+use crate::sys::{random, socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -35,7 +35,7 @@ pub(super) struct Seat {
 impl Seat {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
         let segment = segment(attempt)?;
-        let name = nonce()?.iter().fold(String::from("symm-"), |name, byte| name + &format!("{byte:02x}"));
+        let name = random::bytes::<16>()?.iter().fold(String::from("symm-"), |name, byte| name + &format!("{byte:02x}"));
         let listener = socket::listen_at(&name, 2 * attempt.spec.size as i32 + GUESTS as i32)
             .map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
         Ok(Self { name, listener, segment })

@@ -23,11 +23,11 @@ use crate::store::Store;
 use crate::store::prefix::PrefixStore;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
+use crate::sys::random;
 use claim::Claim;
 use record::Record;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::rand::{GetRandomFlags, getrandom};
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -189,14 +189,6 @@ impl Attempt<'_> {
     }
 }
 
-/// 128 random bits.
-fn nonce() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    // Reads of up to 256 bytes are never cut short.
-    getrandom(&mut bytes, GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
-    Ok(bytes)
-}
-
 /// What a rank holds before it publishes.
 enum Seat {
     Leader(leader::Seat),
@@ -222,7 +214,7 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     }
     let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), store);
     let attempt = Attempt { store: &store, spec, clock: Clock::start(spec.timeout), own: process::own()?, host: Host::own()? };
-    let token = nonce()?;
+    let token = random::bytes()?;
     if size == 1 {
         let segment = leader::segment(&attempt)?;
         let ProcessId { pid, start_time } = attempt.own;

@@ -2,10 +2,10 @@
 
 use crate::error::{Error, Kind, Result};
 use crate::sync::limit::Limit;
+use crate::sys::random;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
-use rustix::rand::{GetRandomFlags, getrandom};
 use std::time::Duration;
 
 /// Bytes of a listener's name.
@@ -25,8 +25,7 @@ fn os(what: &str) -> impl Fn(Errno) -> Error {
 impl Mailbox {
     /// Under a random name that only those know whom it is told, for `ranks` ranks.
     pub fn open(ranks: usize) -> Result<Self> {
-        let mut random = [0u8; 16];
-        getrandom(&mut random, GetRandomFlags::empty()).map_err(os("random bytes"))?;
+        let random = random::bytes::<16>()?;
         let mut name = *b"symm-gpu00000000000000000000000000000000";
         for (pair, byte) in name[8..].chunks_exact_mut(2).zip(random) {
             pair.copy_from_slice(format!("{byte:02x}").as_bytes());

@@ -5,5 +5,6 @@ pub mod fork;
 pub mod host;
 pub mod lock;
 pub mod process;
+pub mod random;
 pub mod remote;
 pub mod socket;

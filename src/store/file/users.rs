@@ -8,7 +8,7 @@ use super::wait::Pauses;
 use crate::error::{Error, Result};
 use crate::store::deadline;
 use crate::sys::lock::Mode;
-use rustix::rand::{GetRandomFlags, getrandom};
+use crate::sys::random;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -91,12 +91,7 @@ fn is_unused(disk: &Disk) -> Result<bool> {
 }
 
 fn begin(disk: &Disk) -> Result<Replica> {
-    let mut run = [0; 16];
-    let filled = getrandom(&mut run, GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
-    if filled < run.len() {
-        return Err(Error::internal(format!("getrandom gave {filled} of {} bytes", run.len())));
-    }
-    let replica = Replica::fresh(run);
+    let replica = Replica::fresh(random::bytes()?);
     // The magic last: a front of which a killed process has written a part is not taken for a damaged one.
     let (magic, rest) = replica.front().split_at(MAGIC.len());
     disk.write(rest, MAGIC.len() as u64)?;

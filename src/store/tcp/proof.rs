@@ -5,8 +5,8 @@
 //! connection only, so none can be replayed. What follows is not encrypted.
 
 use crate::error::{Error, Result};
+use crate::sys::random;
 use hmac::{Hmac, KeyInit, Mac};
-use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::Sha256;
 
 /// First bytes either way. The digit is the protocol's version.
@@ -51,13 +51,6 @@ fn holds(secret: &[u8], side: Side, server: &Nonce, client: &Nonce, proof: &[u8]
     mac(secret, side, server, client).is_ok_and(|mac| mac.verify_slice(proof).is_ok())
 }
 
-fn nonce() -> Result<Nonce> {
-    let mut nonce = [0; WIDTH];
-    // Reads of up to 256 bytes are never cut short.
-    getrandom(&mut nonce, GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
-    Ok(nonce)
-}
-
 fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut array = [0; N];
     let length = N.min(bytes.len());
@@ -67,7 +60,7 @@ fn fixed<const N: usize>(bytes: &[u8]) -> [u8; N] {
 
 /// The server's first words to a connection, and the nonce in them.
 pub fn opening(secret: bool) -> Result<([u8; OPENING], Nonce)> {
-    let nonce = nonce()?;
+    let nonce = random::bytes()?;
     Ok((fixed(&[&MAGIC[..], &[u8::from(secret)], &nonce].concat()), nonce))
 }
 
@@ -123,7 +116,7 @@ impl Introduction {
             (_, Some(_)) => {}
         }
         let server = fixed(&opening[9..]);
-        let client = nonce()?;
+        let client = random::bytes()?;
         let mut hello: [u8; HELLO] = fixed(&[&MAGIC[..], &[u8::from(secret.is_some())], &client].concat());
         if let Some(secret) = secret {
             let proof = mac(secret, Side::Client, &server, &client)?.finalize().into_bytes();

@@ -2,6 +2,7 @@
 
 use super::entry::Key;
 use crate::error::{Error, Result};
+use crate::sys::random;
 use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawMode, Stat, fstat, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
@@ -63,8 +64,7 @@ impl Folder {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.path);
         made.map_err(|error| about("cannot be made", error.to_string()))?;
         let folder = self.open()?.ok_or_else(|| about("cannot be used", "it has just been removed".into()))?;
-        let mut random = [0; 8];
-        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty()).map_err(|errno| Error::os("getrandom", errno))?;
+        let random = random::bytes()?;
         // Not the process id: containers that share the folder count their own.
         let temporary = format!(".{:016x}.tmp", u64::from_ne_bytes(random));
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
