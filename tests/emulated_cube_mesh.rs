@@ -10,7 +10,7 @@ use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::args::{Common, REPORT_WORDS};
 use symm::coll::cuda::layout::{Layout, MAX_RANKS};
 use symm::coll::cuda::plan::{self, Facts, Plan, Tuning};
-use symm::coll::cuda::prepare::{Args, Edges, Launch, Site};
+use symm::coll::cuda::prepare::{Edges, Launch, Site};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::rank::Rank;
@@ -86,27 +86,14 @@ impl Host {
         let (path, kernel) = launch.program.names();
         let typed = launch.program.reduces();
         let program = Program::build(path, N as u32, typed.then_some(call.dtype), typed.then_some(call.reduce_op));
-        let bytes = match &launch.args {
-            Args::Exchange(args) => bytes_of(args),
-            Args::ReduceLowLatency(args) => bytes_of(args),
-            Args::ReduceStaged(args) => bytes_of(args),
-            Args::AllReduce(args) => bytes_of(args),
-            Args::CubeMesh(args) => bytes_of(args),
-            Args::TwoStage(args) => bytes_of(args),
-        };
         // SAFETY: memory and tensors live until all ranks are done.
-        unsafe { program.launch(kernel, me as u32, blocks.unwrap_or(launch.blocks), THREADS, bytes) };
+        unsafe { program.launch(kernel, me as u32, blocks.unwrap_or(launch.blocks), THREADS, launch.args.bytes()) };
     }
 
     fn check(&self) {
         assert!(self.reports.iter().flatten().all(|&word| word == 0), "a kernel gave up");
         assert!(self.guard.iter().all(|&unit| unit == GUARD), "something was written to a rank that is no neighbour");
     }
-}
-
-fn bytes_of<T>(args: &T) -> &[u8] {
-    // SAFETY: plain numbers; padding is only copied on.
-    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
 }
 
 fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {

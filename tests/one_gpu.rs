@@ -10,7 +10,7 @@ use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::args::{Common, REPORT_WORDS};
 use symm::coll::cuda::layout::{Layout, MAX_RANKS};
 use symm::coll::cuda::plan::{self, Facts, Tuning};
-use symm::coll::cuda::prepare::{Args, Edges, Launch, Program, Site};
+use symm::coll::cuda::prepare::{Edges, Launch, Program, Site};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
 use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
@@ -73,15 +73,7 @@ impl<'a> Group<'a> {
 
     fn launch(&self, me: usize, kernel: Kernel, launch: &Launch) {
         let (stream, blocks, threads) = (self.ranks[me].stream.stream(), launch.blocks, launch.threads);
-        match &launch.args {
-            Args::Exchange(args) => kernel.launch(stream, blocks, threads, false, args),
-            Args::ReduceLowLatency(args) => kernel.launch(stream, blocks, threads, false, args),
-            Args::ReduceStaged(args) => kernel.launch(stream, blocks, threads, false, args),
-            Args::AllReduce(args) => kernel.launch(stream, blocks, threads, false, args),
-            Args::TwoStage(args) => kernel.launch(stream, blocks, threads, false, args),
-            Args::CubeMesh(args) => kernel.launch(stream, blocks, threads, false, args),
-        }
-        .unwrap();
+        kernel.launch(stream, blocks, threads, false, launch.args.bytes()).unwrap();
     }
 
     /// `call` with its tensors moved to the GPU: inputs, then outputs, each as far from a 16-byte boundary as it was.

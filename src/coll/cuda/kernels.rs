@@ -1,6 +1,6 @@
 //! The kernels of one rank of a group, compiled and loaded when they are first needed.
 
-use super::prepare::{Args, Launch, Program};
+use super::prepare::{Launch, Program};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cubin};
@@ -46,14 +46,6 @@ impl Kernels {
     /// Enqueues `launch`.
     pub(super) fn launch(&mut self, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
         let kernel = self.load(launch.program, dtype, op)?;
-        let overlap = self.overlap;
-        match &launch.args {
-            Args::Exchange(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-            Args::ReduceLowLatency(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-            Args::ReduceStaged(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-            Args::AllReduce(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-            Args::CubeMesh(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-            Args::TwoStage(args) => kernel.launch(stream, launch.blocks, launch.threads, overlap, args),
-        }
+        kernel.launch(stream, launch.blocks, launch.threads, self.overlap, launch.args.bytes())
     }
 }

@@ -2,7 +2,7 @@
 
 mod set_up;
 
-use super::args::Common;
+use super::args::{Common, PerRank};
 use super::kernels::Kernels;
 use super::layout::{Channel, Layout, MAX_RANKS};
 use super::ledger::Transfer;
@@ -52,6 +52,8 @@ pub struct Plane {
     stop: Registered,
     edges: Option<cube::Edges>,
     memory: Memory,
+    /// Where each channel begins on each rank.
+    peer: [PerRank; Channel::ALL.len()],
     _share: budget::Share,
     _stream: OwnStream,
     // Last: everything above is given back in its context.
@@ -150,10 +152,7 @@ impl Plane {
 
     fn site(&self, channel: Channel, timeout: Duration) -> Site<'_> {
         let me = self.board.rank().index();
-        let mut peer = [0; MAX_RANKS];
-        for (address, base) in peer.iter_mut().zip(self.memory.addresses()) {
-            *address = base + self.layout.channel(channel) as u64;
-        }
+        let peer = self.peer[channel as usize];
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
         let common = Common { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
         let edges = self.edges.as_ref().map(|edges| prepare::Edges { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });

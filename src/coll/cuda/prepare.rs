@@ -100,6 +100,24 @@ pub enum Args {
     TwoStage(TwoStage),
 }
 
+impl Args {
+    /// As the kernel reads it.
+    pub fn bytes(&self) -> &[u8] {
+        fn of<T>(args: &T) -> &[u8] {
+            // SAFETY: one of the `repr(C)` structs of `args`, plain numbers; padding is only copied on.
+            unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
+        }
+        match self {
+            Args::Exchange(args) => of(args),
+            Args::ReduceLowLatency(args) => of(args),
+            Args::ReduceStaged(args) => of(args),
+            Args::AllReduce(args) => of(args),
+            Args::CubeMesh(args) => of(args),
+            Args::TwoStage(args) => of(args),
+        }
+    }
+}
+
 /// A kernel ready to be launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {

@@ -290,8 +290,8 @@ impl Kernel {
         Ok(Self(function))
     }
 
-    /// Enqueues it. `overlap`: it may be set up while its predecessor in the stream still runs (it waits for that itself).
-    pub fn launch<Args>(self, stream: Stream, blocks: u32, threads: u32, overlap: bool, args: &Args) -> Result<()> {
+    /// Enqueues it. `args` are the bytes of its argument, aligned as it is. `overlap`: it may be set up while its predecessor in the stream still runs (it waits for that itself).
+    pub fn launch(self, stream: Stream, blocks: u32, threads: u32, overlap: bool, args: &[u8]) -> Result<()> {
         // SAFETY: all zeroes is a value of this C union.
         let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
         value.programmaticStreamSerializationAllowed = 1;
@@ -309,8 +309,8 @@ impl Kernel {
             attrs: &raw mut attribute,
             numAttrs: u32::from(overlap),
         };
-        let mut arguments = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel takes one argument, laid out as `Args` is; the driver copies it before it returns.
+        let mut arguments = [args.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: the kernel takes one argument, of these bytes; the driver copies it before it returns.
         let result = unsafe { sys::cuLaunchKernelEx(&raw const config, self.0, arguments.as_mut_ptr(), std::ptr::null_mut()) };
         check("launching a kernel", result)
     }

@@ -4,7 +4,7 @@ use super::{AllGather, Plane, State};
 use crate::boot::pass::Mailbox;
 use crate::coll::cuda::args::REPORT_WORDS;
 use crate::coll::cuda::kernels::Kernels;
-use crate::coll::cuda::layout::{Layout, MAX_RANKS};
+use crate::coll::cuda::layout::{Channel, Layout, MAX_RANKS};
 use crate::coll::cuda::memory::{Memory, Own, Peer, Way};
 use crate::coll::cuda::plan::Tuning;
 use crate::coll::cuda::{budget, cube, ledger};
@@ -139,8 +139,14 @@ impl Plane {
         );
         let apart = edges.as_ref().is_some_and(|edges| edges.apart.is_some());
         let share = budget::Share::take(bytes + if apart { Layout::least(n) } else { 0 });
-        let board = Arc::clone(board);
-        Ok(Self { board, layout, tuning, state: Mutex::new(state), report, stop, edges, memory, _share: share, _stream: stream, device })
+        let bases = memory.addresses();
+        let peer = Channel::ALL.map(|channel| {
+            let mut begins = [0; MAX_RANKS];
+            begins.iter_mut().zip(&bases).for_each(|(address, base)| *address = base + layout.channel(channel) as u64);
+            begins
+        });
+        let (board, state) = (Arc::clone(board), Mutex::new(state));
+        Ok(Self { board, layout, tuning, state, report, stop, edges, memory, peer, _share: share, _stream: stream, device })
     }
 }
 
