@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from limits import ends_after
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
@@ -23,12 +23,5 @@ LIMIT_S = 240.0
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[None]:
     """Ends a test that hangs in the parent process."""
-
-    def expire(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"the test took longer than {LIMIT_S} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    with ends_after(LIMIT_S):
+        yield

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
@@ -87,21 +88,33 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
         )
         arguments = (task, board, results)
         processes = spawn(rank_process.main, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
-        try:
-            expected = len(part) + 1
-            while expected:
-                try:
-                    message = results.get(timeout=POLL_S)
-                except queue.Empty:
-                    if processes.join(timeout=0) and results.empty():
-                        raise RuntimeError(f"the ranks ended with {expected} results missing") from None
-                    continue
-                expected -= 1
-                yield CopyRate(world, message) if isinstance(message, float) else message
-            while not processes.join():
-                pass
-        finally:
-            for process in processes.processes:
-                if process.is_alive():
-                    process.terminate()
-                process.join()
+        for message in reported(processes, results, len(part) + 1):
+            yield CopyRate(world, message) if isinstance(message, float) else message
+
+
+def reported(processes: Any, results: Any, expected: int, counts: type = object) -> Iterator[Any]:
+    """What rank processes put into ``results``, until there were ``expected`` messages of type ``counts``.
+
+    Ends the processes, however it ends.
+
+    Raises:
+        RuntimeError: the processes have ended without some of the messages.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
+    """
+    try:
+        while expected:
+            try:
+                message = results.get(timeout=POLL_S)
+            except queue.Empty:
+                if processes.join(timeout=0) and results.empty():
+                    raise RuntimeError(f"the ranks ended with {expected} results missing") from None
+                continue
+            expected -= isinstance(message, counts)
+            yield message
+        while not processes.join():
+            pass
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
+from ..launch import reported
 from ..ops import DTYPES
 from ..record import Cell
 from . import rank as rank_process
@@ -18,8 +18,6 @@ from .calls import OPS
 from .meeting import Meeting
 from .rank import Message
 from .record import Measured
-
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,4 @@ def measure(options: Options) -> Iterator[Message]:
             turns=options.turns,
         )
         processes = spawn(rank_process.main, (task, meeting, results), nprocs=options.world, join=False)  # type: ignore[no-untyped-call]
-        try:
-            expected = len(todo)
-            while expected:
-                try:
-                    message = results.get(timeout=POLL_S)
-                except queue.Empty:
-                    if processes.join(timeout=0) and results.empty():
-                        raise RuntimeError(f"the ranks ended with {expected} results missing") from None
-                    continue
-                expected -= isinstance(message, Measured)
-                yield message
-            while not processes.join():
-                pass
-        finally:
-            for process in processes.processes:
-                if process.is_alive():
-                    process.terminate()
-                process.join()
+        yield from reported(processes, results, len(todo), Measured)
