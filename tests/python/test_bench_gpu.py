@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch_symm.bench.gpu import inputs
+from torch_symm.bench.gpu.cell import calls_for
 from torch_symm.bench.gpu.inputs import Inputs
 from torch_symm.bench.gpu.launch import Options, cells
-from torch_symm.bench.gpu.rank import calls_for, turns_for
+from torch_symm.bench.gpu.rank import turns_for
 from torch_symm.bench.gpu.record import Figure, Measured
+from torch_symm.bench.gpu.sides import cpu_sides, is_timeout
 from torch_symm.bench.gpu.table import progress_line, write_tables
 from torch_symm.bench.record import Cell
 
@@ -50,7 +52,9 @@ def test_sums_and_copies_are_compared_across_pieces(
 
 
 def test_cells_are_rounded_up_to_whole_shares() -> None:
-    options = Options(3, "cpu", ("symm",), ("all_reduce", "all_gather", "barrier"), ("bf16", "f32"), (KB,), 1, 1)
+    options = Options(
+        3, "cpu", cpu_sides, ("symm",), ("all_reduce", "all_gather", "barrier"), ("bf16", "f32"), (KB,), 1, 1
+    )
     found = [(cell.op, cell.dtype, cell.bytes) for cell in cells(options)]
     assert found == [
         ("all_reduce", "bf16", 1024),
@@ -67,6 +71,7 @@ def test_calls_and_turns() -> None:
     assert turns_for(7, elapsed=60, budget=100, done=50, total=100) == 3
     assert turns_for(7, elapsed=54, budget=100, done=50, total=100) == 7
     assert turns_for(2, elapsed=99, budget=100, done=0, total=100) == 2
+    assert turns_for(7, elapsed=100, budget=100, done=99, total=100) == 0
 
 
 def test_the_best_peer_is_never_our_own() -> None:
@@ -76,16 +81,46 @@ def test_the_best_peer_is_never_our_own() -> None:
         "nccl": Figure(graph_us=30.0, eager_us=15.0),
         "nccl window": Figure(graph_us=20.0, eager_us=30.0, host_us=9.0),
         "torch one-shot": Figure(note="NotImplementedError: no"),
+        "torch low contention": Figure(graph_us=25.0, eager_us=12.5),
     }
     measured = Measured(Cell("all_reduce", "bf16", 4, KB, KB), 20, figures)
     assert measured.best_peer("graph") == ("nccl window", 20.0)
-    assert measured.best_peer("eager") == ("nccl", 15.0)
+    assert measured.best_peer("eager") == ("torch low contention", 12.5)
     assert (measured.ratio("symm", "graph"), measured.ratio("symm pool", "graph")) == (2.0, 4.0)
+    assert measured.ratio("symm", "eager") == 0.625
     assert measured.ratio("symm", "host") is None
     assert "torch one-shot: NotImplementedError: no" in progress_line(measured, 1, 2)
     text = io.StringIO()
     write_tables([measured], text)
     assert "nccl window" in text.getvalue() and "2.00" in text.getvalue()
+
+
+def test_host_time_is_told_apart() -> None:
+    figures = {
+        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5),
+        "nccl": Figure(eager_us=30.0, host_us=25.0, group_us=22.0, backend_us=21.0),
+        "torch two-shot": Figure(eager_us=10.0),
+    }
+    text = io.StringIO()
+    write_tables([Measured(Cell("all_reduce", "bf16", 4, 64 * KB, 64 * KB), 20, figures)], text)
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    assert ["symm", "12.00", "3.00", "1.50", "7.50"] in lines
+    assert ["nccl", "25.00", "3.00", "1.00", "21.00"] in lines
+    assert lines[-1][0] == "nccl"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "SymmTimeout: all_reduce #3 did not end within 20 s",
+        "RuntimeError: [../pair.cc:534] Timed out waiting 20000ms for recv operation to complete",
+        "GroupFailed: ErrorType.TIMEOUT",
+        "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)",
+    ],
+)
+def test_timeouts_are_recognised(error: str) -> None:
+    assert is_timeout(error)
+    assert not is_timeout(error.replace("ime", "one").replace("IME", "ONE"))
 
 
 def test_without_gpus_it_says_so() -> None:
@@ -102,8 +137,22 @@ def test_a_short_run_on_cpu_tensors(tmp_path: Path) -> None:
     result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(path.read_text())
-    assert len(found["cells"]) == 6 * 3 + 1 and found["failure"] is None and found["absent"] == []
+    assert (
+        len(found["cells"]) == found["cells_wanted"] == 6 * 3 + 1 and found["failure"] is None and found["absent"] == []
+    )
     for measured in found["cells"]:
         assert set(measured["figures"]) == {"symm", "gloo"}
         assert all(figure["eager_us"] > 0 and figure["note"] is None for figure in measured["figures"].values())
     assert any(figure["host_us"] for measured in found["cells"] for figure in measured["figures"].values())
+
+
+def test_host_time_alone(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--host", "--json", str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (measured,) = json.loads(path.read_text())["cells"]
+    assert measured["cell"]["op"] == "all_reduce" and measured["cell"]["size"] == 64 * KB
+    for figure in measured["figures"].values():
+        assert all(figure[entrance] > 0 for entrance in ("host_us", "group_us", "backend_us"))
+    assert "dispatcher" in result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,17 +16,19 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from .. import machine
 from ..units import parse_size
 from .calls import OPS
-from .launch import Options, cells, measure
+from .cell import HOST_OP, HOST_SIZE
+from .launch import PATIENT_SETTINGS, Options, StandsStill, cells, measure
 from .record import Absent, Measured, Run
-from .sides import CPU_SIDES, GPU_SIDES
+from .sides import cpu_sides, gpu_sides
 from .table import progress_line, write_tables
 
 SIZES = "1K,8K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,64K,1M,16M,64M"
 DTYPES = ("bf16", "f32")
 MAX_RANKS = 8
-SECONDS, QUICK_SECONDS = 150.0, 30.0
+SECONDS, QUICK_SECONDS = 300.0, 90.0
 TURNS, QUICK_TURNS = 7, 3
+HOST_SIDES = {"cuda": ["symm", "nccl"], "cpu": ["symm", "gloo"]}
 
 
 def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
@@ -39,9 +42,17 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     parser.add_argument("--full", action="store_true", help="1 GB as well")
     parser.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
     parser.add_argument("--dtypes", help=f"comma-separated, of: {', '.join(DTYPES)} (default: both; --quick: bf16)")
-    parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(GPU_SIDES))
-    parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only, less than a minute")
-    parser.add_argument("--seconds", type=float, help=f"time to spend, about (default: {SECONDS:.0f})")
+    parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(gpu_sides()))
+    parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only")
+    parser.add_argument(
+        "--host", action="store_true", help="only what the host spends in an eager all_reduce of 64 KB, by entrance"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help=f"time to spend: few turns where the run is behind, and no further cell after it "
+        f"(default: {SECONDS:.0f}; --quick: {QUICK_SECONDS:.0f})",
+    )
     parser.add_argument("--json", type=Path, default=Path("out/bench-gpu.json"), help="where to write all figures")
     parser.add_argument("--no-json", action="store_true", help="write no file")
     parser.add_argument(
@@ -55,21 +66,27 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         parser.error(
             f"{world} ranks need as many GPUs and at least 2; this machine has {there} (--device cpu needs none)"
         )
-    makers = GPU_SIDES if given.device == "cuda" else CPU_SIDES
-    sides = given.sides.split(",") if given.sides else list(makers)
-    ops = given.ops.split(",")
-    dtypes = given.dtypes.split(",") if given.dtypes else list(DTYPES[:1] if given.quick else DTYPES)
-    for what, wanted, known in (("sides", sides, makers), ("ops", ops, OPS), ("dtypes", dtypes, DTYPES)):
+    makers = gpu_sides if given.device == "cuda" else cpu_sides
+    usual = HOST_SIDES[given.device] if given.host else list(makers())
+    sides = given.sides.split(",") if given.sides else usual
+    ops = [HOST_OP] if given.host else given.ops.split(",")
+    few = given.quick or given.host
+    dtypes = given.dtypes.split(",") if given.dtypes else list(DTYPES[:1] if few else DTYPES)
+    usual_sizes = str(HOST_SIZE) if given.host else QUICK_SIZES if given.quick else SIZES
+    for what, wanted, known in (("sides", sides, makers()), ("ops", ops, OPS), ("dtypes", dtypes, DTYPES)):
         unknown = [each for each in wanted if each not in known]
         if unknown:
             parser.error(f"--{what}: no {unknown[0]!r}; there are {', '.join(known)}")
     try:
-        sizes = [parse_size(size) for size in (given.sizes or (QUICK_SIZES if given.quick else SIZES)).split(",")]
+        sizes = [parse_size(size) for size in (given.sizes or usual_sizes).split(",")]
     except ValueError as error:
         parser.error(str(error))
+    if given.host and HOST_SIZE not in sizes:
+        parser.error(f"--host measures {HOST_SIZE >> 10}K; leave --sizes out")
     options = Options(
         world=world,
         device=given.device,
+        makers=makers,
         sides=tuple(sides),
         ops=tuple(ops),
         dtypes=tuple(dtypes),
@@ -81,16 +98,26 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the benchmark; 0 if it went through and no result was wrong, 1 otherwise."""
+    """Runs the benchmark; 0 if it went through or its time was over, and no result was wrong and no side lost; else 1.
+
+    The JSON is written after every cell, so that it is there however the run ends.
+    """
     options, path = options_from(arguments)
-    for name, value in machine.MULTICAST_SETTINGS.items():
+    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
         os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     here, gpus = machine.describe(), machine.describe_gpus(options.world if options.device == "cuda" else 0)
     print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
     total = len(cells(options))
     started = time.monotonic()
     found: list[Measured] = []
     absent: list[Absent] = []
+
+    def write(failure: str | None) -> None:
+        if path is not None:
+            elapsed = time.monotonic() - started
+            Run(here, gpus, list(arguments), options.world, found, total, absent, elapsed, failure).write(path)
+
     failure: str | None = None
     try:
         for message in measure(options):
@@ -100,11 +127,14 @@ def main(arguments: Sequence[str]) -> int:
             else:
                 found.append(message)
                 print(progress_line(message, len(found), total), flush=True)
-    except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
+            write("not finished")
+    except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
         failure = str(error)
     except KeyboardInterrupt:
         failure = "interrupted"
-    elapsed = time.monotonic() - started
+    if failure is None and len(found) < total and time.monotonic() - started < options.seconds:
+        failure = "no side is left"
+    write(failure)
     write_tables(found)
     wrong = [
         f"{side} {measured.cell.op} {measured.cell.dtype} {measured.cell.bytes} bytes"
@@ -112,15 +142,14 @@ def main(arguments: Sequence[str]) -> int:
         for side, figure in measured.figures.items()
         if figure.note and "wrong" in figure.note
     ]
-    print(
-        f"{len(found)} of {total} cells in {elapsed:.0f} s; {len(wrong)} wrong results", *wrong, sep="\n  ", flush=True
-    )
+    over = "; the time was over" if failure is None and len(found) < total else ""
+    spent = f"{len(found)} of {total} cells in {time.monotonic() - started:.0f} s{over}"
+    print(f"{spent}; {len(wrong)} wrong results", *wrong, sep="\n  ", flush=True)
     if path is not None:
-        Run(here, gpus, list(arguments), options.world, found, absent, elapsed, failure).write(path)
         print(f"written to {path}", flush=True)
     if failure is not None:
         print(f"failed: {failure.strip()}", file=sys.stderr, flush=True)
-    return 1 if failure or wrong else 0
+    return 1 if failure or wrong or any(side.lost for side in absent) else 0
 
 
 if __name__ == "__main__":

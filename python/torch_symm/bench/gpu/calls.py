@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +94,7 @@ def _all_gather(at: Setting) -> Call:
         output.fill_(POISON)
 
     def check(_calls: int) -> str | None:
-        return _first(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
+        return first_finding(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
 
     return Call(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
 
@@ -122,7 +122,7 @@ def _all_to_all(at: Setting) -> Call:
 
     def check(_calls: int) -> str | None:
         parts = enumerate(pieces(output, at.share))
-        return _first(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
+        return first_finding(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
 
     return Call(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
 
@@ -164,29 +164,29 @@ def _barrier(at: Setting) -> Call:
     return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
 
 
-def one_shot(at: Setting) -> Call:
-    """torch's one-shot all-reduce: input in symmetric memory, output a new tensor."""
-    tensor, name = at.given(at.inputs.count), at.group.group_name
-    results: list[torch.Tensor] = []
+def nccl_barrier(at: Setting) -> Call:
+    """dist.barrier; in a graph its stream waits: NCCL's own wait would block the host and end the recording."""
+    ids = [at.inputs.device.index]
 
     def run() -> None:
-        results[:] = [torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name)]
+        if torch.cuda.is_current_stream_capturing():
+            work = dist.barrier(group=at.group, device_ids=ids, async_op=True)
+            assert work is not None
+            work.synchronize()
+        else:
+            dist.barrier(group=at.group, device_ids=ids)
 
-    return Call(lambda: tensor.copy_(at.pristine), run, lambda _calls: at.inputs.compare_sum(results[0]))
-
-
-def two_shot(at: Setting) -> Call:
-    """torch's two-shot all-reduce, in place in symmetric memory."""
-    tensor, name = at.given(at.inputs.count), at.group.group_name
-    return Call(
-        lambda: tensor.copy_(at.pristine),
-        lambda: torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", name),
-        lambda calls: at.inputs.compare_sum(tensor, calls=calls),
-    )
+    return Call(lambda: None, run, lambda _calls: None)
 
 
-def _first(findings: object) -> str | None:
-    assert hasattr(findings, "__iter__")
+def in_stream_or_host() -> None:
+    """Makes the host wait for the current stream, unless a graph records it."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
+
+
+def first_finding(findings: Iterable[str | None]) -> str | None:
+    """The first that is one."""
     return next((finding for finding in findings if finding is not None), None)
 
 

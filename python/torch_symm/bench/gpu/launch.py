@@ -1,37 +1,62 @@
-"""Starts one process per GPU and yields what they report."""
+"""Starts one process per GPU and yields what they report; without a side that hung or killed a process, once more."""
 
 from __future__ import annotations
 
+import queue
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-from ..launch import reported
 from ..ops import DTYPES
 from ..record import Cell
+from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
-from .meeting import Meeting
-from .rank import Message
-from .record import Measured
+from .meeting import Doing, Meeting
+from .process import Message, Task
+from .record import Absent, Measured
+from .sides import GROUP_TIMEOUT, Makers
+
+POLL_S = 0.2
+# A call that waits in vain ends after the group's timeout, by itself or by NCCL's watchdog; the rest is room to do so.
+STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
+# Processes import torch, make a context on their GPU and meet, before they get to a side.
+START_S = 150.0
+KILL_S = 5.0
+
+#: So that NCCL ends a call that waits in vain, and not the process: it aborts the communicator (2), does not kill the
+#: process when its watchdog is late, and does not first wait a minute for a dump.
+PATIENT_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class StandsStill(RuntimeError):
+    """The ranks have not got on for so long that one of them must hang."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``seconds``: the time that it may take, about."""
+    """What to measure. ``seconds``: when they have passed, no further cell begins; ``still_s``: when a rank hangs."""
 
     world: int
     device: str
+    makers: Makers
     sides: tuple[str, ...]
     ops: tuple[str, ...]
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     seconds: float
     turns: int
+    still_s: float = STILL_S
 
 
 def cells(options: Options) -> list[Cell]:
@@ -46,25 +71,103 @@ def cells(options: Options) -> list[Cell]:
 
 
 def measure(options: Options) -> Iterator[Message]:
-    """Runs everything, yielding each finding when it is there.
+    """Runs everything, yielding each finding when it is there. Ends before the last cell when the time is over.
+
+    When a rank dies or hangs in a call of one side, that side is reported absent, and new processes go on without it.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
-        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
+        torch.multiprocessing.ProcessRaisedException: a rank failed outside of any side; its text holds the traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process, outside of any side.
+        StandsStill: a rank hangs outside of any side, or no side is left.
     """
-    context = mp.get_context("spawn")
-    meeting = Meeting(options.world, context.Barrier(options.world))
-    results = context.Queue()
-    todo = cells(options)
+    deadline = time.monotonic() + options.seconds
+    sides, todo = list(options.sides), cells(options)
+    while sides:
+        context = mp.get_context("spawn")
+        meeting = Meeting(options.world, len(sides), context.Barrier(options.world))
+        # The ranks count sides and cells of this start.
+        started_sides, started_cells = tuple(sides), tuple(todo)
+        try:
+            for message in _start(options, meeting, started_sides, started_cells, deadline):
+                if isinstance(message, Measured):
+                    del todo[0]
+                elif message.side in sides:
+                    sides.remove(message.side)
+                yield message
+            return
+        except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
+            if not todo or time.monotonic() >= deadline:
+                return  # they only did not end well
+            doing = meeting.doing()
+            if doing.side is None:
+                raise
+            name = started_sides[doing.side]
+            if name in sides:
+                sides.remove(name)
+            yield Absent(name, f"{_place(doing, started_cells)}: {_last_line(error)}", lost=True)
+    raise StandsStill("no side is left")
+
+
+def _start(
+    options: Options, meeting: Meeting, sides: Sequence[str], todo: Sequence[Cell], deadline: float
+) -> Iterator[Message]:
+    results: Any = mp.get_context("spawn").Queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
-        task = rank_process.Task(
+        task = Task(
             world=options.world,
             device=options.device,
-            sides=options.sides,
+            makers=options.makers,
+            sides=tuple(sides),
             cells=tuple(todo),
             rendezvous="symm+" + (Path(folder) / "rendezvous").as_uri(),
-            seconds=options.seconds,
+            seconds=max(0.0, deadline - time.monotonic()),
             turns=options.turns,
         )
         processes = spawn(rank_process.main, (task, meeting, results), nprocs=options.world, join=False)  # type: ignore[no-untyped-call]
-        yield from reported(processes, results, len(todo), Measured)
+        try:
+            yield from _reported(processes, results, meeting, options.still_s)
+        finally:
+            end(processes.processes)
+
+
+def _reported(processes: Any, results: Any, meeting: Meeting, still_s: float) -> Iterator[Message]:
+    """What the ranks put into ``results``, until all of them have ended."""
+    steps, since, limit = 0, time.monotonic(), START_S
+    while True:
+        try:
+            yield results.get(timeout=POLL_S)
+            continue
+        except queue.Empty:
+            pass
+        if processes.join(timeout=0) and results.empty():
+            return
+        now, doing = time.monotonic(), meeting.doing()
+        if doing.steps != steps:
+            steps, since, limit = doing.steps, now, still_s
+        elif now - since > limit:
+            raise StandsStill(f"nothing happened for {limit:.0f} s")
+
+
+def end(processes: Sequence[Any]) -> None:
+    """Ends processes, whatever they are waiting for."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    until = time.monotonic() + KILL_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(KILL_S)
+
+
+def _place(doing: Doing, todo: Sequence[Cell]) -> str:
+    if doing.cell is None:
+        return "while it was made"
+    cell = todo[doing.cell]
+    return f"at {cell.op} {cell.dtype} {format_size(cell.size)}" if cell.size else f"at {cell.op}"
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 
 import torch
 
-MAX_SIDES = 8
 MAX_TURNS = 16
-MODES = ("graph", "eager", "host")
+MODES = ("graph", "eager", "host", "group", "backend")
 TEXT_BYTES = 1200
+# Longer than the launcher lets a run stand still.
 PATIENCE_S = 200.0
+NOBODY = -1
 
 
 def _shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -18,16 +20,40 @@ def _shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor
 
 
-class Meeting:
-    """Memory that all ranks share. Every method but `note` is called by all of them, in the same order."""
+@dataclass(frozen=True)
+class Doing:
+    """What the rank that got farthest is at. ``steps`` grows while anybody gets on; ``side`` is None between sides."""
 
-    def __init__(self, world: int, barrier: Barrier) -> None:
-        """For ``world`` ranks that meet at ``barrier``."""
+    steps: int
+    cell: int | None
+    side: int | None
+
+
+class Meeting:
+    """Memory that all ranks share. `align`, `agree` and `decide` are called by all of them, in the same order."""
+
+    def __init__(self, world: int, sides: int, barrier: Barrier) -> None:
+        """For ``world`` ranks that meet at ``barrier``, and compare ``sides`` sides."""
         self._world = world
         self._barrier = barrier
         self._texts = _shared(world, TEXT_BYTES, dtype=torch.uint8)
-        self._samples = _shared(MAX_SIDES, len(MODES), world, MAX_TURNS, dtype=torch.float64)
+        self._samples = _shared(sides, len(MODES), world, MAX_TURNS, dtype=torch.float64)
         self._number = _shared(1, dtype=torch.int64)
+        self._doing = _shared(world, 3, dtype=torch.int64)
+        self._doing[:, 1:] = NOBODY
+
+    def enter(self, rank: int, cell: int | None, side: int | None) -> None:
+        """Notes what this rank does next, for a launcher that finds it dead or hanging."""
+        row = self._doing[rank]
+        row[1] = NOBODY if cell is None else cell
+        row[2] = NOBODY if side is None else side
+        row[0] += 1
+
+    def doing(self) -> Doing:
+        """For the launcher: what the ranks are at. They wait for each other, so that no rank is two steps ahead."""
+        rows = self._doing.tolist()
+        _steps, cell, side = max(rows)
+        return Doing(sum(row[0] for row in rows), *(None if each == NOBODY else each for each in (cell, side)))
 
     def align(self) -> None:
         """Returns once all ranks have called it.
@@ -37,22 +63,17 @@ class Meeting:
         """
         self._barrier.wait(PATIENCE_S)
 
-    def agree(self, rank: int, error: str | None) -> str | None:
-        """What went wrong, the same on every rank: the error of the first rank that has one, else None."""
+    def agree(self, rank: int, error: str | None) -> list[str]:
+        """What went wrong, the same on every rank: the errors of those ranks that have one."""
         text = (error or "").encode()[:TEXT_BYTES]
         row = self._texts[rank]
         row.zero_()
         if text:
             row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self.align()
-        found = None
-        for other in range(self._world):
-            body = bytes(self._texts[other].tolist()).rstrip(b"\0")
-            if body:
-                found = body.decode(errors="replace")
-                break
+        bodies = [bytes(self._texts[other].tolist()).rstrip(b"\0") for other in range(self._world)]
         self.align()
-        return found
+        return [body.decode(errors="replace") for body in bodies if body]
 
     def decide(self, rank: int, number: int) -> int:
         """The number that rank 0 gives, on every rank."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..machine import Gpus, Machine
 from ..record import Cell
@@ -15,11 +17,16 @@ OURS = ("symm", "symm pool")
 
 @dataclass
 class Figure:
-    """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing."""
+    """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing.
+
+    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered (`host`).
+    """
 
     graph_us: float | None = None
     eager_us: float | None = None
     host_us: float | None = None
+    group_us: float | None = None
+    backend_us: float | None = None
     graph_turns: list[float] = field(default_factory=list)
     eager_turns: list[float] = field(default_factory=list)
     note: str | None = None
@@ -50,26 +57,35 @@ class Measured:
 
 @dataclass(frozen=True)
 class Absent:
-    """A side that could not be made."""
+    """A side that is not there, or no more. ``lost``: it timed out, hung or ended a process; the others are lacking."""
 
     side: str
     reason: str
+    lost: bool = False
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that one run found. ``failure`` if it ended early."""
+    """What a run has found. ``cells_wanted``: how many it was to find; ``failure``: why it ended early, if it did."""
 
     machine: Machine
     gpus: Gpus
     arguments: list[str]
     world: int
     cells: list[Measured]
+    cells_wanted: int
     absent: list[Absent]
     seconds: float
     failure: str | None = None
 
     def write(self, path: Path) -> None:
-        """Writes the run to ``path`` as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Writes the run to ``path`` as JSON; a file that is there is replaced as a whole."""
+        write_json(path, asdict(self))
+
+
+def write_json(path: Path, found: dict[str, Any]) -> None:
+    """Writes ``found`` to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.replace(path)

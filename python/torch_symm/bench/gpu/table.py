@@ -28,11 +28,27 @@ def write_tables(cells: Sequence[Measured], stream: TextIO | None = None) -> Non
     stream = stream or sys.stdout
     for op in dict.fromkeys(measured.cell.op for measured in cells):
         _write_one(op, [measured for measured in cells if measured.cell.op == op], stream)
-    hosts = [measured for measured in cells if any(figure.host_us for figure in measured.figures.values())]
-    for measured in hosts:
-        times = [f"{side} {_us(figure.host_us)}" for side, figure in measured.figures.items() if figure.host_us]
-        cell = measured.cell
-        stream.write(f"host time of a call, {cell.op} {cell.dtype} {format_size(cell.size)}, µs: {', '.join(times)}\n")
+    for measured in cells:
+        if any(figure.host_us for figure in measured.figures.values()):
+            _write_host(measured, stream)
+
+
+def _write_host(measured: Measured, stream: TextIO) -> None:
+    """What the host spends in a call, and what of it is whose; differences of medians may be negative."""
+    headings = ["side", "dist.*", "its Python", "dispatcher", "backend"]
+    lines = []
+    for side, figure in measured.figures.items():
+        host, group, backend = figure.host_us, figure.group_us, figure.backend_us
+        if host is not None and group is not None and backend is not None:
+            lines.append([side, *(f"{us:.2f}" for us in (host, host - group, group - backend, backend))])
+    cell = measured.cell
+    title = f"host time of a call, {cell.op} {cell.dtype} {format_size(cell.size)}, {cell.world} ranks, µs"
+    write_table(title, headings, lines, stream)
+
+
+def write_table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], stream: TextIO) -> None:
+    """A plain table whose first column is text."""
+    stream.write(plain_text(title, headings, lines, range(0, 1)))
 
 
 def _write_one(op: str, cells: Sequence[Measured], stream: TextIO) -> None:
@@ -50,7 +66,7 @@ def _write_one(op: str, cells: Sequence[Measured], stream: TextIO) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        stream.write(plain_text(title, headings, lines, range(0, 1)))
+        write_table(title, headings, lines, stream)
         return
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for number, heading in enumerate(headings):

@@ -1,0 +1,101 @@
+"""What one rank process holds: its sides and clock; and what becomes of a side in which something went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ..record import Cell
+from .clock import GpuClock, HostClock
+from .meeting import Meeting
+from .record import Absent, Figure, Measured
+from .sides import Makers, NotThere, Side, is_timeout
+
+Message: TypeAlias = Absent | Measured
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all ranks do. ``seconds``: when the run is late for it, turns become few; when they are over, it ends."""
+
+    world: int
+    device: str
+    makers: Makers
+    sides: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    rendezvous: str
+    seconds: float
+    turns: int
+
+
+class Process:
+    """One rank. All ranks call its methods in the same order. ``sides`` by their place in the task."""
+
+    def __init__(
+        self, rank: int, device: torch.device, task: Task, meeting: Meeting, report: Callable[[Message], object]
+    ) -> None:
+        """``report`` gets the findings; on one rank it sends them to the launcher."""
+        self.rank, self.device, self.task, self.meeting = rank, device, task, meeting
+        self.clock = GpuClock() if device.type == "cuda" else HostClock()
+        self.sides: dict[int, Side] = {}
+        self.cell: int | None = None
+        self._report = report
+        # Their groups are dead, and dropping them may block.
+        self._given_up: list[Side] = []
+
+    def together(self, side: int, body: Callable[[], str | None]) -> str | None:
+        """Runs ``body`` on every rank; what went wrong on any, on all of them: a text of its own or an exception.
+
+        Where ranks saw different things, a timeout counts most: the others may be its consequence.
+        """
+        self.meeting.enter(self.rank, self.cell, side)
+        try:
+            error = body()
+        except NotThere as missing:
+            error = str(missing)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+            # After some errors the device serves this process no more, on no side. The launcher starts others then.
+            self.clock.settle()
+        errors = self.meeting.agree(self.rank, error)
+        self.meeting.enter(self.rank, self.cell, None)
+        return next((error for error in errors if is_timeout(error)), errors[0] if errors else None)
+
+    def settle(self, side: Side) -> None:
+        """Returns once the device has done everything.
+
+        Raises:
+            GroupFailed: the group of ``side`` has failed meanwhile.
+        """
+        self.clock.settle()
+        side.sound(self.device)
+
+    def make_sides(self) -> None:
+        """Makes every side; those that cannot be made are reported."""
+        makers = self.task.makers()
+        room = max(cell.bytes for cell in self.task.cells) or 16
+        for number, name in enumerate(self.task.sides):
+            found: list[Side] = []
+
+            def make(name: str = name, found: list[Side] = found) -> None:
+                found.append(makers[name](self.device, room))
+
+            error = self.together(number, make)
+            if error is None:
+                self.sides[number] = found[0]
+            else:
+                self._report(Absent(name, error))
+
+    def fail(self, number: int, figure: Figure, error: str) -> None:
+        """Notes ``error``. After a timeout the side is given up; if its group may have ended, it gets a new one."""
+        figure.note = error if figure.note is None else f"{figure.note}; {error}"
+        side = self.sides[number]
+        if is_timeout(error):
+            self._given_up.append(self.sides.pop(number))
+            self._report(Absent(side.name, f"given up: {error}", lost=True))
+        elif not error.startswith(("NotImplementedError", "wrong", "in a graph")):
+            lost = self.together(number, lambda: side.failed())
+            figure.note += f"; no new group: {lost}" if lost else ""
