@@ -8,11 +8,17 @@ use crate::kernels::cuda::driver::{Device, check};
 use cudarc::driver::sys;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+/// Device addresses that nobody else gets. Nothing need be mapped there.
+#[derive(Debug)]
+pub struct Reservation {
+    address: u64,
+    bytes: usize,
+}
+
 /// A mapping of physical GPU memory, ours or a peer's, into this device's addresses.
 #[derive(Debug)]
 pub struct Mapping {
-    address: u64,
-    bytes: usize,
+    reservation: Reservation,
 }
 
 /// Physical memory on a device, not mapped yet.
@@ -35,6 +41,15 @@ fn properties(device: &Device) -> sys::CUmemAllocationProp {
     properties.requestedHandleTypes = POSIX_FD;
     properties.location = location(device);
     properties
+}
+
+/// Whether memory of `device` can be made this way and given to other processes.
+pub fn supported(device: &Device) -> bool {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
+    };
+    let has = |attribute| device.attribute(attribute).is_ok_and(|value| value != 0);
+    has(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) && has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
 }
 
 /// What sizes must be multiples of; in the current context.
@@ -81,22 +96,9 @@ impl Physical {
 
     /// Maps all of it where `device` can read and write it. The mapping keeps the memory.
     pub fn map(&self, device: &Device) -> Result<Mapping> {
-        let mut address = 0;
-        // SAFETY: valid for a write; 0 leaves alignment and address to the driver.
-        check("reserving addresses", unsafe { sys::cuMemAddressReserve(&raw mut address, self.bytes, 0, 0, 0) })?;
-        // SAFETY: reserved above and mapped nowhere; the handle lives.
-        let mapped = check("mapping device memory", unsafe { sys::cuMemMap(address, self.bytes, 0, self.handle, 0) });
-        if let Err(error) = mapped {
-            // SAFETY: reserved above, nothing mapped.
-            let _ = unsafe { sys::cuMemAddressFree(address, self.bytes) };
-            return Err(error);
-        }
-        let mapping = Mapping { address, bytes: self.bytes };
-        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        let access = sys::CUmemAccessDesc { location: location(device), flags };
-        // SAFETY: mapped above.
-        check("opening device memory to access", unsafe { sys::cuMemSetAccess(address, self.bytes, &raw const access, 1) })?;
-        Ok(mapping)
+        let reservation = Reservation::new(self.bytes)?;
+        reservation.map(0, self, device)?;
+        Ok(Mapping { reservation })
     }
 }
 
@@ -107,19 +109,61 @@ impl Drop for Physical {
     }
 }
 
-impl Mapping {
+impl Reservation {
+    /// `bytes` (a multiple of the granularity) of addresses.
+    pub fn new(bytes: usize) -> Result<Self> {
+        let mut address = 0;
+        // SAFETY: valid for a write; 0 leaves alignment and address to the driver. Freed by `drop`.
+        check(&format!("reserving {bytes} bytes of addresses"), unsafe { sys::cuMemAddressReserve(&raw mut address, bytes, 0, 0, 0) })?;
+        Ok(Self { address, bytes })
+    }
+
     /// The first byte, as the device and the driver know it.
     pub fn address(&self) -> u64 {
         self.address
+    }
+
+    /// Maps all of `memory` at `offset`, where nothing is mapped, readable and writable for `device`. The mapping keeps the memory.
+    pub fn map(&self, offset: usize, memory: &Physical, device: &Device) -> Result<()> {
+        if offset.checked_add(memory.bytes).is_none_or(|end| end > self.bytes) {
+            return Err(Error::internal(format!("{} bytes at {offset} leave a range of {} bytes", memory.bytes, self.bytes)));
+        }
+        let address = self.address + offset as u64;
+        // SAFETY: within what `new` reserved (checked above); the driver refuses what is mapped already; the handle lives.
+        check("mapping device memory", unsafe { sys::cuMemMap(address, memory.bytes, 0, memory.handle, 0) })?;
+        let flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        let access = sys::CUmemAccessDesc { location: location(device), flags };
+        // SAFETY: mapped above.
+        let opened = check("opening device memory to access", unsafe { sys::cuMemSetAccess(address, memory.bytes, &raw const access, 1) });
+        if opened.is_err() {
+            self.unmap(offset, memory.bytes);
+        }
+        opened
+    }
+
+    /// Ends what `map` began with the same `offset` and `bytes`. Whoever calls it has seen to it that no kernel of this process uses it.
+    pub fn unmap(&self, offset: usize, bytes: usize) {
+        // SAFETY: the driver refuses a range that is not one whole mapping; within what `new` reserved, so it is one of ours.
+        let _ = unsafe { sys::cuMemUnmap(self.address + offset as u64, bytes) };
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: reserved by `new`; whoever mapped something there has unmapped it.
+        let _ = unsafe { sys::cuMemAddressFree(self.address, self.bytes) };
+    }
+}
+
+impl Mapping {
+    /// The first byte, as the device and the driver know it.
+    pub fn address(&self) -> u64 {
+        self.reservation.address
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped and reserved by `map`. Whoever drops it has seen to it that no kernel of this process uses it any more.
-        unsafe {
-            let _ = sys::cuMemUnmap(self.address, self.bytes);
-            let _ = sys::cuMemAddressFree(self.address, self.bytes);
-        }
+        self.reservation.unmap(0, self.reservation.bytes);
     }
 }

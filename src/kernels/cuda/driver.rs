@@ -71,6 +71,13 @@ impl Drop for Entered {
     }
 }
 
+fn attribute(device: sys::CUdevice, attribute: sys::CUdevice_attribute) -> Result<u32> {
+    let mut value = 0;
+    // SAFETY: valid for a write; `device` came from the driver.
+    check("reading a device attribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
+    Ok(value.unsigned_abs())
+}
+
 impl Device {
     /// The device that torch calls `cuda:{ordinal}`.
     pub fn open(ordinal: i32) -> Result<Self> {
@@ -79,14 +86,8 @@ impl Device {
         let mut device = 0;
         // SAFETY: valid for a write; the driver checks the ordinal.
         check(&format!("finding cuda:{ordinal}"), unsafe { sys::cuDeviceGet(&raw mut device, ordinal) })?;
-        let attribute = |attribute| {
-            let mut value = 0;
-            // SAFETY: valid for a write; `device` came from the driver.
-            check("reading a device attribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
-            Ok::<_, Error>(value.unsigned_abs())
-        };
-        let major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let capability = (major, attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
+        let major = attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let capability = (major, attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?);
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         // SAFETY: valid for a write; `device` came from the driver.
         check("reading a device's UUID", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
@@ -104,6 +105,26 @@ impl Device {
     /// torch's index of it.
     pub fn ordinal(&self) -> i32 {
         self.ordinal
+    }
+
+    /// What the driver says of it.
+    pub fn attribute(&self, asked: sys::CUdevice_attribute) -> Result<u32> {
+        attribute(self.device, asked)
+    }
+
+    /// Bytes of its memory.
+    pub fn memory(&self) -> Result<usize> {
+        let mut bytes = 0;
+        // SAFETY: valid for a write; `device` came from the driver.
+        check("asking for the memory of a device", unsafe { sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device) })?;
+        Ok(bytes)
+    }
+
+    /// Waits on the host until all work of its context is done. Refused while a stream of it is captured.
+    pub fn synchronize(&self) -> Result<()> {
+        let _entered = self.enter()?;
+        // SAFETY: takes no arguments; the context is current.
+        check("waiting for a device", unsafe { sys::cuCtxSynchronize() })
     }
 
     /// Makes its context current on this thread.

@@ -1,0 +1,147 @@
+//! What two heaps say to each other: messages of one fixed size. Pure.
+
+/// What a heap is known by to those whom it was told: random, so that nobody else can name it.
+pub type Key = [u8; 16];
+
+/// Bytes of every message.
+pub(super) const FRAME_BYTES: usize = 56;
+
+/// A message. All but the first go both ways.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Frame {
+    /// The first of who connects: whom it wants, who it is, the number of the link, how many bytes of addresses its heap has.
+    Hello {
+        /// Of the one that listens: who can name it belongs to a group with it.
+        to: Key,
+        /// Its own.
+        from: Key,
+        /// Random; the two ends know the link by it.
+        link: u64,
+        /// Bytes of addresses of its heap.
+        span: u64,
+    },
+    /// A new segment; its descriptor comes along.
+    Offer {
+        /// Its number, never used again by the same heap.
+        id: u64,
+        /// Where it lies in the heap.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+    },
+    /// The segment is mapped; kernels may follow addresses in it from now on.
+    Accepted {
+        /// Of the offer.
+        id: u64,
+    },
+    /// The segment could not be mapped.
+    Refused {
+        /// Of the offer.
+        id: u64,
+    },
+    /// The segment is being given back: nobody has any more to do there.
+    Withdraw {
+        /// Of the offer.
+        id: u64,
+    },
+    /// The withdrawn segment is let go, as soon as that can be.
+    Gone {
+        /// Of the offer.
+        id: u64,
+    },
+}
+
+const MAGIC: u32 = 0x7068_7331;
+
+impl Frame {
+    /// As it travels.
+    pub(super) fn encode(self) -> [u8; FRAME_BYTES] {
+        let (kind, words): (u32, [u64; 6]) = match self {
+            Frame::Hello { to, from, link, span } => {
+                let half = |key: Key, at: usize| u64::from_le_bytes(std::array::from_fn(|i| key[at + i]));
+                (1, [half(to, 0), half(to, 8), half(from, 0), half(from, 8), link, span])
+            }
+            Frame::Offer { id, offset, bytes } => (2, [id, offset, bytes, 0, 0, 0]),
+            Frame::Accepted { id } => (3, [id, 0, 0, 0, 0, 0]),
+            Frame::Refused { id } => (4, [id, 0, 0, 0, 0, 0]),
+            Frame::Withdraw { id } => (5, [id, 0, 0, 0, 0, 0]),
+            Frame::Gone { id } => (6, [id, 0, 0, 0, 0, 0]),
+        };
+        let mut bytes = [0; FRAME_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4..8].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..].chunks_exact_mut(8).zip(words).for_each(|(place, word)| place.copy_from_slice(&word.to_le_bytes()));
+        bytes
+    }
+
+    /// What `bytes` say, if it is exactly one message.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (head, rest) = bytes.split_first_chunk::<8>()?;
+        let mut words = [0u64; 6];
+        if bytes.len() != FRAME_BYTES || head[..4] != MAGIC.to_le_bytes() {
+            return None;
+        }
+        words.iter_mut().zip(rest.chunks_exact(8)).for_each(|(word, place)| {
+            *word = u64::from_le_bytes(std::array::from_fn(|i| place[i]));
+        });
+        let id = words[0];
+        let key = |at: usize| std::array::from_fn(|i| rest[at + i]);
+        let frame = match u32::from_le_bytes([head[4], head[5], head[6], head[7]]) {
+            1 => Frame::Hello { to: key(0), from: key(16), link: words[4], span: words[5] },
+            2 => Frame::Offer { id, offset: words[1], bytes: words[2] },
+            3 => Frame::Accepted { id },
+            4 => Frame::Refused { id },
+            5 => Frame::Withdraw { id },
+            6 => Frame::Gone { id },
+            _ => return None,
+        };
+        // What a message does not use is zero.
+        (frame.encode() == bytes).then_some(frame)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_message_arrives_as_it_was_sent() {
+        let key = |first: u8| std::array::from_fn(|i| first + i as u8);
+        let id = u64::MAX - 3;
+        for frame in [
+            Frame::Hello { to: key(3), from: key(90), link: 1 << 60, span: 1 << 38 },
+            Frame::Offer { id, offset: 1 << 30, bytes: 2 << 20 },
+            Frame::Accepted { id },
+            Frame::Refused { id },
+            Frame::Withdraw { id },
+            Frame::Gone { id },
+        ] {
+            let bytes = frame.encode();
+            assert_eq!(Frame::decode(&bytes), Some(frame));
+            assert_eq!(Frame::decode(&bytes[..FRAME_BYTES - 1]), None, "cut short");
+            assert_eq!(Frame::decode(&[&bytes[..], &[0]].concat()), None, "too long");
+            let mut other = bytes;
+            other[0] ^= 1;
+            assert_eq!(Frame::decode(&other), None, "not ours");
+        }
+        let mut stray = Frame::Gone { id }.encode();
+        stray[FRAME_BYTES - 1] = 1;
+        assert_eq!(Frame::decode(&stray), None, "bytes that mean nothing");
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_are_refused_or_mean_exactly_what_they_say(
+            kind in 0u32..9, honest in any::<bool>(), mut bytes in proptest::collection::vec(any::<u8>(), 0..70)
+        ) {
+            if honest && bytes.len() >= 8 {
+                bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+                bytes[4..8].copy_from_slice(&kind.to_le_bytes());
+            }
+            if let Some(frame) = Frame::decode(&bytes) {
+                prop_assert_eq!(&frame.encode()[..], &bytes[..]);
+            }
+        }
+    }
+}

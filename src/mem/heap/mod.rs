@@ -1,0 +1,53 @@
+//! Symmetric memory: a heap of device addresses in every process, mapped by all its peers at the same offsets.
+//!
+//! What lies at an offset of a peer's heap lies at that offset of a range that this process reserved for that peer. So a kernel that is
+//! told an offset needs no table, and no call registers anything. [`own`] makes segments and offers them, [`remote`] maps what peers
+//! offer, over a [`link`] that the process's one thread ([`service`]) serves once two heaps [`meet`]; [`addresses`] is what they need of a device.
+
+mod addresses;
+mod frame;
+mod link;
+mod meet;
+mod own;
+mod remote;
+mod service;
+#[cfg(test)]
+pub(crate) mod tests;
+
+pub use addresses::{Addresses, Gpu, Piece, Range};
+pub use frame::Key;
+pub use link::{Failed, Hold};
+pub use meet::Address;
+pub use own::Heap;
+pub use service::Attention;
+
+use crate::error::{Error, Result};
+use crate::kernels::cuda::driver::Device;
+use crate::mem::vmm;
+use crate::sys::fork::PerProcess;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The heaps of this process, by device. They stay: whoever links to one keeps its addresses.
+static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex::default);
+
+/// This process's heap on a device, made when it is first asked for.
+pub fn of(device: i32) -> Result<Arc<Heap>> {
+    let mut heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(heap) = heaps.get(&device) {
+        return Ok(Arc::clone(heap));
+    }
+    let opened = Device::open(device)?;
+    if !vmm::supported(&opened) {
+        return Err(Error::config(format!("cuda:{device} cannot share memory with other processes")));
+    }
+    let heap = Heap::new(Arc::new(Gpu::new(opened)?))?;
+    heaps.insert(device, Arc::clone(&heap));
+    Ok(heap)
+}
+
+/// The heap of this process that `address` lies in.
+pub fn at(address: u64) -> Option<Arc<Heap>> {
+    let heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    heaps.values().find(|heap| heap.contains(address)).cloned()
+}

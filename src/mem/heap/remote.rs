@@ -1,0 +1,112 @@
+//! A peer's heap as it is mapped here.
+
+use super::addresses::Range;
+use rustix::fd::OwnedFd;
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The segments of one peer's heap, at the same offsets of a range of this process's addresses.
+pub(super) struct Remote {
+    span: usize,
+    segments: Mutex<HashMap<u64, Segment>>,
+    range: Box<dyn Range>,
+}
+
+struct Segment {
+    offset: usize,
+    bytes: usize,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Mapped,
+    /// Withdrawn, while a kernel of a failed group may still be in it.
+    Kept,
+    /// Never mapped; the peer knows, and withdraws it like any other.
+    Refused,
+}
+
+/// Or what a peer said or did that no peer does: the link is not to be trusted any further.
+pub(super) type Sound<T = ()> = std::result::Result<T, String>;
+
+impl Remote {
+    /// A heap of `span` bytes, nothing of it mapped yet.
+    pub(super) fn new(range: Box<dyn Range>, span: usize) -> Self {
+        Self { span, segments: Mutex::default(), range }
+    }
+
+    /// Where the heap begins here.
+    pub(super) fn base(&self) -> u64 {
+        self.range.address()
+    }
+
+    fn segments(&self) -> MutexGuard<'_, HashMap<u64, Segment>> {
+        // Nothing under this lock panics between two changes.
+        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Maps what the peer offers; whether it could.
+    pub(super) fn accept(&self, id: u64, offset: u64, bytes: u64, descriptor: OwnedFd) -> Sound<bool> {
+        let inside = usize::try_from(offset).ok().zip(usize::try_from(bytes).ok());
+        let inside = inside.filter(|(offset, bytes)| *bytes > 0 && offset.checked_add(*bytes).is_some_and(|end| end <= self.span));
+        let Some((offset, bytes)) = inside else {
+            return Err(format!("offered {bytes} bytes at {offset} of a heap of {}", self.span));
+        };
+        let mut segments = self.segments();
+        if segments.contains_key(&id) {
+            return Err(format!("offered segment {id} twice"));
+        }
+        let meets = |other: &Segment| offset < other.offset + other.bytes && other.offset < offset + bytes;
+        let overlaps = |phase| segments.values().any(|other| other.phase == phase && meets(other));
+        if overlaps(Phase::Mapped) {
+            return Err(format!("offered {bytes} bytes at {offset}, where it has offered others"));
+        }
+        let mapped = !overlaps(Phase::Kept)
+            && self.range.import(offset, bytes, descriptor).inspect_err(|error| log::info!("a peer's segment: {error}")).is_ok();
+        segments.insert(id, Segment { offset, bytes, phase: if mapped { Phase::Mapped } else { Phase::Refused } });
+        Ok(mapped)
+    }
+
+    /// Lets go of a segment, unless it must be `kept` for kernels that may still use it.
+    pub(super) fn withdraw(&self, id: u64, kept: bool) -> Sound {
+        let mut segments = self.segments();
+        match segments.get_mut(&id).map(|segment| (segment.phase, segment)) {
+            None | Some((Phase::Kept, _)) => return Err(format!("withdrew segment {id}, which it has not offered")),
+            Some((Phase::Mapped, segment)) if kept => {
+                segment.phase = Phase::Kept;
+                return Ok(());
+            }
+            Some((Phase::Mapped, segment)) => self.range.unmap(segment.offset, segment.bytes),
+            Some((Phase::Refused, _)) => {}
+        }
+        segments.remove(&id);
+        Ok(())
+    }
+
+    /// Lets go of all that was kept.
+    pub(super) fn let_go(&self) {
+        self.segments().retain(|_, segment| {
+            let kept = segment.phase == Phase::Kept;
+            if kept {
+                self.range.unmap(segment.offset, segment.bytes);
+            }
+            !kept
+        });
+    }
+
+    /// Segments that are mapped here.
+    #[cfg(test)]
+    pub(super) fn mapped(&self) -> usize {
+        self.segments().values().filter(|segment| segment.phase != Phase::Refused).count()
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        let segments = self.segments.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for segment in segments.values().filter(|segment| segment.phase != Phase::Refused) {
+            self.range.unmap(segment.offset, segment.bytes);
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the last.
+
+use super::frame::FRAME_BYTES;
+use super::link::Link;
+use super::own::Heap;
+use crate::error::{Error, Result};
+use crate::sys::fork::{PerProcess, generation};
+use crate::sys::socket::{self, Received};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// How long a stranger may take to introduce itself.
+const INTRODUCTION: Duration = Duration::from_secs(5);
+/// Strangers at once, of all heaps.
+const STRANGERS: usize = 64;
+
+#[derive(Default)]
+struct State {
+    heaps: Vec<Weak<Heap>>,
+    /// Reasons for the thread to run.
+    attention: usize,
+    /// Wakes the thread; absent while none runs.
+    wake: Option<Arc<OwnedFd>>,
+}
+
+/// A forked child has its own state; the parent's heaps do not work there.
+static STATE: PerProcess<Mutex<State>> = PerProcess::new(Mutex::default);
+
+fn state() -> MutexGuard<'static, State> {
+    // Nothing under this lock panics between two changes.
+    STATE.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps the thread alive.
+pub struct Attention {
+    generation: u64,
+}
+
+impl Attention {
+    pub(super) fn new() -> Result<Self> {
+        let mut state = state();
+        if state.wake.is_none() {
+            let failure = |errno| Error::os("eventfd of the thread for symmetric memory", errno);
+            let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failure)?);
+            let mine = Arc::clone(&wake);
+            std::thread::Builder::new()
+                .name("symm-heap".into())
+                .stack_size(512 << 10)
+                .spawn(move || run(&mine))
+                .map_err(|error| Error::internal(format!("the thread for symmetric memory cannot be started: {error}")))?;
+            state.wake = Some(wake);
+        }
+        state.attention += 1;
+        Ok(Self { generation: generation() })
+    }
+}
+
+impl Drop for Attention {
+    fn drop(&mut self) {
+        if self.generation != generation() {
+            return;
+        }
+        let mut state = state();
+        state.attention -= 1;
+        notify(&state);
+    }
+}
+
+fn notify(state: &State) {
+    if let Some(wake) = &state.wake {
+        // Fails only where the counter is full: then the thread is being woken already.
+        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Has the thread look at outboxes and links anew, if it runs.
+pub(super) fn wake() {
+    notify(&state());
+}
+
+/// Serves `heap` while it lives.
+pub(super) fn add(heap: &Heap) {
+    let mut state = state();
+    state.heaps.push(heap.shared());
+    notify(&state);
+}
+
+/// A connection that has not said yet what it wants.
+struct Stranger {
+    heap: Arc<Heap>,
+    pid: u32,
+    socket: OwnedFd,
+    since: Instant,
+}
+
+fn run(wake: &OwnedFd) {
+    block_signals();
+    let mut strangers: Vec<Stranger> = Vec::new();
+    loop {
+        let heaps: Vec<Arc<Heap>> = {
+            let mut state = state();
+            let heaps: Vec<Arc<Heap>> = state.heaps.iter().filter_map(Weak::upgrade).collect();
+            if state.attention == 0 {
+                // In the same breath: who comes later starts another thread, which finds no link that nobody serves.
+                heaps.iter().flat_map(|heap| heap.links()).for_each(|link| link.close_if_idle());
+                heaps.iter().for_each(|heap| drop(heap.links()));
+                state.wake = None;
+                return;
+            }
+            state.heaps.retain(|heap| heap.strong_count() > 0);
+            heaps
+        };
+        let links: Vec<(Arc<Heap>, Arc<Link>)> =
+            heaps.iter().flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link))).collect();
+        for (_, link) in &links {
+            link.send();
+        }
+        let ready = wait(wake, &heaps, &strangers, &links);
+        let (listeners, rest) = ready.split_at(heaps.len());
+        let (waiting, served) = rest.split_at(strangers.len());
+        for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
+            if let Err(violation) = link.receive(heap) {
+                log::warn!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid);
+                link.close();
+            }
+        }
+        let mut waiting = waiting.iter();
+        strangers = strangers.into_iter().filter_map(|stranger| introduced(stranger, *waiting.next()?)).collect();
+        for (heap, _) in heaps.iter().zip(listeners).filter(|(_, ready)| **ready) {
+            welcome(heap, &mut strangers);
+        }
+    }
+}
+
+/// Which of the listeners, strangers and links have something to read, in this order.
+fn wait(wake: &OwnedFd, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)]) -> Vec<bool> {
+    let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+    let mut fds = vec![reads(wake.as_fd())];
+    // As many as can be served are let in.
+    let full = strangers.len() >= STRANGERS;
+    let knocks = if full { PollFlags::empty() } else { PollFlags::IN };
+    fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
+    fds.extend(strangers.iter().map(|stranger| reads(stranger.socket.as_fd())));
+    let mut mail = false;
+    for (_, link) in links {
+        let outgoing = link.has_mail();
+        mail |= outgoing;
+        let flags = if outgoing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+        fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
+    }
+    // Mail may also wait for descriptors to become free, of which nobody tells.
+    let pause = if mail || !strangers.is_empty() { Some(Timespec { tv_sec: 0, tv_nsec: 20_000_000 }) } else { None };
+    match poll(&mut fds, pause.as_ref()) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return vec![false; fds.len() - 1],
+        Err(errno) => {
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
+            log::error!("the thread for symmetric memory cannot poll {} descriptors: {errno}", fds.len());
+            std::thread::sleep(Duration::from_millis(10));
+            return vec![false; fds.len() - 1];
+        }
+    }
+    let mut counter = [0; 8];
+    // Resets it; fails only where it was not set.
+    let _ = rustix::io::read(wake, &mut counter);
+    let wanted = PollFlags::IN | PollFlags::ERR | PollFlags::HUP;
+    fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
+}
+
+/// Lets in who knocks, of this user.
+fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) {
+    while strangers.len() < STRANGERS {
+        let Ok(socket) = socket::accept(heap.listener()) else { return };
+        match socket::peer(&socket) {
+            // Abstract names stand in /proc/net/unix for everybody.
+            Ok(peer) if peer.uid != rustix::process::geteuid().as_raw() => {
+                log::warn!("user {} (process {}) knocked at the symmetric memory of this one; refused", peer.uid, peer.pid);
+            }
+            Ok(peer) => strangers.push(Stranger { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
+            Err(errno) => log::warn!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"),
+        }
+    }
+}
+
+/// The stranger, if it has still to introduce itself.
+fn introduced(stranger: Stranger, ready: bool) -> Option<Stranger> {
+    let patient = stranger.since.elapsed() < INTRODUCTION;
+    if !ready {
+        return patient.then_some(stranger);
+    }
+    let mut buffer = [0; FRAME_BYTES + 1];
+    match socket::receive(&stranger.socket, &mut buffer) {
+        Ok(Received { length: 0, .. }) => {}
+        Ok(Received { length, fd: None, cut: false }) => {
+            if let Err(violation) = stranger.heap.admit(stranger.pid, stranger.socket, &buffer[..length]) {
+                log::warn!("process {}, which knocked at the symmetric memory of this one, {violation}; refused", stranger.pid);
+            }
+        }
+        Ok(_) => log::warn!("process {} knocked at the symmetric memory of this one with descriptors; refused", stranger.pid),
+        Err(Errno::AGAIN | Errno::INTR) => return patient.then_some(stranger),
+        Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", stranger.pid),
+    }
+    None
+}
+
+/// Signals are for the program's own threads.
+fn block_signals() {
+    // SAFETY: `set` is initialised by `sigfillset` before it is read; the null old set is allowed.
+    unsafe {
+        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        libc::sigfillset(set.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+pub(super) fn attention() -> usize {
+    state().attention
+}

@@ -1,0 +1,112 @@
+//! Heaps of the host's memory, linked within one process and between two.
+
+pub(crate) mod host;
+mod links;
+mod processes;
+mod strangers;
+
+use super::link::Link;
+use super::own::Heap;
+use super::{Address, Failed, Hold};
+use crate::error::Kind;
+use host::{Host, PAGE};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn heap(pages: usize) -> (Arc<Heap>, Arc<Host>) {
+    let host = Arc::new(Host::new(pages));
+    (Heap::new(Arc::clone(&host) as Arc<_>).expect("made"), host)
+}
+
+fn healthy() -> Failed {
+    Arc::new(|| false)
+}
+
+/// One heap's claim to a link with the other, and the other's.
+fn link(one: &Heap, other: &Heap, failed: &Failed) -> (Hold, Hold) {
+    let (near, number) = one.connect(&other.address(), failed).expect("connects");
+    let far = other.meet(&one.address(), number, failed, Instant::now() + PATIENCE).expect("the thread runs").expect("came");
+    (near, far)
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Where the memory at `address` of `heap` lies for the process that has `hold`.
+fn seen(hold: &Hold, heap: &Heap, address: u64) -> u64 {
+    hold.base() + (address - heap.base())
+}
+
+fn reachable(heap: &Heap, address: u64, bytes: usize, hold: &Hold) -> bool {
+    heap.reachable(address, bytes, std::iter::once(hold), PATIENCE)
+}
+
+fn mapped(hold: &Hold) -> usize {
+    Link::remote(hold.link()).mapped()
+}
+
+#[test]
+fn segments_take_the_first_room_that_fits() {
+    let (heap, _) = heap(8);
+    let make = |pages: usize| heap.allocate(pages * PAGE).expect("room");
+    let (a, b, c) = (make(2), make(3), make(1));
+    let page = PAGE as u64;
+    assert_eq!([a, b, c].map(|address| (address - heap.base()) / page), [0, 2, 5]);
+    heap.release(b).expect("known");
+    assert_eq!(make(2), b, "the first hole");
+    assert_eq!(make(1), b + 2 * page, "what is left of it");
+    assert_eq!(heap.allocate(1).expect("rounded up"), heap.base() + 6 * page);
+    let error = heap.allocate(2 * PAGE).expect_err("one page is left");
+    assert!(error.kind == Kind::Config && error.message.contains("out of memory") && error.message.contains("8192"), "{error}");
+    assert_eq!(heap.allocate(usize::MAX).expect_err("too much").kind, Kind::Config);
+    assert_eq!(heap.release(a + 1).expect_err("no segment begins there").kind, Kind::Value);
+    heap.release(a).expect("known");
+    assert_eq!(heap.release(a).expect_err("it is gone").kind, Kind::Value);
+}
+
+#[test]
+fn a_failure_to_make_memory_leaves_its_place_free() {
+    let (heap, host) = heap(4);
+    host.exhausted.store(true, Ordering::Relaxed);
+    assert_eq!(heap.allocate(PAGE).expect_err("no memory").kind, Kind::Config);
+    assert!(heap.is_empty());
+    host.exhausted.store(false, Ordering::Relaxed);
+    assert_eq!(heap.allocate(4 * PAGE).expect("all of it"), heap.base());
+}
+
+#[test]
+fn what_cannot_be_waited_for_is_given_back_later() {
+    let (heap, host) = heap(4);
+    let (one, two) = (heap.allocate(PAGE).expect("room"), heap.allocate(PAGE).expect("room"));
+    host.busy.store(true, Ordering::Relaxed);
+    heap.release(one).expect("later");
+    assert!(!heap.reachable(one, 1, std::iter::empty::<&Hold>(), Duration::ZERO));
+    assert_eq!(heap.release(one).expect_err("twice").kind, Kind::Value);
+    assert_ne!(heap.allocate(PAGE).expect("room"), one, "its kernels may still run");
+    host.busy.store(false, Ordering::Relaxed);
+    heap.release(two).expect("known");
+    assert_eq!(heap.allocate(PAGE).expect("room"), one);
+}
+
+#[test]
+fn a_heap_is_known_by_what_it_says_of_itself() {
+    let (heap, _) = heap(4);
+    assert_eq!(Address::decode(&heap.address().encode()), heap.address());
+    assert!(heap.contains(heap.base()) && heap.contains(heap.base() + 4 * PAGE as u64 - 1));
+    assert!(!heap.contains(heap.base() - 1) && !heap.contains(heap.base() + 4 * PAGE as u64));
+}
+
+/// A group that fails when told to.
+fn mortal() -> (Failed, Arc<AtomicBool>) {
+    let dead = Arc::new(AtomicBool::new(false));
+    let asked = Arc::clone(&dead);
+    (Arc::new(move || asked.load(Ordering::Relaxed)), dead)
+}
