@@ -63,7 +63,7 @@ impl Host {
     }
 
     fn plan(&self, call: &Call) -> Plan {
-        plan::choose(call, &Facts { n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true })
+        plan::choose(call, &Facts { n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, gated: false })
     }
 
     fn launch(&self, me: usize, number: u64, call: &Call) -> Option<Launch> {
@@ -77,7 +77,7 @@ impl Host {
         let (stop, report) = (&raw const *self.stop as u64, self.reports[me].as_ptr() as u64);
         let common = Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call: number };
         let edges = Some(Edges { mesh: &self.mesh, peer: along });
-        let site = Site { me, n: N, layout: &self.layout, edges, threads: THREADS, common };
+        let site = Site { me, n: N, layout: &self.layout, edges, threads: THREADS, common, symmetric: None };
         site.prepare(call, self.plan(call))
     }
 

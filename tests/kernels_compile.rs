@@ -49,7 +49,7 @@ fn mentions(text: &str, word: &str) -> bool {
 }
 
 fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
-    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None };
+    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, gated: false };
     // Kernels on marked slots are for types in which a word of all ones is a NaN.
     let marked = mentions(program.text, "static_assert(EMPTY_IS_NAN");
     let served = |dtype: DType| !marked || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
@@ -66,7 +66,9 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         for world in WORLDS {
             // The last rank where the order of visits wraps around; at some sizes only, for time's sake.
             let ranks = if [2, 3, 8].contains(&world) { vec![0, world - 1] } else { vec![0] };
-            all.extend(ranks.into_iter().map(|rank| (Variant { world, rank, ..variant }, arch)));
+            let gates: &[bool] = if mentions(program.text, "#ifdef SYMM_GATED") { &[false, true] } else { &[false] };
+            let with = |(rank, gated)| (Variant { world, rank, gated, ..variant }, arch);
+            all.extend(ranks.into_iter().flat_map(|rank| gates.iter().map(move |&gated| (rank, gated))).map(with));
         }
     }
     all
@@ -123,7 +125,7 @@ fn outcomes() -> Option<&'static [Outcome]> {
 #[test]
 fn every_program_compiles() {
     let Some(outcomes) = outcomes() else { return };
-    let mut registers: BTreeMap<(&str, String), u32> = BTreeMap::new();
+    let mut registers: BTreeMap<(&str, bool, String), u32> = BTreeMap::new();
     let mut failures: Vec<String> = Vec::new();
     for Outcome { variant, arch, kernels } in outcomes {
         match kernels {
@@ -132,15 +134,15 @@ fn every_program_compiles() {
                 failures.push(format!("{variant} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
             }
             Ok(kernels) => {
-                let most = registers.entry((variant.program, arch.to_string())).or_default();
+                let most = registers.entry((variant.program, variant.gated, arch.to_string())).or_default();
                 *most = kernels.iter().map(|kernel| kernel.registers).fold(*most, u32::max);
             }
             Err(message) => failures.push(format!("{variant} for {arch}: {message}")),
         }
     }
     let mut report = format!("{} variants of {} programs; most registers of a thread:\n", outcomes.len(), PROGRAMS.len());
-    for ((program, arch), most) in registers {
-        let _ = writeln!(report, "  {program} {arch}: {most}");
+    for ((program, gated, arch), most) in registers {
+        let _ = writeln!(report, "  {program}{} {arch}: {most}", if gated { ", gated" } else { "" });
     }
     let _ = std::io::stderr().write_all(report.as_bytes());
     // Most of them are the same mistake.

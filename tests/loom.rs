@@ -9,6 +9,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::thread;
 use symm::coll::cpu::pipeline::{self, Chunks, Clock, Phases};
+use symm::coll::cuda::gate::{self, Shared};
 use symm::error::Result;
 use symm::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
 use symm::sync::flag::Flag;
@@ -248,4 +249,56 @@ fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
         let rung = publisher.join().unwrap();
         assert!(seen || rung, "the sleeper would sleep and nobody would wake it");
     });
+}
+
+/// Two ranks launch, and the second asks for symmetric memory somewhere on the way: both decide alike for every launch.
+#[test]
+fn ranks_agree_from_which_launch_on_kernels_are_gated() {
+    const LAUNCHES: u64 = 2;
+    struct Words {
+        gate: AtomicU64,
+        launched: [AtomicU64; 2],
+    }
+    struct Seen {
+        words: Arc<Words>,
+        me: usize,
+    }
+    impl Shared for Seen {
+        fn word(&self) -> u64 {
+            self.words.gate.load(Ordering::Acquire)
+        }
+        fn exchange(&self, from: u64, to: u64) -> bool {
+            self.words.gate.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        }
+        fn most_launched(&self) -> u64 {
+            fence(Ordering::SeqCst);
+            self.words.launched[1 - self.me].load(Ordering::Acquire)
+        }
+        fn wait(&self, _: u32, ready: &dyn Fn() -> bool) -> Result<()> {
+            while !ready() {
+                thread::yield_now();
+            }
+            Ok(())
+        }
+        fn wake(&self) {}
+    }
+    fn run(words: Arc<Words>, me: usize, wants: u64) -> Vec<bool> {
+        let seen = Seen { words, me };
+        let one = |number| {
+            seen.words.launched[me].store(number, Ordering::Release);
+            fence(Ordering::SeqCst);
+            gate::decide(&seen, me as u32, number, number >= wants).unwrap()
+        };
+        (1..=LAUNCHES).map(one).collect()
+    }
+    for wants in [[LAUNCHES + 1, 1], [LAUNCHES + 1, 2], [2, 1]] {
+        model(3, move || {
+            let words = Arc::new(Words { gate: AtomicU64::new(0), launched: [AtomicU64::new(0), AtomicU64::new(0)] });
+            let other = Arc::clone(&words);
+            let thread = thread::spawn(move || run(other, 1, wants[1]));
+            let (mine, theirs) = (run(words, 0, wants[0]), thread.join().unwrap());
+            assert_eq!(mine, theirs);
+            assert!(mine.is_sorted());
+        });
+    }
 }

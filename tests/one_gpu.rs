@@ -7,10 +7,10 @@ mod calls;
 use calls::{Case, Tensors, case};
 use std::collections::HashMap;
 use symm::coll::call::{Call, Op, Span};
-use symm::coll::cuda::args::{Common, REPORT_WORDS};
+use symm::coll::cuda::args::{Common, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::layout::{Layout, MAX_RANKS};
 use symm::coll::cuda::plan::{self, Facts, Tuning};
-use symm::coll::cuda::prepare::{Edges, Launch, Program, Site};
+use symm::coll::cuda::prepare::{Edges, Launch, Program, Site, Symmetric};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
 use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
@@ -22,12 +22,15 @@ use symm::topo::graph::CubeMesh;
 /// Bytes for the tensors of one rank in one call.
 const ARENA: usize = 64 << 20;
 
+/// A program, gated or not, and what it is compiled for if it looks at elements.
+type Key = (Program, bool, Option<(DType, ReduceOp)>);
+
 struct Rank {
     memory: Mapping,
     arena: Mapping,
     stream: OwnStream,
     report: Words,
-    kernels: HashMap<(Program, Option<(DType, ReduceOp)>), Kernel>,
+    kernels: HashMap<Key, Kernel>,
 }
 
 struct Group<'a> {
@@ -37,6 +40,8 @@ struct Group<'a> {
     tuning: Tuning,
     stop: Words,
     cube_mesh: Option<CubeMesh>,
+    /// The ranks (a bit each) whose tensors are symmetric memory, where calls are gated.
+    symmetric: Option<u32>,
     ranks: Vec<Rank>,
 }
 
@@ -57,16 +62,25 @@ impl<'a> Group<'a> {
             stream.stream().synchronize().unwrap();
             Rank { memory, arena, stream, report: Words::new(REPORT_WORDS).unwrap(), kernels: HashMap::new() }
         };
-        Self { device, n, layout, tuning, stop: Words::new(1).unwrap(), cube_mesh: None, ranks: (0..n).map(rank).collect() }
+        Self {
+            device,
+            n,
+            layout,
+            tuning,
+            stop: Words::new(1).unwrap(),
+            cube_mesh: None,
+            symmetric: None,
+            ranks: (0..n).map(rank).collect(),
+        }
     }
 
     /// The kernel for `launch`, loaded.
     fn kernel(&mut self, me: usize, launch: &Launch, case: &Case) -> Kernel {
         let (major, minor) = self.device.capability;
-        let key = (launch.program, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
+        let key = (launch.program, launch.gated, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
         let (program, symbol) = launch.program.names();
-        let (dtype, op) = key.1.unzip();
-        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op };
+        let (dtype, op) = key.2.unzip();
+        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, gated: launch.gated };
         let load = || Kernel::load(&cubin(&variant, Arch { major, minor }).unwrap(), symbol).unwrap();
         *self.ranks[me].kernels.entry(key).or_insert_with(load)
     }
@@ -91,6 +105,11 @@ impl<'a> Group<'a> {
         }
     }
 
+    /// Kernels of a rank that moved something between tensors.
+    fn direct(&self, me: usize) -> u32 {
+        self.ranks[me].report.get()[DIRECT_WORD].load(std::sync::atomic::Ordering::Relaxed)
+    }
+
     fn run(&mut self, case: &Case, seed: u64) -> &'static str {
         let of = |me: usize| {
             let (inputs, outputs) = case.lengths(me, self.n);
@@ -110,15 +129,22 @@ impl<'a> Group<'a> {
             self.ranks[me].stream.stream().synchronize().unwrap();
         }
         let layout = self.layout;
+        let gated = self.symmetric.is_some();
+        let mut heap = [0; MAX_RANKS];
+        heap.iter_mut().zip(&self.ranks).for_each(|(begins, rank)| *begins = rank.arena.address());
+        let before: Vec<u32> = (0..self.n).map(|me| self.direct(me)).collect();
         let launches: Vec<_> = (0..self.n)
             .map(|me| {
                 let cube_mesh = self.cube_mesh.is_some();
-                let plan = plan::choose(&device[me], &Facts { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh });
-                name = plan.name();
+                let plan = plan::choose(&device[me], &Facts { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, gated });
+                name = plan.served_as(gated);
                 let report = self.ranks[me].report.device();
                 let common = Common { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };
                 let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
-                Site { me, n: self.n, layout: &layout, threads: 128, edges, common }.prepare(&device[me], plan)
+                let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
+                let reachable = move |_: Span| here;
+                let symmetric = gated.then_some(Symmetric { heap, channel: 0, reachable: &reachable });
+                Site { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();
         // Loading may wait for all that runs, which waits for the kernel that is being loaded: all are loaded first.
@@ -133,9 +159,12 @@ impl<'a> Group<'a> {
             call(me).outputs.iter().zip(&device.outputs).for_each(|(to, from)| copy(self, me, to, from));
             self.ranks[me].stream.stream().synchronize().unwrap();
             let report: Vec<u32> = self.ranks[me].report.get().iter().map(|w| w.load(std::sync::atomic::Ordering::Relaxed)).collect();
-            assert!(report.iter().all(|&word| word == 0), "rank {me} of {} gave up in {name}: {report:?}", self.n);
+            assert!(report[..DIRECT_WORD].iter().all(|&word| word == 0), "rank {me} of {} gave up in {name}: {report:?}", self.n);
         }
-        for me in 0..self.n {
+        let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Op::AllToAll;
+        for (me, before) in before.into_iter().enumerate() {
+            let direct = self.direct(me) - before;
+            assert!(direct <= 1 && (!all || direct == u32::from(name.ends_with("_gated"))), "rank {me} in {name}: {direct} kernels");
             for (i, expected) in case.expected(me, &tensors).iter().enumerate() {
                 let wrong = tensors[me].output(i).iter().zip(expected).position(|(a, b)| a != b);
                 let (op, count, dtype, n) = (case.op, case.count, case.dtype.name(), self.n);
@@ -153,8 +182,12 @@ fn compile_all(device: &Device, n: usize) {
     use Program::{AllReduceStaged, Broadcast, Exchange, OneShot, ReduceLowLatency, ReduceStaged, TwoShot};
     let (major, minor) = device.capability;
     let compile = |rank: u32, program: Program, dtype: Option<DType>| {
-        let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op: dtype.map(|_| ReduceOp::Sum) };
-        cubin(&variant, Arch { major, minor }).unwrap();
+        let can_be_gated = matches!(program, Exchange | Broadcast | ReduceStaged | AllReduceStaged);
+        for gated in [false, true].into_iter().filter(|&gated| !gated || can_be_gated) {
+            let op = dtype.map(|_| ReduceOp::Sum);
+            let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op, gated };
+            cubin(&variant, Arch { major, minor }).unwrap();
+        }
     };
     std::thread::scope(|scope| {
         for rank in 0..n as u32 {
@@ -197,6 +230,22 @@ fn every_kernel_for_every_number_of_ranks() {
                 }
             }
         }
+        // All ranks' tensors are symmetric memory, none's, or every other's.
+        for ranks in [(1 << n) - 1, 0, 0b1010_1010] {
+            group.symmetric = Some(ranks);
+            for dtype in DTYPES {
+                for count in [1500, 9000, 70_001] {
+                    for &op in Op::ALL {
+                        for shift in [0, dtype.size() % 16] {
+                            seed += 1;
+                            let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
+                            *served.entry(name).or_insert(0) += 1;
+                        }
+                    }
+                }
+            }
+        }
+        group.symmetric = None;
         if n == 8 {
             // Integers: floats are added up in another order there.
             group.cube_mesh = Some(CubeMesh { quad: [[0, 1, 2, 3], [4, 5, 6, 7]], relay: [5, 4, 7, 6, 1, 0, 3, 2] });
@@ -206,6 +255,6 @@ fn every_kernel_for_every_number_of_ranks() {
             }
         }
         eprintln!("{n} ranks: {served:?}");
-        assert!(served.len() >= 7, "{n} ranks: {served:?}");
+        assert!(served.len() >= 11, "{n} ranks: {served:?}");
     }
 }

@@ -4,9 +4,11 @@ use super::Group;
 use crate::coll::call::{Call, Op, Span};
 pub use crate::coll::cuda::plane::CudaTarget;
 use crate::coll::cuda::plane::Plane;
+use crate::config::Config;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cuda::driver::Stream;
+use crate::kernels::cuda::driver::{Device, Stream};
+use crate::mem::{heap, vmm};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
@@ -133,7 +135,52 @@ pub fn capturing(stream: usize) -> bool {
     Stream(stream).capture().ok().flatten().is_some()
 }
 
-/// JSON: which algorithm has served how many CUDA calls of this process.
+/// JSON: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's kernels
+/// loaded or stored peers' tensors directly.
 pub fn stats() -> String {
-    serde_json::to_string(&crate::coll::cuda::stats::served()).unwrap_or_else(|_| "{}".into())
+    use crate::coll::cuda::stats;
+    let mut all = serde_json::json!(stats::served());
+    if let Some((all, direct)) = all.as_object_mut().zip(Some(stats::direct()).filter(|&direct| direct > 0)) {
+        all.insert("direct".into(), direct.into());
+    }
+    all.to_string()
+}
+
+/// Address of a new segment of at least `bytes` of symmetric memory of `device`. An error of kind `Config` where none is left.
+pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
+    if !Config::get().p2p {
+        return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
+    }
+    heap::of(device)?.allocate(bytes)
+}
+
+/// Gives back the segment at `address`, which `allocate` returned. Waits for the device's work first, as `cudaFree` does, and then,
+/// for at most a second, for the peers to let go of it.
+pub fn release(address: u64) -> Result<()> {
+    let none = || Error::value(format!("no symmetric memory lies at {address:#x}"));
+    heap::at(address).ok_or_else(none)?.release(address)
+}
+
+/// Whether `device` can have symmetric memory at all.
+pub fn shares(device: i32) -> bool {
+    Config::get().p2p && Device::open(device).is_ok_and(|device| vmm::supported(&device))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn what_is_no_symmetric_memory_cannot_be_given_back() {
+        let error = release(4096).expect_err("nothing lies there");
+        assert_eq!(error.kind, Kind::Value);
+        assert!(error.message.contains("0x1000"), "{error}");
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_shares_nothing() {
+        assert!(!shares(4711));
+        assert_eq!(allocate(4711, 1).expect_err("no such device").kind, allocate(4711, 1).expect_err("nor later").kind);
+    }
 }

@@ -41,7 +41,7 @@ impl Tensors {
     pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Call {
         let inputs = self.spans(&self.inputs);
         let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(root), factor: 0.5, inputs, outputs }
+        Call { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs, outputs }
     }
 
     pub(crate) fn input(&self, i: usize) -> &[u8] {
@@ -51,6 +51,11 @@ impl Tensors {
     pub(crate) fn output(&self, i: usize) -> &[u8] {
         &self.outputs[i][self.shift..]
     }
+}
+
+/// What `rank` multiplies by under PREMUL_SUM.
+pub(crate) fn factor(rank: usize) -> f64 {
+    0.5 + rank as f64 / 4.0
 }
 
 /// One collective on all ranks.
@@ -91,7 +96,8 @@ impl Case {
 
     pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
         let mut result = vec![0u8; pieces[0].len()];
-        let sources: Vec<Source> = pieces.iter().map(|piece| Source { ptr: piece.as_ptr(), factor: 0.5 }).collect();
+        let sources: Vec<Source> =
+            pieces.iter().enumerate().map(|(rank, piece)| Source { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
         let count = result.len() / self.dtype.size();
         // SAFETY: all pieces and the result are `count` elements long.
         unsafe { cpu::reduce(self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, Store::Cached) };

@@ -32,13 +32,20 @@
 
 namespace emulated {
 
-// Exited threads no longer count, as on a device.
-using Barrier = std::barrier<>;
+// What the threads of a block share.
+struct Barrier {
+  // Exited threads no longer count, as on a device.
+  std::barrier<> arrived;
+  // Not 0: some thread said no. Votes take turns, so that one is cleared while nobody looks at it.
+  std::atomic<u32> against[2] = {0, 0};
+  explicit Barrier(u32 threads) : arrived(threads) {}
+};
 
 struct Thread {
   u32 thread, threads, block, blocks;
   Barrier* barrier;
   u32 loads;
+  u32 votes;
   // xorshift; 0 for a launch without pauses.
   u64 state;
 };
@@ -89,7 +96,18 @@ DEVICE u32 block() { return emulated::self.block; }
 DEVICE u32 blocks() { return emulated::self.blocks; }
 DEVICE void sync_block() {
   emulated::pause();
-  emulated::self.barrier->arrive_and_wait();
+  emulated::self.barrier->arrived.arrive_and_wait();
+}
+DEVICE bool sync_block_and(bool yes) {
+  emulated::pause();
+  emulated::Barrier& barrier = *emulated::self.barrier;
+  std::atomic<u32>& against = barrier.against[emulated::self.votes++ & 1];
+  if (!yes) against = 1;
+  barrier.arrived.arrive_and_wait();
+  const bool all = against == 0;
+  barrier.arrived.arrive_and_wait();
+  against = 0;
+  return all;
 }
 
 DEVICE void store_relaxed(Unit* to, Unit v) {
@@ -177,10 +195,10 @@ extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel
     running.emplace_back([=, barrier = barriers[at / threads].get(), left = &left[at / threads]] {
       u64 state = seed == 0 ? 0 : (seed * 0x9e3779b97f4a7c15 + (static_cast<u64>(rank) << 32 | at) * 0xbf58476d1ce4e5b9) | 1;
       symm_emulated_rank = rank;
-      emulated::self = {at % threads, threads, at / threads, blocks, barrier, 0, state};
+      emulated::self = {at % threads, threads, at / threads, blocks, barrier, 0, 0, state};
       emulated::pause();
       kernel(args);
-      barrier->arrive_and_drop();
+      barrier->arrived.arrive_and_drop();
       if (left->fetch_sub(1) == 1) {
 #ifdef SYMM_RESIDENT
         room[rank].free.release();

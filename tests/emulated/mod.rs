@@ -5,6 +5,9 @@
 //! needs and the host's does not.
 #![allow(dead_code, reason = "each test uses its part")]
 
+pub(crate) mod heap;
+pub(crate) mod host;
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;

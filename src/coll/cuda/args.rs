@@ -1,6 +1,6 @@
 //! What kernels are told, laid out as `src/kernels/cuda/**` declares it.
 
-use super::layout::MAX_RANKS;
+use super::layout::{Channel, MAX_RANKS};
 
 /// A pointer or a number for each rank.
 pub type PerRank = [u64; MAX_RANKS];
@@ -73,6 +73,26 @@ pub struct Outgoing {
     pub same: u32,
 }
 
+/// `Gate` in `gate.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gate {
+    /// Offset in the channel.
+    pub epochs: u64,
+    /// Offset in the channel.
+    pub lines: u64,
+    /// Offset in the channel.
+    pub counts: u64,
+    /// Where each rank's symmetric memory begins, as mapped here.
+    pub heap: PerRank,
+    /// A bit for each rank that may load what this one gives it.
+    pub give: u32,
+    /// A bit for each rank that may store where this one takes it.
+    pub take: u32,
+    /// Index of the channel's count in the report.
+    pub channel: u32,
+}
+
 /// `ExchangeArgs` in `exchange.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +113,8 @@ pub struct Exchange {
     pub to: PerRank,
     /// Its length.
     pub bytes: PerRank,
+    /// Of gated calls.
+    pub gate: Gate,
 }
 
 /// `ReduceArgs` in `reduce/low_latency.cu`.
@@ -131,6 +153,8 @@ pub struct ReduceStaged {
     pub bytes: u64,
     /// Under PREMUL_SUM.
     pub factor: f64,
+    /// Of gated calls.
+    pub gate: Gate,
 }
 
 /// `AllReduceArgs` in `marked.cuh`.
@@ -201,18 +225,23 @@ pub struct TwoStage {
     pub first: u32,
     /// Of a reduction: who gets the result, a bit each.
     pub targets: u32,
+    /// Of gated calls.
+    pub gate: Gate,
 }
 
 /// Words of a `Report` in `wait.cuh`.
-pub const REPORT_WORDS: usize = 4 + MAX_RANKS;
+pub const REPORT_WORDS: usize = DIRECT_WORD + Channel::ALL.len();
+/// The first of its words that count, for each channel, the kernels that moved something between tensors without staging.
+pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
 
 // `static_assert`s beside the declarations in C++ say the same.
 const _: () = {
-    assert!(size_of::<Common>() == 160);
-    assert!(size_of::<Exchange>() == 752);
+    assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 96);
+    assert!(size_of::<Gate>() == 168);
+    assert!(size_of::<Exchange>() == 920);
     assert!(size_of::<ReduceLowLatency>() == 464);
-    assert!(size_of::<ReduceStaged>() == 480);
+    assert!(size_of::<ReduceStaged>() == 648);
     assert!(size_of::<AllReduce>() == 216);
-    assert!(size_of::<TwoStage>() == 272);
+    assert!(size_of::<TwoStage>() == 440);
     assert!(size_of::<CubeMesh>() == 240);
 };

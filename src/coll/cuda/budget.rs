@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 static TAKEN: Mutex<usize> = Mutex::new(0);
 
 /// Groups that get what was asked for, about.
-const FULL: usize = 5;
+const FULL: usize = 4;
 /// No group is offered less.
 pub(super) const LEAST: usize = 32 << 20;
 
@@ -18,7 +18,7 @@ fn taken() -> MutexGuard<'static, usize> {
 #[derive(Debug)]
 pub(super) struct Share(usize);
 
-/// What a group may have where `asked` bytes are the usual share: at most half of what is left of five shares, but no less than the least.
+/// What a group may have where `asked` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than the least.
 pub(super) fn offer(asked: usize) -> usize {
     let left = (FULL * asked).saturating_sub(*taken());
     asked.min((left / 2).max(LEAST))

@@ -8,6 +8,9 @@ use crate::kernels::cuda::driver::{Device, Kernel, RelaxedCapture, Stream};
 use std::collections::HashMap;
 use std::time::Instant;
 
+/// A program, gated or not, and what it is compiled for if it looks at elements.
+type Key = (Program, bool, Option<(DType, ReduceOp)>);
+
 /// See there.
 #[derive(Debug)]
 pub(super) struct Kernels {
@@ -15,7 +18,7 @@ pub(super) struct Kernels {
     rank: u32,
     arch: Arch,
     overlap: bool,
-    loaded: HashMap<(Program, Option<(DType, ReduceOp)>), Kernel>,
+    loaded: HashMap<Key, Kernel>,
 }
 
 impl Kernels {
@@ -26,9 +29,9 @@ impl Kernels {
         Self { world: world as u32, rank: rank as u32, arch: Arch { major, minor }, overlap, loaded: HashMap::new() }
     }
 
-    /// Compiles and loads `program` unless it is loaded; in the current context.
-    pub(super) fn load(&mut self, program: Program, dtype: DType, op: ReduceOp) -> Result<Kernel> {
-        let key = (program, program.reduces().then_some((dtype, op)));
+    /// Compiles and loads `program`, or its gated variant, unless it is loaded; in the current context.
+    pub(super) fn load(&mut self, program: Program, gated: bool, dtype: DType, op: ReduceOp) -> Result<Kernel> {
+        let key = (program, gated, program.reduces().then_some((dtype, op)));
         if let Some(kernel) = self.loaded.get(&key) {
             return Ok(*kernel);
         }
@@ -36,7 +39,8 @@ impl Kernels {
         // Also where another thread captures: loading would end its capture.
         let _relaxed = RelaxedCapture::begin()?;
         let (name, symbol) = program.names();
-        let variant = Variant { program: name, world: self.world, rank: self.rank, dtype: key.1.map(|k| k.0), op: key.1.map(|k| k.1) };
+        let (dtype, op) = key.2.unzip();
+        let variant = Variant { program: name, world: self.world, rank: self.rank, dtype, op, gated };
         let kernel = Kernel::load(&cubin(&variant, self.arch)?, symbol)?;
         log::debug!("{variant} was ready after {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         self.loaded.insert(key, kernel);
@@ -45,7 +49,7 @@ impl Kernels {
 
     /// Enqueues `launch`.
     pub(super) fn launch(&mut self, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
-        let kernel = self.load(launch.program, dtype, op)?;
+        let kernel = self.load(launch.program, launch.gated, dtype, op)?;
         kernel.launch(stream, launch.blocks, launch.threads, self.overlap, launch.args.bytes())
     }
 }

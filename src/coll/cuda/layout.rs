@@ -2,7 +2,7 @@
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, spread) | low-latency lines | marked slots | staging slots (scatter, spread)
+//! epochs | lanes' words (scatter, spread) | gates' lines | low-latency lines | marked slots | staging slots (scatter, spread)
 //! ```
 
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ pub const MAX_RANKS: usize = 16;
 pub const LL_UNITS: usize = 256;
 /// Blocks of a kernel on marked slots, at most.
 pub const MARKED_BLOCKS: usize = 64;
-/// Lanes of a staged kernel, in the smallest groups; see [`Layout::lanes`].
+/// Lanes of a staged kernel, at most.
 pub const MAX_LANES: usize = 128;
 /// Slots of a lane for each source; `SLOTS` in `staging.cuh`.
 pub const SLOTS: usize = 4;
@@ -21,15 +21,24 @@ pub const SLOTS: usize = 4;
 pub const UNIT: usize = 16;
 /// Bytes of a unit with its flags.
 const LINES: usize = 32;
-/// Blocks of a low-latency kernel, and half the lanes, times ranks: small groups have fewer messages to carry at once.
+/// Blocks of a low-latency kernel times ranks: small groups have fewer messages to carry at once.
 const SPREAD: usize = 256;
+/// Lanes times ranks, where slots of `FAIR_SLOT` leave room for so many; else half as many.
+const LANES: usize = 512;
+/// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/kernels.md).
+const FAIR_SLOT: usize = 16 << 10;
+const LONGEST_SLOT: usize = 24 << 10;
 /// What one all-reduce in two shots may have of the marked slots.
 const MARKED_BYTES: usize = 17 << 20;
 /// Bytes of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
 const MARKED_EPOCHS: usize = 1024;
-const WORDS: usize = 2048;
+const GATE_EPOCHS: usize = 2048;
+const GATE_COUNTS: usize = 3584;
+const WORDS: usize = 4096;
+/// Of one rank in one round of a gate; `GATE_UNITS` in `gate.cuh`.
+const GATE_UNITS: usize = 2;
 /// Part of a page of a cache line pair; what slots are aligned to.
 const ALIGN: usize = 256;
 
@@ -76,6 +85,7 @@ impl Channel {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     ranks: usize,
+    lanes: usize,
     marked_units: usize,
     slot_bytes: usize,
     channel_bytes: usize,
@@ -87,13 +97,29 @@ impl Layout {
         (ranks * (8 << 20)).max(32 << 20)
     }
 
+    /// Bytes on every GPU beyond which a group of `ranks` gains nothing.
+    pub fn most(ranks: usize) -> usize {
+        let lanes = (LANES / ranks).min(MAX_LANES);
+        let layout = Self { ranks, lanes, marked_units: 0, slot_bytes: LONGEST_SLOT, channel_bytes: 0 };
+        Channel::ALL.len() * (layout.marked() + MARKED_BYTES + 2 * layout.stage_bytes() + ALIGN)
+    }
+
     /// The layout of a group of `ranks` that has `total` bytes on every GPU.
     pub fn new(ranks: usize, total: usize) -> Result<Self> {
         let channel_bytes = total / Channel::ALL.len() / ALIGN * ALIGN;
-        let mut layout = Self { ranks, marked_units: 0, slot_bytes: 0, channel_bytes };
-        let left = channel_bytes.saturating_sub(layout.marked());
-        layout.marked_units = (left / 3).min(MARKED_BYTES) / (MARKED_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
-        layout.slot_bytes = left.saturating_sub(layout.marked_bytes()) / (2 * layout.lanes() * ranks * SLOTS) / ALIGN * ALIGN;
+        let with = |lanes: usize| {
+            let mut layout = Self { ranks, lanes, marked_units: 0, slot_bytes: 0, channel_bytes };
+            let left = channel_bytes.saturating_sub(layout.marked());
+            layout.marked_units = (left / 3).min(MARKED_BYTES) / (MARKED_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
+            let slot = left.saturating_sub(layout.marked_bytes()) / (2 * lanes * ranks * SLOTS) / ALIGN * ALIGN;
+            layout.slot_bytes = slot.min(LONGEST_SLOT);
+            layout
+        };
+        let lanes = (LANES / ranks).min(MAX_LANES);
+        let mut layout = with(lanes);
+        if layout.slot_bytes < FAIR_SLOT {
+            layout = with(layout.few_lanes());
+        }
         if layout.marked_units == 0 || layout.slot_bytes < 1024 {
             let mebibytes = total >> 20;
             return Err(Error::config(format!(
@@ -120,7 +146,17 @@ impl Layout {
 
     /// Lanes of a staged kernel, at most.
     pub fn lanes(self) -> usize {
-        (SPREAD / self.ranks).min(MAX_LANES)
+        self.lanes
+    }
+
+    /// Lanes for messages that gain nothing by more.
+    pub fn few_lanes(self) -> usize {
+        (LANES / 2 / self.ranks).min(MAX_LANES).min(self.lanes)
+    }
+
+    /// Lanes where there is much memory: what lies before the slots lies alike in little.
+    fn most_lanes(self) -> usize {
+        (LANES / self.ranks).min(MAX_LANES)
     }
 
     /// Epochs of low-latency blocks, in the channel.
@@ -128,9 +164,33 @@ impl Layout {
         LL_EPOCHS
     }
 
+    /// Blocks of a gated kernel, at most: the roles of a lane.
+    pub fn gate_blocks(self) -> usize {
+        3 * self.most_lanes()
+    }
+
+    /// Epochs of the blocks of gated kernels, in the channel.
+    pub fn gate_epochs(self) -> usize {
+        GATE_EPOCHS
+    }
+
+    /// How many gated kernels moved something without staging, in the channel.
+    pub fn gate_counts(self) -> usize {
+        GATE_COUNTS
+    }
+
+    /// Low-latency lines of gates, in the channel.
+    pub fn gate_lines(self) -> usize {
+        (self.words(Stage::Spread) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
+    }
+
+    fn gate_bytes(self) -> usize {
+        self.gate_blocks() * 2 * self.ranks * GATE_UNITS * LINES
+    }
+
     /// Low-latency lines, in the channel.
     pub fn ll_lines(self) -> usize {
-        (self.words(Stage::Spread) + self.lanes() * LANE_WORDS).next_multiple_of(ALIGN)
+        (self.gate_lines() + self.gate_bytes()).next_multiple_of(ALIGN)
     }
 
     /// Epochs of blocks on marked slots, in the channel.
@@ -155,7 +215,7 @@ impl Layout {
 
     /// Words of a stage's lanes, in the channel.
     pub fn words(self, stage: Stage) -> usize {
-        WORDS + stage as usize * self.lanes() * LANE_WORDS
+        WORDS + stage as usize * self.most_lanes() * LANE_WORDS
     }
 
     /// Slots of a stage, in the channel.
@@ -195,8 +255,11 @@ mod tests {
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
                     (layout.marked_epochs(), 4 * MARKED_BLOCKS),
+                    (layout.gate_epochs(), 4 * layout.gate_blocks()),
+                    (layout.gate_counts(), 4),
                     (layout.words(Stage::Scatter), layout.lanes() * LANE_WORDS),
                     (layout.words(Stage::Spread), layout.lanes() * LANE_WORDS),
+                    (layout.gate_lines(), layout.gate_bytes()),
                     (layout.ll_lines(), ll),
                     (layout.marked(), layout.marked_bytes()),
                     (layout.slots(Stage::Scatter), layout.stage_bytes()),
@@ -212,6 +275,22 @@ mod tests {
                 assert!(end <= mebibytes << 20);
             }
         }
+    }
+
+    #[test]
+    fn memory_beyond_the_most_changes_nothing() {
+        for ranks in 2..=MAX_RANKS {
+            let most = Layout::new(ranks, Layout::most(ranks)).expect("fits");
+            let more = Layout::new(ranks, 2 * Layout::most(ranks)).expect("fits");
+            assert_eq!(Layout { channel_bytes: most.channel_bytes, ..more }, most, "{ranks} ranks");
+            assert!(most.slot_bytes == LONGEST_SLOT && Layout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
+        }
+    }
+
+    #[test]
+    fn little_memory_means_fewer_lanes_before_short_slots() {
+        let lanes = |mebibytes: usize| Layout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits");
+        assert_eq!((lanes(128), lanes(256), lanes(512)), (64, 64, 128));
     }
 
     #[test]

@@ -15,7 +15,7 @@ const ENTRIES: usize = 128;
 /// The same of sends and receives, for each other rank.
 const PARCELS: usize = 16;
 
-/// In shared memory, written by its rank alone.
+/// In shared memory, written by its rank alone but for the gate.
 #[repr(C)]
 struct Ledger {
     launched: AtomicU64,
@@ -23,7 +23,12 @@ struct Ledger {
     /// What is sent to each rank, and what is received from it.
     sent: [[Parcel; PARCELS]; MAX_RANKS],
     received: [[Parcel; PARCELS]; MAX_RANKS],
+    gate: Gate,
 }
+
+/// Written by any rank; in use on rank 0 alone. On lines of its own: every launch reads it.
+#[repr(C, align(128))]
+struct Gate(AtomicU64);
 
 #[repr(C)]
 struct Entry {
@@ -81,6 +86,11 @@ fn ledger(board: &Board, rank: Rank) -> &Ledger {
 pub fn reserve(board: &Board) -> Result<()> {
     let purpose = format_args!("launches of group \"{}\"", board.name());
     board.segment().reserve(board.layout().ledger(board.rank()), LEDGER_BYTES, purpose)
+}
+
+/// The word of [`super::gate`].
+pub(super) fn gate(board: &Board) -> &AtomicU64 {
+    &ledger(board, Rank(0)).gate.0
 }
 
 /// How many calls `rank` has launched.

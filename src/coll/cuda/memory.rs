@@ -8,6 +8,7 @@ use super::plan::Tuning;
 use crate::boot::pass::{Mailbox, NAME_BYTES};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Device, Stream};
+use crate::mem::heap::Address;
 use crate::mem::pinned::Registered;
 use crate::mem::shm::Segment;
 use crate::mem::vmm::{self, Mapping, Physical};
@@ -22,18 +23,21 @@ pub(super) struct Peer {
     pub(super) mailbox: [u8; NAME_BYTES],
     pub(super) workspace: u64,
     pub(super) p2p: bool,
+    /// Its heap, if it has one.
+    pub(super) heap: Option<Address>,
     pub(super) tuning: Tuning,
 }
 
 impl Peer {
     /// As it travels.
-    pub(super) const BYTES: usize = 16 + NAME_BYTES + 9 + Tuning::BYTES;
+    pub(super) const BYTES: usize = 16 + NAME_BYTES + 10 + Address::BYTES + Tuning::BYTES;
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = self.uuid.to_vec();
         bytes.extend(self.mailbox);
         bytes.extend(self.workspace.to_le_bytes());
-        bytes.push(u8::from(self.p2p));
+        bytes.extend([self.p2p, self.heap.is_some()].map(u8::from));
+        bytes.extend(self.heap.map_or([0; Address::BYTES], |heap| heap.encode()));
         bytes.extend(self.tuning.encode());
         bytes
     }
@@ -42,9 +46,11 @@ impl Peer {
         let (uuid, rest) = bytes.split_first_chunk()?;
         let (mailbox, rest) = rest.split_first_chunk()?;
         let (workspace, rest) = rest.split_first_chunk()?;
-        let (p2p, rest) = rest.split_first()?;
+        let ([p2p, heap], rest) = rest.split_first_chunk()?;
+        let (address, rest) = rest.split_first_chunk()?;
         let (workspace, tuning) = (u64::from_le_bytes(*workspace), Tuning::decode(rest)?);
-        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, tuning })
+        let heap = (*heap == 1).then(|| Address::decode(address));
+        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, heap, tuning })
     }
 }
 
@@ -194,12 +200,15 @@ mod tests {
     #[test]
     fn what_a_rank_tells_arrives() {
         let tuning = Tuning::of(4).overlaid("lanes=3").expect("read");
-        let peer = Peer { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace: 1 << 40, p2p: true, tuning };
+        let heap = Some(Address { key: [3; 16], listener: [4; 16], span: 1 << 38 });
+        let peer = Peer { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace: 1 << 40, p2p: true, heap, tuning };
         let bytes = peer.encode();
         assert_eq!(bytes.len(), Peer::BYTES);
         let read = Peer::decode(&bytes).expect("whole");
         assert_eq!((read.uuid, read.mailbox, read.workspace, read.p2p), (peer.uuid, peer.mailbox, 1 << 40, true));
-        assert_eq!(read.tuning, tuning);
+        assert_eq!((read.tuning, read.heap), (tuning, heap));
+        let without = Peer { heap: None, ..peer }.encode();
+        assert_eq!(Peer::decode(&without).map(|read| read.heap), Some(None));
         assert!(Peer::decode(&bytes[1..]).is_none());
     }
 }

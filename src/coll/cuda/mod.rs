@@ -7,6 +7,7 @@
 pub mod args;
 mod budget;
 mod cube;
+pub mod gate;
 mod kernels;
 pub mod layout;
 pub mod ledger;
@@ -14,4 +15,6 @@ mod memory;
 pub mod plan;
 pub mod plane;
 pub mod prepare;
+mod probed;
 pub mod stats;
+mod symmetric;

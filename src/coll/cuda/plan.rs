@@ -70,6 +70,27 @@ impl Plan {
             Plan::TwoStage { .. } => "two_stage",
         }
     }
+
+    /// Whether its kernel knows of symmetric memory. In a group of one there is nobody to share it with.
+    pub fn can_be_gated(self) -> bool {
+        match self {
+            Plan::Exchange { lanes, .. } => lanes > 0,
+            Plan::ReduceStaged { .. } | Plan::TwoStage { .. } => true,
+            Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } => false,
+        }
+    }
+
+    /// As `torch_symm.stats()` names it in a call that is `gated` ([`Facts::gated`]) or not.
+    pub fn served_as(self, gated: bool) -> &'static str {
+        match self {
+            Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if gated => "exchange_staged_gated",
+            Plan::Exchange { lanes: 1.., .. } if gated => "exchange_mixed_gated",
+            Plan::ReduceStaged { .. } if gated => "reduce_staged_gated",
+            Plan::TwoStage { .. } if gated => "two_stage_gated",
+            Plan::Nothing | Plan::Exchange { .. } | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => self.name(),
+            Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::TwoStage { .. } => self.name(),
+        }
+    }
 }
 
 impl Plan {
@@ -91,6 +112,8 @@ pub struct Tuning {
     pub one_shot_bytes: usize,
     /// Longest all-reduce in two shots.
     pub two_shot_bytes: usize,
+    /// The same of gated calls.
+    pub gated_two_shot_bytes: usize,
     /// Longest single message with flags in the data.
     pub low_latency_bytes: usize,
     /// Units of a piece for each block of a kernel on marked slots.
@@ -116,34 +139,40 @@ impl Tuning {
         Self {
             one_shot_bytes,
             two_shot_bytes: 4 << 20,
+            gated_two_shot_bytes: 4 << 20,
             low_latency_bytes: (512 << 10) / ranks.saturating_sub(1).max(1),
             block_units: 128,
             blocks: MARKED_BLOCKS,
             lanes: MAX_LANES,
-            threads: 128,
+            // More ranks need more registers: blocks of a lane must find room together.
+            threads: if ranks <= 4 { 256 } else { 128 },
             overlap: 1,
         }
     }
 
     /// As it travels.
-    pub const BYTES: usize = 8 * 8;
+    pub const BYTES: usize = 9 * 8;
 
     /// For the other ranks to compare.
     pub fn encode(&self) -> Vec<u8> {
-        let Self { one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap } = *self;
-        let fields = [one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap];
-        fields.into_iter().flat_map(|field| (field as u64).to_le_bytes()).collect()
+        let Self { one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes, .. } = *self;
+        let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
+        let sizes = [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes];
+        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap]);
+        fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
     /// What another rank encoded.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
-        let fields: [usize; 8] = fields.try_into().ok()?;
-        let [one_shot_bytes, two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap] = fields;
+        let fields: [usize; 9] = fields.try_into().ok()?;
+        let [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap] =
+            fields;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
+            gated_two_shot_bytes,
             low_latency_bytes,
             block_units,
             blocks,
@@ -161,6 +190,7 @@ impl Tuning {
             let field = match name.trim() {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
+                "gated_two_shot_bytes" => &mut self.gated_two_shot_bytes,
                 "low_latency_bytes" => &mut self.low_latency_bytes,
                 "block_units" => &mut self.block_units,
                 "blocks" => &mut self.blocks,
@@ -207,28 +237,36 @@ pub struct Facts<'a> {
     pub tuning: &'a Tuning,
     /// The group's GPUs are linked as a hybrid cube mesh.
     pub cube_mesh: bool,
+    /// Long messages look whether tensors are symmetric memory. Never in a group of one.
+    pub gated: bool,
 }
 
 /// The plan for `call`.
 pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
-    let Facts { n, layout, tuning, cube_mesh } = *facts;
+    let Facts { n, layout, tuning, cube_mesh, gated } = *facts;
     let longest = call.longest();
     if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
         return Plan::Nothing;
     }
     let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks() * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
-    let (lanes, chunk) = lanes_of(longest, layout, tuning);
+    let even = match call.op {
+        Op::AllReduce => true,
+        // What goes straight from tensor to tensor needs no more of them.
+        Op::AllGather | Op::ReduceScatter => !gated,
+        Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => false,
+    };
+    let (lanes, chunk) = lanes_of(longest, even, layout, tuning);
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
-    let (piece_lanes, piece_chunk) = lanes_of(longest.div_ceil(parts), layout, tuning);
+    let (piece_lanes, piece_chunk) = lanes_of(longest.div_ceil(parts), even, layout, tuning);
     match call.op {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
         Op::Broadcast if n == 1 => Plan::Nothing,
         Op::AllToAll => Plan::Exchange {
             ll_blocks: UNKNOWN_LL_BLOCKS,
-            lanes: tuning.lanes.min(layout.lanes()) as u32,
+            lanes: tuning.lanes.min(layout.few_lanes()) as u32,
             chunk: layout.slot_bytes() as u32,
         },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0, chunk: 0 },
@@ -239,7 +277,7 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
         Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk },
         Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
         Op::AllReduce if can_be_marked(call.dtype) => {
-            on_marked_slots(longest, n, layout, tuning).unwrap_or(Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk })
+            on_marked_slots(longest, n, layout, tuning, gated).unwrap_or(Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk })
         }
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::AllReduce | Op::Reduce => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
@@ -261,7 +299,7 @@ pub fn short_bytes(plan: Plan) -> u64 {
 }
 
 /// In one shot or two, where the slots have room and every block gets a unit of every piece.
-fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning) -> Option<Plan> {
+fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, gated: bool) -> Option<Plan> {
     let units = bytes.div_ceil(UNIT);
     let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
     if bytes <= tuning.one_shot_bytes {
@@ -272,13 +310,19 @@ fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning) -> 
     }
     let blocks = blocks(units.div_ceil(n));
     let fits = units.div_ceil(blocks).div_ceil(n) < layout.marked_units() && units / blocks >= n;
-    (bytes <= tuning.two_shot_bytes && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
+    let most = if gated { tuning.gated_two_shot_bytes } else { tuning.two_shot_bytes };
+    (bytes <= most && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
 }
+
+/// Messages from this length on are worth all lanes where every rank sends and receives as much: with more of them under way the link is
+/// full sooner. Shorter ones, and those of a broadcast, go through fewer lanes faster.
+const WIDE_BYTES: usize = 2 << 20;
 
 /// Lanes and chunk for messages of at most `bytes`: enough lanes to fill the link, chunks short enough that the first is read while the
 /// second is on its way.
-fn lanes_of(bytes: usize, layout: &Layout, tuning: &Tuning) -> (u32, u32) {
-    let lanes = bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(layout.lanes()));
+fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> (u32, u32) {
+    let most = if even && bytes >= WIDE_BYTES { layout.lanes() } else { layout.few_lanes() };
+    let lanes = bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(most));
     let chunk = bytes.div_ceil(lanes * 2).next_multiple_of(512).clamp(MIN_CHUNK.min(layout.slot_bytes()), layout.slot_bytes());
     (lanes as u32, chunk as u32)
 }
@@ -299,7 +343,7 @@ mod tests {
     fn every_plan_fits_its_memory() {
         for n in 2..=16 {
             let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
-            let facts = Facts { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8 };
+            let facts = Facts { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, gated: false };
             for op in Op::ALL {
                 for shift in 0..33 {
                     for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
@@ -345,7 +389,7 @@ mod tests {
     #[test]
     fn the_size_and_the_type_decide() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let facts = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false };
+        let facts = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, gated: false };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &facts);
         assert_eq!(plan(Op::AllReduce, DType::BF16, 1024), Plan::OneShot { blocks: 1 });
         assert_eq!(plan(Op::AllReduce, DType::I32, 1024), Plan::ReduceLowLatency { blocks: 1 });
@@ -358,7 +402,7 @@ mod tests {
     #[test]
     fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let with = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true };
+        let with = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, gated: false };
         let without = Facts { cube_mesh: false, ..with };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
         for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
@@ -374,6 +418,32 @@ mod tests {
             let call = call(*op, DType::F32, 4096);
             assert_eq!(choose(&call, &with), choose(&call, &without), "{op:?}");
         }
+    }
+
+    #[test]
+    fn long_messages_alone_are_gated() {
+        let layout = Layout::new(8, 256 << 20).expect("fits");
+        let tuning = Tuning { gated_two_shot_bytes: 1 << 20, ..Tuning::of(8) };
+        let without = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, gated: false };
+        let with = Facts { gated: true, ..without };
+        for (op, bytes, name) in [
+            (Op::AllGather, 1 << 10, "exchange_low_latency"),
+            (Op::AllGather, 1 << 20, "exchange_staged_gated"),
+            (Op::AllToAll, 1 << 10, "exchange_mixed_gated"),
+            (Op::Broadcast, 1 << 20, "two_stage_gated"),
+            (Op::ReduceScatter, 1 << 10, "reduce_low_latency"),
+            (Op::ReduceScatter, 1 << 20, "reduce_staged_gated"),
+            (Op::AllReduce, 1 << 20, "two_shot"),
+            (Op::AllReduce, 2 << 20, "two_stage_gated"),
+        ] {
+            let plan = choose(&call(op, DType::BF16, bytes), &with);
+            assert_eq!(plan.served_as(true), name);
+            assert_eq!(plan.can_be_gated(), name.ends_with("_gated"), "{op:?} {bytes}");
+            assert_eq!(plan.served_as(false), plan.name());
+        }
+        assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
+        // Blocks of one kernel find their words in the gate's area.
+        assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").gate_blocks());
     }
 
     #[test]

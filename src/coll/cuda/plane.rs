@@ -1,6 +1,9 @@
 //! A group's GPUs: set up once by all ranks together, then launched on by each for itself.
 
+mod report;
 mod set_up;
+
+pub(super) use report::Report;
 
 use super::args::{Common, PerRank};
 use super::kernels::Kernels;
@@ -8,18 +11,17 @@ use super::layout::{Channel, Layout, MAX_RANKS};
 use super::ledger::Transfer;
 use super::memory::Memory;
 use super::plan::{self, Facts, Plan, Tuning};
-use super::prepare::{self, Launch, Site, segment, segment_bytes};
-use super::{budget, cube, ledger, stats};
+use super::prepare::{self, Launch, Site, Symmetric, segment, segment_bytes};
+use super::symmetric::Heaps;
+use super::{budget, cube, gate, ledger, stats};
 use crate::coll::call::{Call, Span};
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream};
-use crate::mem::pinned::{Registered, Words};
-use crate::rank::{Rank, name_ranks};
+use crate::mem::pinned::Registered;
+use crate::rank::Rank;
 use crate::sync::board::Board;
-use std::collections::VecDeque;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,8 +39,6 @@ pub struct CudaTarget {
 /// Gives every rank's bytes to every rank, in rank order; all give equally many.
 pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// Launches whose descriptions are kept for messages.
-const REMEMBERED: usize = 1024;
 /// How long kernels may take to notice that their group has failed.
 const NOTICE: Duration = Duration::from_secs(2);
 
@@ -48,8 +48,9 @@ pub struct Plane {
     layout: Layout,
     tuning: Tuning,
     state: Mutex<State>,
-    report: Words,
+    report: Arc<Report>,
     stop: Registered,
+    symmetric: Option<Heaps>,
     edges: Option<cube::Edges>,
     memory: Memory,
     /// Where each channel begins on each rank.
@@ -67,7 +68,6 @@ struct State {
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    recent: VecDeque<(u64, Description)>,
     edge: Event,
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
@@ -97,13 +97,14 @@ impl Plane {
             for call in calls {
                 state.launched += 1;
                 ledger::compare(&plane.board, state.launched, call, channel)?;
-                if state.recent.len() == REMEMBERED {
-                    state.recent.pop_front();
-                }
-                state.recent.push_back((state.launched, Description::of(call)));
-                let plan = plan::choose(call, &plane.facts());
-                stats::count(Some(call.op), plan.name());
-                let site = Site { common: Common { call: state.launched, ..site.common }, ..site };
+                plane.report.remember(state.launched, Description::of(call));
+                let gated = plane.gated(call, state.launched, timeout)?;
+                let plan = plan::choose(call, &plane.facts(gated));
+                stats::count(Some(call.op), plan.served_as(gated));
+                let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
+                let symmetric = plane.symmetric.as_ref().filter(|_| gated);
+                let symmetric = symmetric.map(|heaps| Symmetric { heap: heaps.bases, channel: channel as u32, reachable: &reachable });
+                let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
                 let mut enqueue = |call: &Call, plan: Plan| match site.prepare(call, plan) {
                     Some(launch) => state.kernels.launch(&launch, call.dtype, call.reduce_op, stream),
                     None => Ok(()),
@@ -146,8 +147,15 @@ impl Plane {
         })
     }
 
-    fn facts(&self) -> Facts<'_> {
-        Facts { n: self.board.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some() }
+    fn facts(&self, gated: bool) -> Facts<'_> {
+        Facts { n: self.board.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), gated }
+    }
+
+    /// Whether this rank's launch `number`, which is `call`, is gated; the same on all ranks.
+    fn gated(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
+        let Some(heaps) = &self.symmetric else { return Ok(false) };
+        let wanted = heaps.touches(call) && self.board.size() > 1 && plan::choose(call, &self.facts(false)).can_be_gated();
+        gate::decide(&gate::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)
     }
 
     fn site(&self, channel: Channel, timeout: Duration) -> Site<'_> {
@@ -156,7 +164,7 @@ impl Plane {
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
         let common = Common { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
         let edges = self.edges.as_ref().map(|edges| prepare::Edges { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
-        Site { me, n: self.board.size(), layout: &self.layout, edges, threads: self.tuning.threads as u32, common }
+        Site { me, n: self.board.size(), layout: &self.layout, edges, threads: self.tuning.threads as u32, common, symmetric: None }
     }
 
     fn enqueue(
@@ -192,37 +200,7 @@ impl Plane {
 
     /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
     pub fn failure(&self) -> Option<Error> {
-        if let Some(failure) = self.board.failure() {
-            return Some(failure);
-        }
-        let words = self.report.get();
-        if words[0].load(Ordering::Acquire) == 0 {
-            return None;
-        }
-        let word = |i: usize| words[i].load(Ordering::Relaxed);
-        let number = u64::from(word(1)) | u64::from(word(2)) << 32;
-        let waited_for = self.board.peers().filter(|rank| word(4 + rank.index()) != 0);
-        // Whoever has not launched the call is why others, who have, did not send either.
-        let late: Vec<Rank> = self.board.peers().filter(|&rank| ledger::launched(&self.board, rank) < number).collect();
-        let missing: Vec<Rank> = if late.is_empty() { waited_for.collect() } else { late };
-        let (me, seconds) = (self.board.describe(self.board.rank()), f64::from(word(3)) / 1e3);
-        let state = self.state();
-        let about = state.recent.iter().find(|(known, _)| *known == number).map(|(_, description)| description.to_string());
-        drop(state);
-        let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });
-        let doing = |rank: &Rank| {
-            let pid = self.board.pid(*rank);
-            let state = crate::sys::process::state(pid).unwrap_or("gone");
-            format!("rank {rank}: pid {pid} {state}, {} CUDA collectives launched", ledger::launched(&self.board, *rank))
-        };
-        let states: Vec<String> = missing.iter().map(doing).collect();
-        let text = format!(
-            "{me} waited {seconds:.1} s until its timeout in {about}, CUDA collective #{number} of group \"{}\", for {} ({})",
-            self.board.name(),
-            name_ranks(&missing),
-            states.join("; ")
-        );
-        Some(self.board.fail(Error::timeout(text)))
+        self.report.failure()
     }
 
     /// Waits until the kernels that were enqueued are done, at most `limit`; those that are not are made to end. False if they have not
@@ -257,10 +235,11 @@ impl Plane {
 
     /// Gives everything back. After `drain`.
     pub fn release(self) {
-        let Self { device, state, report, stop, memory, _stream: stream, .. } = self;
+        let Self { device, state, report, stop, symmetric, memory, _stream: stream, .. } = self;
         // A thread that leaves a group need not have a context, without which the driver keeps what it was to give back.
         let entered = device.enter();
-        drop((state, report, stop, memory, stream));
+        report.retire();
+        drop((state, stop, symmetric, memory, stream));
         drop(entered);
     }
 }

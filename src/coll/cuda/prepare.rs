@@ -1,9 +1,9 @@
 //! From a call and its plan to a kernel and its arguments. Pure.
 
 use super::args::{
-    self, AllReduce, Common, Exchange, LowLatency, Marked, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, Staging, TwoStage,
+    self, AllReduce, Common, Exchange, Gate, LowLatency, Marked, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, Staging, TwoStage,
 };
-use super::layout::{LL_UNITS, Layout, MAX_RANKS, Stage};
+use super::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
 use super::plan::{Plan, short_bytes};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::{Error, Result};
@@ -17,6 +17,11 @@ const THREADS: u32 = 512;
 pub fn segment_bytes(n: usize) -> usize {
     n.max(2) * (32 << 20)
 }
+
+/// Longest message between two ranks for which all lanes have as many threads as they may: with long ones, fast lanes drift apart sooner.
+const MANY_THREADS_BYTES: usize = 24 << 20;
+/// Threads of a lane's block otherwise.
+const FEW_THREADS: u32 = 128;
 
 /// The part of `call` that the kernel number `index` serves: the same bytes of every message; `None` after the last.
 pub fn segment(call: &Call, n: usize, index: usize) -> Option<Call> {
@@ -127,6 +132,8 @@ pub struct Launch {
     pub blocks: u32,
     /// Threads of a block.
     pub threads: u32,
+    /// The variant that knows of symmetric memory.
+    pub gated: bool,
     /// What it is told.
     pub args: Args,
 }
@@ -138,6 +145,23 @@ pub struct Edges<'a> {
     pub mesh: &'a CubeMesh,
     /// The channel's memory on this rank and its neighbours; the rest is not looked at.
     pub peer: PerRank,
+}
+
+/// Symmetric memory as one rank sees it.
+#[derive(Clone, Copy)]
+pub struct Symmetric<'a> {
+    /// Where each rank's begins, as mapped here; this rank's own among them.
+    pub heap: PerRank,
+    /// Index of the call's channel.
+    pub channel: u32,
+    /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
+    pub reachable: &'a dyn Fn(Span) -> bool,
+}
+
+impl std::fmt::Debug for Symmetric<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Symmetric").field("heap", &self.heap).field("channel", &self.channel).finish_non_exhaustive()
+    }
 }
 
 /// Who launches where.
@@ -155,6 +179,8 @@ pub struct Site<'a> {
     pub threads: u32,
     /// What all kernels are told.
     pub common: Common,
+    /// None: the call is not gated.
+    pub symmetric: Option<Symmetric<'a>>,
 }
 
 impl Site<'_> {
@@ -170,6 +196,30 @@ impl Site<'_> {
     fn staging(&self, stage: Stage, lanes: u32, chunk: u32) -> Staging {
         let (words, slots) = (self.layout.words(stage) as u64, self.layout.slots(stage) as u64);
         Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
+    }
+
+    /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
+    fn lane_threads(&self, lanes: u32, bytes: usize) -> u32 {
+        let wide = lanes as usize > self.layout.few_lanes() && bytes <= MANY_THREADS_BYTES;
+        if wide { self.threads } else { self.threads.min(FEW_THREADS) }
+    }
+
+    /// Whether `plan` is launched in its gated variant.
+    fn gates(&self, plan: Plan) -> bool {
+        self.symmetric.is_some() && self.n > 1 && plan.can_be_gated()
+    }
+
+    /// Whether peers may load and store `span`; what is empty nobody does.
+    fn direct(&self, span: Span) -> bool {
+        span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
+    }
+
+    /// What a gated kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
+    /// store where this one takes it.
+    fn gate(&self, give: u32, take: u32) -> Gate {
+        let Some(Symmetric { heap, channel, .. }) = self.symmetric else { return Gate::default() };
+        let (epochs, lines) = (self.layout.gate_epochs() as u64, self.layout.gate_lines() as u64);
+        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel }
     }
 
     /// What `call` sends to each rank.
@@ -207,14 +257,26 @@ impl Site<'_> {
     /// The kernel for `call` under `plan`; `None`: nothing is to be done. One kernel serves at most [`segment_bytes`] of each message.
     pub fn prepare(&self, call: &Call, plan: Plan) -> Option<Launch> {
         let common = self.common;
+        let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
-        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, args });
-        let staged = |program, blocks, args| Some(Launch { program, blocks, threads: self.threads, args });
+        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, gated: false, args });
+        let staged = |program, lanes, roles, args| {
+            let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
+            let threads = self.lane_threads(lanes, message);
+            Some(Launch { program, blocks: roles * lanes, threads, gated: self.gates(plan), args })
+        };
         match plan {
             Plan::Nothing => None,
-            Plan::Exchange { .. } => {
+            Plan::Exchange { ll_blocks, .. } => {
                 let (to, bytes) = self.incoming(call);
-                Some(self.exchange(plan, self.outgoing(call), to, bytes))
+                let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
+                // Each rank knows only its own lengths of an all-to-all, so how many kernels follow the first: nobody can count on peers
+                // at the gate of those.
+                let gated = self.gates(plan) && (call.op != Op::AllToAll || ll_blocks > 0);
+                // Messages are stored where they belong by who has them: nobody loads.
+                let takes = |r: &usize| gated && *r != self.me && bytes[*r] > 0 && self.direct(span(*r));
+                let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
+                Some(self.exchange(plan, self.outgoing(call), to, bytes, gated, gate))
             }
             Plan::ReduceLowLatency { blocks } => {
                 let out = self.outgoing(call);
@@ -224,10 +286,15 @@ impl Site<'_> {
                 launch(Program::ReduceLowLatency, blocks, Args::ReduceLowLatency(args))
             }
             Plan::ReduceStaged { lanes, chunk } => {
-                let (staging, out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
+                let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
+                let gate = self.gate(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
+                for r in (0..self.n).filter(|&r| gate.give != 0 && out.bytes[r] == 0) {
+                    // Any address of this heap will do for what is empty.
+                    out.from[r] = gate.heap[self.me];
+                }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor };
-                staged(Program::ReduceStaged, 2 * lanes, Args::ReduceStaged(args))
+                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, gate };
+                staged(Program::ReduceStaged, lanes, 2, Args::ReduceStaged(args))
             }
             Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
                 let (input, marked) = (call.inputs[0], self.marked());
@@ -264,8 +331,11 @@ impl Site<'_> {
                 let broadcast = call.op == Op::Broadcast;
                 let (program, parts, first) =
                     if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
-                let args = TwoStage { common, scatter, spread, from, to, bytes, factor: call.factor, root, parts, first, targets };
-                staged(program, 3 * lanes, Args::TwoStage(args))
+                let gives = call.inputs.first().is_some_and(|&input| self.direct(input));
+                let takes = call.outputs.first().is_some_and(|&output| self.direct(output));
+                let (factor, gate) = (call.factor, self.gate(all(gives), all(takes)));
+                let args = TwoStage { common, scatter, spread, from, to, bytes, factor, root, parts, first, targets, gate };
+                staged(program, lanes, 3, Args::TwoStage(args))
             }
         }
     }
@@ -287,16 +357,18 @@ impl Site<'_> {
             }
             (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         }
-        Ok(self.exchange(plan, out, to, bytes))
+        Ok(self.exchange(plan, out, to, bytes, false, Gate::default()))
     }
 
-    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank) -> Launch {
+    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, gated: bool, gate: Gate) -> Launch {
         let Plan::Exchange { ll_blocks, lanes, chunk } = plan else {
             unreachable!("only exchanges come here");
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, chunk));
-        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes };
-        let threads = if lanes == 0 { THREADS } else { self.threads };
-        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, args: Args::Exchange(args) }
+        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, gate };
+        let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
+        let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
+        let threads = if lanes == 0 { THREADS } else { self.lane_threads(lanes, message) };
+        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, gated, args: Args::Exchange(args) }
     }
 }

@@ -1,8 +1,9 @@
 //! Which algorithm served how many calls of this process.
 
+use super::plane::Report;
 use crate::coll::call::Op;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 static SERVED: Mutex<BTreeMap<(&'static str, &'static str), u64>> = Mutex::new(BTreeMap::new());
 
@@ -18,4 +19,37 @@ pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
         all.entry(op).or_default().insert(algorithm, calls);
     }
     all
+}
+
+/// Where kernels count the calls that went direct.
+struct Direct {
+    living: Vec<Weak<Report>>,
+    /// Of groups that are gone.
+    past: u64,
+}
+
+static DIRECT: Mutex<Direct> = Mutex::new(Direct { living: Vec::new(), past: 0 });
+
+fn direct_counts() -> MutexGuard<'static, Direct> {
+    DIRECT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts what `report` counts from now on.
+pub(super) fn add(report: &Arc<Report>) {
+    let mut counts = direct_counts();
+    counts.living.retain(|report| report.strong_count() > 0);
+    counts.living.push(Arc::downgrade(report));
+}
+
+/// Keeps what `report` has counted; `end` then makes it count nothing.
+pub(super) fn retire(report: &Report, end: impl FnOnce()) {
+    let mut counts = direct_counts();
+    counts.past += report.direct();
+    end();
+}
+
+/// Calls of this process, replays of graphs included, in which this rank's kernels loaded or stored tensors of peers directly.
+pub fn direct() -> u64 {
+    let counts = direct_counts();
+    counts.past + counts.living.iter().filter_map(Weak::upgrade).map(|report| report.direct()).sum::<u64>()
 }

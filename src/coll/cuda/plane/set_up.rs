@@ -1,22 +1,23 @@
 //! How all ranks of a group set up their GPUs, step by step together.
 
-use super::{AllGather, Plane, State};
+use super::{AllGather, Plane, Report, State};
 use crate::boot::pass::Mailbox;
-use crate::coll::cuda::args::REPORT_WORDS;
+use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::kernels::Kernels;
 use crate::coll::cuda::layout::{Channel, Layout, MAX_RANKS};
 use crate::coll::cuda::memory::{Memory, Own, Peer, Way};
 use crate::coll::cuda::plan::Tuning;
-use crate::coll::cuda::{budget, cube, ledger};
+use crate::coll::cuda::symmetric::Heaps;
+use crate::coll::cuda::{budget, cube, ledger, probed};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
+use crate::mem::heap::{self, Heap};
 use crate::mem::layout::HEADER_BYTES;
-use crate::mem::pinned::{Registered, Words};
+use crate::mem::pinned::Registered;
 use crate::rank::Rank;
 use crate::sync::board::Board;
 use crate::sync::limit::Limit;
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -29,6 +30,7 @@ struct Opened {
     entered: Entered,
     capture: RelaxedCapture,
     mailbox: Mailbox,
+    heap: Option<Arc<Heap>>,
     device: Device,
 }
 
@@ -61,9 +63,11 @@ impl Plane {
     pub fn connect(board: &Arc<Board>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
         let (config, me, n) = (Config::get(), board.rank().index(), board.size());
         let begun = Instant::now();
-        let tuning = Tuning::of(n).overlaid(&config.cuda_tuning).unwrap_or_else(|complaint| {
+        let measured = profile::settings(hardware::Device::Cuda, n);
+        let usual = measured.and_then(|group| Tuning::of(n).overlaid(&group.cuda_tuning).ok()).unwrap_or(Tuning::of(n));
+        let tuning = usual.overlaid(&config.cuda_tuning).unwrap_or_else(|complaint| {
             log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
-            Tuning::of(n)
+            usual
         });
         // All that may fail on one rank alone is done before a step, so that nobody waits for a rank that has given up.
         let opened = || {
@@ -75,20 +79,23 @@ impl Plane {
             ledger::reserve(board)?;
             let capture = RelaxedCapture::begin()?;
             let entered = device.enter()?;
-            Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, device })
+            // Without one the group does all through staging.
+            let heap = (config.p2p && n > 1).then(|| heap::of(device.ordinal()).inspect_err(|error| log::info!("{error}")).ok());
+            Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), device })
         };
         let opened = opened();
-        let said = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, .. }| {
+        let said = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, .. }| {
             let workspace = budget::offer(config.workspace_mb << 20) as u64;
-            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, tuning }.encode()
+            let heap = heap.as_ref().map(|heap| heap.address());
+            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning }.encode()
         });
         let peers = step(gather, board, Peer::BYTES, said)?;
         let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
         let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
-        let Opened { stream, entered, capture: _capture, mailbox, device } = opened?;
+        let Opened { stream, entered, capture: _capture, mailbox, heap, device } = opened?;
         refuse_shared(board, &peers)?;
         refuse_other_tunings(board, &peers)?;
-        let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).max(Layout::least(n));
+        let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
         let layout = Layout::new(n, bytes)?;
         let way = Way { board, device: &device, mailbox: &mailbox, peers: &peers, limit };
         let mut memory = None;
@@ -113,11 +120,19 @@ impl Plane {
         let made = || {
             // SAFETY: the header is mapped as long as the board lives, and was reserved when the group was made.
             let stop = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(board) as Arc<_>) }?;
-            Ok((stop, Words::new(REPORT_WORDS)?, Event::new()?))
+            Ok((stop, Report::new(board)?, Event::new()?))
         };
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, edge) = made?;
+        let symmetric = if memory.is_direct() {
+            let asked = Arc::downgrade(&report);
+            let failed: heap::Failed = Arc::new(move || asked.upgrade().is_some_and(|report| report.failure().is_some()));
+            let addresses: Vec<_> = peers.iter().map(|peer| peer.heap).collect();
+            Heaps::link(board, &|bytes, own| step(gather, board, bytes, own), heap.as_ref(), &addresses, &failed)?
+        } else {
+            None
+        };
         drop(entered);
         board.wait_unattended();
         let state = State {
@@ -125,7 +140,6 @@ impl Plane {
             last: [None; 4],
             launched: 0,
             transfers: [[0; MAX_RANKS]; 2],
-            recent: VecDeque::new(),
             edge,
             closed: false,
         };
@@ -146,7 +160,7 @@ impl Plane {
             begins
         });
         let (board, state) = (Arc::clone(board), Mutex::new(state));
-        Ok(Self { board, layout, tuning, state, report, stop, edges, memory, peer, _share: share, _stream: stream, device })
+        Ok(Self { board, layout, tuning, state, report, stop, symmetric, edges, memory, peer, _share: share, _stream: stream, device })
     }
 }
 
@@ -177,10 +191,20 @@ fn try_out(
         return Ok(None);
     }
     let Some(memory) = made else { return Ok(None) };
+    // What GPUs have once done they do again: only pairs that are new to a rank are tried out.
+    let pairs: Vec<_> = way.peers.iter().enumerate().filter(|&(rank, _)| rank != me && reaches(rank)).collect();
+    let pairs: Vec<_> = pairs.into_iter().map(|(_, peer)| (way.device.uuid, peer.uuid)).collect();
+    if all(memory.is_direct() && probed::know(&pairs))? {
+        return Ok(Some(memory));
+    }
     if !all(memory.probe(me, layout, stream).unwrap_or(false))? {
         return Ok(None);
     }
-    Ok(all(memory.probed(me, layout, stream).unwrap_or(false))?.then_some(memory))
+    let works = all(memory.probed(me, layout, stream).unwrap_or(false))?;
+    if works && memory.is_direct() {
+        probed::note(&pairs);
+    }
+    Ok(works.then_some(memory))
 }
 
 /// The edges of the group's GPUs, if all ranks see the same hybrid cube mesh and can use it.
@@ -225,7 +249,7 @@ fn refuse_other_tunings(board: &Board, peers: &[Peer]) -> Result<()> {
     let Some((rank, other)) = board.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
     let (one, two, group) = (board.describe(Rank(0)), board.describe(rank), board.name());
     Err(Error::config(format!(
-        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING: {:?} and {:?}; set it alike on all ranks",
+        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_PROFILE: {:?} and {:?}; set both alike on all ranks",
         peers[0].tuning, other.tuning
     )))
 }

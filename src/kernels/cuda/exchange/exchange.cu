@@ -2,7 +2,9 @@
 //
 // Between two ranks a short message travels low-latency, a long one staged; only the two know its length. How many blocks serve which
 // protocol is the same on all ranks, so that every block finds its counterpart. Barrier: the low-latency protocol without data.
-#include "low_latency.cuh"
+// In a gated call a long message goes straight into the receiver's tensor if that is symmetric memory.
+#include "direct.cuh"
+#include "gate.cuh"
 #include "pieces.cuh"
 
 struct ExchangeArgs {
@@ -17,8 +19,10 @@ struct ExchangeArgs {
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
+  // Of gated calls; of its bits, only what this rank takes counts.
+  Gate gate;
 };
-static_assert(sizeof(ExchangeArgs) == 752, "");
+static_assert(sizeof(ExchangeArgs) == 920, "");
 
 // The message of a rank to itself, if it is not where it belongs already.
 DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
@@ -84,9 +88,64 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   end_round(args.common, args.ll, round);
 }
 
+#ifdef SYMM_GATED
+// Opens the gate and moves what goes straight from tensor to tensor: that is no longer in `to` and `from` then. `lanes` is 0 if nothing is
+// left for staging. False: some rank did not come, and nothing was moved.
+DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners partners, u32& to, u32& from, u32& lanes) {
+  const Gate& gate = args.gate;
+  // How much of a peer's message has room, and where it goes.
+  const auto tell = [&](u32 r) -> Line { return {args.bytes[r], told(gate, gate.take >> r & 1, args.to[r])}; };
+  Line said[WORLD];
+  if (!open_gate(args.common, round, partners, tell, said)) {
+    return false;
+  }
+  u32 put = 0;
+  bool staged = false, direct = false;
+  u8* place[WORLD];
+  u64 bytes[WORLD];
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    const bool out = to >> r & 1, in = from >> r & 1;
+    const bool there = said[r].second != 0, here = gate.take >> r & 1;
+    put |= out && there ? 1u << r : 0;
+    staged |= (out && !there && args.out.bytes[r] > 0) || (in && !here && args.bytes[r] > 0);
+    direct |= (out && there) || (in && here);
+    place[r] = heard(gate, r, said[r].second);
+    // Never more than the peer has room for, even if the ranks disagree.
+    bytes[r] = smaller(args.out.bytes[r], said[r].first);
+  }
+  place[RANK] = nullptr;
+  bytes[RANK] = 0;
+  if (args.out.same) {
+    u64 length = args.out.bytes[(RANK + 1) % WORLD];
+#pragma unroll
+    for (u32 k = 1; k < WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+      length = put >> r & 1 ? smaller(length, bytes[r]) : length;
+    }
+    put_same(args.out.from[(RANK + 1) % WORLD], place, put, length);
+  } else {
+    put_each(args.out.from, place, put, bytes);
+  }
+  if (direct) {
+    count_direct(args.common, gate, block() == 0);
+  }
+  if (!staged) {
+    keep_own(args, block(), blocks());
+    lanes = 0;
+  }
+  to &= ~put;
+  from &= ~gate.take;
+  return true;
+}
+
+LANE_KERNEL(exchange, ExchangeArgs) {
+#else
 KERNEL(exchange, ExchangeArgs) {
+#endif
   after_predecessor();
-  const u32 lanes = args.staging.lanes;
+  u32 lanes = args.staging.lanes;
   u32 to = 0, from = 0;
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
@@ -94,6 +153,21 @@ KERNEL(exchange, ExchangeArgs) {
     to |= args.ll_blocks == 0 || args.out.bytes[r] > args.short_bytes ? 1u << r : 0;
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
   }
+#ifdef SYMM_GATED
+  // Both ends know how long a message is: for a short one, or none, they need not meet here.
+  Partners partners{0, 0};
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    partners.told |= (from >> r & 1) && args.bytes[r] > 0 ? 1u << r : 0;
+    partners.heard |= (to >> r & 1) && args.out.bytes[r] > 0 ? 1u << r : 0;
+  }
+  const bool gated = (partners.told | partners.heard) != 0;
+  const Round round = begin_round(args.common, lines_of(args.gate));
+  if (gated && !put_direct(args, round, partners, to, from, lanes)) {
+    return;
+  }
+#endif
   const auto [lane, role] = place_of(block(), 3);
   if (lane >= lanes) {
     // A block of the low-latency protocol alone.
@@ -109,4 +183,9 @@ KERNEL(exchange, ExchangeArgs) {
   if (block() < args.ll_blocks) {
     exchange_short(args);
   }
+#ifdef SYMM_GATED
+  if (gated) {
+    close_gate(args.common, args.gate, round, partners);
+  }
+#endif
 }

@@ -43,6 +43,8 @@ DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
 // Every thread of the block has arrived; what they wrote is visible to the block.
 DEVICE void sync_block() { __syncthreads(); }
+// The same; true if all threads say so.
+DEVICE bool sync_block_and(bool yes) { return __syncthreads_and(yes) != 0; }
 
 // Relaxed: single words that other processors write or read meanwhile. A unit may be seen torn between its four words.
 DEVICE void store_relaxed(Unit* to, Unit v) {

@@ -1,6 +1,6 @@
-// The sum of one unit of every rank, read from slots.
+// The sum of one unit of every rank, read from slots, or from the ranks' tensors themselves.
 #pragma once
-#include "bytes.cuh"
+#include "direct.cuh"
 #include "types.cuh"
 
 DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double factor) {
@@ -18,4 +18,70 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
     combine(sum, v[r]);
   }
   return finish(sum);
+}
+
+// Each rank's factor under PREMUL_SUM, within the round that open_gate began: who adds up multiplies as each sender would.
+DEVICE bool hear_factors(const Common& common, const Round& round, double own, double (&factor)[WORLD]) {
+  if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
+    u64 bits[WORLD];
+    const bool all = hear_numbers(common, round, bits_of(own), bits);
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      factor[r] = double_of(bits[r]);
+    }
+    return all;
+  } else {
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      factor[r] = own;
+    }
+    return true;
+  }
+}
+
+DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
+  Sum sum;
+  begin(sum, lift(v[0], factor[0]));
+#pragma unroll
+  for (u32 r = 1; r < WORLD; ++r) {
+    combine(sum, lift(v[r], factor[r]));
+  }
+  return finish(sum);
+}
+
+// The sum of the `bytes` at `from[r]` on all ranks, in rank order: `keep(offset, unit, bytes)` stores it, in place too, since one thread
+// alone loads and stores a unit.
+template <typename Keep>
+DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
+  const u64 units = bytes / 16;
+  const auto [first, step] = stride_of_grid();
+  for (u64 i = first; i < units; i += step * AT_ONCE) {
+    Unit v[AT_ONCE][WORLD];
+#pragma unroll
+    for (u32 u = 0; u < AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+#pragma unroll
+      for (u32 k = 1; k <= WORLD; ++k) {
+        const u32 r = (RANK + k) % WORLD;
+        if (at < units) {
+          v[u][r] = ((const Unit*)from[r])[at];
+        }
+      }
+    }
+#pragma unroll
+    for (u32 u = 0; u < AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        keep(at * 16, sum_of(v[u], factor), (u64)16);
+      }
+    }
+  }
+  if (moves_the_rest(bytes)) {
+    Unit v[WORLD];
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      v[r] = load_unit(from[r] + units * 16, bytes % 16);
+    }
+    keep(units * 16, sum_of(v, factor), bytes % 16);
+  }
 }

@@ -1,6 +1,7 @@
 // A long message in pieces: each goes to a rank of its own (scatter), which makes the result of it and sends that to everybody (spread),
 // who take it from there (gather). Each role has a block per lane; chunk follows chunk through all three at once.
 #pragma once
+#include "gate.cuh"
 #include "pieces.cuh"
 
 struct TwoStageArgs {
@@ -19,8 +20,10 @@ struct TwoStageArgs {
   u32 first;
   // Of a reduction: the ranks that get the result, a bit each.
   u32 targets;
+  // Of gated calls.
+  Gate gate;
 };
-static_assert(sizeof(TwoStageArgs) == 272, "");
+static_assert(sizeof(TwoStageArgs) == 440, "");
 
 // Each rank's piece: whole units, the last may be shorter; empty where there are fewer pieces than ranks.
 DEVICE void pieces_of(const TwoStageArgs& args, u64* start, u64* length) {
@@ -46,12 +49,19 @@ DEVICE void scatter(const TwoStageArgs& args, u32 lane, Lift lift) {
   send_pieces(stage, out, ~0u, lift);
 }
 
+// Where results go other than into slots: for the ranks in `ranks`, a bit each, into their tensors, which begin at `at`.
+struct Places {
+  u32 ranks;
+  u8* at[WORLD];
+};
+
 // `make(slot, unit, offset)`: the result of the unit at `offset` of the message, given the slots of the scatter stage.
-template <typename Make>
-DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
+template <bool PLACED, typename Make>
+DEVICE void spread_to(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, const Places& places, Make make) {
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
   const u64 own = start[RANK], bytes = length[RANK];
+  const u32 staged = PLACED ? targets & ~places.ranks : targets;
   Stage in(args.common, args.scatter, lane);
   Stage out(args.common, args.spread, lane);
   u32 taken[WORLD], sent[WORLD], credit[WORLD];
@@ -68,7 +78,10 @@ DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets,
     for (u32 r = 0; r < WORLD; ++r) {
       slot[r] = in.slot(RANK, r, taken[r]);
       to[r] = out.slot(r, RANK, sent[r]);
-      if (targets >> r & 1) {
+      if (PLACED && (places.ranks >> r & 1)) {
+        to[r] = (Unit*)(places.at[r] + first);
+      }
+      if (staged >> r & 1) {
         out.await_credit(r, sent[r], credit[r]);
       }
     }
@@ -76,11 +89,17 @@ DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets,
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
       const Unit v = make(slot, i, offset);
+      // Slots have room for whole units; tensors end where they end.
+      const bool whole = !PLACED || args.bytes - offset >= 16;
 #pragma unroll
       for (u32 k = 1; k < WORLD; ++k) {
         const u32 r = (RANK + k) % WORLD;
         if (targets >> r & 1) {
-          to[r][i] = v;
+          if (whole || (staged >> r & 1)) {
+            to[r][i] = v;
+          } else {
+            store_unit((u8*)(to[r] + i), v, args.bytes - offset);
+          }
         }
       }
       if (args.to != nullptr) {
@@ -89,12 +108,17 @@ DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets,
     }
     sync_block();
     in.give_back(taken, sources);
-    out.announce(sent, targets);
+    out.announce(sent, staged);
     advance(taken, sources);
-    advance(sent, targets);
+    advance(sent, staged);
   }
   in.save_counts(in.words(RANK)->taken, taken);
   out.save_counts(out.words(RANK)->sent, sent);
+}
+
+template <typename Make>
+DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
+  spread_to<false>(args, lane, sources, targets, Places{}, make);
 }
 
 DEVICE void gather(const TwoStageArgs& args, u32 lane) {

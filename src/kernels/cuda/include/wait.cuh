@@ -12,6 +12,8 @@ struct Report {
   u32 waited_ms;
   // Not 0 for a rank that was waited for.
   u32 missing[MAX_WORLD];
+  // Of each channel: kernels that moved something between tensors without staging.
+  u32 direct[4];
 };
 
 struct Common {
@@ -26,7 +28,7 @@ struct Common {
   u64 call;
 };
 // src/coll/cuda/args.rs lays these out too, and checks the same sizes.
-static_assert(sizeof(Common) == 160 && sizeof(Report) == 80, "");
+static_assert(sizeof(Common) == 160 && sizeof(Report) == 96, "");
 
 struct Wait {
   u64 since = 0;

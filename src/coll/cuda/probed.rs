@@ -1,0 +1,37 @@
+//! Which pairs of GPUs have been found to reach each other's memory, for as long as this process lives.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// The UUIDs of this rank's GPU and of a peer's.
+pub(super) type Pair = ([u8; 16], [u8; 16]);
+
+fn pairs() -> MutexGuard<'static, HashSet<Pair>> {
+    static PAIRS: OnceLock<Mutex<HashSet<Pair>>> = OnceLock::new();
+    PAIRS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether all of `asked` have been noted.
+pub(super) fn know(asked: &[Pair]) -> bool {
+    let known = pairs();
+    asked.iter().all(|pair| known.contains(pair))
+}
+
+/// Each of `found` has written into the other's memory and read it back.
+pub(super) fn note(found: &[Pair]) {
+    pairs().extend(found);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_found_is_known_and_nothing_else() {
+        let pair = |a: u8, b: u8| ([a; 16], [b; 16]);
+        assert!(!know(&[pair(201, 202)]));
+        note(&[pair(201, 202), pair(201, 203)]);
+        assert!(know(&[pair(201, 203), pair(201, 202)]));
+        assert!(!know(&[pair(201, 202), pair(202, 201)]), "the other way round is the other's to find out");
+    }
+}

@@ -1,0 +1,239 @@
+//! The symmetric memory of a group: every rank's heap, as this rank's GPU sees it.
+
+use super::args::PerRank;
+use super::layout::MAX_RANKS;
+use crate::coll::call::{Call, Span};
+use crate::error::{Error, Result};
+use crate::mem::heap::{Address, Failed, Heap, Hold};
+use crate::sync::board::Board;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long the first call on a segment waits for peers to map it. Longer than that goes through staging.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a rank waits for a link that its peer has made.
+const MEETING: Duration = Duration::from_secs(5);
+/// A link may be closed by its other end's last group just when it is found: then another is made.
+const ATTEMPTS: usize = 5;
+
+/// One step that all ranks take: what each says, or why it cannot go on.
+pub(super) type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
+
+/// See the module.
+pub(super) struct Heaps {
+    heap: Arc<Heap>,
+    holds: Vec<Hold>,
+    /// Where each rank's heap begins in this rank's addresses.
+    pub(super) bases: PerRank,
+}
+
+impl Heaps {
+    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out; the same on all ranks. `failed`
+    /// tells of the group.
+    pub(super) fn link(
+        board: &Board,
+        step: &Step<'_>,
+        heap: Option<&Arc<Heap>>,
+        addresses: &[Option<Address>],
+        failed: &Failed,
+    ) -> Result<Option<Self>> {
+        let addresses: Option<Vec<Address>> = addresses.iter().copied().collect();
+        let (Some(addresses), Some(heap)) = (addresses, heap) else { return Ok(None) };
+        if addresses.len() < 2 {
+            return Ok(None);
+        }
+        for _ in 0..ATTEMPTS {
+            if let Some(heaps) = Self::attempt(board.rank().index(), step, heap, &addresses, failed)? {
+                return Ok(Some(heaps));
+            }
+        }
+        log::warn!("group \"{}\": its processes cannot give each other symmetric memory; tensors there are staged", board.name());
+        Ok(None)
+    }
+
+    fn attempt(me: usize, step: &Step<'_>, heap: &Arc<Heap>, addresses: &[Address], failed: &Failed) -> Result<Option<Self>> {
+        // Of two ends the one with the lower key connects, and says under which number.
+        let own = addresses[me].key;
+        let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
+        let mut numbers = [0u64; MAX_RANKS];
+        let noted = |error: &Error| log::info!("{error}");
+        let attention = heap.attend().inspect_err(noted);
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key) {
+            if let Ok((hold, number)) = heap.connect(address, failed).inspect_err(noted) {
+                (holds[rank], numbers[rank]) = (Some(hold), number);
+            }
+        }
+        let said = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let said = step(8 * MAX_RANKS, Ok(said))?;
+        let deadline = Instant::now() + MEETING;
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
+            let number = said[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
+            if number != 0 && attention.is_ok() {
+                holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
+            }
+        }
+        // A bit for each rank that this one has no link with.
+        let lacking = (0..addresses.len()).filter(|&rank| rank != me && holds[rank].is_none()).fold(0u32, |bits, rank| bits | 1 << rank);
+        let said = step(4, Ok(lacking.to_le_bytes().to_vec()))?;
+        let lacks = |bytes: &Vec<u8>| bytes[..].try_into().map_or(u32::MAX, u32::from_le_bytes);
+        if said.iter().any(|bytes| lacks(bytes) != 0) {
+            // What a peer has not met it does not have: the next attempt makes another.
+            let dead = holds.into_iter().zip(&said).filter(|(_, bytes)| lacks(bytes) >> me & 1 == 1);
+            dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
+            return Ok(None);
+        }
+        let mut bases = [0; MAX_RANKS];
+        for (rank, base) in bases.iter_mut().enumerate().take(addresses.len()) {
+            *base = if rank == me { heap.base() } else { holds[rank].as_ref().map_or(0, Hold::base) };
+        }
+        Ok(Some(Self { heap: Arc::clone(heap), holds: holds.into_iter().flatten().collect(), bases }))
+    }
+
+    /// Whether any tensor of `call` lies in this rank's heap. One relaxed load where nothing is allocated there.
+    pub(super) fn touches(&self, call: &Call) -> bool {
+        let within = |span: &Span| span.bytes > 0 && self.heap.contains(span.addr as u64);
+        !self.heap.is_empty() && call.inputs.iter().chain(&call.outputs).any(within)
+    }
+
+    /// Whether all of `span` lies in memory of this rank that every peer has mapped. Waits for peers that have not answered yet, for a
+    /// short while and once.
+    pub(super) fn reachable(&self, span: Span) -> bool {
+        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter(), PATIENCE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::Op;
+    use crate::dtype::{DType, ReduceOp};
+    use crate::mem::heap::tests::host::{Host, PAGE, read, write};
+    use crate::mem::layout::Layout;
+    use crate::mem::shm::Segment;
+    use crate::rank::Rank;
+    use crate::sync::board::Identity;
+    use std::cell::Cell;
+    use std::sync::{Condvar, Mutex};
+
+    const N: usize = 4;
+
+    fn board(file: &rustix::fd::OwnedFd, rank: usize) -> Board {
+        let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(N).total_bytes()).expect("map");
+        let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
+        Board::new(segment, Rank(rank as u32), "test".into(), members, 1)
+    }
+
+    /// What ranks have said, by step.
+    #[derive(Default)]
+    struct Table {
+        said: Mutex<Vec<[Option<Vec<u8>>; N]>>,
+        changed: Condvar,
+    }
+
+    impl Table {
+        fn step(&self, rank: usize, number: usize, own: Vec<u8>) -> Vec<Vec<u8>> {
+            let mut said = self.said.lock().expect("not poisoned");
+            if said.len() <= number {
+                said.resize(number + 1, Default::default());
+            }
+            said[number][rank] = Some(own);
+            self.changed.notify_all();
+            let limit = Duration::from_secs(30);
+            let late = |said: &mut Vec<[Option<Vec<u8>>; N]>| said[number].iter().any(Option::is_none);
+            let (said, over) = self.changed.wait_timeout_while(said, limit, late).expect("not poisoned");
+            assert!(!over.timed_out(), "rank {rank} waits for others in step {number}");
+            said[number].iter().flatten().cloned().collect()
+        }
+    }
+
+    /// Runs `body` on ranks that are threads, with a heap each and a step for all of them.
+    fn with_ranks(body: impl Fn(&Board, usize, &Arc<Heap>, &Step<'_>) + Sync) {
+        let file = Segment::create(Layout::new(N).total_bytes()).expect("memfd");
+        let table = Table::default();
+        std::thread::scope(|scope| {
+            for rank in 0..N {
+                let (file, table, body) = (&file, &table, &body);
+                scope.spawn(move || {
+                    let heap = Heap::new(Arc::new(Host::new(16))).expect("made");
+                    let number = Cell::new(0);
+                    let step = |bytes: usize, own: Result<Vec<u8>>| {
+                        let own = own.expect("said");
+                        assert_eq!(own.len(), bytes);
+                        Ok(table.step(rank, number.replace(number.get() + 1), own))
+                    };
+                    body(&board(file, rank), rank, &heap, &step);
+                });
+            }
+        });
+    }
+
+    fn told(heap: &Heap, step: &Step<'_>) -> Vec<Option<Address>> {
+        let said = step(Address::BYTES, Ok(heap.address().encode().to_vec())).expect("said");
+        said.iter().map(|bytes| bytes[..].try_into().ok().map(Address::decode)).collect()
+    }
+
+    #[test]
+    fn what_a_rank_allocates_all_others_reach() {
+        with_ranks(|board, me, heap, step| {
+            let addresses = told(heap, step);
+            let failed: Failed = Arc::new(|| false);
+            let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed).expect("agreed").expect("linked");
+            let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
+            let call = |addr| Call {
+                op: Op::AllReduce,
+                dtype: DType::F32,
+                reduce_op: ReduceOp::Sum,
+                root: Rank(0),
+                factor: 1.0,
+                inputs: spans(4096),
+                outputs: spans(addr),
+            };
+            assert!(!heaps.touches(&call(heap.base())), "nothing is allocated");
+            // Each rank's tensor lies at an offset of its own.
+            let held: Vec<u64> = (0..=me).map(|_| heap.allocate(PAGE).expect("room")).collect();
+            let address = held[me];
+            assert!(heaps.touches(&call(address)) && !heaps.touches(&call(4096)));
+            write(address, 100 + me as u64);
+            assert!(heaps.reachable(spans(address)[0]));
+            assert!(!heaps.reachable(Span { addr: address as usize, bytes: 2 * PAGE }));
+            let said = step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("said");
+            for (rank, offset) in said.iter().enumerate() {
+                let offset = u64::from_le_bytes(offset[..].try_into().expect("8 bytes"));
+                assert_eq!(read(heaps.bases[rank] + offset), 100 + rank as u64, "rank {rank} as rank {me} sees it");
+            }
+            step(0, Ok(Vec::new())).expect("all have looked");
+        });
+    }
+
+    #[test]
+    fn groups_come_and_go_in_any_order() {
+        with_ranks(|board, me, heap, step| {
+            let addresses = told(heap, step);
+            let failed: Failed = Arc::new(|| false);
+            heap.allocate(PAGE).expect("room");
+            let mut before = None;
+            let begun = Instant::now();
+            for round in 0..20 {
+                let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed).expect("agreed").expect("linked");
+                assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
+                step(0, Ok(Vec::new())).expect("all have looked");
+                // Some ranks let go of a group before they make the next, some after: links are found just when they close.
+                before = (round % N == me).then_some(heaps);
+                std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
+            }
+            drop(before);
+            assert!(begun.elapsed() < MEETING, "nobody waits for a link that has closed: {:?}", begun.elapsed());
+        });
+    }
+
+    #[test]
+    fn one_rank_without_a_heap_is_enough_for_none_to_link() {
+        with_ranks(|board, me, heap, step| {
+            let mut addresses = told(heap, step);
+            addresses[2] = None;
+            let failed: Failed = Arc::new(|| false);
+            let own = (me != 2).then_some(heap);
+            assert!(Heaps::link(board, step, own, &addresses, &failed).expect("agreed").is_none());
+        });
+    }
+}

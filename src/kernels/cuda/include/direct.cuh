@@ -1,0 +1,112 @@
+// Moves between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles and without waiting.
+// Peers' tensors are aligned to 16 bytes there; this rank's own need not be where it is said.
+#pragma once
+#include "gate.cuh"
+#include "staging.cuh"
+
+// Units that a thread moves at once where each is loaded once.
+#define ALONE_AT_ONCE 4u
+
+struct Stride {
+  u64 first;
+  u64 step;
+};
+
+DEVICE Stride stride_of_grid() {
+  return {(u64)block() * threads() + thread(), (u64)blocks() * threads()};
+}
+
+// One thread of the grid moves what is less than a unit.
+DEVICE bool moves_the_rest(u64 bytes) {
+  return bytes % 16 != 0 && block() == 0 && thread() == 0;
+}
+
+// Into a tensor that is aligned to 16 bytes.
+DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
+  if (bytes >= 16) {
+    *(Unit*)to = unit;
+  } else {
+    store_unit(to, unit, bytes);
+  }
+}
+
+// `from`, at any alignment, to all ranks in `targets`, a bit each.
+DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 bytes) {
+  const u64 units = bytes / 16;
+  const auto [first, step] = stride_of_grid();
+  for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
+    Unit v[ALONE_AT_ONCE];
+#pragma unroll
+    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        v[u] = load_unit(from + at * 16, 16);
+      }
+    }
+#pragma unroll
+    for (u32 k = 1; k <= WORLD; ++k) {
+      const u32 r = (RANK + k) % WORLD;
+#pragma unroll
+      for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+        const u64 at = i + u * step;
+        if ((targets >> r & 1) && at < units) {
+          ((Unit*)to[r])[at] = v[u];
+        }
+      }
+    }
+  }
+  if (moves_the_rest(bytes)) {
+    const Unit v = load_unit(from + units * 16, bytes % 16);
+#pragma unroll
+    for (u32 r = 0; r < WORLD; ++r) {
+      if (targets >> r & 1) {
+        store_unit(to[r] + units * 16, v, bytes % 16);
+      }
+    }
+  }
+}
+
+// `from[r]`, at any alignment, to each rank r in `targets`, a bit each.
+DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
+  u64 units[WORLD];
+  u64 longest = 0;
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    units[r] = targets >> r & 1 ? bytes[r] / 16 : 0;
+    longest = larger(longest, units[r]);
+  }
+  const auto [first, step] = stride_of_grid();
+  for (u64 i = first; i < longest; i += step * AT_ONCE) {
+    Unit v[AT_ONCE][WORLD];
+#pragma unroll
+    for (u32 u = 0; u < AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+#pragma unroll
+      for (u32 k = 1; k < WORLD; ++k) {
+        const u32 r = (RANK + k) % WORLD;
+        if (at < units[r]) {
+          v[u][r] = load_unit(from[r] + at * 16, 16);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 u = 0; u < AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+#pragma unroll
+      for (u32 k = 1; k < WORLD; ++k) {
+        const u32 r = (RANK + k) % WORLD;
+        if (at < units[r]) {
+          ((Unit*)to[r])[at] = v[u][r];
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (u32 k = 1; k < WORLD; ++k) {
+    const u32 r = (RANK + k) % WORLD;
+    if ((targets >> r & 1) && moves_the_rest(bytes[r])) {
+      store_unit(to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);
+    }
+  }
+}

@@ -1,0 +1,146 @@
+//! A group whose GPUs are threads of the host.
+
+use super::Program;
+use super::heap::Heap;
+use std::time::Duration;
+use symm::coll::call::{Call, Span};
+use symm::coll::cuda::args::{Common, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::cuda::layout::{Layout, MAX_RANKS, Stage};
+use symm::coll::cuda::plan::{self, Facts, Plan, Tuning};
+use symm::coll::cuda::prepare::{Launch, Site, Symmetric};
+use symm::dtype::{DType, ReduceOp};
+
+/// Threads of a block: at least as many as ranks.
+pub(crate) const THREADS: u32 = 8;
+
+/// Whose count of direct kernels is looked at.
+const CHANNEL: u32 = 2;
+
+/// A rank's device memory, whose marked slots are empty.
+pub(crate) struct Memory {
+    units: Vec<u128>,
+    pub(crate) report: Vec<u32>,
+    stop: Box<u32>,
+}
+
+impl Memory {
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let mut units = vec![0u128; layout.channel_bytes() / 16];
+        units[layout.marked() / 16..][..layout.marked_bytes() / 16].fill(u128::MAX);
+        Self { units, report: vec![0; REPORT_WORDS], stop: Box::new(0) }
+    }
+}
+
+/// A group whose GPUs are threads.
+pub(crate) struct Host {
+    pub(crate) n: usize,
+    pub(crate) layout: Layout,
+    pub(crate) tuning: Tuning,
+    pub(crate) memory: Vec<Memory>,
+    pub(crate) timeout: Duration,
+    /// Each rank's symmetric memory; none: calls are not gated.
+    pub(crate) heaps: Vec<Heap>,
+    reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
+}
+
+impl Host {
+    pub(crate) fn new(n: usize) -> Self {
+        // Small everything: many blocks, chunks and turns of the slots in short messages.
+        let tuning = Tuning {
+            one_shot_bytes: 700,
+            two_shot_bytes: 6000,
+            gated_two_shot_bytes: 6000,
+            low_latency_bytes: 5000,
+            block_units: 16,
+            blocks: 64,
+            lanes: 2,
+            threads: 8,
+            overlap: 0,
+        };
+        Self::with_tuning(n, tuning)
+    }
+
+    pub(crate) fn with_tuning(n: usize, tuning: Tuning) -> Self {
+        let layout = Layout::new(n, 64 << 20).expect("fits");
+        let memory = (0..n).map(|_| Memory::new(&layout)).collect();
+        Self { n, layout, tuning, memory, timeout: Duration::from_secs(60), heaps: Vec::new(), reachable: Vec::new() }
+    }
+
+    /// As after some four billion calls: every count is about to begin anew.
+    pub(crate) fn age(&mut self) {
+        let layout = self.layout;
+        let lanes = |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
+        let counts = [
+            (layout.ll_epochs(), 4 * layout.ll_blocks()),
+            (layout.marked_epochs(), 128),
+            (layout.gate_epochs(), 4 * layout.gate_blocks()),
+            lanes(Stage::Scatter),
+            lanes(Stage::Spread),
+        ];
+        for memory in &mut self.memory {
+            for (offset, bytes) in counts {
+                memory.units[offset / 16..][..bytes / 16].fill(0xffff_fffd_ffff_fffd_ffff_fffd_ffff_fffd);
+            }
+        }
+    }
+
+    /// Gives every rank symmetric memory.
+    pub(crate) fn gate(&mut self, bytes: usize) {
+        self.heaps = (0..self.n).map(|me| Heap::new(me, self.n, bytes)).collect();
+        let within = |(me, heap): (usize, &Heap)| {
+            let (begin, end) = (heap.seen_by(me), heap.seen_by(me) + bytes);
+            Box::new(move |span: Span| begin <= span.addr && span.addr + span.bytes <= end) as Box<dyn Fn(Span) -> bool + Send + Sync>
+        };
+        self.reachable = self.heaps.iter().enumerate().map(within).collect();
+    }
+
+    pub(crate) fn is_gated(&self) -> bool {
+        !self.heaps.is_empty() && self.n > 1
+    }
+
+    /// Kernels of each rank that moved something between tensors.
+    pub(crate) fn direct(&self) -> Vec<u32> {
+        self.memory.iter().map(|memory| memory.report[DIRECT_WORD + CHANNEL as usize]).collect()
+    }
+
+    /// No kernel has given up.
+    pub(crate) fn is_well(&self) -> bool {
+        self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
+    }
+
+    pub(crate) fn common(&self, me: usize, call: u64) -> Common {
+        let mut peer = [0; MAX_RANKS];
+        for (address, memory) in peer.iter_mut().zip(&self.memory) {
+            *address = memory.units.as_ptr() as u64;
+        }
+        let memory = &self.memory[me];
+        let (stop, report) = (&raw const *memory.stop as u64, memory.report.as_ptr() as u64);
+        Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
+    }
+
+    pub(crate) fn site(&self, me: usize, call: u64) -> Site<'_> {
+        let symmetric = self.reachable.get(me).map(|reachable| {
+            let mut heap = [0; MAX_RANKS];
+            heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
+            Symmetric { heap, channel: CHANNEL, reachable }
+        });
+        Site { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, call), symmetric }
+    }
+
+    pub(crate) fn plan(&self, call: &Call) -> Plan {
+        plan::choose(call, &Facts { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, gated: self.is_gated() })
+    }
+
+    pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
+        let (path, kernel) = launch.program.names();
+        let typed = launch.program.reduces();
+        let mut defines = vec![format!("-DSYMM_WORLD={}", self.n)];
+        if typed {
+            defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
+        }
+        defines.extend(launch.gated.then(|| "-DSYMM_GATED=1".into()));
+        let program = Program::build_with(path, &defines);
+        // SAFETY: memory and tensors live until all ranks are done.
+        unsafe { program.launch(kernel, me as u32, launch.blocks, THREADS, launch.args.bytes()) };
+    }
+}

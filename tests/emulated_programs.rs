@@ -1,0 +1,489 @@
+//! Random programs of collectives on threads of the host: every kind of call on tensors of any length at any address, in symmetric memory or
+//! not, with ranks that run ahead of each other.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod calls;
+mod emulated;
+
+use calls::{Case, Tensors, factor};
+use emulated::heap::Heap;
+use emulated::host::Host;
+use std::time::{Duration, Instant};
+use symm::coll::call::{Call, Op, Span};
+use symm::coll::cuda::plan::{self, Plan, Tuning};
+use symm::coll::cuda::prepare::Launch;
+use symm::dtype::{DType, ReduceOp};
+use symm::rank::Rank;
+
+/// xorshift.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) as usize % end
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// Mostly short.
+    fn bytes(&mut self, unit: usize) -> usize {
+        let end = self.of(&[1, 40, 40, 700, 700, 6000, 20_000, 60_000]);
+        self.below(end) / unit * unit
+    }
+}
+
+/// What surrounds every tensor, and what outputs begin with.
+const CANARY: u8 = 0xA5;
+const MARGIN: usize = 48;
+
+/// A tensor at any address, between canaries.
+struct Guarded {
+    /// All of it, canaries too: its own, or part of a heap that outlives it.
+    data: *mut u8,
+    length: usize,
+    own: bool,
+    start: usize,
+    bytes: usize,
+}
+
+// SAFETY: plain memory; kernels on other threads use it only while nobody else does.
+unsafe impl Send for Guarded {}
+// SAFETY: as above.
+unsafe impl Sync for Guarded {}
+
+/// How many of a call's tensors lie in symmetric memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Symmetry {
+    None,
+    /// Some, of which some are not aligned.
+    Some,
+    /// All, aligned.
+    All,
+}
+
+/// Where a rank's tensors are made.
+#[derive(Clone, Copy)]
+struct Ground<'a> {
+    heap: Option<&'a Heap>,
+    symmetry: Symmetry,
+}
+
+impl Guarded {
+    fn new(random: &mut Random, ground: Ground<'_>, dtype: DType, bytes: usize) -> Self {
+        let (aligned, some) = (random.below(2) == 0, random.below(4) > 0);
+        let length = bytes + 3 * MARGIN;
+        let heap = ground.heap.filter(|_| ground.symmetry == Symmetry::All || (ground.symmetry == Symmetry::Some && some));
+        let data = heap.map_or_else(|| Box::into_raw(vec![CANARY; length].into_boxed_slice()).cast(), |heap| heap.take(length));
+        let rest = 16 - data as usize % 16;
+        let start = 16 + rest + if aligned || (heap.is_some() && ground.symmetry == Symmetry::All) { 0 } else { random.below(16) };
+        let size = dtype.size();
+        // SAFETY: `length` bytes, just made; nobody else has them.
+        let all = unsafe { std::slice::from_raw_parts_mut(data, length) };
+        all.fill(CANARY);
+        for (i, byte) in all[start..][..bytes].iter_mut().enumerate() {
+            // No NaN and no infinity: the highest bit of a float's exponent is 0.
+            *byte = random.below(256) as u8 & if size > 1 && i % size == size - 1 { 0xBF } else { 0xFF };
+        }
+        Self { data, length, own: heap.is_none(), start, bytes }
+    }
+
+    fn span(&self) -> Span {
+        Span { addr: self.data as usize + self.start, bytes: self.bytes }
+    }
+
+    fn get(&self) -> &[u8] {
+        &self.all()[self.start..][..self.bytes]
+    }
+
+    fn all(&self) -> &[u8] {
+        // SAFETY: `length` bytes, its own or taken from the heap, which lives longer; no kernel writes while somebody looks.
+        unsafe { std::slice::from_raw_parts(self.data, self.length) }
+    }
+}
+
+impl Drop for Guarded {
+    fn drop(&mut self) {
+        if self.own {
+            // SAFETY: made by `new` of a boxed slice of this length.
+            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.data, self.length)) });
+        }
+    }
+}
+
+/// A collective of all of `n` ranks.
+struct Asked {
+    op: Op,
+    n: usize,
+    dtype: DType,
+    reduce_op: ReduceOp,
+    /// Of what one rank has for another, mostly, or for all.
+    base: usize,
+    /// Long messages go in parts of so many bytes.
+    part: usize,
+}
+
+/// What a rank does in one step of a random program.
+enum Act {
+    Collective(Call),
+    Transfers { sends: Vec<(usize, Span)>, receives: Vec<(usize, Span)> },
+}
+
+/// One step of a random program: what each rank does, and what each tensor holds in the end.
+struct Scene {
+    title: String,
+    acts: Vec<Act>,
+    tensors: Vec<(Guarded, Vec<u8>)>,
+    /// Long messages go in parts of so many bytes.
+    part: usize,
+    dtype: DType,
+    reduce_op: ReduceOp,
+}
+
+impl Scene {
+    fn random(random: &mut Random, n: usize, heaps: &[Heap]) -> Self {
+        let (dtype, reduce_op) = random.of(&[
+            (DType::U8, ReduceOp::Max),
+            (DType::BF16, ReduceOp::Sum),
+            (DType::BF16, ReduceOp::Sum),
+            (DType::F64, ReduceOp::PremulSum),
+        ]);
+        let symmetry = random.of(&[Symmetry::None, Symmetry::Some, Symmetry::All, Symmetry::All]);
+        let part = random.of(&[usize::MAX, 8192, 4096]);
+        if random.below(8) == 0 {
+            return Self::transfers(random, n, part);
+        }
+        let op = random.of(Op::ALL);
+        let base = random.bytes(dtype.size());
+        Self::collective(random, heaps, symmetry, Asked { op, n, dtype, reduce_op, base, part })
+    }
+
+    fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, asked: Asked) -> Self {
+        let Asked { op, n, dtype, reduce_op, base, part } = asked;
+        let (root, uneven) = (random.below(n), random.below(3));
+        // Of what one rank has for another, or for all.
+        let mut matrix = vec![vec![base; n]; n];
+        for length in matrix.iter_mut().flatten() {
+            *length = match uneven {
+                0 => random.bytes(dtype.size()),
+                1 if random.below(2) == 0 => 0,
+                _ => base,
+            };
+        }
+        let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0 };
+        let lengths = |me: usize| match op {
+            Op::AllGather => (vec![matrix[me][0]], (0..n).map(|r| matrix[r][0]).collect()),
+            Op::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
+            Op::AllToAll => (matrix[me].clone(), (0..n).map(|r| matrix[r][me]).collect()),
+            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => case.lengths(me, n),
+        };
+        let mut given = Vec::new();
+        let mut got = Vec::new();
+        for me in 0..n {
+            let (inputs, outputs) = lengths(me);
+            let ground = Ground { heap: heaps.get(me), symmetry };
+            given.push(inputs.into_iter().map(|bytes| Guarded::new(random, ground, dtype, bytes)).collect::<Vec<_>>());
+            got.push(outputs.into_iter().map(|bytes| Guarded::new(random, ground, dtype, bytes)).collect::<Vec<_>>());
+        }
+        let all: Vec<Tensors> = given
+            .iter()
+            .map(|inputs| Tensors { inputs: inputs.iter().map(|t| t.get().to_vec()).collect(), outputs: vec![], shift: 0, in_place: false })
+            .collect();
+        let in_place = random.below(2) == 0;
+        let (mut acts, mut tensors) = (Vec::new(), Vec::new());
+        for (me, (inputs, outputs)) in given.into_iter().zip(got).enumerate() {
+            let expected = case.expected(me, &all);
+            let spans = |list: &[Guarded]| list.iter().map(Guarded::span).collect::<Vec<_>>();
+            let mut call = Call {
+                op,
+                dtype,
+                reduce_op,
+                root: Rank(root as u32),
+                factor: factor(me),
+                inputs: spans(&inputs),
+                outputs: spans(&outputs),
+            };
+            let replaces = match op {
+                Op::AllReduce | Op::Reduce => Some((0, 0)),
+                Op::AllGather | Op::Gather => Some((0, me)),
+                Op::Scatter | Op::ReduceScatter => Some((me, 0)),
+                Op::Barrier | Op::Broadcast | Op::AllToAll => None,
+            };
+            let replaces = replaces.filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
+            if let Some((input, output)) = replaces {
+                call.outputs[output] = call.inputs[input];
+            }
+            acts.push(Act::Collective(call));
+            for (i, input) in inputs.into_iter().enumerate() {
+                let kept =
+                    replaces.filter(|&(input, _)| input == i).map_or_else(|| input.get().to_vec(), |(_, output)| expected[output].clone());
+                tensors.push((input, kept));
+            }
+            for (i, output) in outputs.into_iter().enumerate() {
+                let kept = if replaces.is_some_and(|(_, output)| output == i) { output.get().to_vec() } else { expected[i].clone() };
+                tensors.push((output, kept));
+            }
+        }
+        let title = format!(
+            "{op:?} of {matrix:?} bytes, {}, root {root}, in place: {in_place}, symmetric: {symmetry:?}, parts of {part}",
+            dtype.name()
+        );
+        Self { title, acts, tensors, part, dtype, reduce_op }
+    }
+
+    fn transfers(random: &mut Random, n: usize, part: usize) -> Self {
+        let (mut sends, mut receives) = (vec![vec![]; n], vec![vec![]; n]);
+        let mut tensors = Vec::new();
+        for (from, sends) in sends.iter_mut().enumerate() {
+            for to in (0..n).filter(|&to| to != from) {
+                if random.below(2) == 0 {
+                    let bytes = random.bytes(1);
+                    let ground = Ground { heap: None, symmetry: Symmetry::None };
+                    let (out, into) = (Guarded::new(random, ground, DType::U8, bytes), Guarded::new(random, ground, DType::U8, bytes));
+                    sends.push((to, out.span()));
+                    receives[to].push((from, into.span()));
+                    let message = out.get().to_vec();
+                    tensors.push((out, message.clone()));
+                    tensors.push((into, message));
+                }
+            }
+        }
+        let title = format!("transfers {sends:?}");
+        let acts = sends.into_iter().zip(receives).map(|(sends, receives)| Act::Transfers { sends, receives }).collect();
+        Self { title, acts, tensors, part, dtype: DType::U8, reduce_op: ReduceOp::Sum }
+    }
+
+    fn run(&self, host: &Host, me: usize, number: u64) {
+        let site = host.site(me, number);
+        let run = |launch: &Launch| host.run(me, launch, self.dtype, self.reduce_op);
+        let call = match &self.acts[me] {
+            Act::Collective(call) => call,
+            Act::Transfers { sends, receives } => {
+                let plan = plan::transfers(&host.layout, &host.tuning);
+                return run(&site.transfers(sends, receives, plan).unwrap());
+            }
+        };
+        call.validate(Rank(me as u32), host.n).expect("a valid call");
+        let plan = host.plan(call);
+        // As `segment` does it, where the plan may come to that.
+        let in_parts =
+            matches!(plan, Plan::TwoStage { .. } | Plan::ReduceStaged { .. }) || matches!(plan, Plan::Exchange { lanes: 1.., .. });
+        let step = if in_parts { self.part } else { usize::MAX };
+        for index in 0..call.longest().div_ceil(step).max(1) {
+            let cut = |span: &Span| {
+                let first = span.bytes.min(index * step);
+                Span { addr: span.addr + first, bytes: (span.bytes - first).min(step) }
+            };
+            let part =
+                Call { inputs: call.inputs.iter().map(cut).collect(), outputs: call.outputs.iter().map(cut).collect(), ..call.clone() };
+            if let Some(launch) = site.prepare(&part, plan.of_segment(index)) {
+                run(&launch);
+            }
+        }
+    }
+
+    /// Whether `me` moves something in a gated kernel, to or from a peer, without parts.
+    fn moves(&self, host: &Host, me: usize) -> bool {
+        let Act::Collective(call) = &self.acts[me] else { return false };
+        let plan = host.plan(call);
+        let short = plan::short_bytes(plan) as usize;
+        let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
+        plan.can_be_gated() && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs))
+    }
+
+    fn check(&self, about: &str) {
+        for (i, (tensor, expected)) in self.tensors.iter().enumerate() {
+            let wrong = tensor.get().iter().zip(expected).position(|(a, b)| a != b);
+            assert_eq!(wrong, None, "tensor {i} of {about}: {}", self.title);
+            let (before, rest) = tensor.all().split_at(tensor.start);
+            let untouched = before.iter().chain(&rest[tensor.bytes..]).all(|&byte| byte == CANARY);
+            assert!(untouched, "bytes beside tensor {i} of {about} were written: {}", self.title);
+        }
+    }
+}
+
+/// Bytes of a rank's symmetric memory.
+const HEAP: usize = 256 << 20;
+
+/// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and `SYMM_RANDOM_PROGRAMS` for others and more.
+fn random_programs(n: usize, gated: bool) {
+    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let seed = number("SYMM_RANDOM_SEED", 1);
+    for program in 0..number("SYMM_RANDOM_PROGRAMS", 2) {
+        let mut random = Random((seed << 32 | program << 8 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let tuning = Tuning {
+            one_shot_bytes: random.of(&[0, 700, 5000, 70_000]),
+            two_shot_bytes: random.of(&[0, 6000, 70_000]),
+            gated_two_shot_bytes: random.of(&[0, 0, 6000]),
+            low_latency_bytes: random.of(&[0, 600, 5000, if gated { 700 } else { 30_000 }]),
+            block_units: random.of(&[16, 60, 256]),
+            blocks: 64,
+            lanes: 1 + random.below(4),
+            threads: 8,
+            overlap: 0,
+        };
+        let mut host = Host::with_tuning(n, tuning);
+        if gated {
+            host.gate(HEAP);
+        }
+        if program % 2 == 1 {
+            host.age();
+        }
+        let scenes: Vec<Scene> = (0..40).map(|_| Scene::random(&mut random, n, &host.heaps)).collect();
+        let naps: Vec<u64> = (0..n).map(|_| random.below(usize::MAX) as u64).collect();
+        std::thread::scope(|scope| {
+            for (me, nap) in naps.into_iter().enumerate() {
+                let (host, scenes) = (&host, &scenes);
+                scope.spawn(move || {
+                    let mut random = Random(nap | 1);
+                    for (i, scene) in scenes.iter().enumerate() {
+                        if random.below(6) == 0 {
+                            std::thread::sleep(Duration::from_millis(random.below(5) as u64));
+                        }
+                        scene.run(host, me, i as u64);
+                    }
+                });
+            }
+        });
+        for (i, scene) in scenes.iter().enumerate() {
+            scene.check(&format!("step {i} of program {program}, {n} ranks, {tuning:?}"));
+        }
+        assert!(host.is_well(), "a kernel gave up");
+        assert_eq!(gated, host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
+    }
+}
+
+#[test]
+fn random_programs_alone() {
+    random_programs(1, false);
+}
+
+#[test]
+fn random_programs_on_two_ranks() {
+    random_programs(2, false);
+}
+
+#[test]
+fn random_programs_on_three_ranks() {
+    random_programs(3, false);
+}
+
+#[test]
+fn random_programs_on_four_ranks() {
+    random_programs(4, false);
+}
+
+#[test]
+fn random_programs_on_five_ranks() {
+    random_programs(5, false);
+}
+
+#[test]
+fn random_gated_programs_on_two_ranks() {
+    random_programs(2, true);
+}
+
+#[test]
+fn random_gated_programs_on_three_ranks() {
+    random_programs(3, true);
+}
+
+#[test]
+fn random_gated_programs_on_four_ranks() {
+    random_programs(4, true);
+}
+
+#[test]
+fn random_gated_programs_on_eight_ranks() {
+    random_programs(8, true);
+}
+
+/// Every collective on symmetric tensors alone goes direct, whatever its element type and operation, and whatever its tails.
+fn all_symmetric_goes_direct(n: usize) {
+    let tuning = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, low_latency_bytes: 0, lanes: 2, threads: 8, ..Tuning::of(n) };
+    let mut host = Host::with_tuning(n, tuning);
+    host.gate(HEAP);
+    let mut random = Random(n as u64);
+    let reductions = [
+        (DType::F32, ReduceOp::Sum),
+        (DType::BF16, ReduceOp::Avg),
+        (DType::F8E4M3FN, ReduceOp::Max),
+        (DType::I64, ReduceOp::Product),
+        (DType::F64, ReduceOp::PremulSum),
+        (DType::Bool, ReduceOp::Sum),
+    ];
+    let mut scenes = Vec::new();
+    for (i, (dtype, reduce_op)) in reductions.into_iter().enumerate() {
+        for op in Op::ALL.iter().filter(|op| **op != Op::Barrier && (op.reduces() || i == 0)) {
+            // Longer than what flags in the data carry where nobody knows the longest message.
+            let least = if *op == Op::AllToAll { 66_000 } else { 100 };
+            let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
+            let asked = Asked { op: *op, n, dtype, reduce_op, base, part: usize::MAX };
+            scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, asked));
+        }
+    }
+    let least: Vec<usize> = (0..n).map(|me| scenes.iter().filter(|scene| scene.moves(&host, me)).count()).collect();
+    std::thread::scope(|scope| {
+        for me in 0..n {
+            let (host, scenes) = (&host, &scenes);
+            scope.spawn(move || scenes.iter().for_each(|scene| scene.run(host, me, 1)));
+        }
+    });
+    scenes.iter().enumerate().for_each(|(i, scene)| scene.check(&format!("step {i}, {n} ranks")));
+    assert!(host.is_well(), "a kernel gave up");
+    let direct: Vec<usize> = host.direct().iter().map(|&kernels| kernels as usize).collect();
+    assert_eq!(direct, least, "{n} ranks");
+    assert!(least.iter().all(|&scenes| scenes > 8), "{n} ranks: {least:?}");
+}
+
+#[test]
+fn all_symmetric_goes_direct_on_two_ranks() {
+    all_symmetric_goes_direct(2);
+}
+
+#[test]
+fn all_symmetric_goes_direct_on_three_ranks() {
+    all_symmetric_goes_direct(3);
+}
+
+#[test]
+fn all_symmetric_goes_direct_on_four_ranks() {
+    all_symmetric_goes_direct(4);
+}
+
+#[test]
+fn all_symmetric_goes_direct_on_eight_ranks() {
+    all_symmetric_goes_direct(8);
+}
+
+/// Who does not know where a peer's memory is touches nothing.
+#[test]
+fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
+    // Not a gather: of its ranks only the root needs all others.
+    for op in [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast] {
+        let tuning = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, low_latency_bytes: 0, lanes: 2, threads: 8, ..Tuning::of(3) };
+        let mut host = Host::with_tuning(3, tuning);
+        host.gate(HEAP);
+        host.timeout = Duration::from_millis(300);
+        let asked = Asked { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000, part: usize::MAX };
+        let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, asked);
+        let before: Vec<Vec<u8>> = scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
+        let begun = Instant::now();
+        std::thread::scope(|scope| {
+            for me in 0..2 {
+                let (host, scene) = (&host, &scene);
+                scope.spawn(move || scene.run(host, me, 77));
+            }
+        });
+        assert!(begun.elapsed() < Duration::from_secs(20), "{op:?}: {:?}", begun.elapsed());
+        for memory in &host.memory[..2] {
+            assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{op:?}: {:?}", memory.report);
+        }
+        assert_eq!(host.direct(), [0, 0, 0], "{op:?}");
+        assert!(scene.tensors.iter().zip(&before).all(|((tensor, _), before)| tensor.all() == before), "{op:?}");
+    }
+}
