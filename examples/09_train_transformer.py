@@ -6,6 +6,7 @@ The text is the standard library that lies beside the interpreter, byte by byte,
 rank trains on batches of its own and holds a part of every layer, which is gathered before it is used; with tensor
 parallelism all ranks see the same batch, and each computes a part of the heads and of the hidden units of every block.
 ``--compare`` trains with a second backend in the same processes, from the same seeds, and prints both loss curves.
+``--symmetric`` lets FSDP2 take its buffers from symm, whose kernels then load and store them on all GPUs directly.
 
 The share of communication is taken from torch.profiler over a few steps: on GPUs the time of the kernels that
 communicate (and of those that nothing else ran beside), on CPUs the time inside the backend's collectives.
@@ -113,12 +114,12 @@ def batches(text: torch.Tensor, shape: Shape, seed: int, device: torch.device) -
         yield torch.stack([text[start : start + shape.context + 1] for start in starts.tolist()]).to(device)
 
 
-def distributed(model: Model, parallel: str, group: dist.ProcessGroup, device: torch.device) -> Model:
+def distributed(model: Model, given: argparse.Namespace, group: dist.ProcessGroup, device: torch.device) -> Model:
     """Shards the model or splits its blocks over the group."""
     # DTensor remembers plans by mesh, and takes meshes of the same ranks and names for the same, whatever their groups:
     # without the name, a second training in this process would communicate through the first one's group.
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(dist.get_backend(group),))
-    if parallel == "tp":
+    if given.parallel == "tp":
         ways = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
         for block in model.blocks:
             parallelize_module(block, mesh, {**ways, "out": RowwiseParallel(), "down": RowwiseParallel()})
@@ -127,10 +128,13 @@ def distributed(model: Model, parallel: str, group: dist.ProcessGroup, device: t
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    if dist.get_backend(group) == "gloo":  # which has no ReduceOp.AVG
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if dist.get_backend(group) == "gloo":  # which has no ReduceOp.AVG
+            module.set_force_sum_reduction_for_comms(True)
+        # Where the backend cannot allocate, this asks and leaves all as it was.
+        module.set_allocate_memory_from_process_group_for_comm(given.symmetric and dist.get_backend(group) == "symm")
     return model
 
 
@@ -148,7 +152,7 @@ def train(text: torch.Tensor, shape: Shape, given: argparse.Namespace, group: di
     """Trains from the seeds, then profiles a few more steps."""
     device = torch.device(given.device, torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
     torch.manual_seed(SEED)
-    model = distributed(Model(shape).to(device), given.parallel, group, device)
+    model = distributed(Model(shape).to(device), given, group, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
     data = batches(text, shape, SEED + (group.rank() if given.parallel == "fsdp" else 0), device)
     use_bf16 = device.type == "cuda" and given.parallel == "tp"
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"), help="symm, nccl or gloo")
     parser.add_argument("--compare", action="store_true", help="train with NCCL (on CPUs: Gloo), too")
     parser.add_argument("--parallel", choices=("fsdp", "tp"), default="fsdp")
+    parser.add_argument("--symmetric", action="store_true", help="with fsdp: buffers in symm's symmetric GPU memory")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda with a GPU per rank")

@@ -138,6 +138,29 @@ pub mod ffi {
         text: String,
     }
 
+    /// A mesh whose collectives are to be priced; the meaning of the fields stands at `coll::cost::Mesh`.
+    struct CostMesh {
+        device: String,
+        ranks: Vec<usize>,
+        job: usize,
+        per_host: usize,
+    }
+
+    /// Prices, or why there are none. `found` is false where no profile is for this hardware.
+    struct OpenedCost {
+        status: Status,
+        found: bool,
+        model: Box<CostModel>,
+    }
+
+    /// What one collective costs, and why.
+    struct Price {
+        status: Status,
+        us: f64,
+        algorithm: String,
+        basis: String,
+    }
+
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
 
@@ -192,6 +215,26 @@ pub mod ffi {
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
         /// Of all GPUs of this host.
         fn topology_report() -> TopologyReport;
+
+        /// `coll::cost::Model`.
+        type CostModel;
+        /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` of each dimension's link, in place of the model's own; or
+        /// empty. `profile`: a file in place of the one that is found; or empty.
+        fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost;
+        /// Of the collective `op` on `bytes` along dimension `dim`.
+        fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
+        /// GB/s of each dimension's link.
+        fn gb_per_s(self: &CostModel) -> Vec<f64>;
+        /// Microseconds of a trip over each dimension's link.
+        fn trip_us(self: &CostModel) -> Vec<f64>;
+        /// Where prices come from, for people.
+        fn origin(self: &CostModel) -> String;
+        /// JSON: the hardware that a profile of a job of `ranks` is keyed by, and the name of its file; `null` if it cannot be told.
+        fn profile_key(device: &str, ranks: usize) -> TopologyReport;
+        /// Where the package keeps its profiles; the system's bytes.
+        fn shipped_profiles(folder: &[u8]);
+        /// Where the user's are kept; empty: nowhere.
+        fn own_profiles() -> Vec<u8>;
 
         type GroupHandle;
 
@@ -254,14 +297,18 @@ pub mod ffi {
         fn blocking_wait() -> bool;
         /// JSON: which algorithm has served how many CUDA calls of this process.
         fn stats() -> String;
+        /// Whether CUDA device `device` can have memory that its peers load and store directly.
+        fn shares(device: i32) -> bool;
         /// `CARGO_PKG_VERSION`.
         fn version() -> String;
     }
 }
 
+mod cost;
 mod crowd;
 mod cuda;
 mod kernels;
+mod memory;
 mod native_store;
 mod topology;
 mod torch_store;
@@ -273,9 +320,11 @@ use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
+use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use crowd::{Crowd, crowd};
 use cuda::{blocking_wait, capturing, stats};
 use kernels::cuda_libraries;
+use memory::shares;
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -471,7 +520,7 @@ fn completion(done: cxx::UniquePtr<ffi::Completion>) -> Done {
     })
 }
 
-// Only `PyInit__C` is exported; build.rs says how this achieves it.
+// Only `PyInit__C` and the two functions of `memory` are exported; build.rs says how this achieves it.
 std::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/hidden.s")));
 
 unsafe extern "C" {

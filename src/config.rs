@@ -14,6 +14,17 @@ pub enum CacheDir {
     At(PathBuf),
 }
 
+/// Which profile of measured times counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProfileChoice {
+    /// None, as the user wishes.
+    Off,
+    /// The one for this hardware, of the user's cache or the package.
+    Search,
+    /// This file.
+    At(PathBuf),
+}
+
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -31,6 +42,8 @@ pub struct Config {
     pub p2p: bool,
     /// `SYMM_CUDA_TUNING`: where one algorithm ends and the next begins (`coll::cuda::plan::Tuning`), the same on all ranks.
     pub cuda_tuning: String,
+    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` for none; absent: searched for (`docs/cost-model.md`).
+    pub profile: ProfileChoice,
     /// `SYMM_STORE_BYTES`: how much a store's server holds, in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
     /// `SYMM_NVRTC`: NVIDIA's run-time compiler, or the folder it lies in; absent: searched for.
@@ -59,7 +72,7 @@ impl Config {
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
-        let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(256, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
+        let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
         let mut switch = |name: &str, usual: bool| match set(name).as_deref() {
             None => usual,
             Some("0") => false,
@@ -92,6 +105,11 @@ impl Config {
             workspace_mb,
             p2p,
             cuda_tuning: set("SYMM_CUDA_TUNING").unwrap_or_default(),
+            profile: match set("SYMM_PROFILE").as_deref() {
+                None => ProfileChoice::Search,
+                Some("0") => ProfileChoice::Off,
+                Some(path) => ProfileChoice::At(path.into()),
+            },
             store_bytes,
             nvrtc: set("SYMM_NVRTC").map(PathBuf::from),
             cache_dir,
@@ -135,9 +153,10 @@ mod tests {
             spin: None,
             cma: true,
             store_bytes: None,
-            workspace_mb: 256,
+            workspace_mb: 512,
             p2p: true,
             cuda_tuning: String::new(),
+            profile: ProfileChoice::Search,
             nvrtc: None,
             cache_dir: CacheDir::Unknown,
             topology_file: None,
@@ -159,6 +178,7 @@ mod tests {
             ("SYMM_WORKSPACE_MB", "64"),
             ("SYMM_P2P", "0"),
             ("SYMM_CUDA_TUNING", "lanes=8"),
+            ("SYMM_PROFILE", "/etc/profile.json"),
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
             ("SYMM_BLOCKING_WAIT", "1"),
         ]);
@@ -170,6 +190,7 @@ mod tests {
             workspace_mb: 64,
             p2p: false,
             cuda_tuning: "lanes=8".into(),
+            profile: ProfileChoice::At("/etc/profile.json".into()),
             store_bytes: Some(4096),
             nvrtc: Some("/opt/libnvrtc.so.13".into()),
             cache_dir: CacheDir::At("/scratch/kernels".into()),
@@ -177,6 +198,7 @@ mod tests {
             blocking_wait: true,
         };
         assert_eq!((config, complaints), (expected, 0));
+        assert_eq!(parse(&[("SYMM_PROFILE", "0")]).0.profile, ProfileChoice::Off);
         let (config, complaints) = parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G")]);
         assert_eq!((config.spin, config.cma, config.store_bytes, complaints), (None, true, None, 3));
     }

@@ -4,9 +4,12 @@ pub mod device;
 
 use crate::boot::{self, JoinSpec, Member};
 use crate::coll::call::{Call, Op};
+use crate::coll::cost::hardware::Device;
+use crate::coll::cost::profile;
 use crate::coll::cpu::Runner;
 use crate::coll::cuda::ledger;
 use crate::coll::cuda::plane::Plane;
+use crate::coll::plan::Thresholds;
 use crate::config::Config;
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
@@ -47,11 +50,13 @@ pub struct Tuning {
     pub direct: bool,
     /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
     pub spins: Option<u32>,
+    /// Where one way of moving data ends and the next begins; need not be the same on all ranks.
+    pub thresholds: Thresholds,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        Self { direct: true, spins: None }
+        Self { direct: true, spins: None, thresholds: Thresholds::default() }
     }
 }
 
@@ -95,7 +100,8 @@ impl Group {
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
         let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
         let members = joined.members.iter().enumerate().map(identity).collect();
-        let tuning = Tuning { direct: config.cma, spins: config.spin };
+        let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
+        let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
         let segment = Segment::map(joined.segment, segment_bytes)?;
         Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)
     }
@@ -134,7 +140,7 @@ impl Group {
         let direct = meet(&board, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
         Ok(Self {
-            engine: Engine::new(Runner::new(Arc::clone(&board))),
+            engine: Engine::new(Runner::new(Arc::clone(&board), tuning.thresholds)),
             transfers: Transfers::new(Arc::clone(&board), direct),
             board,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),

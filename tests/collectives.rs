@@ -8,12 +8,13 @@ mod ranks;
 
 use ranks::{span, with_ranks};
 use symm::coll::call::{Call, Op, Span};
+use symm::coll::plan::Thresholds;
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::rank::Rank;
 
-const TUNING: Tuning = Tuning { direct: true, spins: None };
+const TUNING: Tuning = Tuning { direct: true, spins: None, thresholds: Thresholds::DEFAULT };
 
 /// Elements: nothing, odd counts beside a flag, staged in one chunk, in many.
 const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];

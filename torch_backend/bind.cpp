@@ -82,13 +82,20 @@ void bind(py::module_ module) {
       .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
       // Called on ranks outside a new group, with which a symm group has nothing to agree.
       .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
+      // c10d's own binding passes the index alone.
+      .def(
+          "supports_tensor_alloc",
+          [](ProcessGroupSymm&, const at::Device& device) { return sharing_device(device).has_value(); },
+          py::arg("device"))
       .def("get_error", &ProcessGroupSymm::getError)
       .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
 
   module.def("_stats", [] { return std::string(stats()); });
+  module.def("_shares", &shares, py::arg("device"));
 
+  bind_cost(module);
   bind_stores(module);
   bind_topology(module);
   module.def("_cuda_libraries", &cuda_libraries, py::arg("folders"));

@@ -195,6 +195,8 @@ void ProcessGroupSymm::abort() {
 void ProcessGroupSymm::shutdown() {
   closed_ = true;
   (*group_)->shutdown();
+  // After its kernels have ended: giving memory back waits for the device.
+  pools_.let_go();
 }
 
 c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(

@@ -14,6 +14,7 @@
 
 #include "compat.hpp"
 #include "device_work.hpp"
+#include "memory.hpp"
 #include "operation.hpp"
 #include "record.hpp"
 #include "work.hpp"
@@ -93,6 +94,16 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   void enableCollectivesTiming() override {}
   // Sets up the group's memory on a CUDA device now, not at the first call.
   void eagerConnectSingleDevice(at::Device device) override;
+  // Symmetric memory: tensors that the other ranks' kernels load and store directly.
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    return symmetric_allocator();
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override {
+    return pools_.allocate(size, options);
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex index) override {
+    return index >= 0 && sharing_device(at::Device(at::kCUDA, index)).has_value();
+  }
   ::c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
@@ -141,6 +152,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Store> store_;
   c10::intrusive_ptr<Options> options_;
   Group group_;
+  PoolHold pools_;
   // What startCoalescing() began.
   struct Coalesced {
     std::vector<WorkPtr> parts;

@@ -14,6 +14,7 @@ from torch_symm._autoload import autoload
 from torch_symm._version import __version__
 
 if TYPE_CHECKING:
+    from torch_symm import tensor as tensor
     from torch_symm._C import (
         FileStore,
         MemoryStore,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         SymmTimeout,
         TCPStore,
     )
+    from torch_symm._memory import mem_allocator
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
 
@@ -43,6 +45,7 @@ __all__ = [
     "TCPStore",
     "__version__",
     "detect_dma_connectivity",
+    "mem_allocator",
     "stats",
     "topology",
 ]
@@ -51,6 +54,7 @@ __all__ = [
 _MODULES = {
     "DMAConnectivity": "_topology",
     "detect_dma_connectivity": "_topology",
+    "mem_allocator": "_memory",
     "stats": "_stats",
     "topology": "_topology",
 }
@@ -59,6 +63,8 @@ autoload()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tensor":
+        return import_module("torch_symm.tensor")
     if name not in __all__:
         raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")
     if name in _MODULES:

@@ -11,7 +11,8 @@ from torch_symm._native import load
 def stats() -> dict[str, Any]:
     """Returns how many calls on CUDA tensors of this process each algorithm has served; empty before the first.
 
-    Counts what was enqueued: a captured call once, not at each replay.
+    Counts what was enqueued: a captured call once, not at each replay. ``"direct"`` counts the calls, replays included,
+    in which this rank loaded or stored symmetric memory of a peer, as far as the devices have come.
 
     Raises:
         ImportError: the native part cannot serve this torch.

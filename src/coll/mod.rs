@@ -1,6 +1,7 @@
-//! Collectives: what was asked ([`call`]), what will run ([`plan`]), and how ([`cpu`]).
+//! Collectives: what was asked ([`call`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), and how long it takes ([`cost`]).
 
 pub mod call;
+pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;

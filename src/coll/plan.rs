@@ -18,11 +18,27 @@ pub enum Plan {
     },
 }
 
-/// Results of calls whose tensors on all ranks are larger than this together are written past the cache: nobody finds them there later.
-const STREAM_BYTES: usize = 48 << 20;
+/// Where one way ends and the next begins. Not compared among ranks: how a rank writes its own results concerns nobody else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thresholds {
+    /// Results of calls whose tensors on all ranks are larger than this together are written past the cache: nobody finds them there
+    /// later.
+    pub stream_bytes: usize,
+}
+
+impl Thresholds {
+    /// Where nothing was measured.
+    pub const DEFAULT: Self = Self { stream_bytes: 48 << 20 };
+}
+
+impl Default for Thresholds {
+    fn default() -> Self {
+        Self::DEFAULT
+    }
+}
 
 /// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes.
-pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
+pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan {
     // Scatter and all-to-all post one message for every rank, and reduce-scatter does too.
     let posted = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => longest.saturating_mul(n),
@@ -37,7 +53,7 @@ pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
         Op::AllReduce => 2,
         Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 1,
     };
-    let store = if longest.saturating_mul(messages * n) > STREAM_BYTES { Store::Streaming } else { Store::Cached };
+    let store = if longest.saturating_mul(messages * n) > thresholds.stream_bytes { Store::Streaming } else { Store::Cached };
     let room = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => SLOT_BYTES / n,
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => SLOT_BYTES,
@@ -52,6 +68,10 @@ pub fn choose(op: Op, longest: usize, n: usize) -> Plan {
 mod tests {
     use super::*;
 
+    fn choose(op: Op, longest: usize, n: usize) -> Plan {
+        super::choose(op, longest, n, &Thresholds::default())
+    }
+
     #[test]
     fn the_size_decides() {
         assert_eq!(choose(Op::AllReduce, 8, 4), Plan::Inline);
@@ -59,6 +79,15 @@ mod tests {
         assert!(matches!(choose(Op::AllGather, 1 << 20, 4), Plan::Staged { store: Store::Cached, .. }));
         assert!(matches!(choose(Op::AllGather, 64 << 20, 4), Plan::Staged { store: Store::Streaming, .. }));
         assert_eq!(choose(Op::AllToAll, 4096, 4), choose(Op::Scatter, 4096, 4), "four messages do not fit a post");
+    }
+
+    #[test]
+    fn thresholds_move() {
+        let always = Thresholds { stream_bytes: 1 };
+        let streamed = |thresholds: &Thresholds| {
+            matches!(super::choose(Op::AllReduce, 1 << 20, 4, thresholds), Plan::Staged { store: Store::Streaming, .. })
+        };
+        assert_eq!((streamed(&always), streamed(&Thresholds::default())), (true, false));
     }
 
     #[test]

@@ -51,3 +51,14 @@ impl Host {
 pub fn name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
+
+/// The model of its CPU, as the kernel calls it, or its architecture.
+pub fn cpu() -> &'static str {
+    static MODEL: OnceLock<String> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+        let named = |field: &str| text.lines().find(|line| line.starts_with(field)).and_then(|line| line.split_once(':'));
+        let name = named("model name").or_else(|| named("Model")).map_or("", |(_, name)| name.trim());
+        if name.is_empty() { std::env::consts::ARCH.into() } else { name.into() }
+    })
+}

@@ -4,6 +4,7 @@
 //! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/topology.md`.
 
 pub mod ancestry;
+pub mod cost;
 pub mod device;
 pub mod graph;
 pub mod injected;

@@ -79,10 +79,10 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
-def test_extension_exports_its_initialiser_only(extension: Path) -> None:
+def test_extension_exports_its_initialiser_and_the_allocator_only(extension: Path) -> None:
     command = ["nm", "-D", "--defined-only", str(extension)]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__C"]
+    assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__C", "symm_alloc", "symm_free"]
 
 
 @needs_readelf

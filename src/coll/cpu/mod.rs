@@ -11,7 +11,7 @@ pub mod pipeline;
 mod reduce_scatter;
 
 use crate::coll::call::{Call, Op};
-use crate::coll::plan::{self, Plan};
+use crate::coll::plan::{self, Plan, Thresholds};
 use crate::error::Result;
 use crate::sync::board::Board;
 use crate::sync::limit::Limit;
@@ -24,6 +24,7 @@ pub struct Runner {
     seq: u64,
     stage: u64,
     staging_reserved: bool,
+    thresholds: Thresholds,
 }
 
 /// One collective under way.
@@ -37,8 +38,8 @@ struct Step<'a> {
 
 impl Runner {
     /// A runner for a group that has run nothing yet.
-    pub fn new(board: Arc<Board>) -> Self {
-        Self { board, seq: 0, stage: 0, staging_reserved: false }
+    pub fn new(board: Arc<Board>, thresholds: Thresholds) -> Self {
+        Self { board, seq: 0, stage: 0, staging_reserved: false, thresholds }
     }
 
     /// Number of collectives begun.
@@ -54,7 +55,8 @@ impl Runner {
         }
         self.seq += 1;
         let longest = call.longest();
-        let plan = plan::choose(call.op, longest, n);
+        let choose = |longest| plan::choose(call.op, longest, n, &self.thresholds);
+        let plan = choose(longest);
         let board = Arc::clone(&self.board);
         let mut step = Step { board: &board, call, limit, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
@@ -62,7 +64,7 @@ impl Runner {
         }
         // Only the ranks together know the longest message of an all-to-all.
         let (plan, longest) = if call.op == Op::AllToAll {
-            step.arrive_all_to_all()?.map_or((Plan::Inline, 0), |longest| (plan::choose(call.op, longest, n), longest))
+            step.arrive_all_to_all()?.map_or((Plan::Inline, 0), |longest| (choose(longest), longest))
         } else {
             step.arrive(plan)?;
             (plan, longest)

@@ -1,0 +1,104 @@
+//! Prices of collectives, as C++ sees them.
+
+use super::ffi::{CostMesh, OpenedCost, Price, TopologyReport};
+use super::guarded;
+use crate::coll::cost::hardware::{Device, Hardware};
+use crate::coll::cost::profile::{self, Profile};
+use crate::coll::cost::{Basis, Mesh, Model};
+use crate::error::{Error, Result};
+use crate::topo::cost::Link;
+use std::ffi::OsStr;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+
+/// A model, or the reason why there is none.
+pub struct CostModel(Result<Model>);
+
+pub(super) fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost {
+    let mut model = Err(Error::config("no profile is for this hardware"));
+    let mut found = false;
+    let status = guarded(|| {
+        if let Some(made) = make(mesh, basis, gb_per_s, us, profile)? {
+            (found, model) = (true, Ok(made));
+        }
+        Ok(())
+    });
+    OpenedCost { status, found, model: Box::new(CostModel(model)) }
+}
+
+fn make(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> Result<Option<Model>> {
+    let CostMesh { device, ranks, job, per_host } = mesh;
+    let mesh = Mesh { device: Device::named(device)?, ranks: ranks.clone(), job: *job, per_host: *per_host };
+    if gb_per_s.len() != us.len() {
+        return Err(Error::value(format!("{} bandwidths, but {} latencies", gb_per_s.len(), us.len())));
+    }
+    let links: Vec<Link> = gb_per_s.iter().zip(us).map(|(&gb_per_s, &us)| Link { gb_per_s, us }).collect();
+    let links = (!links.is_empty()).then_some(links);
+    match basis {
+        "torch" => Model::torch(&mesh, links).map(Some),
+        "links" => Model::links(&mesh, links).map(Some),
+        "measured" if profile.is_empty() => Model::measured(&mesh),
+        "measured" => {
+            let path = Path::new(OsStr::from_bytes(profile));
+            let here = Hardware::here(mesh.device, mesh.job).ok_or_else(|| Error::config("what hardware this is cannot be told"))?;
+            Model::of_profile(&mesh, profile::accept(Profile::load(path)?, path, &here)?).map(Some)
+        }
+        other => Err(Error::value(format!("{other:?} is no basis of prices; there are torch, links and measured"))),
+    }
+}
+
+impl CostModel {
+    fn model(&self) -> Result<&Model> {
+        self.0.as_ref().map_err(Clone::clone)
+    }
+
+    pub(super) fn price(&self, op: &str, bytes: f64, dim: usize) -> Price {
+        let (mut us, mut algorithm, mut basis) = (0.0, String::new(), "");
+        let status = guarded(|| {
+            let model = self.model()?;
+            us = model.us(op, bytes, dim)?;
+            algorithm = model.algorithm(op, bytes, dim)?.into();
+            basis = match model.basis(op, dim)? {
+                Basis::Torch => "torch",
+                Basis::Links => "links",
+                Basis::Measured => "measured",
+            };
+            Ok(())
+        });
+        Price { status, us, algorithm, basis: basis.into() }
+    }
+
+    pub(super) fn gb_per_s(&self) -> Vec<f64> {
+        self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.gb_per_s).collect())
+    }
+
+    pub(super) fn trip_us(&self) -> Vec<f64> {
+        self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.us).collect())
+    }
+
+    pub(super) fn origin(&self) -> String {
+        self.model().map_or_else(|error| error.message, |model| model.origin().to_owned())
+    }
+}
+
+pub(super) fn profile_key(device: &str, ranks: usize) -> TopologyReport {
+    let mut text = String::new();
+    let status = guarded(|| {
+        let here = Hardware::here(Device::named(device)?, ranks);
+        let key = here.map(|here| serde_json::json!({"file": here.file_name(), "says": here.to_string(), "hardware": here}));
+        text = serde_json::to_string(&key).map_err(|error| Error::internal(error.to_string()))?;
+        Ok(())
+    });
+    TopologyReport { status, text }
+}
+
+pub(super) fn shipped_profiles(folder: &[u8]) {
+    guarded(|| {
+        profile::shipped_in(OsStr::from_bytes(folder).into());
+        Ok(())
+    });
+}
+
+pub(super) fn own_profiles() -> Vec<u8> {
+    profile::own_folder().map_or_else(Vec::new, |folder| folder.into_os_string().into_vec())
+}

@@ -1,0 +1,46 @@
+//! Symmetric memory, as torch's pluggable allocator asks for it.
+
+use super::guarded;
+use crate::group::device;
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::sync::{Mutex, PoisonError};
+
+/// A new segment of at least `bytes` on CUDA device `device`; null if there is none, which torch makes an `OutOfMemoryError` of once it
+/// has given back what it caches. Any thread may call it, also while it holds the lock of torch's allocator.
+#[unsafe(no_mangle)]
+extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
+    let mut address = 0;
+    let outcome = guarded(|| {
+        address = device::allocate(device, bytes)?;
+        Ok(())
+    });
+    if outcome.kind != 0 {
+        log::warn!("{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}", outcome.message);
+    }
+    // The address is the driver's and means nothing to the host.
+    std::ptr::without_provenance_mut(address as usize)
+}
+
+/// Gives a segment of `symm_alloc` back. A failure is only logged: torch has forgotten the segment already.
+#[unsafe(no_mangle)]
+extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
+    let address = segment.addr() as u64;
+    let outcome = guarded(|| device::release(address));
+    if outcome.kind != 0 {
+        log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
+    }
+}
+
+/// FSDP2 asks before every buffer, and asking the driver takes hold of the device's context: each device is asked once.
+static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
+
+pub(super) fn shares(device: i32) -> bool {
+    let mut answer = false;
+    guarded(|| {
+        let mut known = SHARES.lock().unwrap_or_else(PoisonError::into_inner);
+        answer = *known.entry(device).or_insert_with(|| device::shares(device));
+        Ok(())
+    });
+    answer
+}

@@ -1,0 +1,139 @@
+//! Which algorithm serves a group's collectives, by name. Pure.
+
+use super::hardware::Device;
+use crate::coll::call::{Call, Op, Span};
+use crate::coll::cuda;
+use crate::coll::cuda::layout::Layout;
+use crate::coll::plan::{self, Plan, Thresholds};
+use crate::dtype::{DType, ReduceOp};
+use crate::kernels::cpu::Store;
+use crate::rank::Rank;
+use crate::topo::cost::Link;
+
+/// What the choice depends on besides the call.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Algorithms {
+    /// `coll::plan`.
+    Cpu(Thresholds),
+    /// `coll::cuda::plan`.
+    Cuda(Layout, cuda::plan::Tuning),
+    /// Groups that this crate cannot serve: more ranks than it takes, or several hosts.
+    Foreign,
+}
+
+/// What Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and a kernel's start on a GPU.
+const CPU_BASE_US: f64 = 4.0;
+const CUDA_BASE_US: f64 = 2.0;
+const FOREIGN_BASE_US: f64 = 6.6;
+
+impl Algorithms {
+    /// On `device`, in groups of `ranks` with a workspace of `workspace` bytes.
+    pub(super) fn of(device: Device, ranks: usize, workspace: usize, thresholds: Thresholds, tuning: cuda::plan::Tuning) -> Self {
+        match device {
+            Device::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
+            Device::Cuda if ranks <= cuda::layout::MAX_RANKS => {
+                Layout::new(ranks, workspace.max(Layout::least(ranks))).map_or(Self::Foreign, |layout| Self::Cuda(layout, tuning))
+            }
+            Device::Cpu | Device::Cuda => Self::Foreign,
+        }
+    }
+
+    /// The algorithm for `op` on tensors of `bytes` among `ranks`.
+    pub(super) fn name(&self, op: Op, bytes: f64, ranks: usize) -> &'static str {
+        let longest = longest(op, bytes, ranks);
+        match self {
+            Self::Cpu(thresholds) => match plan::choose(op, longest, ranks, thresholds) {
+                Plan::Inline => "inline",
+                Plan::Staged { store: Store::Cached, .. } => "staged",
+                Plan::Staged { store: Store::Streaming, .. } => "staged_streaming",
+            },
+            Self::Cuda(layout, tuning) => {
+                let span = vec![Span { addr: 0, bytes: longest }];
+                let (inputs, outputs) = (span.clone(), span);
+                let call = Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs };
+                let facts = cuda::plan::Facts { n: ranks, layout, tuning, cube_mesh: false, gated: false };
+                cuda::plan::choose(&call, &facts).name()
+            }
+            Self::Foreign => "ring",
+        }
+    }
+
+    /// What a call may be expected to take over `link`, before anything was measured: a start, a trip for each time that ranks wait for
+    /// each other, and the bytes that a rank sends (`docs/algorithms.md`, `docs/kernels.md`).
+    pub(super) fn estimate(&self, op: Op, bytes: f64, ranks: usize, link: Link) -> f64 {
+        let name = self.name(op, bytes, ranks);
+        let n = ranks as f64;
+        let share = (n - 1.0) / n;
+        let spread = match op {
+            Op::AllReduce => 2.0 * share,
+            Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Scatter => share,
+            Op::Broadcast | Op::Reduce | Op::Gather => 1.0,
+            Op::Barrier => 0.0,
+        };
+        let (trips, sent) = match name {
+            "exchange_low_latency" if op == Op::Broadcast => (1.0, 2.0 * (n - 1.0)),
+            "exchange_low_latency" | "exchange_mixed" => (1.0, 2.0 * spread),
+            "one_shot" => (1.0, n - 1.0),
+            "reduce_low_latency" if op == Op::AllReduce => (1.0, 2.0 * (n - 1.0)),
+            "reduce_low_latency" => (1.0, 2.0 * spread),
+            "inline" | "reduce_staged" | "exchange_staged" => (1.0, spread),
+            "ring" if op == Op::AllReduce => (2.0 * (n - 1.0), spread),
+            "ring" => (n - 1.0, spread),
+            _ => (2.0, spread),
+        };
+        let base = match self {
+            Self::Cpu(_) => CPU_BASE_US,
+            Self::Cuda(..) => CUDA_BASE_US,
+            Self::Foreign => FOREIGN_BASE_US,
+        };
+        // 1 GB/s is 1000 bytes in a microsecond.
+        base + trips * link.us + sent * bytes / (link.gb_per_s * 1e3)
+    }
+}
+
+/// The longest message between two ranks when `op` works on tensors of `bytes`.
+fn longest(op: Op, bytes: f64, ranks: usize) -> usize {
+    let message = match op {
+        Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter | Op::AllToAll => bytes / ranks as f64,
+        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce => bytes,
+    };
+    message.ceil() as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_the_plans() {
+        let cpu = Algorithms::of(Device::Cpu, 4, 0, Thresholds::default(), cuda::plan::Tuning::of(4));
+        for (op, bytes, expected) in [
+            (Op::AllReduce, 4096.0, "inline"),
+            (Op::AllReduce, 1e6, "staged"),
+            (Op::AllReduce, 256e6, "staged_streaming"),
+            (Op::AllToAll, 4096.0, "inline"),
+            (Op::AllGather, 16384.0, "inline"),
+            (Op::ReduceScatter, 16384.0, "staged"),
+        ] {
+            assert_eq!(cpu.name(op, bytes, 4), expected, "{op:?} {bytes}");
+        }
+        let tuning = cuda::plan::Tuning::of(8);
+        let cuda = Algorithms::of(Device::Cuda, 8, 256 << 20, Thresholds::default(), tuning);
+        let name = |bytes: usize| cuda.name(Op::AllReduce, bytes as f64, 8);
+        assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "two_stage"]);
+        assert_eq!(cuda.name(Op::AllToAll, 1e3, 8), "exchange_mixed");
+        let many = Algorithms::of(Device::Cuda, 32, 256 << 20, Thresholds::default(), cuda::plan::Tuning::of(32));
+        assert_eq!(many.name(Op::AllReduce, 1e3, 32), "ring");
+    }
+
+    #[test]
+    fn estimates_follow_bytes_and_trips() {
+        let link = Link { gb_per_s: 370.0, us: 0.6 };
+        let cuda = Algorithms::of(Device::Cuda, 4, 256 << 20, Thresholds::default(), cuda::plan::Tuning::of(4));
+        assert_eq!(cuda.estimate(Op::AllReduce, 0.0, 4, link), 2.0 + 2.0 * 0.6, "nothing is two stages of nothing");
+        assert_eq!(cuda.estimate(Op::AllReduce, 1024.0, 4, link), 2.0 + 0.6 + 3.0 * 1024.0 / 370e3);
+        assert_eq!(cuda.estimate(Op::AllReduce, 64e6, 4, link), 2.0 + 1.2 + 1.5 * 64e6 / 370e3);
+        assert_eq!(cuda.estimate(Op::AllGather, 64e6, 4, link), 2.0 + 0.6 + 0.75 * 64e6 / 370e3);
+        assert_eq!(Algorithms::Foreign.estimate(Op::AllReduce, 0.0, 4, link), 6.6 + 6.0 * 0.6);
+    }
+}

@@ -1,0 +1,206 @@
+//! What a collective on a dimension of a mesh costs, in microseconds.
+//!
+//! One type, [`Model`], three bases: torch's constants and formula ([`crate::topo::cost`]); links as detected, with the bytes and trips
+//! of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times that were measured on this hardware, by
+//! algorithm ([`profile`], [`curve`]). It stands beside `plan`, not in `topo`, because a price depends on the algorithm that serves the
+//! size, and `topo` may not know of algorithms. `docs/cost-model.md`.
+
+mod algorithms;
+mod curve;
+pub mod hardware;
+pub mod profile;
+
+use crate::coll::call::Op;
+use crate::coll::cuda::plan::Tuning;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::topo;
+use crate::topo::cost::{self, Link, Way};
+use algorithms::Algorithms;
+use hardware::{Device, Hardware};
+use profile::{Group, Profile};
+use std::path::PathBuf;
+
+/// Where prices come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Basis {
+    /// torch's formula.
+    Torch,
+    /// Links and algorithms.
+    Links,
+    /// A profile; links for what it does not have.
+    Measured,
+}
+
+/// The mesh that is asked about.
+#[derive(Clone, Debug)]
+pub struct Mesh {
+    /// Where its tensors are.
+    pub device: Device,
+    /// Ranks along each dimension.
+    pub ranks: Vec<usize>,
+    /// Ranks of the job on this host.
+    pub job: usize,
+    /// Devices of a host.
+    pub per_host: usize,
+}
+
+/// Prices on one mesh.
+#[derive(Debug)]
+pub struct Model {
+    basis: Basis,
+    dims: Vec<Dim>,
+    origin: String,
+}
+
+#[derive(Debug)]
+struct Dim {
+    ranks: usize,
+    link: Link,
+    algorithms: Algorithms,
+    measured: Option<Group>,
+}
+
+/// The collective of this name that has a price.
+fn priced(name: &str) -> Result<Op> {
+    const PRICED: [Op; 5] = [Op::AllGather, Op::AllReduce, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
+    let known = PRICED.iter().copied().find(|op| op.name() == name);
+    known.ok_or_else(|| Error::value(format!("{name:?} has no price; {} have one", PRICED.map(Op::name).join(", "))))
+}
+
+impl Model {
+    /// torch's formula over links of torch's, or over `links`.
+    pub fn torch(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
+        let origin = if links.is_some() { "torch's formula, links as given" } else { "torch's formula and constants" };
+        let links = links.unwrap_or_else(|| cost::torch_links(&mesh.ranks, mesh.per_host));
+        Self::new(Basis::Torch, mesh, links, None, origin.into())
+    }
+
+    /// Links as detected, or `links`.
+    pub fn links(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
+        let (links, origin) = match links {
+            Some(links) => (links, "links as given".into()),
+            None => detected(mesh)?,
+        };
+        Self::new(Basis::Links, mesh, links, None, origin)
+    }
+
+    /// The profile for this hardware, wherever [`profile::find`] finds it. `None` if there is none.
+    ///
+    /// # Errors
+    /// Those of [`profile::find`].
+    pub fn measured(mesh: &Mesh) -> Result<Option<Self>> {
+        let Some(hardware) = Hardware::here(mesh.device, mesh.job) else { return Ok(None) };
+        profile::find(&hardware)?.map(|found| Self::of_profile(mesh, found)).transpose()
+    }
+
+    /// `found`, a profile and its file.
+    pub fn of_profile(mesh: &Mesh, (profile, path): (Profile, PathBuf)) -> Result<Self> {
+        let (links, _) = detected(mesh)?;
+        let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
+        Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
+    }
+
+    fn new(basis: Basis, mesh: &Mesh, links: Vec<Link>, profile: Option<&Profile>, origin: String) -> Result<Self> {
+        if links.len() != mesh.ranks.len() {
+            return Err(Error::value(format!("{} links for a mesh of {} dimensions", links.len(), mesh.ranks.len())));
+        }
+        if let Some(link) = links.iter().find(|link| !(link.gb_per_s > 0.0 && link.us >= 0.0)) {
+            return Err(Error::value(format!(
+                "a link of {} GB/s and {} µs; bandwidth must be above 0, latency at least",
+                link.gb_per_s, link.us
+            )));
+        }
+        let dims = mesh.ranks.iter().zip(links).map(|(&ranks, link)| dim(mesh, ranks, link, profile)).collect::<Result<_>>()?;
+        Ok(Self { basis, dims, origin })
+    }
+
+    fn dim(&self, dim: usize) -> Result<&Dim> {
+        self.dims.get(dim).ok_or_else(|| Error::value(format!("mesh dimension {dim} of {}", self.dims.len())))
+    }
+
+    /// Microseconds of the collective named `op` along mesh dimension `dim`, all its groups at work at once. `bytes` is the longest tensor
+    /// that a rank gives or gets: what all_gather returns, what reduce_scatter and all_to_all take.
+    pub fn us(&self, op: &str, bytes: f64, dim: usize) -> Result<f64> {
+        let (op, Dim { ranks, link, algorithms, measured }) = (priced(op)?, self.dim(dim)?);
+        if !(bytes >= 0.0 && bytes.is_finite()) {
+            return Err(Error::value(format!("{bytes} bytes cannot be moved")));
+        }
+        if self.basis == Basis::Torch {
+            return Ok(match op {
+                Op::AllReduce => cost::torch_ring(bytes, *ranks, 2, *link),
+                Op::AllToAll => cost::torch_all_to_all(bytes, *ranks, *link),
+                Op::Broadcast => cost::torch_broadcast(bytes, *ranks, *link),
+                Op::AllGather | Op::ReduceScatter | Op::Barrier | Op::Reduce | Op::Gather | Op::Scatter => {
+                    cost::torch_ring(bytes, *ranks, 1, *link)
+                }
+            });
+        }
+        if *ranks == 1 {
+            return Ok(0.0);
+        }
+        let measured = measured.as_ref().and_then(|group| group.us(op, algorithms.name(op, bytes, *ranks), bytes));
+        Ok(measured.unwrap_or_else(|| algorithms.estimate(op, bytes, *ranks, *link)))
+    }
+
+    /// The algorithm that serves it.
+    pub fn algorithm(&self, op: &str, bytes: f64, dim: usize) -> Result<&'static str> {
+        let (op, dim) = (priced(op)?, self.dim(dim)?);
+        Ok(if self.basis == Basis::Torch { "ring" } else { dim.algorithms.name(op, bytes.max(0.0), dim.ranks) })
+    }
+
+    /// Where the price of `op` along `dim` comes from.
+    pub fn basis(&self, op: &str, dim: usize) -> Result<Basis> {
+        let (op, dim) = (priced(op)?, self.dim(dim)?);
+        let measured = dim.measured.as_ref().is_some_and(|group| group.has(op));
+        Ok(if self.basis == Basis::Measured && !measured { Basis::Links } else { self.basis })
+    }
+
+    /// What each dimension runs over.
+    pub fn dim_links(&self) -> impl Iterator<Item = Link> {
+        self.dims.iter().map(|dim| dim.link)
+    }
+
+    /// Where it all comes from, for people.
+    pub fn origin(&self) -> &str {
+        &self.origin
+    }
+}
+
+fn dim(mesh: &Mesh, ranks: usize, link: Link, profile: Option<&Profile>) -> Result<Dim> {
+    if ranks == 0 {
+        return Err(Error::value("a mesh dimension of no ranks"));
+    }
+    let measured = profile.and_then(|profile| profile.group(ranks)).cloned();
+    let config = Config::get();
+    let thresholds = measured.as_ref().map(Group::thresholds).unwrap_or_default();
+    let mut tuning = Tuning::of(ranks);
+    for text in [measured.as_ref().map_or("", |group| &group.cuda_tuning), &config.cuda_tuning] {
+        // One that cannot be read is ignored where groups are set up as well, with a warning.
+        tuning = tuning.overlaid(text).unwrap_or(tuning);
+    }
+    let algorithms = Algorithms::of(mesh.device, ranks, config.workspace_mb << 20, thresholds, tuning);
+    Ok(Dim { ranks, link, algorithms, measured })
+}
+
+/// The links of each dimension: those of the host while a dimension and all behind it fit into one, else the network.
+fn detected(mesh: &Mesh) -> Result<(Vec<Link>, String)> {
+    let inside = match mesh.device {
+        Device::Cpu => Way::SharedMemory,
+        Device::Cuda if !Config::get().p2p => Way::HostMemory,
+        Device::Cuda => Way::between(&topo::detect()?).unwrap_or(Way::HostMemory),
+    };
+    let mut total: usize = 1;
+    let mut ways = vec![inside; mesh.ranks.len()];
+    for (way, &ranks) in ways.iter_mut().zip(&mesh.ranks).rev() {
+        total = total.saturating_mul(ranks);
+        if total > mesh.per_host {
+            *way = Way::Network;
+        }
+    }
+    let names: Vec<String> = ways.iter().map(Way::to_string).collect();
+    Ok((ways.into_iter().map(Way::link).collect(), format!("links as detected, nothing measured: {}", names.join(", "))))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,257 @@
+//! A profile: times measured on one kind of hardware, in a JSON file, and where such files are.
+
+use super::curve::Curve;
+use super::hardware::{Device, Hardware};
+use crate::coll::call::Op;
+use crate::coll::cuda::plan::Tuning;
+use crate::coll::plan::Thresholds;
+use crate::config::{CacheDir, Config, ProfileChoice};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// What `format` says.
+pub const FORMAT: &str = "torch_symm profile";
+/// The only version there is.
+pub const VERSION: u64 = 1;
+const MAX_FILE_BYTES: u64 = 4 << 20;
+const MAX_RANKS: usize = 128;
+/// The folder among the user's caches.
+const FOLDER: &str = "profiles";
+
+/// Times on one kind of hardware.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// [`FORMAT`].
+    pub format: String,
+    /// [`VERSION`].
+    pub version: u64,
+    /// For people.
+    pub measured: Measured,
+    /// Where it holds.
+    pub hardware: Hardware,
+    /// By number of ranks in a group.
+    pub groups: Vec<Group>,
+}
+
+/// When and how a profile was made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measured {
+    /// ISO 8601.
+    pub date: String,
+    /// Versions.
+    pub software: String,
+    /// What was run.
+    pub command: String,
+    /// Load averages before it.
+    pub load: Vec<f64>,
+}
+
+/// Times of groups of one size, all groups of the job at work at once.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Group {
+    /// Ranks of each.
+    pub ranks: usize,
+    /// As in `SYMM_CUDA_TUNING`; empty: the defaults.
+    #[serde(default)]
+    pub cuda_tuning: String,
+    /// [`Thresholds::stream_bytes`], if another than the default was found to be better.
+    #[serde(default)]
+    pub stream_bytes: Option<u64>,
+    /// One for each collective and algorithm.
+    pub curves: Vec<Curve>,
+}
+
+impl Profile {
+    /// The profile in `text`.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong with it.
+    pub fn parse(text: &[u8]) -> Result<Self> {
+        if text.len() as u64 > MAX_FILE_BYTES {
+            return Err(Error::value(format!("it is longer than {MAX_FILE_BYTES} bytes")));
+        }
+        let faulty = |error: serde_json::Error| Error::value(error.to_string());
+        let value: serde_json::Value = serde_json::from_slice(text).map_err(faulty)?;
+        if value.get("format").and_then(serde_json::Value::as_str) != Some(FORMAT) {
+            return Err(Error::value(format!("it is not a profile: its \"format\" is not {FORMAT:?}")));
+        }
+        // Before the rest is read: another version may have other fields.
+        match value.get("version") {
+            Some(version) if version.as_u64() == Some(VERSION) => {}
+            Some(version) => return Err(Error::value(format!("its version is {version}, this torch_symm reads {VERSION}"))),
+            None => return Err(Error::value(format!("it has no version; this torch_symm reads {VERSION}"))),
+        }
+        let profile: Self = serde_json::from_value(value).map_err(faulty)?;
+        profile.check()?;
+        Ok(profile)
+    }
+
+    fn check(&self) -> Result<()> {
+        let refused = |why: String| Err(Error::value(why));
+        let ranks = self.hardware.ranks;
+        if !(2..=MAX_RANKS).contains(&ranks) {
+            return refused(format!("a job of {ranks} ranks; from 2 to {MAX_RANKS} are possible"));
+        }
+        if self.groups.is_empty() {
+            return refused("it has no groups".into());
+        }
+        for (index, group) in self.groups.iter().enumerate() {
+            if !(2..=ranks).contains(&group.ranks) {
+                return refused(format!("a group of {} ranks in a job of {ranks}", group.ranks));
+            }
+            if self.groups[..index].iter().any(|other| other.ranks == group.ranks) {
+                return refused(format!("two entries for groups of {} ranks", group.ranks));
+            }
+            group.check().or_else(|error| refused(format!("groups of {} ranks: {}", group.ranks, error.message)))?;
+        }
+        Ok(())
+    }
+
+    /// The profile in the file at `path`.
+    ///
+    /// # Errors
+    /// [`Config`](crate::error::Kind::Config), a sentence that names the file.
+    pub fn load(path: &Path) -> Result<Self> {
+        let refused = |why: String| Error::config(format!("profile {}: {why}", path.display()));
+        // Looked at before it is opened: opening a pipe would wait for its writer.
+        let kind = std::fs::metadata(path).map_err(|error| refused(error.to_string()))?;
+        if !kind.is_file() {
+            return Err(refused("it is not a regular file".into()));
+        }
+        let mut text = Vec::new();
+        let read = std::fs::File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut text));
+        read.map_err(|error| refused(error.to_string()))?;
+        Self::parse(&text).map_err(|error| refused(error.message))
+    }
+
+    /// The entry for groups of `ranks`.
+    pub fn group(&self, ranks: usize) -> Option<&Group> {
+        self.groups.iter().find(|group| group.ranks == ranks)
+    }
+}
+
+impl Group {
+    fn check(&self) -> Result<()> {
+        Tuning::of(self.ranks).overlaid(&self.cuda_tuning).map_err(|why| Error::value(format!("cuda_tuning: {why}")))?;
+        if let Some(bytes) = self.stream_bytes.filter(|bytes| !(1..=1 << 50).contains(bytes)) {
+            return Err(Error::value(format!("stream_bytes is {bytes}; from 1 to {} are possible", 1_u64 << 50)));
+        }
+        for (index, curve) in self.curves.iter().enumerate() {
+            if Op::ALL.iter().all(|op| op.name() != curve.op) {
+                return Err(Error::value(format!("{:?} is no collective", curve.op)));
+            }
+            if self.curves[..index].iter().any(|other| (&other.op, &other.algorithm) == (&curve.op, &curve.algorithm)) {
+                return Err(Error::value(format!("two curves of {} by {}", curve.op, curve.algorithm)));
+            }
+            curve.check()?;
+        }
+        Ok(())
+    }
+
+    /// Thresholds of groups on CPU: the defaults, but for what was measured.
+    pub fn thresholds(&self) -> Thresholds {
+        let stream_bytes = self.stream_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        stream_bytes.map_or_else(Thresholds::default, |stream_bytes| Thresholds { stream_bytes })
+    }
+
+    /// Whether `op` was measured.
+    pub(super) fn has(&self, op: Op) -> bool {
+        self.curves.iter().any(|curve| curve.op == op.name())
+    }
+
+    /// Microseconds of `op` on `bytes` where `algorithm` serves it: by that algorithm's curve, or, if the thresholds have moved since it
+    /// was measured, by the one that was measured nearest to this size. `None` if the collective was not measured.
+    pub(super) fn us(&self, op: Op, algorithm: &str, bytes: f64) -> Option<f64> {
+        let of_op = || self.curves.iter().filter(|curve| curve.op == op.name());
+        let nearest = || of_op().min_by(|a, b| a.distance(bytes).total_cmp(&b.distance(bytes)));
+        of_op().find(|curve| curve.algorithm == algorithm).or_else(nearest).map(|curve| curve.at(bytes))
+    }
+}
+
+/// The folder of the profiles that come with the package, if Python has said.
+static SHIPPED: OnceLock<PathBuf> = OnceLock::new();
+
+/// Says where the package keeps its profiles; the first call counts.
+pub fn shipped_in(folder: PathBuf) {
+    let _ = SHIPPED.set(folder);
+}
+
+/// The folder where a user's own profiles are kept; `None` where there is no cache.
+pub fn own_folder() -> Option<PathBuf> {
+    match &Config::get().cache_dir {
+        CacheDir::At(folder) => Some(folder.join(FOLDER)),
+        CacheDir::Off | CacheDir::Unknown => None,
+    }
+}
+
+/// The profile for `hardware` and the file it is in: the one that `SYMM_PROFILE` names, else the user's own, else one that comes with the
+/// package. `None` if there is none, or `SYMM_PROFILE` is 0.
+///
+/// # Errors
+/// The file that `SYMM_PROFILE` names is faulty or of other hardware. Of the others such a file is passed over with a warning.
+pub fn find(hardware: &Hardware) -> Result<Option<(Profile, PathBuf)>> {
+    match &Config::get().profile {
+        ProfileChoice::Off => return Ok(None),
+        ProfileChoice::At(path) => {
+            let profile = Profile::load(path)?;
+            // A profile of GPUs says nothing of CPU tensors, nor the reverse.
+            if profile.hardware.device == hardware.device {
+                return accept(profile, path, hardware).map(Some);
+            }
+        }
+        ProfileChoice::Search => {}
+    }
+    for folder in own_folder().iter().chain(SHIPPED.get()) {
+        let path = folder.join(hardware.file_name());
+        if !path.exists() {
+            continue;
+        }
+        match Profile::load(&path).and_then(|profile| accept(profile, &path, hardware)) {
+            Ok(found) => return Ok(Some(found)),
+            Err(error) => log::warn!("{error}; passed over"),
+        }
+    }
+    Ok(None)
+}
+
+/// `profile` from the file at `path`, if it was measured on `hardware`.
+///
+/// # Errors
+/// [`Config`](crate::error::Kind::Config), a sentence that names both kinds of hardware.
+pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Profile, PathBuf)> {
+    if profile.hardware != *hardware {
+        return Err(Error::config(format!(
+            "profile {} was measured with {}; here there are {hardware}: measure with `python -m torch_symm tune`",
+            path.display(),
+            profile.hardware
+        )));
+    }
+    Ok((profile, path.into()))
+}
+
+/// What a profile says of groups of `ranks` ranks, for the choice of algorithms. An entry of a job with more ranks serves too if
+/// `SYMM_PROFILE` names it. A faulty file is a warning: thresholds are not worth a failed group.
+pub fn settings(device: Device, ranks: usize) -> Option<Group> {
+    let here = Hardware::here(device, ranks)?;
+    let job = match &Config::get().profile {
+        ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware.ranks),
+        ProfileChoice::Off | ProfileChoice::Search => None,
+    };
+    let hardware = Hardware { ranks: job.filter(|&job| job >= ranks).unwrap_or(ranks), ..here };
+    match find(&hardware) {
+        Ok(found) => found.and_then(|(profile, _)| profile.group(ranks).cloned()),
+        Err(error) => {
+            log::warn!("{error}; its thresholds are ignored");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,196 @@
+//! What links cost: the cost model of `torch.distributed.tensor._collective_utils`, and what is known of a kind of link before anything
+//! is measured. Pure.
+//!
+//! What a collective costs depends on its algorithm as well, which this module does not know: see `coll::cost`.
+
+use super::Detected;
+use super::device::NvlinkVersion;
+
+/// One way between ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// What a rank sends, in 10⁹ bytes per second; of torch's model 2³⁰.
+    pub gb_per_s: f64,
+    /// Microseconds of a trip.
+    pub us: f64,
+}
+
+/// Bandwidth inside a host in torch's model, in GiB/s.
+const TORCH_GB_PER_S: f64 = 87.7;
+/// What is left of it between hosts.
+const TORCH_BETWEEN_HOSTS: f64 = 0.22;
+/// Microseconds of a hop in torch's model, inside a host and between hosts.
+const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
+/// Microseconds before the first hop in torch's model.
+const TORCH_BASE_US: f64 = 6.6;
+/// What torch adds where an all-to-all is wanted, so that it prefers the all-gather by which it prices it.
+const TORCH_ALL_TO_ALL_US: f64 = 1.0;
+
+/// The links that torch's model gives to the dimensions of a mesh of the size `ranks`, on hosts with `per_host` devices.
+pub fn torch_links(ranks: &[usize], per_host: usize) -> Vec<Link> {
+    let mut links = vec![Link { gb_per_s: TORCH_GB_PER_S, us: TORCH_HOP_US[0] }; ranks.len()];
+    let mut total: usize = 1;
+    for (link, &size) in links.iter_mut().zip(ranks).rev() {
+        total = total.saturating_mul(size);
+        if total > per_host {
+            link.gb_per_s *= TORCH_BETWEEN_HOSTS;
+            link.us = TORCH_HOP_US[1];
+        }
+    }
+    links
+}
+
+/// A ring of `ranks`, by torch's formula: `6.6 + hops × µs + (GiB × hops / ranks) / (GiB/s) × 10⁶`, in its order of operations, so that
+/// every bit is torch's. `rounds` is 2 for an all-reduce, else 1.
+pub fn torch_ring(bytes: f64, ranks: usize, rounds: usize, link: Link) -> f64 {
+    let hops = (rounds * (ranks - 1)) as f64;
+    let latency = TORCH_BASE_US + hops * link.us;
+    // Exact, as every division by a power of two: torch's callers divide three times by 1024.
+    let gb = bytes / f64::from(1 << 30);
+    latency + (gb * hops / ranks as f64) / link.gb_per_s * 1e6
+}
+
+/// An all-to-all of tensors of `bytes`, as torch prices it.
+pub fn torch_all_to_all(bytes: f64, ranks: usize, link: Link) -> f64 {
+    torch_ring(bytes, ranks, 1, link) + TORCH_ALL_TO_ALL_US
+}
+
+/// A broadcast, which torch's model lacks: everything travels over every link of a pipeline.
+pub fn torch_broadcast(bytes: f64, ranks: usize, link: Link) -> f64 {
+    let hops = (ranks - 1) as f64;
+    TORCH_BASE_US + hops * link.us + bytes / f64::from(1 << 30) / link.gb_per_s * 1e6
+}
+
+/// How ranks reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// NVLinks, so many between each two GPUs, or to the switch.
+    NvLink {
+        /// At least.
+        links: u32,
+        /// The oldest.
+        version: Option<NvlinkVersion>,
+    },
+    /// Peer access over PCIe.
+    Pcie,
+    /// GPUs without access to each other.
+    HostMemory,
+    /// Processes of one host, on tensors in its memory.
+    SharedMemory,
+    /// Hosts.
+    Network,
+}
+
+/// Of what NVLink carries on paper, this much arrives: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at once).
+const NVLINK_USABLE: f64 = 0.82;
+
+impl Way {
+    /// Between all GPUs of `detected`: the worst that two of them have. `None` if there is no GPU.
+    pub fn between(detected: &Detected) -> Option<Self> {
+        let n = detected.gpus.len();
+        if n == 0 {
+            return None;
+        }
+        let pairs = || (0..n).flat_map(|a| (a + 1..n).map(move |b| (a, b)));
+        let links = pairs().map(|(a, b)| detected.mesh.links(a, b)).min().unwrap_or(0);
+        Some(if links > 0 {
+            Self::NvLink { links, version: detected.gpus.iter().filter_map(|gpu| gpu.nvlink).min() }
+        } else if pairs().all(|(a, b)| detected.peers.at(a, b)) {
+            Self::Pcie
+        } else {
+            Self::HostMemory
+        })
+    }
+
+    /// What may be expected of it; figures that nobody measured on the machine at hand.
+    pub fn link(self) -> Link {
+        match self {
+            Self::NvLink { links, version } => Link { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },
+            // 16 lanes of PCIe 4 carry 31.5 GB/s on paper.
+            Self::Pcie => Link { gb_per_s: 25.0, us: 1.0 },
+            // Written to the host's memory and read again.
+            Self::HostMemory => Link { gb_per_s: 12.0, us: 1.5 },
+            // An all-reduce of 16 MB among 4 ranks sends 24 MB in 2.7 ms (README, 2026-11-21, 4-core EPYC).
+            Self::SharedMemory => Link { gb_per_s: 9.0, us: 0.3 },
+            // torch's.
+            Self::Network => Link { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
+        }
+    }
+}
+
+/// GB/s of a link in one direction, by NVIDIA's data sheets.
+fn per_nvlink(version: Option<NvlinkVersion>) -> f64 {
+    match version {
+        Some(NvlinkVersion(0..=1, _)) => 20.0,
+        Some(NvlinkVersion(2..=4, _)) | None => 25.0,
+        Some(NvlinkVersion(5, _)) => 50.0,
+        Some(NvlinkVersion(6.., _)) => 100.0,
+    }
+}
+
+impl std::fmt::Display for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::NvLink { links, version: Some(version) } => write!(f, "NVLink {version} x {links}"),
+            Self::NvLink { links, version: None } => write!(f, "NVLink x {links}"),
+            Self::Pcie => f.write_str("PCIe"),
+            Self::HostMemory => f.write_str("host memory"),
+            Self::SharedMemory => f.write_str("shared memory"),
+            Self::Network => f.write_str("network"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topo::Source;
+    use crate::topo::device::{Gpu, Mig, PciAddress, Uuid};
+    use crate::topo::mesh::NvlMesh;
+    use crate::topo::square::Square;
+
+    fn gpus(links: &[Vec<u32>], version: Option<NvlinkVersion>, peers: bool) -> Detected {
+        let n = links.len();
+        let gpu = |number: usize| Gpu {
+            uuid: Uuid::new(&number.to_string()),
+            bus: PciAddress { domain: 0, bus: number as u8, device: 0 },
+            name: "NVIDIA H200".into(),
+            numa: None,
+            path: None,
+            nvlink: version,
+            mig: Mig::Off,
+        };
+        let peers = Square::from_pairs(n, |a, b| a == b || peers);
+        Detected::new(Source::Absent("a test".into()), (0..n).map(gpu).collect(), NvlMesh::new(links).expect("right"), peers)
+    }
+
+    #[test]
+    fn torch_has_these_numbers() {
+        // Printed by torch 2.11 for meshes (2, 4) on hosts of 4 devices; tests/python/test_cost_model.py compares with torch itself.
+        let links = torch_links(&[2, 4], 4);
+        assert_eq!(links, [Link { gb_per_s: 87.7 * 0.22, us: 2.7 }, Link { gb_per_s: 87.7, us: 0.6 }]);
+        assert_eq!(torch_ring(0.0, 4, 1, links[1]), 6.6 + 3.0 * 0.6);
+        assert_eq!(torch_ring(f64::from(1 << 30), 2, 2, links[0]), 6.6 + 2.0 * 2.7 + 1.0 / (87.7 * 0.22) * 1e6);
+        assert_eq!(torch_all_to_all(5e6, 4, links[1]), torch_ring(5e6, 4, 1, links[1]) + 1.0);
+        assert!(torch_broadcast(1e9, 4, links[1]) > torch_ring(1e9, 4, 1, links[1]));
+    }
+
+    #[test]
+    fn the_worst_pair_decides() {
+        let full = |links: u32| vec![vec![0, links, links], vec![links, 0, links], vec![links, links, 0]];
+        let way = Way::between(&gpus(&full(18), Some(NvlinkVersion(4, 0)), true)).expect("GPUs");
+        assert_eq!((way.to_string().as_str(), way.link().gb_per_s.round()), ("NVLink 4.0 x 18", 369.0));
+        let lame = vec![vec![0, 4, 4], vec![4, 0, 2], vec![4, 2, 0]];
+        assert_eq!(Way::between(&gpus(&lame, None, true)), Some(Way::NvLink { links: 2, version: None }));
+        assert_eq!(Way::between(&gpus(&full(0), None, true)), Some(Way::Pcie));
+        assert_eq!(Way::between(&gpus(&full(0), None, false)), Some(Way::HostMemory));
+        assert_eq!(Way::between(&gpus(&[], None, true)), None);
+    }
+
+    #[test]
+    fn nearer_ways_are_faster() {
+        let way = |version: u8| Way::NvLink { links: 18, version: Some(NvlinkVersion(version, 0)) };
+        let order = [way(6), way(5), way(4), Way::Pcie, Way::HostMemory];
+        assert!(order.windows(2).all(|pair| pair[0].link().gb_per_s > pair[1].link().gb_per_s));
+    }
+}
