@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from torch_symm import _dtensor
 from torch_symm._native import load
 
 
@@ -26,5 +27,6 @@ def create_group(options: Any, group_options: Any) -> Any:
         raise TypeError(f"pg_options must be a torch_symm.Options, not {type(group_options).__name__}")
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
+    _dtensor.announce()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
     return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)

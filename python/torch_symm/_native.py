@@ -27,14 +27,15 @@ def load() -> ModuleType:
             f"install torch {TORCH_VERSION}, or a torch_symm that was built for torch {running}"
         )
     native = importlib.import_module("torch_symm._C")
-    _announce_nvrtc(native, torch.version.cuda)
+    _announce(native, torch.version.cuda)
     return native
 
 
 @cache
-def _announce_nvrtc(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part, once, where the compiler of its CUDA kernels may be."""
+def _announce(native: ModuleType, cuda: str | None) -> None:
+    """Tells the native part, once, where the compiler of its CUDA kernels and the package's profiles may be."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
+    native._shipped_profiles(os.fsencode(Path(__file__).parent / "profiles"))
 
 
 def nvrtc_folders(cuda: str | None) -> list[Path]:

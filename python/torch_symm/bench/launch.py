@@ -92,8 +92,8 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
             yield CopyRate(world, message) if isinstance(message, float) else message
 
 
-def reported(processes: Any, results: Any, expected: int) -> Iterator[Any]:
-    """What rank processes put into ``results``, until there were ``expected`` messages.
+def reported(processes: Any, results: Any, expected: int, counts: type = object) -> Iterator[Any]:
+    """What rank processes put into ``results``, until there were ``expected`` messages of type ``counts``.
 
     Ends the processes, however it ends.
 
@@ -109,7 +109,7 @@ def reported(processes: Any, results: Any, expected: int) -> Iterator[Any]:
                 if processes.join(timeout=0) and results.empty():
                     raise RuntimeError(f"the ranks ended with {expected} results missing") from None
                 continue
-            expected -= 1
+            expected -= isinstance(message, counts)
             yield message
         while not processes.join():
             pass

@@ -1,0 +1,100 @@
+"""When DTensor learns of symm: with the first symm group, or when DTensor is imported after that.
+
+Importing DTensor takes most of a second, so that nothing here does it, and nothing is imported with torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: What is changed, by the function of ``torch_symm.tensor._redistribute`` that does it.
+_CHANGES = {
+    "torch.distributed.tensor.placement_types": "replace_method",
+    "torch.distributed.tensor.debug._comm_mode": "count_operator",
+}
+
+#: What undoes the changes made so far, by module.
+_undo: dict[str, Callable[[], object]] = {}
+
+_refused = False
+
+
+def announce() -> None:
+    """A symm group is being made. Never raises: DTensor works without the change."""
+    if not _refused:
+        _change_all()
+
+
+def install() -> None:
+    """See :func:`torch_symm.tensor.install_redistribute`."""
+    global _refused
+    _refused = False
+    _change_all()
+
+
+def uninstall() -> None:
+    """See :func:`torch_symm.tensor.uninstall_redistribute`."""
+    global _refused
+    _refused = True
+    if _watch in sys.meta_path:
+        sys.meta_path.remove(_watch)
+    for name in list(_undo):
+        _undo.pop(name)()
+
+
+def _change_all() -> None:
+    if len(_undo) == len(_CHANGES):
+        return
+    for name in _CHANGES:
+        if name in sys.modules and name not in _undo:
+            _change(sys.modules[name])
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
+
+
+def _change(module: ModuleType) -> None:
+    """Makes the change of one module. What torch has renamed stays as it is, with a warning."""
+    try:
+        from torch_symm.tensor import _redistribute
+
+        _undo[module.__name__] = getattr(_redistribute, _CHANGES[module.__name__])(module)
+    except (AttributeError, ImportError) as error:
+        with suppress(Warning):  # where warnings are errors
+            warnings.warn(f"DTensor does not use symm to move shards: {error}", stacklevel=2)
+
+
+class _Watch(MetaPathFinder):
+    """Finds nothing itself: has the modules of ``_CHANGES`` changed once they have been executed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _CHANGES:
+            return None
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            _change_after(spec)
+        return spec
+
+
+def _change_after(spec: ModuleSpec) -> None:
+    """Has the spec's loader change the module after its execution. The loader serves this one module."""
+    loader = spec.loader
+    assert loader is not None
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        del loader.exec_module
+        if _watch in sys.meta_path:  # not since uninstalled
+            _change(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+_watch = _Watch()

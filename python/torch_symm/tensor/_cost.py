@@ -1,0 +1,191 @@
+"""What a collective along a dimension of a mesh costs, in microseconds.
+
+The names and the meaning of ``bytes`` are those of ``torch.distributed.tensor._collective_utils``, but that they are
+bytes and not GiB: of the longest tensor that a rank gives or gets. The formulas are in Rust; ``docs/cost-model.md``
+has them with their sources.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from torch_symm._native import load
+
+if TYPE_CHECKING:
+    from torch_symm._C import _Prices
+
+#: Where prices come from; ``auto``: ``measured`` if there is a profile of this hardware, else ``links``.
+Basis: TypeAlias = Literal["auto", "measured", "links", "torch"]
+
+
+@dataclass
+class MeshTopoInfo:
+    """The dimensions of a mesh: ranks, what a rank sends in GB/s, and the latency of a trip in µs.
+
+    Made by :meth:`build_from_mesh`, or with figures of one's own, over which prices then follow ``basis``: ``links``
+    (bytes and trips of the algorithm that would run) or ``torch`` (torch's formula for a ring).
+    """
+
+    mesh: DeviceMesh
+    mesh_dim_devices: list[int]
+    mesh_dim_bandwidth: list[float]
+    mesh_dim_latency: list[float]
+    basis: Basis = "links"
+    _prices: _Prices = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.basis not in ("links", "torch"):
+            raise ValueError(f"links of one's own are priced by 'links' or 'torch', not by {self.basis!r}")
+        self._prices = cast(
+            "_Prices",
+            load()._prices(
+                _device_of(self.mesh),
+                self.mesh_dim_devices,
+                job_ranks(),
+                devices_per_host(self.mesh.device_type),
+                self.basis,
+                self.mesh_dim_bandwidth,
+                self.mesh_dim_latency,
+            ),
+        )
+
+    @staticmethod
+    def build_from_mesh(mesh: DeviceMesh, basis: Basis = "auto") -> MeshTopoInfo:
+        """The dimensions of ``mesh`` as this host is built: NVLinks, PCIe, shared memory, the network between hosts.
+
+        ``basis="torch"`` has torch's constants and returns torch's numbers, to the last digit. Asks no other rank.
+
+        Raises:
+            SymmConfigError: ``SYMM_PROFILE`` names a faulty file or a profile of other hardware; ``basis`` is
+                ``measured`` and there is no profile of this hardware; the file of ``SYMM_TOPOLOGY_FILE`` is faulty.
+            ValueError: ``basis`` is none of the four.
+        """
+        return _build(mesh, basis, job_ranks())
+
+    @property
+    def origin(self) -> str:
+        """Where the figures come from, for people."""
+        return self._prices.origin
+
+    def price(self, op: str, bytes: float, mesh_dim: int) -> tuple[float, str, str]:
+        """µs of the collective ``op`` (torch's name of it), the algorithm that serves it, and the basis of the price.
+
+        Raises:
+            ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
+        """
+        dims = len(self.mesh_dim_devices)
+        if not -dims <= mesh_dim < dims:
+            raise ValueError(f"mesh dimension {mesh_dim} of {dims}")
+        return self._prices.price(op, bytes, mesh_dim % dims)
+
+
+@lru_cache(maxsize=256)
+def _build(mesh: DeviceMesh, basis: Basis, job: int) -> MeshTopoInfo:
+    if basis not in ("auto", "measured", "links", "torch"):
+        raise ValueError(f"{basis!r} is no basis of prices: there are auto, measured, links and torch")
+    sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
+    per_host = _mesh_resources.num_devices_per_host(mesh.device_type) if basis == "torch" else None
+    info = from_prices(mesh, sizes, "measured" if basis == "auto" else basis, job, per_host)
+    if info is None and basis == "auto":
+        info = from_prices(mesh, sizes, "links", job)
+    if info is None:
+        _native = load()
+        raise _native.SymmConfigError(
+            f"there is no profile for {job} ranks on {mesh.device_type} of this host: measure with "
+            "`python -m torch_symm tune`"
+        )
+    return info
+
+
+def from_prices(
+    mesh: DeviceMesh,
+    sizes: list[int],
+    basis: Basis,
+    job: int,
+    per_host: int | None = None,
+    profile: os.PathLike[str] | None = None,
+) -> MeshTopoInfo | None:
+    """The dimensions of ``mesh``, with ``sizes``, by ``basis``; ``None`` if that is ``measured`` and nothing was.
+
+    ``job``: ranks of the job on this host. ``profile``: a file in place of the one that is found.
+
+    Raises:
+        SymmConfigError: as :meth:`MeshTopoInfo.build_from_mesh`.
+    """
+    prices = load()._prices(
+        _device_of(mesh),
+        sizes,
+        job,
+        per_host or devices_per_host(mesh.device_type),
+        basis,
+        profile=os.fsencode(profile) if profile else b"",
+    )
+    if prices is None:
+        return None
+    info = object.__new__(MeshTopoInfo)
+    info.mesh, info.basis, info._prices = mesh, basis, prices
+    info.mesh_dim_devices, info.mesh_dim_bandwidth, info.mesh_dim_latency = sizes, prices.gb_per_s, prices.us
+    return info
+
+
+def forget() -> None:
+    """Builds every mesh anew when it is next asked for."""
+    _build.cache_clear()
+
+
+def _device_of(mesh: DeviceMesh) -> str:
+    return "cuda" if mesh.device_type == "cuda" else "cpu"
+
+
+def job_ranks() -> int:
+    """Ranks of this job on this host: torchrun's number, else all of them."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world, int(local)) if local.isdigit() and int(local) > 0 else world
+
+
+def devices_per_host(device_type: str) -> int:
+    """Ranks that may find room on a host: as many as GPUs, on CPU as many as torchrun started."""
+    if device_type == "cuda":
+        import torch
+
+        return max(1, torch.cuda.device_count(), job_ranks())
+    return max(1, job_ranks())
+
+
+def allgather_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """µs of an all-gather that returns ``bytes`` on every rank.
+
+    Raises:
+        ValueError: ``bytes`` cannot be moved, or the mesh has no such dimension; so do the others.
+    """
+    return mesh_topo.price("all_gather", bytes, mesh_dim)[0]
+
+
+def allreduce_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """µs of an all-reduce of ``bytes`` on every rank."""
+    return mesh_topo.price("all_reduce", bytes, mesh_dim)[0]
+
+
+def reduce_scatter_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """µs of a reduce-scatter that takes ``bytes`` from every rank."""
+    return mesh_topo.price("reduce_scatter", bytes, mesh_dim)[0]
+
+
+def all_to_all_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """µs of an all-to-all of ``bytes`` on every rank.
+
+    torch has none: with its constants this is what it takes in its place, an all-gather of ``bytes`` and 1 µs.
+    """
+    return mesh_topo.price("all_to_all", bytes, mesh_dim)[0]
+
+
+def broadcast_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """µs of a broadcast of ``bytes``. torch has none: its constants are used for a pipeline along the ring."""
+    return mesh_topo.price("broadcast", bytes, mesh_dim)[0]

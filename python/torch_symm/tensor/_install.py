@@ -1,0 +1,95 @@
+"""Puts the cost model in the place of torch's, and torch's back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from torch_symm.tensor import _cost
+from torch_symm.tensor._cost import MeshTopoInfo
+from torch_symm.tensor._paths import local_bytes, price_step, redistribute_cost
+
+_PACKAGE = "torch.distributed.tensor"
+_torchs_cost: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.redistribute_cost
+_torchs_step: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.one_step_redistribute_cost
+
+
+def install_cost_model() -> None:
+    """From now on DTensor chooses shardings, and the order of steps, by this package's prices.
+
+    On meshes whose groups are all symm; on others torch's own hold. May be called again; ``uninstall_cost_model``
+    undoes it. Call it on all ranks: they must choose alike, and read the same profile.
+    """
+    _replace({"redistribute_cost": _redistribute_cost, "one_step_redistribute_cost": _one_step_cost})
+
+
+def uninstall_cost_model() -> None:
+    """Torch's prices hold again. May be called again."""
+    _replace({"redistribute_cost": _torchs_cost, "one_step_redistribute_cost": _torchs_step})
+
+
+def _replace(functions: dict[str, Callable[..., Any]]) -> None:
+    """Puts ``functions`` into every module of DTensor that has one of that name; forgets what was chosen before."""
+    theirs_and_ours = {_torchs_cost, _torchs_step, _redistribute_cost, _one_step_cost}
+    for name, module in list(sys.modules.items()):
+        if name != _PACKAGE and not name.startswith(_PACKAGE + "."):
+            continue
+        for attribute, function in functions.items():
+            if getattr(module, attribute, None) in theirs_and_ours:
+                setattr(module, attribute, function)
+    _cost.forget()
+    _forget_choices()
+
+
+def _forget_choices() -> None:
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def _is_symm(mesh: DeviceMesh) -> bool:
+    """Whether this rank's groups along all dimensions of ``mesh`` are symm."""
+    try:
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        return all("symm" in _backend_of(group, mesh.device_type) for group in groups)
+    except (RuntimeError, ValueError):  # no groups: a mesh without them, or another rank's
+        return False
+
+
+def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    names = dist.get_backend_config(group)
+    by_device = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
+    return by_device.get(device_type, "" if by_device else names)
+
+
+def _redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
+    if not _priced(current_spec):
+        return _torchs_cost(current_spec, target_spec)
+    return redistribute_cost(current_spec, target_spec)
+
+
+def _one_step_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
+    """As torch's: of specs that differ in one placement."""
+    if not _priced(current_spec) or current_spec.mesh != target_spec.mesh:
+        return _torchs_step(current_spec, target_spec)
+    pairs = zip(current_spec.placements, target_spec.placements, strict=True)
+    changed = [(dim, before, after) for dim, (before, after) in enumerate(pairs) if before != after]
+    if len(changed) != 1:
+        return _torchs_step(current_spec, target_spec)
+    topo = MeshTopoInfo.build_from_mesh(current_spec.mesh)
+    dim, before, after = changed[0]
+    return price_step(before, after, dim, local_bytes(current_spec), topo).us
+
+
+def _priced(spec: DTensorSpec) -> bool:
+    """Whether our prices hold: the mesh is symm's, and the sizes are numbers, not symbols of a graph being traced."""
+    meta = spec.tensor_meta
+    return meta is not None and all(type(size) is int for size in meta.shape) and _is_symm(spec.mesh)

@@ -1,0 +1,93 @@
+"""DTensor's way from one ``Shard`` to another over symm groups.
+
+On CPU torch gathers the whole tensor on every rank and throws most of it away (``_collective_utils``), and on every
+device it pads uneven shards first. There is no hook for a backend, so one method of ``Shard`` is replaced: it asks
+whether the group of the mesh dimension is symm, and calls torch's own method if not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from torch_symm import _dtensor
+from torch_symm.tensor._alltoall import shard_dim_alltoall
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def install_redistribute() -> None:
+    """Lets DTensor use :func:`shard_dim_alltoall` where a mesh dimension's group is symm.
+
+    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor:
+    what is not imported yet is changed as soon as it is.
+    """
+    _dtensor.install()
+
+
+def uninstall_redistribute() -> None:
+    """Gives DTensor its own method back, for all groups and until :func:`install_redistribute`."""
+    _dtensor.uninstall()
+
+
+def replace_method(module: ModuleType) -> Callable[[], None]:
+    """Changes ``torch.distributed.tensor.placement_types``; returns what undoes it."""
+    shard = module.Shard
+    theirs = shard._to_new_shard_dim
+
+    def to_new_shard_dim(
+        self: Any,
+        local_tensor: torch.Tensor,
+        mesh: DeviceMesh,
+        mesh_dim: int,
+        current_logical_shape: list[int],
+        new_shard_dim: int,
+    ) -> torch.Tensor:
+        same: torch.Tensor
+        if mesh.get_coordinate() is None or not _is_symm(mesh, mesh_dim):
+            same = theirs(self, local_tensor, mesh, mesh_dim, current_logical_shape, new_shard_dim)
+            return same
+        if funcol._are_we_tracing():
+            # As torch does on CUDA: with padding all ranks have the same graph, and compilers know the operator.
+            shape, ranks, rank = current_logical_shape, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            padded = shard._pad_for_new_shard_dim(shape, local_tensor, ranks, self.dim, new_shard_dim)
+            name = funcol._resolve_group_name((mesh, mesh_dim))
+            moved = torch.ops._dtensor.shard_dim_alltoall(padded, self.dim, new_shard_dim, name)
+            same = shard._unpad_for_new_shard_dim(shape, moved, ranks, self.dim, new_shard_dim, rank)
+            return same
+        size = current_logical_shape[self.dim]
+        return shard_dim_alltoall(local_tensor, self.dim, new_shard_dim, mesh, mesh_dim, gather_size=size)
+
+    shard._to_new_shard_dim = to_new_shard_dim
+
+    def undo() -> None:
+        # Whoever replaced it after us keeps it; ours then calls theirs.
+        if shard._to_new_shard_dim is to_new_shard_dim:
+            shard._to_new_shard_dim = theirs
+
+    return undo
+
+
+def count_operator(module: ModuleType) -> Callable[[], None]:
+    """Has ``CommDebugMode`` count the operator as torch's own, as it does on CUDA; returns what undoes it."""
+    ours = torch.ops.torch_symm.shard_dim_alltoall
+    module.NATIVE_TO_PY_MAPPING[ours] = torch.ops._dtensor.shard_dim_alltoall
+    return lambda: module.NATIVE_TO_PY_MAPPING.pop(ours, None)
+
+
+def _is_symm(mesh: DeviceMesh, mesh_dim: int) -> bool:
+    """Whether the ranks of this dimension exchange through symm; not where torch plays all ranks in one process."""
+    local = sys.modules.get("torch.distributed._local_tensor")
+    if local is not None and local.local_tensor_mode() is not None:
+        return False
+    try:
+        backend = mesh.get_group(mesh_dim)._get_backend(torch.device(mesh.device_type))
+    except RuntimeError:  # the group has no backend for the device
+        return False
+    return bool(backend.name() == "symm")

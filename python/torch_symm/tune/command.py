@@ -1,0 +1,186 @@
+"""``python -m torch_symm tune``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from torch_symm.bench.units import parse_size
+
+from . import points as sizes
+from .points import LARGEST, OPS, SMALLEST, Point
+from .report import progress, say, table
+
+SECONDS = 45.0
+#: Times that all ranks are started anew: where the system puts their memory and threads makes a factor of two for
+#: tensors at the edge of the caches.
+LAUNCHES = 3
+#: Visits of each point in each.
+VISITS = 3
+#: Ranks on CPU if nobody says how many.
+CPU_RANKS = 4
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser of the package's commands."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure what collectives cost here, for the cost model",
+        description="Measures what collectives cost on this machine and writes a profile for the cost model, "
+        "or compares one with what is measured now.",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
+    parser.add_argument("--ranks", type=int, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
+    parser.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
+    parser.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
+    parser.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
+    parser.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
+    parser.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
+    parser.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
+    parser.add_argument("--json", type=Path, help="where --check and --plans write all figures")
+    parser.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
+    parser.set_defaults(run=lambda given: _run(parser, given))
+
+
+def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    import torch
+
+    ops = tuple(given.ops.split(","))
+    unknown = [op for op in ops if op not in OPS]
+    if unknown:
+        parser.error(f"--ops: no price for {unknown[0]!r}; there are {', '.join(OPS)}")
+    try:
+        largest = parse_size(given.largest)
+    except ValueError as error:
+        parser.error(f"--largest: {error}")
+    if largest < 2 * SMALLEST:
+        parser.error(f"--largest: at least {2 * SMALLEST} bytes, not {largest}")
+    gpus = torch.cuda.device_count()
+    device = given.device or ("cuda" if gpus > 1 else "cpu")
+    world = given.ranks or (gpus if device == "cuda" else CPU_RANKS)
+    if world < 2 or (device == "cuda" and world > gpus):
+        parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    from torch_symm import SymmConfigError
+
+    try:
+        if given.plans is not None:
+            return _plans(given, device, world)
+        return (_check if given.check else _calibrate)(given, device, world, ops, largest)
+    except (ProcessRaisedException, ProcessExitedException, SymmConfigError, RuntimeError, OSError) as error:
+        print(f"failed: {str(error).strip()}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr, flush=True)
+        return 130
+
+
+def _measure(title: str, device: str, world: int, points: list[Point], seconds: float) -> dict[Point, float]:
+    from .launch import measure
+
+    distinct = list(dict.fromkeys(points))
+    with progress(title, LAUNCHES * VISITS * len(distinct)) as heard:
+        runs = [measure(world, device, distinct, seconds / LAUNCHES, VISITS, heard) for _ in range(LAUNCHES)]
+    return {point: statistics.median(times[point] for times in runs) for point in distinct}
+
+
+def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
+    from . import profile
+
+    here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
+    path = given.output or profile.own_path(here)
+    if path is None:
+        print("there is no cache to write to (SYMM_CACHE_DIR): say where with --output", file=sys.stderr)
+        return 1
+    say(f"{here.says}; load {load[0]}")
+    started = time.monotonic()
+    todo = []
+    for ranks in sizes.group_sizes(world):
+        known = profile.prices(device, ranks, world, "links")
+        for op in ops:
+            grid = sizes.points([ranks], [op], sizes.calibrated(largest))
+            todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known)]
+    times = _measure("calibrating", device, world, todo, given.seconds)
+    command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
+    profile.write(path, profile.assemble(here, times, command, load, _in_force(device, world)))
+    say(f"{len(times)} points in {time.monotonic() - started:.0f} s, written to {path}")
+    return 0
+
+
+def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
+    """The thresholds under which is measured, by ranks of a group: what the profile says they are from now on."""
+    tuning = os.environ.get("SYMM_CUDA_TUNING", "").strip()
+    return {ranks: {"cuda_tuning": tuning} for ranks in sizes.group_sizes(world)} if device == "cuda" and tuning else {}
+
+
+def _shown(given: argparse.Namespace) -> list[str]:
+    """The options that decide what was measured."""
+    values = {"--device": given.device, "--ranks": given.ranks, "--seconds": given.seconds, "--largest": given.largest}
+    usual = {"--seconds": SECONDS, "--largest": str(LARGEST)}
+    return [
+        word
+        for name, value in values.items()
+        if value is not None and usual.get(name) != value
+        for word in (name, f"{value:g}" if isinstance(value, float) else str(value))
+    ]
+
+
+def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
+    from . import profile
+    from .check import GOAL_MEDIAN, GOAL_WORST, HEADINGS, compare, summary
+
+    here, load = profile.key(device, world), os.getloadavg()[0]
+    known = profile.prices(device, world, world, "measured", given.profile)
+    if known is None:
+        print(f"there is no profile of {here.says}: run `python -m torch_symm tune` first", file=sys.stderr)
+        return 1
+    say(f"{here.says}; load {load:.2f}; {known.origin}")
+    todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
+    times = _measure("checking", device, world, todo, given.seconds)
+    compared = compare(device, world, times, given.profile)
+    table(f"relative errors at {len(compared)} points that calibration did not measure", HEADINGS, summary(compared))
+    errors = [one.error for one in compared]
+    median, worst = statistics.median(errors), max(errors)
+    met = median <= GOAL_MEDIAN and worst <= GOAL_WORST
+    verdict = "met" if met else "NOT met"
+    say(f"wanted: median ≤ {GOAL_MEDIAN:.0%}, worst ≤ {GOAL_WORST:.0%}: {verdict} ({median:.1%}, {worst:.0%})")
+    for one in sorted(compared, key=lambda one: -one.error)[:5]:
+        where = f"{one.op} of {one.bytes:,} bytes, {one.ranks} ranks ({one.algorithm})"
+        say(f"  {one.error:.0%}: {where}: measured {one.measured:.1f} µs, predicted {one.predicted:.1f} µs")
+    if given.json:
+        _write_json(
+            given.json, {"origin": known.origin, "load": load, "points": list(map(dataclasses.asdict, compared))}
+        )
+    if given.plot:
+        from .plot import draw
+
+        draw(compared, here.says, given.plot)
+    return 0
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
+    say(f"written to {path}")
+
+
+def _plans(given: argparse.Namespace, device: str, world: int) -> int:
+    from .plans import HEADINGS, measure, summary
+
+    with progress("timing plans", given.plans) as heard:
+        cases = measure(world, device, given.plans, given.profile, heard)
+    table("what the cheapest plan of each model is worth", HEADINGS, summary(cases))
+    if given.json:
+        _write_json(given.json, {"cases": [dataclasses.asdict(case) for case in cases]})
+    return 0

@@ -1,0 +1,136 @@
+"""The file that calibration writes: ``docs/cost-model.md`` has its fields. The native part reads and validates it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_symm._native import load
+from torch_symm._version import __version__
+
+from .points import OPS, Point, Priced
+
+
+@dataclass(frozen=True)
+class Key:
+    """The hardware that a profile is for. ``file``: its name among profiles; ``says``: for people."""
+
+    hardware: dict[str, Any]
+    file: str
+    says: str
+
+
+def key(device: str, world: int) -> Key:
+    """The hardware of this host, for ``world`` ranks.
+
+    Raises:
+        SymmConfigError: NVML does not say what GPUs these are.
+    """
+    found = json.loads(load()._profile_key(device, world))
+    if found is None:
+        raise load().SymmConfigError("what GPUs these are cannot be told: NVML does not answer")
+    return Key(found["hardware"], found["file"], found["says"])
+
+
+def prices(device: str, ranks: int, world: int, basis: str, profile: Path | None = None) -> Any:
+    """Prices in groups of ``ranks``, all ``world`` ranks being on one host; ``None`` if nothing was measured here.
+
+    Raises:
+        SymmConfigError: the profile is faulty or of other hardware.
+    """
+    path = os.fsencode(profile) if profile else b""
+    return load()._prices(device, [ranks], world, world, basis, profile=path)
+
+
+def assemble(
+    here: Key,
+    times: Mapping[Point, float],
+    command: str,
+    load_before: list[float],
+    settings: Mapping[int, dict[str, Any]],
+) -> dict[str, Any]:
+    """The profile of ``times``. ``settings``: thresholds, by ranks of a group."""
+    device, world = here.hardware["device"], here.hardware["ranks"]
+    groups = []
+    for ranks in sorted({point.ranks for point in times}):
+        known = prices(device, ranks, world, "links")
+        curves = [curve for op in OPS for curve in _curves(ranks, op, times, known)]
+        groups.append({"ranks": ranks, **settings.get(ranks, {}), "curves": curves})
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    software = f"torch_symm {__version__}, torch {torch.__version__}"
+    measured = {"date": now, "software": software, "command": command, "load": load_before}
+    return {
+        "format": "torch_symm profile",
+        "version": 1,
+        "measured": measured,
+        "hardware": here.hardware,
+        "groups": groups,
+    }
+
+
+def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) -> list[dict[str, Any]]:
+    by_algorithm: dict[str, list[Point]] = {}
+    for point in sorted(times, key=lambda point: point.bytes):
+        if (point.ranks, point.op) == (ranks, op):
+            by_algorithm.setdefault(known.price(op, point.bytes, 0)[1], []).append(point)
+    return [
+        {
+            "op": op,
+            "algorithm": algorithm,
+            "bytes": [point.bytes for point in points],
+            "us": [round(times[point], 3) for point in points],
+        }
+        for algorithm, points in by_algorithm.items()
+    ]
+
+
+def own_path(here: Key) -> Path | None:
+    """Where the user's profile of this hardware belongs; ``None`` without a cache."""
+    folder = os.fsdecode(load()._own_profiles())
+    return Path(folder) / here.file if folder else None
+
+
+def write(path: Path, profile: Mapping[str, Any]) -> None:
+    """Writes ``profile`` so that nobody ever reads half of it, and reads it back as the cost model would.
+
+    Raises:
+        SymmConfigError: it is not valid, which would be a bug; OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(_text(profile))
+        hardware = profile["hardware"]
+        prices(hardware["device"], profile["groups"][0]["ranks"], hardware["ranks"], "measured", Path(name))
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _text(profile: Mapping[str, Any]) -> str:
+    """JSON with a line for each list of numbers."""
+    text = json.dumps(profile, indent=1)
+    lines, listed = [], ""
+    for line in text.splitlines():
+        bare = line.strip()
+        if listed:
+            listed += " " + bare if bare[0] not in "]}" else bare
+            if bare[0] == "]":
+                lines.append(listed.replace("[ ", "["))
+                listed = ""
+        elif bare.endswith("[") and ('"bytes"' in bare or '"us"' in bare or '"load"' in bare):
+            listed = line
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,152 @@
+"""Calibration: which sizes it measures, what it writes, and that the cost model reads it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_symm
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch_symm.tune import plans, profile
+from torch_symm.tune.points import LARGEST, OPS, SMALLEST, Point, calibrated, checked, group_sizes, rounded, switches
+
+
+def tune(*arguments: str, expect: int = 0, env: dict[str, str] | None = None) -> str:
+    """What ``python -m torch_symm tune`` says."""
+    command = [sys.executable, "-m", "torch_symm", "tune", "--device", "cpu", *arguments]
+    environment = {**os.environ, **(env or {})}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert result.returncode == expect, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+class Steps:
+    """Algorithms that take over at given sizes."""
+
+    def __init__(self, *ends: int) -> None:
+        self._ends = ends
+
+    def price(self, op: str, bytes: float, dim: int) -> tuple[float, str, str]:
+        return 0.0, str(sum(bytes > end for end in self._ends)), ""
+
+
+def test_the_check_measures_other_sizes_than_calibration() -> None:
+    known, new = calibrated(), checked()
+    assert (known[0], known[-1]) == (SMALLEST, LARGEST) and {1 << shift for shift in range(10, 29)} < set(known)
+    assert all(low < size < high for low, size, high in zip(known[:-1], new, known[1:], strict=True))
+    assert all(high / low < 1.42 for low, high in itertools.pairwise(known) if 1 << 20 <= low < 64 << 20)
+    assert [rounded(size, 3) for size in (1, 12, 13)] == [12, 12, 24]
+    assert [group_sizes(world) for world in (2, 4, 6, 7)] == [(2,), (2, 4), (2, 3, 6), (7,)]
+
+
+@pytest.mark.parametrize("ends", [(1500,), (1100, 1900), (1024,), ()])
+def test_both_sides_of_a_switch_are_measured(ends: tuple[int, ...]) -> None:
+    low, high = Point(4, "all_reduce", 1024), Point(4, "all_reduce", 2048)
+    expected = {(end // 16 * 16, end // 16 * 16 + 16) for end in ends}
+    found = [point.bytes for point in switches(low, high, Steps(*ends))]
+    assert found == sorted(size for pair in expected for size in pair if size not in (1024, 2048))
+
+
+def priced(rank: int, world: int) -> list[tuple[float, str]]:
+    from torch_symm import tensor
+
+    topo = tensor.MeshTopoInfo.build_from_mesh(init_device_mesh("cpu", (world,)), "measured")
+    return [(us, basis) for op in OPS for us, _, basis in [topo.price(op, 2048, 0)]]
+
+
+def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
+    path = tmp_path / "mine" / "profile.json"
+    said = tune("--ranks", "2", "--largest", "16K", "--seconds", "2", "--output", str(path))
+    assert "2 ranks on" in said and str(path) in said
+    written = json.loads(path.read_text())
+    curves = written["groups"][0]["curves"]
+    assert {curve["op"] for curve in curves} == set(OPS) and {curve["algorithm"] for curve in curves} >= {"inline"}
+    sizes = [size for curve in curves if curve["op"] == "all_reduce" for size in curve["bytes"]]
+    assert {1024, 2048, 4096, 8192, 16384} <= set(sizes) and len(sizes) == 7, "and both sides of the switch"
+    times = {(curve["op"], size): us for curve in curves for size, us in zip(curve["bytes"], curve["us"], strict=True)}
+    assert all(0.1 < us < 1e6 for us in times.values())
+    answers = run_ranks(priced, 2, env={"SYMM_PROFILE": str(path)})
+    assert answers[0] == answers[1] == [(times[op, 2048], "measured") for op in OPS]
+
+    figures = tmp_path / "check.json"
+    small = ("--ranks", "2", "--largest", "16K", "--seconds", "2", "--ops", "all_gather,broadcast")
+    said = tune(*small, "--check", "--profile", str(path), "--json", str(figures))
+    assert "wanted: median ≤ 10%" in said and "torch" in said
+    found = json.loads(figures.read_text())["points"]
+    assert len(found) == 2 * 4 and not {point["bytes"] for point in found} & {size for _, size in times}
+    assert all(point["measured"] > 0 and point["predicted"] > 0 and point["torch"] > 6.6 for point in found)
+
+    said = tune("--ranks", "2", "--plans", "2", "--profile", str(path), "--json", str(figures))
+    cases = json.loads(figures.read_text())["cases"]
+    assert len(cases) == 2 and all(len(case["plans"]) > 1 for case in cases) and "within 10%" in said
+
+    said = tune("--ranks", "3", "--check", "--profile", str(path), expect=1)
+    assert "was measured with 2 ranks on" in said and "here there are 3 ranks on" in said
+    path.write_text("{")
+    assert "profile.json: EOF" in tune("--ranks", "2", "--check", "--profile", str(path), expect=1)
+
+
+def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path) -> None:
+    cache = {"SYMM_CACHE_DIR": str(tmp_path)}
+    tune("--ranks", "2", "--largest", "2K", "--seconds", "1", env=cache)
+    files = list((tmp_path / "profiles").iterdir())
+    assert len(files) == 1 and files[0].name.endswith("-2-ranks.json")
+    assert all(basis == "measured" for _, basis in run_ranks(priced, 2, env=cache)[0])
+    said = tune("--ranks", "2", "--largest", "2K", "--seconds", "1", expect=1, env={"SYMM_CACHE_DIR": "0"})
+    assert "no cache" in said and "--output" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--ops", "sum"), "no price for 'sum'"),
+        (("--largest", "1K"), "at least 2048 bytes"),
+        (("--largest", "much"), "not a size"),
+        (("--ranks", "1"), "--ranks"),
+        (("--check", "--ranks", "127"), "there is no profile of 127 ranks on"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    assert said in tune(*arguments, expect=1 if "--check" in arguments else 2, env={"SYMM_PROFILE": ""})
+
+
+def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    here = profile.key("cpu", 4)
+    times = {Point(4, "all_reduce", 1024): 5.0, Point(4, "all_reduce", 1 << 20): 70.0}
+    value = profile.assemble(here, times, "a test", [0.5], {4: {"stream_bytes": 1 << 20}})
+    path = tmp_path / "profile.json"
+    profile.write(path, value)
+    before = path.read_text()
+    assert json.loads(before) == value and len(before.splitlines()) < 60
+    faulty: dict[str, Any] = {**value, "version": 7}
+    with pytest.raises(torch_symm.SymmConfigError, match="its version is 7"):
+        profile.write(path, faulty)
+    assert path.read_text() == before and [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_plans_are_all_ways_in_single_steps() -> None:
+    full, rows, columns, partial = Replicate(), Shard(0), Shard(1), Partial()
+    assert list(plans._plans((rows,), (columns,), 2)) == [[(rows,), (full,), (columns,)], [(rows,), (columns,)]]
+    found = list(plans._plans((partial, rows), (full, full), 3))
+    assert [(partial, rows), (full, rows), (full, full)] in found and len(found) > 4
+    assert all(sum(a != b for a, b in zip(x, y, strict=True)) == 1 for way in found for x, y in zip(way, way[1:]))  # noqa: B905, RUF007
+    assert not any(state == (rows, rows) for way in found for state in way), "the order of two cuts would matter"
+
+
+def test_the_loss_of_a_model_is_what_its_choice_costs() -> None:
+    def plan(us: float, ours: float, torchs: float) -> plans.Timed:
+        return plans.Timed(("a", "b"), us, {"measured": ours, "links": ours, "torch": torchs})
+
+    case = plans.Case((4,), 1024, (plan(20.0, 5.0, 1.0), plan(10.0, 4.0, 2.0), plan(10.5, 9.0, 9.0)))
+    assert (plans.loss(case, "measured"), plans.loss(case, "torch")) == (1.0, 2.0)
+    rows = plans.summary([case])
+    assert rows[-3] == ["all", "measured", "1", "100%", "100%", "0%", "0%"]
+    assert rows[-1] == ["all", "torch", "1", "0%", "0%", "100%", "100%"]
