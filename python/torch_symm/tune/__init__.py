@@ -9,8 +9,8 @@ How a point (ranks of a group, collective, size) is measured:
    rank, call by call (calls below 100 µs in batches of up to 16).
 3. All points are visited in turn, several times over, so that a moment in which the machine is slow does not fall on
    one of them. A visit gives a median; of a launch the least counts: what else the machine does only adds time.
-4. All ranks are started anew three times, since where the system puts their memory and threads makes a factor of two
-   at some sizes. The point is the median of the launches.
+4. All ranks are started anew three times, since some launches are faster than others by a factor of two at some sizes,
+   all through. The point is the median of the launches.
 
 Calibration measures every power of two from 1 KB to 256 MB, steps of √2 where tensors leave the caches, and both sides
 of each size at which another algorithm takes over. The check measures sizes halfway between. Modules, from leaf to

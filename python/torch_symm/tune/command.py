@@ -21,8 +21,8 @@ from .points import LARGEST, OPS, SMALLEST, Point
 from .report import progress, say, table
 
 SECONDS = 45.0
-#: Times that all ranks are started anew: where the system puts their memory and threads makes a factor of two for
-#: tensors at the edge of the caches.
+#: Times that all ranks are started anew: some launches are faster than others by a factor of two, for tensors at the
+#: edge of the caches.
 LAUNCHES = 3
 #: Visits of each point in each.
 VISITS = 3
