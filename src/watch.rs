@@ -7,7 +7,8 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use crate::sys::thread::{Wake, block_signals};
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -33,7 +34,7 @@ struct State {
     subscribers: HashMap<u64, Subscriber>,
     next: u64,
     /// Wakes the thread; absent while none runs.
-    wake: Option<Arc<OwnedFd>>,
+    wake: Option<Arc<Wake>>,
 }
 
 /// A forked child has its own state and, when it needs one, its own thread.
@@ -72,8 +73,7 @@ impl Drop for Subscription {
 
 fn notify(state: &State) {
     if let Some(wake) = &state.wake {
-        // Fails only where the counter is full: then the thread is being woken already.
-        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+        wake.notify();
     }
 }
 
@@ -100,9 +100,7 @@ pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
         return Ok(subscription);
     }
     if state.wake.is_none() {
-        let wake =
-            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| Error::os("eventfd of the watcher", errno))?;
-        let wake = Arc::new(wake);
+        let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the watcher", errno))?);
         let mine = Arc::clone(&wake);
         std::thread::Builder::new()
             .name("symm-watch".into())
@@ -117,7 +115,7 @@ pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
 }
 
 /// The thread: ends once there are no subscribers.
-fn run(wake: &OwnedFd) {
+fn run(wake: &Wake) {
     block_signals();
     loop {
         let pidfds = {
@@ -162,7 +160,7 @@ fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
 }
 
 /// Sleeps until the subscriptions change or a process ends; returns the descriptors of those that have.
-fn wait(wake: &OwnedFd, pidfds: &[Arc<OwnedFd>]) -> Vec<Arc<OwnedFd>> {
+fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>]) -> Vec<Arc<OwnedFd>> {
     let mut fds: Vec<PollFd<'_>> = std::iter::once(wake.as_fd())
         .chain(pidfds.iter().map(|pidfd| pidfd.as_fd()))
         .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
@@ -177,21 +175,9 @@ fn wait(wake: &OwnedFd, pidfds: &[Arc<OwnedFd>]) -> Vec<Arc<OwnedFd>> {
             return Vec::new();
         }
     }
-    let mut counter = [0; 8];
-    // Resets it; fails only where it was not set.
-    let _ = rustix::io::read(wake, &mut counter);
+    wake.reset();
     let processes = fds.iter().skip(1).zip(pidfds);
     processes.filter(|(fd, _)| !fd.revents().is_empty()).map(|(_, pidfd)| Arc::clone(pidfd)).collect()
-}
-
-/// Signals are for the program's own threads.
-fn block_signals() {
-    // SAFETY: `set` is initialised by `sigfillset` before it is read; the null old set is allowed.
-    unsafe {
-        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-        libc::sigfillset(set.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
-    }
 }
 
 #[cfg(test)]

@@ -8,3 +8,4 @@ pub mod process;
 pub mod random;
 pub mod remote;
 pub mod socket;
+pub mod thread;

@@ -6,7 +6,8 @@ use super::own::Heap;
 use crate::error::{Error, Result};
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::socket::{self, Received};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use crate::sys::thread::{Wake, block_signals};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -23,7 +24,7 @@ struct State {
     /// Reasons for the thread to run.
     attention: usize,
     /// Wakes the thread; absent while none runs.
-    wake: Option<Arc<OwnedFd>>,
+    wake: Option<Arc<Wake>>,
 }
 
 /// A forked child has its own state; the parent's heaps do not work there.
@@ -44,7 +45,7 @@ impl Attention {
         let mut state = state();
         if state.wake.is_none() {
             let failure = |errno| Error::os("eventfd of the thread for symmetric memory", errno);
-            let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failure)?);
+            let wake = Arc::new(Wake::new().map_err(failure)?);
             let mine = Arc::clone(&wake);
             std::thread::Builder::new()
                 .name("symm-heap".into())
@@ -71,8 +72,7 @@ impl Drop for Attention {
 
 fn notify(state: &State) {
     if let Some(wake) = &state.wake {
-        // Fails only where the counter is full: then the thread is being woken already.
-        let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+        wake.notify();
     }
 }
 
@@ -96,7 +96,7 @@ struct Stranger {
     since: Instant,
 }
 
-fn run(wake: &OwnedFd) {
+fn run(wake: &Wake) {
     block_signals();
     let mut strangers: Vec<Stranger> = Vec::new();
     loop {
@@ -136,7 +136,7 @@ fn run(wake: &OwnedFd) {
 }
 
 /// Which of the listeners, strangers and links have something to read, in this order.
-fn wait(wake: &OwnedFd, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)]) -> Vec<bool> {
+fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)]) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
     // As many as can be served are let in.
@@ -163,9 +163,7 @@ fn wait(wake: &OwnedFd, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(A
             return vec![false; fds.len() - 1];
         }
     }
-    let mut counter = [0; 8];
-    // Resets it; fails only where it was not set.
-    let _ = rustix::io::read(wake, &mut counter);
+    wake.reset();
     let wanted = PollFlags::IN | PollFlags::ERR | PollFlags::HUP;
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
@@ -204,16 +202,6 @@ fn introduced(stranger: Stranger, ready: bool) -> Option<Stranger> {
         Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", stranger.pid),
     }
     None
-}
-
-/// Signals are for the program's own threads.
-fn block_signals() {
-    // SAFETY: `set` is initialised by `sigfillset` before it is read; the null old set is allowed.
-    unsafe {
-        let mut set = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-        libc::sigfillset(set.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
-    }
 }
 
 #[cfg(test)]
