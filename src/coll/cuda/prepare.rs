@@ -331,7 +331,8 @@ impl Site<'_> {
                 let broadcast = call.op == Op::Broadcast;
                 let (program, parts, first) =
                     if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
-                let gives = call.inputs.first().is_some_and(|&input| self.direct(input));
+                // Nobody loads what is added up.
+                let gives = broadcast && call.inputs.first().is_some_and(|&input| self.direct(input));
                 let takes = call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, gate) = (call.factor, self.gate(all(gives), all(takes)));
                 let args = TwoStage { common, scatter, spread, from, to, bytes, factor, root, parts, first, targets, gate };
