@@ -6,6 +6,7 @@ use crate::sys;
 use crate::topo::cost::Way;
 use crate::topo::{self, Source};
 use serde::{Deserialize, Serialize};
+use std::sync::OnceLock;
 
 /// Where tensors are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,6 +30,18 @@ impl Device {
             other => Err(Error::value(format!("there is no cost model for devices of type {other:?}, but for cpu and cuda"))),
         }
     }
+}
+
+/// Model and link of this host's GPUs. Found once: every group that sets up its GPUs wants to know, and NVML takes its time.
+fn gpus() -> Option<&'static (String, String)> {
+    static GPUS: OnceLock<(String, String)> = OnceLock::new();
+    if let Some(known) = GPUS.get() {
+        return Some(known);
+    }
+    let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml)?;
+    let link = if Config::get().p2p { Way::between(&detected)? } else { Way::HostMemory };
+    let found = (detected.gpus.first()?.name.clone(), link.to_string());
+    Some(GPUS.get_or_init(|| found))
 }
 
 /// The hardware that times were measured on. Times of other hardware say nothing.
@@ -56,9 +69,8 @@ impl Hardware {
                 Some(Self { device, name: sys::host::cpu().into(), cores, link: Way::SharedMemory.to_string(), ranks })
             }
             Device::Cuda => {
-                let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml)?;
-                let link = if Config::get().p2p { Way::between(&detected)? } else { Way::HostMemory };
-                Some(Self { device, name: detected.gpus.first()?.name.clone(), cores: 0, link: link.to_string(), ranks })
+                let (name, link) = gpus()?.clone();
+                Some(Self { device, name, cores: 0, link, ranks })
             }
         }
     }

@@ -238,12 +238,12 @@ pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Pro
 /// What a profile says of groups of `ranks` ranks, for the choice of algorithms. An entry of a job with more ranks serves too if
 /// `SYMM_PROFILE` names it. A faulty file is a warning: thresholds are not worth a failed group.
 pub fn settings(device: Device, ranks: usize) -> Option<Group> {
-    let here = Hardware::here(device, ranks)?;
     let job = match &Config::get().profile {
+        ProfileChoice::Off => return None,
         ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware.ranks),
-        ProfileChoice::Off | ProfileChoice::Search => None,
+        ProfileChoice::Search => None,
     };
-    let hardware = Hardware { ranks: job.filter(|&job| job >= ranks).unwrap_or(ranks), ..here };
+    let hardware = Hardware::here(device, job.filter(|&job| job >= ranks).unwrap_or(ranks))?;
     match find(&hardware) {
         Ok(found) => found.and_then(|(profile, _)| profile.group(ranks).cloned()),
         Err(error) => {
