@@ -142,6 +142,48 @@ def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == before and [file.name for file in tmp_path.iterdir()] == ["profile.json"]
 
 
+def test_an_earlier_check_is_drawn_and_anything_else_refused(tmp_path: Path) -> None:
+    point = {
+        "ranks": 2,
+        "op": "all_gather",
+        "algorithm": "staged",
+        "measured": 9.0,
+        "predicted": 8.0,
+        "links": 5.0,
+        "torch": 1.0,
+    }
+    check = tmp_path / "check.json"
+    check.write_text(json.dumps({"origin": "a test", "points": [{**point, "bytes": 1448}, {**point, "bytes": 2896}]}))
+    plot = tmp_path / "curves.svg"
+    try:
+        import matplotlib  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError:
+        tune("--draw", str(check), "--plot", str(plot), expect=1)
+    else:
+        tune("--draw", str(check), "--plot", str(plot))
+        assert "all_gather, 2 ranks" in plot.read_text()
+    assert "say where with --plot" in tune("--draw", str(check), expect=2)
+    check.write_text('{"points": [{"ranks": 2}]}')
+    assert "holds no check" in tune("--draw", str(check), "--plot", str(plot), expect=2)
+
+
+def test_shipped_profiles_are_whole_and_named_by_their_hardware() -> None:
+    folder = Path(torch_symm.__file__).parent / "profiles"
+    names = {path.name for path in folder.glob("*.json")}
+    assert {"cpu-amd-epyc-4-cores-4-ranks.json", "cuda-nvidia-h200-nvlink-4-0-x-18-2-ranks.json"} <= names
+    for path in folder.glob("*.json"):
+        read = json.loads(path.read_text())
+        hardware = read["hardware"]
+        words = [hardware["device"], hardware["name"], *([hardware["link"]] if hardware["device"] == "cuda" else [])]
+        words += [f"{hardware['cores']} cores"] if hardware["device"] == "cpu" else []
+        plain = "".join(
+            c if c.isascii() and c.isalnum() else " " for c in " ".join([*words, f"{hardware['ranks']} ranks"]).lower()
+        )
+        assert path.name == "-".join(plain.split()) + ".json"
+        for curve in (curve for group in read["groups"] for curve in group["curves"]):
+            assert len(curve["bytes"]) == len(curve["us"]) >= 1 and sorted(curve["bytes"]) == curve["bytes"], path.name
+
+
 def test_plans_are_all_ways_in_single_steps() -> None:
     full, rows, columns, partial = Replicate(), Shard(0), Shard(1), Partial()
     assert list(plans._plans((rows,), (columns,), 2)) == [[(rows,), (full,), (columns,)], [(rows,), (columns,)]]

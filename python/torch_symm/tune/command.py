@@ -49,10 +49,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
     parser.add_argument("--json", type=Path, help="where --check and --plans write all figures")
     parser.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
     parser.set_defaults(run=lambda given: _run(parser, given))
 
 
 def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    if given.draw:
+        return _draw(parser, given)
     import torch
 
     ops = tuple(given.ops.split(","))
@@ -160,12 +163,33 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
         say(f"  {one.error:.0%}: {where}: measured {one.measured:.1f} µs, predicted {one.predicted:.1f} µs")
     if given.json:
         _write_json(
-            given.json, {"origin": known.origin, "load": load, "points": list(map(dataclasses.asdict, compared))}
+            given.json,
+            {
+                "origin": f"{here.says}; load {load:.2f}",
+                "load": load,
+                "points": list(map(dataclasses.asdict, compared)),
+            },
         )
     if given.plot:
         from .plot import draw
 
         draw(compared, here.says, given.plot)
+    return 0
+
+
+def _draw(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    from .check import Compared
+    from .plot import draw
+
+    if not given.plot:
+        parser.error("--draw: say where with --plot")
+    try:
+        read = json.loads(given.draw.read_text())
+        compared = [Compared(**point) for point in read["points"]]
+        title = str(read["origin"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"--draw: {given.draw} holds no check: {error}")
+    draw(compared, title, given.plot)
     return 0
 
 
