@@ -1,7 +1,7 @@
 //! What a heap needs of a device. Memory of the host stands in for it in tests.
 
 use crate::error::Result;
-use crate::kernels::cuda::driver::{Device, RelaxedCapture};
+use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture};
 use crate::mem::vmm::{self, Physical, Reservation};
 use rustix::fd::OwnedFd;
 use std::sync::Arc;
@@ -16,6 +16,8 @@ pub trait Addresses: Send + Sync {
     fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>>;
     /// Waits until all work of the device that was enqueued by this process is done.
     fn settle(&self) -> Result<()>;
+    /// Zeroes `bytes` bytes of a segment at `address`, which nobody uses, and returns when that is done.
+    fn clear(&self, address: u64, bytes: usize) -> Result<()>;
 }
 
 /// A reserved range of addresses. Dropped when nothing is mapped there any more.
@@ -77,6 +79,15 @@ impl Addresses for Gpu {
 
     fn settle(&self) -> Result<()> {
         self.device.synchronize()
+    }
+
+    fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        let _entered = self.device.enter()?;
+        // On a stream of its own: others may be captured.
+        let _relaxed = RelaxedCapture::begin()?;
+        let stream = OwnStream::new()?;
+        stream.stream().fill(address, 0, bytes)?;
+        stream.stream().synchronize()
     }
 }
 

@@ -66,6 +66,21 @@ pub struct Hold {
     _attention: Attention,
 }
 
+/// A window's claim to a segment of a peer.
+pub struct Pin {
+    link: Arc<Link>,
+    id: u64,
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        self.link.remote.unpin(self.id);
+        if !self.link.is_closed() && !self.link.any_failed() {
+            self.link.remote.let_go();
+        }
+    }
+}
+
 impl Link {
     pub(super) fn new(key: Key, number: u64, pid: u32, socket: OwnedFd, remote: Remote) -> Self {
         Self {
@@ -245,6 +260,12 @@ impl Hold {
     /// Where the peer's heap begins in this process's addresses: what lies at an offset there lies at that offset here.
     pub fn base(&self) -> u64 {
         self.link.base()
+    }
+
+    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin lives; `None` if they do not lie in one segment that is mapped here.
+    pub fn pin(&self, offset: u64, bytes: usize) -> Option<Pin> {
+        let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
+        Some(Pin { link: Arc::clone(&self.link), id })
     }
 
     /// Closes the link, whoever holds it: the peer does not have it any more.

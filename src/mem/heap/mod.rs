@@ -1,4 +1,4 @@
-//! Symmetric memory: a heap of device addresses in every process, mapped by all its peers at the same offsets.
+//! Symmetric memory: a heap of addresses per device, and one of the host, in every process, mapped by all its peers at the same offsets.
 //!
 //! What lies at an offset of a peer's heap lies at that offset of a range that this process reserved for that peer. So a kernel that is
 //! told an offset needs no table, and no call registers anything. [`own`] makes segments and offers them, [`remote`] maps what peers
@@ -6,6 +6,7 @@
 
 mod addresses;
 mod frame;
+mod host;
 mod link;
 mod meet;
 mod own;
@@ -16,7 +17,8 @@ pub(crate) mod tests;
 
 pub use addresses::{Addresses, Gpu, Piece, Range};
 pub use frame::Key;
-pub use link::{Failed, Hold};
+pub use host::HostMemory;
+pub use link::{Failed, Hold, Pin};
 pub use meet::Address;
 pub use own::Heap;
 pub use service::Attention;
@@ -28,14 +30,22 @@ use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// Stands for the host in the place of a device.
+pub const HOST: i32 = -1;
+
 /// The heaps of this process, by device. They stay: whoever links to one keeps its addresses.
 static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex::default);
 
-/// This process's heap on a device, made when it is first asked for.
+/// This process's heap on a device, or of the host, made when it is first asked for.
 pub fn of(device: i32) -> Result<Arc<Heap>> {
     let mut heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(heap) = heaps.get(&device) {
         return Ok(Arc::clone(heap));
+    }
+    if device == HOST {
+        let heap = Heap::new(Arc::new(HostMemory::of_this_machine()))?;
+        heaps.insert(device, Arc::clone(&heap));
+        return Ok(heap);
     }
     let opened = Device::open(device)?;
     if !vmm::supported(&opened) {

@@ -1,4 +1,4 @@
-//! A process's own heap on a device: segments by first fit, offered to every peer.
+//! A process's own heap on a device: segments by next fit, offered to every peer.
 
 use super::addresses::{Addresses, Piece, Range};
 use super::frame::Frame;
@@ -42,6 +42,8 @@ pub(super) struct State {
     pub(super) segments: BTreeMap<usize, Segment>,
     pub(super) links: Vec<Arc<Link>>,
     last_id: u64,
+    /// Where the last segment ended: places are used again late, since windows of peers may keep what lay there.
+    cursor: usize,
     /// Withdrawn segments that links have not let go: segment, link.
     leaving: HashSet<(u64, u64)>,
     /// Links that have closed lately, by number.
@@ -119,7 +121,10 @@ impl Heap {
         let none = || Error::config(format!("out of memory: no {bytes} bytes of addresses are left for symmetric memory"));
         let wanted = wanted.ok_or_else(none)?;
         let mut state = self.state();
-        let offset = first_fit(&state.segments, self.address.span as usize, wanted).ok_or_else(none)?;
+        let (span, cursor) = (self.address.span as usize, state.cursor);
+        let fit = first_fit(&state.segments, cursor, span, wanted).or_else(|| first_fit(&state.segments, 0, span, wanted));
+        let offset = fit.ok_or_else(none)?;
+        state.cursor = offset + wanted;
         state.last_id += 1;
         let id = state.last_id;
         state.segments.insert(offset, Segment { id, bytes: wanted, piece: None, answers: HashMap::new(), parked: false });
@@ -257,6 +262,29 @@ impl Heap {
         answer(&self.state()) == Answer::Yes && !links().any(|link| link.is_closed())
     }
 
+    /// Waits until all work of the device that this process has enqueued is done.
+    pub fn settle(&self) -> Result<()> {
+        self.space.settle()
+    }
+
+    /// Zeroes `bytes` bytes at `address`, within one segment, which nobody uses; returns when that is done.
+    pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        match self.segment(address) {
+            Some((_, left)) if bytes <= left => self.space.clear(address, bytes),
+            _ => Err(Error::internal(format!("{bytes} bytes at {address:#x} leave their segment of symmetric memory"))),
+        }
+    }
+
+    /// Names the segment that `address` lies in, of all that this heap ever has, and tells how many bytes it holds from there on. `None` if none
+    /// does, or it has been given back.
+    pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
+        let offset = address.checked_sub(self.base)? as usize;
+        let state = self.state();
+        let (start, segment) = state.segments.range(..=offset).next_back()?;
+        let left = (start + segment.bytes).checked_sub(offset).filter(|&left| left > 0)?;
+        (segment.piece.is_some() && !segment.parked).then_some((segment.id, left))
+    }
+
     /// The links that are open. Lets go of the others, which last as long as groups hold them.
     pub(super) fn links(&self) -> Vec<Arc<Link>> {
         let mut state = self.state();
@@ -366,14 +394,14 @@ pub(super) fn offer(id: u64, offset: usize, bytes: usize) -> Frame {
     Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 }
 }
 
-/// The lowest offset below `span` where `bytes` are free.
-fn first_fit(segments: &BTreeMap<usize, Segment>, span: usize, bytes: usize) -> Option<usize> {
-    let mut free = 0;
+/// The lowest offset from `from` on and below `span` where `bytes` are free.
+fn first_fit(segments: &BTreeMap<usize, Segment>, from: usize, span: usize, bytes: usize) -> Option<usize> {
+    let mut free = from;
     for (offset, segment) in segments {
-        if offset - free >= bytes {
+        if offset.saturating_sub(free) >= bytes {
             return Some(free);
         }
-        free = offset + segment.bytes;
+        free = free.max(offset + segment.bytes);
     }
     (span.checked_sub(free)? >= bytes).then_some(free)
 }

@@ -16,12 +16,14 @@ struct Segment {
     offset: usize,
     bytes: usize,
     phase: Phase,
+    /// Windows that use it.
+    pins: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Mapped,
-    /// Withdrawn, while a kernel of a failed group may still be in it.
+    /// Withdrawn, while a window uses it or a kernel of a failed group may still be in it.
     Kept,
     /// Never mapped; the peer knows, and withdraws it like any other.
     Refused,
@@ -64,7 +66,7 @@ impl Remote {
         }
         let mapped = !overlaps(Phase::Kept)
             && self.range.import(offset, bytes, descriptor).inspect_err(|error| log::info!("a peer's segment: {error}")).is_ok();
-        segments.insert(id, Segment { offset, bytes, phase: if mapped { Phase::Mapped } else { Phase::Refused } });
+        segments.insert(id, Segment { offset, bytes, phase: if mapped { Phase::Mapped } else { Phase::Refused }, pins: 0 });
         Ok(mapped)
     }
 
@@ -73,7 +75,7 @@ impl Remote {
         let mut segments = self.segments();
         match segments.get_mut(&id).map(|segment| (segment.phase, segment)) {
             None | Some((Phase::Kept, _)) => return Err(format!("withdrew segment {id}, which it has not offered")),
-            Some((Phase::Mapped, segment)) if kept => {
+            Some((Phase::Mapped, segment)) if kept || segment.pins > 0 => {
                 segment.phase = Phase::Kept;
                 return Ok(());
             }
@@ -84,10 +86,29 @@ impl Remote {
         Ok(())
     }
 
-    /// Lets go of all that was kept.
+    /// Keeps the segment that holds `bytes` at `offset` mapped until `unpin`; its number, if one does.
+    pub(super) fn pin(&self, offset: usize, bytes: usize) -> Option<u64> {
+        let mut segments = self.segments();
+        let holds = |segment: &Segment| {
+            let within = offset.checked_sub(segment.offset).and_then(|start| start.checked_add(bytes));
+            segment.phase == Phase::Mapped && within.is_some_and(|end| end <= segment.bytes)
+        };
+        let (id, segment) = segments.iter_mut().find(|(_, segment)| holds(segment))?;
+        segment.pins += 1;
+        Some(*id)
+    }
+
+    /// Ends what `pin` began.
+    pub(super) fn unpin(&self, id: u64) {
+        if let Some(segment) = self.segments().get_mut(&id) {
+            segment.pins = segment.pins.saturating_sub(1);
+        }
+    }
+
+    /// Lets go of all that was kept and is not pinned.
     pub(super) fn let_go(&self) {
         self.segments().retain(|_, segment| {
-            let kept = segment.phase == Phase::Kept;
+            let kept = segment.phase == Phase::Kept && segment.pins == 0;
             if kept {
                 self.range.unmap(segment.offset, segment.bytes);
             }

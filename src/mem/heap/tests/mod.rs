@@ -54,22 +54,47 @@ fn mapped(hold: &Hold) -> usize {
 }
 
 #[test]
-fn segments_take_the_first_room_that_fits() {
+fn segments_take_the_next_room_and_then_the_first() {
     let (heap, _) = heap(8);
     let make = |pages: usize| heap.allocate(pages * PAGE).expect("room");
-    let (a, b, c) = (make(2), make(3), make(1));
     let page = PAGE as u64;
+    let (a, b, c) = (make(2), make(3), make(1));
     assert_eq!([a, b, c].map(|address| (address - heap.base()) / page), [0, 2, 5]);
+    assert_eq!(heap.segment(b + page).map(|(_, left)| left), Some(2 * PAGE));
     heap.release(b).expect("known");
+    assert_eq!(heap.segment(b), None);
+    assert_eq!(heap.allocate(1).expect("rounded up"), heap.base() + 6 * page, "behind the last one");
     assert_eq!(make(2), b, "the first hole");
     assert_eq!(make(1), b + 2 * page, "what is left of it");
-    assert_eq!(heap.allocate(1).expect("rounded up"), heap.base() + 6 * page);
-    let error = heap.allocate(2 * PAGE).expect_err("one page is left");
-    assert!(error.kind == Kind::Config && error.message.contains("out of memory") && error.message.contains("8192"), "{error}");
+    make(1);
+    let error = heap.allocate(PAGE).expect_err("nothing is left");
+    assert!(error.kind == Kind::Config && error.message.contains("out of memory") && error.message.contains("4096"), "{error}");
     assert_eq!(heap.allocate(usize::MAX).expect_err("too much").kind, Kind::Config);
     assert_eq!(heap.release(a + 1).expect_err("no segment begins there").kind, Kind::Value);
     heap.release(a).expect("known");
     assert_eq!(heap.release(a).expect_err("it is gone").kind, Kind::Value);
+}
+
+#[test]
+fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
+    let ((one, _), (other, _)) = (heap(8), heap(8));
+    let (_near, far) = link(&one, &other, &healthy());
+    let address = one.allocate(PAGE).expect("room");
+    until("the offer", || mapped(&far) == 1);
+    let place = seen(&far, &one, address);
+    let pin = far.pin(place - far.base(), PAGE).expect("mapped");
+    assert!(far.pin(place - far.base() + PAGE as u64, 1).is_none(), "nothing lies there");
+    host::write(address, 7);
+    assert_eq!(host::read(place), 7);
+    one.release(address).expect("known");
+    assert_eq!(host::read(place), 0, "mapped still, though the memory is given back");
+    // Other segments of the owner do not disturb it.
+    let next = one.allocate(PAGE).expect("room");
+    until("the next offer", || mapped(&far) == 2);
+    host::write(next, 9);
+    assert_eq!((host::read(place), host::read(seen(&far, &one, next))), (0, 9));
+    drop(pin);
+    assert_eq!(mapped(&far), 1);
 }
 
 #[test]
@@ -84,7 +109,7 @@ fn a_failure_to_make_memory_leaves_its_place_free() {
 
 #[test]
 fn what_cannot_be_waited_for_is_given_back_later() {
-    let (heap, host) = heap(4);
+    let (heap, host) = heap(3);
     let (one, two) = (heap.allocate(PAGE).expect("room"), heap.allocate(PAGE).expect("room"));
     host.busy.store(true, Ordering::Relaxed);
     heap.release(one).expect("later");

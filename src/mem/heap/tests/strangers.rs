@@ -44,7 +44,7 @@ impl Raw {
     }
 
     fn offer(&self, id: u64, offset: usize, bytes: usize) {
-        let file = Segment::create(bytes.clamp(PAGE, 16 * PAGE)).expect("memfd");
+        let file = Segment::create(16 * PAGE).expect("memfd");
         let frame = Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 };
         socket::send(&self.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
     }

@@ -1,0 +1,164 @@
+//! The host's memory as a heap's: one file without a name per process, of which segments are pieces.
+
+use super::addresses::{Addresses, Piece, Range};
+use crate::error::{Error, Result};
+use crate::mem::shm::Segment;
+use rustix::fd::OwnedFd;
+use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// What sizes and offsets are multiples of.
+pub(crate) const PAGE: usize = 4096;
+
+/// A process has 2^47 addresses, and a group at most 2^7 ranks.
+const MOST_SPAN: usize = 1 << 39;
+
+/// See the module.
+pub struct HostMemory {
+    span: usize,
+}
+
+struct HostRange {
+    base: *mut c_void,
+    bytes: usize,
+    /// Of this process's own heap, once it has a segment.
+    file: Mutex<Option<Arc<OwnedFd>>>,
+}
+
+// SAFETY: an address range that is ours; what lies there is reached through the windows of a group.
+unsafe impl Send for HostRange {}
+// SAFETY: as above.
+unsafe impl Sync for HostRange {}
+
+struct Part(Arc<OwnedFd>);
+
+impl HostMemory {
+    /// Twice the memory that this machine has, in addresses, of which a process has enough for the heaps of all its peers.
+    pub fn of_this_machine() -> Self {
+        let system = rustix::system::sysinfo();
+        let memory = (system.totalram as usize).saturating_mul(system.mem_unit as usize);
+        Self::with_span(memory.saturating_mul(2).min(MOST_SPAN).next_multiple_of(PAGE))
+    }
+
+    pub(super) fn with_span(span: usize) -> Self {
+        Self { span }
+    }
+}
+
+impl Addresses for HostMemory {
+    fn granularity(&self) -> usize {
+        PAGE
+    }
+
+    fn span(&self) -> usize {
+        self.span
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
+        let base = base.map_err(|errno| Error::os(&format!("reserving {bytes} bytes of addresses"), errno))?;
+        Ok(Box::new(HostRange { base, bytes, file: Mutex::default() }))
+    }
+
+    fn settle(&self) -> Result<()> {
+        // Work on the host's memory is done when its call returns.
+        Ok(())
+    }
+
+    fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        // SAFETY: the caller passes a part of a segment, which is mapped, and which nobody uses.
+        unsafe { std::ptr::write_bytes(address as *mut u8, 0, bytes) };
+        Ok(())
+    }
+}
+
+impl HostRange {
+    fn own_file(&self) -> Result<Arc<OwnedFd>> {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(file) = &*file {
+            return Ok(Arc::clone(file));
+        }
+        let made = Arc::new(Segment::create(self.bytes)?);
+        *file = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    fn map(&self, offset: usize, bytes: usize, file: &OwnedFd) -> Result<()> {
+        self.check(offset, bytes);
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE);
+        // SAFETY: within the range (checked above), which is ours.
+        let mapped = unsafe { mmap(self.base.byte_add(offset), bytes, access, flags, file, offset as u64) };
+        mapped.map(drop).map_err(|errno| Error::os(&format!("mapping {bytes} bytes of symmetric memory"), errno))
+    }
+
+    fn check(&self, offset: usize, bytes: usize) {
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.bytes) && offset.is_multiple_of(PAGE);
+        assert!(inside, "{bytes} bytes at {offset} leave the range of {}", self.bytes);
+    }
+}
+
+impl Range for HostRange {
+    fn address(&self) -> u64 {
+        self.base as u64
+    }
+
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
+        let file = self.own_file()?;
+        self.check(offset, bytes);
+        // Pages now: a full machine is an error here and not SIGBUS at the first touch, in whatever process.
+        let reserved = loop {
+            match fallocate(&*file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
+                Err(Errno::INTR) => {}
+                other => break other,
+            }
+        };
+        reserved.map_err(|error| Error::config(format!("out of memory: {bytes} bytes of symmetric memory of the host: {error}")))?;
+        self.map(offset, bytes, &file)?;
+        Ok(Arc::new(Part(file)))
+    }
+
+    fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
+        let size = fstat(&descriptor).map_err(|errno| Error::os("reading the size of a peer's memory", errno))?.st_size;
+        let sealed = fcntl_get_seals(&descriptor).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if !sealed || (size as u64) < (offset + bytes) as u64 {
+            return Err(Error::config(format!("{bytes} bytes at {offset} of a file of {size}, sealed: {sealed}")));
+        }
+        self.map(offset, bytes, &descriptor)
+    }
+
+    fn unmap(&self, offset: usize, bytes: usize) {
+        self.check(offset, bytes);
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: within the range, which is ours; it stays reserved.
+        let unmapped = unsafe { mmap_anonymous(self.base.byte_add(offset), bytes, ProtFlags::empty(), flags) };
+        if let Err(errno) = unmapped {
+            log::warn!("{bytes} bytes of symmetric memory stay mapped: {errno}");
+        }
+        let own = self.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(file) = own {
+            // The pages go back now, whoever still maps them: a peer that reads on finds zeros.
+            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            if let Err(errno) = fallocate(&*file, hole, offset as u64, bytes as u64) {
+                log::warn!("{bytes} bytes of symmetric memory stay taken: {errno}");
+            }
+        }
+    }
+}
+
+impl Drop for HostRange {
+    fn drop(&mut self) {
+        // SAFETY: made by `reserve`; nobody uses what lies there any more.
+        let _ = unsafe { munmap(self.base, self.bytes) };
+    }
+}
+
+impl Piece for Part {
+    fn export(&self) -> Result<OwnedFd> {
+        self.0.try_clone().map_err(|error| Error::internal(format!("duplicating a descriptor: {error}")))
+    }
+}
