@@ -1,5 +1,6 @@
 //! Memory that all members of a group see.
 
+pub mod device;
 pub mod heap;
 pub mod layout;
 pub mod pinned;

@@ -1,6 +1,6 @@
 //! A member's view of the group's control block: who is there, who waits, what failed.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
 use crate::rank::{Rank, name_ranks};
@@ -67,6 +67,13 @@ pub struct Board {
     spins: u32,
     /// How often this rank found itself in a peer's way.
     crowded: AtomicU32,
+}
+
+/// What fails when a peer is late.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Costs {
+    Group,
+    Call,
 }
 
 /// Looks at the clock, the failure record and dead members once in so many turns.
@@ -214,6 +221,11 @@ impl Board {
         self.members[rank.index()].pid
     }
 
+    /// What `rank` is in the default group.
+    pub fn global(&self, rank: Rank) -> u32 {
+        self.members[rank.index()].global
+    }
+
     /// "rank 1 (pid 4711)", with the rank in the default group where that differs.
     pub fn describe(&self, rank: Rank) -> String {
         let Identity { pid, global } = self.members[rank.index()];
@@ -307,13 +319,23 @@ impl Board {
     /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the call.
     #[inline]
     pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        self.wait(limit, about, missing, Costs::Group)
+    }
+
+    /// As `wait_for_peers`, but the limit fails this call alone: the group goes on.
+    pub fn wait_alone(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        self.wait(limit, about, missing, Costs::Call)
+    }
+
+    #[inline]
+    fn wait(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, late: Costs) -> Result<()> {
         for peer in self.peers() {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
                 let hopeless = spins == LOOK_AROUND && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
                 if hopeless || spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
-                    return self.wait_slowly(limit, about, &missing);
+                    return self.wait_slowly(limit, about, &missing, late);
                 }
                 std::hint::spin_loop();
             }
@@ -322,11 +344,15 @@ impl Board {
     }
 
     #[cold]
-    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, late: Costs) -> Result<()> {
         let first_missing = || self.peers().any(missing);
         let mut turns = 0;
         while first_missing() {
-            self.check(limit, about, missing)?;
+            match self.trouble(limit, about, missing) {
+                Some(error) if late == Costs::Call && error.kind == Kind::Timeout && self.failure().is_none() => return Err(error),
+                Some(error) => return Err(self.fail(error)),
+                None => {}
+            }
             if limit.warning_due() {
                 let (late, seconds) = (self.late(missing), limit.waited().as_secs_f32());
                 log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
@@ -346,10 +372,15 @@ impl Board {
         self.words(self.rank).bell.0.sleep(&self.header().sleepers.0, limit, ready);
     }
 
-    /// Why waiting for the `missing` members is pointless, if it is. Fails the group then.
+    /// Fails the group if waiting for the `missing` members is pointless.
     pub fn check(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Result<()> {
+        self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
+    }
+
+    /// Why waiting for the `missing` members is pointless, if it is.
+    fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         if let Some(failure) = self.failure() {
-            return Err(failure);
+            return Some(failure);
         }
         let seconds = || limit.waited().as_secs_f32();
         let me = || self.describe(self.rank);
@@ -357,17 +388,16 @@ impl Board {
         let lost = |peer| if missing(peer) { self.absence(peer).filter(|_| missing(peer)).map(|how| (peer, how)) } else { None };
         if let Some((peer, how)) = self.peers().find_map(lost) {
             let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
-            return Err(self.fail(Error::peer(text)));
+            return Some(Error::peer(text));
         }
-        if limit.left().is_none() {
+        limit.left().is_none().then(|| {
             let text = format!("{} waited {:.1} s until its timeout in {} for {}", me(), seconds(), about(), self.late(missing));
-            return Err(self.fail(Error::timeout(text)));
-        }
-        Ok(())
+            Error::timeout(text)
+        })
     }
 
     /// The missing members, each with what its process is doing.
-    fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
+    pub fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
             let pid = self.pid(*rank);

@@ -5,4 +5,5 @@ pub mod doorbell;
 pub mod failure;
 pub mod flag;
 pub mod limit;
+pub mod pad;
 pub mod ring;

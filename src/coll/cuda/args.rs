@@ -229,6 +229,39 @@ pub struct TwoStage {
     pub gate: Gate,
 }
 
+/// Ranks of a group that signal each other, at most.
+pub const MAX_PEERS: usize = 8;
+
+/// `SignalArgs` in `signal/signal.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Signal {
+    /// Of each rank, as mapped here.
+    pub pads: [u64; MAX_PEERS],
+    /// A word of host memory that is not 0 once the group has failed.
+    pub stop: u64,
+    /// Two words of host memory.
+    pub report: u64,
+    /// Nanoseconds that a lane waits.
+    pub timeout: u64,
+    /// Index of the channel's first word in a pad.
+    pub channel: u32,
+    /// What is reported, with a bit for each peer that has not come.
+    pub record: u32,
+    /// A bit for each peer that is sent a signal.
+    pub put: u32,
+    /// A bit for each peer whose signal is waited for.
+    pub wait: u32,
+}
+
+impl Signal {
+    /// As the kernel reads it.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: a `repr(C)` struct of plain numbers without padding, as the assertion below says.
+        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
+    }
+}
+
 /// Words of a `Report` in `wait.cuh`.
 pub const REPORT_WORDS: usize = DIRECT_WORD + Channel::ALL.len();
 /// The first of its words that count, for each channel, the kernels that moved something between tensors without staging.
@@ -244,4 +277,5 @@ const _: () = {
     assert!(size_of::<AllReduce>() == 216);
     assert!(size_of::<TwoStage>() == 440);
     assert!(size_of::<CubeMesh>() == 240);
+    assert!(size_of::<Signal>() == 8 * MAX_PEERS + 40);
 };

@@ -35,14 +35,10 @@ impl Kernels {
         if let Some(kernel) = self.loaded.get(&key) {
             return Ok(*kernel);
         }
-        let begun = Instant::now();
-        // Also where another thread captures: loading would end its capture.
-        let _relaxed = RelaxedCapture::begin()?;
         let (name, symbol) = program.names();
         let (dtype, op) = key.2.unzip();
         let variant = Variant { program: name, world: self.world, rank: self.rank, dtype, op, gated };
-        let kernel = Kernel::load(&cubin(&variant, self.arch)?, symbol)?;
-        log::debug!("{variant} was ready after {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+        let kernel = load(self.arch, &variant, symbol)?;
         self.loaded.insert(key, kernel);
         Ok(kernel)
     }
@@ -52,4 +48,14 @@ impl Kernels {
         let kernel = self.load(launch.program, launch.gated, dtype, op)?;
         kernel.launch(stream, launch.blocks, launch.threads, self.overlap, launch.args.bytes())
     }
+}
+
+/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`; in the current context.
+pub(super) fn load(arch: Arch, variant: &Variant, symbol: &str) -> Result<Kernel> {
+    let begun = Instant::now();
+    // Also where another thread captures: loading would end its capture.
+    let _relaxed = RelaxedCapture::begin()?;
+    let kernel = Kernel::load(&cubin(variant, arch)?, symbol)?;
+    log::debug!("{variant} was ready after {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+    Ok(kernel)
 }

@@ -16,5 +16,6 @@ pub mod plan;
 pub mod plane;
 pub mod prepare;
 mod probed;
+pub mod signals;
 pub mod stats;
-mod symmetric;
+mod stop;

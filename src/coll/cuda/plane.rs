@@ -12,14 +12,14 @@ use super::ledger::Transfer;
 use super::memory::Memory;
 use super::plan::{self, Facts, Plan, Tuning};
 use super::prepare::{self, Launch, Site, Symmetric, segment, segment_bytes};
-use super::symmetric::Heaps;
+use super::stop::Stop;
 use super::{budget, cube, gate, ledger, stats};
 use crate::coll::call::{Call, Span};
 use crate::coll::describe::Description;
+use crate::coll::symmetric::Heaps;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream};
-use crate::mem::pinned::Registered;
 use crate::rank::Rank;
 use crate::sync::board::Board;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,9 +36,6 @@ pub struct CudaTarget {
     pub background: bool,
 }
 
-/// Gives every rank's bytes to every rank, in rank order; all give equally many.
-pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
-
 /// How long kernels may take to notice that their group has failed.
 const NOTICE: Duration = Duration::from_secs(2);
 
@@ -49,7 +46,7 @@ pub struct Plane {
     tuning: Tuning,
     state: Mutex<State>,
     report: Arc<Report>,
-    stop: Registered,
+    stop: Stop,
     symmetric: Option<Heaps>,
     edges: Option<cube::Edges>,
     memory: Memory,
@@ -103,7 +100,8 @@ impl Plane {
                 stats::count(Some(call.op), plan.served_as(gated));
                 let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
                 let symmetric = plane.symmetric.as_ref().filter(|_| gated);
-                let symmetric = symmetric.map(|heaps| Symmetric { heap: heaps.bases, channel: channel as u32, reachable: &reachable });
+                let symmetric =
+                    symmetric.map(|heaps| Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, reachable: &reachable });
                 let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
                 let mut enqueue = |call: &Call, plan: Plan| match site.prepare(call, plan) {
                     Some(launch) => state.kernels.launch(&launch, call.dtype, call.reduce_op, stream),
@@ -242,6 +240,10 @@ impl Plane {
         drop((state, stop, symmetric, memory, stream));
         drop(entered);
     }
+}
+
+fn per_rank(addresses: &[u64]) -> PerRank {
+    std::array::from_fn(|rank| addresses.get(rank).copied().unwrap_or(0))
 }
 
 /// Copies what this rank sends to itself, which must be received in the same launch.

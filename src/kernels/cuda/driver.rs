@@ -1,6 +1,6 @@
 //! The CUDA driver: contexts, streams, events, kernels. Opened at run time; a machine without it has no `Device`.
 //!
-//! With `mem::vmm` and `mem::pinned` the only user of `cudarc`. Contexts are the primary ones, which torch uses too.
+//! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones, which torch uses too.
 
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
@@ -110,6 +110,12 @@ impl Device {
     /// What the driver says of it.
     pub fn attribute(&self, asked: sys::CUdevice_attribute) -> Result<u32> {
         attribute(self.device, asked)
+    }
+
+    /// Number of its multiprocessors, at least 1.
+    pub fn processors(&self) -> Result<usize> {
+        let count = self.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok((count as usize).max(1))
     }
 
     /// Bytes of its memory.
@@ -295,6 +301,8 @@ pub struct Kernel(sys::CUfunction);
 
 // SAFETY: a function may be launched from any thread.
 unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
 
 impl Kernel {
     /// Loads `name` from a cubin into the current context, completely: nothing is left to be done at the first launch, when peers may

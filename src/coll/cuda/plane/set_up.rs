@@ -1,28 +1,24 @@
 //! How all ranks of a group set up their GPUs, step by step together.
 
-use super::{AllGather, Plane, Report, State};
+use super::{Plane, Report, State};
 use crate::boot::pass::Mailbox;
 use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::kernels::Kernels;
 use crate::coll::cuda::layout::{Channel, Layout, MAX_RANKS};
 use crate::coll::cuda::memory::{Memory, Own, Peer, Way};
 use crate::coll::cuda::plan::Tuning;
-use crate::coll::cuda::symmetric::Heaps;
+use crate::coll::cuda::stop::Stop;
 use crate::coll::cuda::{budget, cube, ledger, probed};
+use crate::coll::symmetric::{self, AllGather, Heaps};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
 use crate::mem::heap::{self, Heap};
-use crate::mem::layout::HEADER_BYTES;
-use crate::mem::pinned::Registered;
 use crate::rank::Rank;
 use crate::sync::board::Board;
 use crate::sync::limit::Limit;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
-
-/// Room for a sentence of a rank that failed in a step of the set-up.
-const TEXT_BYTES: usize = 400;
 
 /// What a rank has before it tells the others; given back in this order.
 struct Opened {
@@ -34,30 +30,11 @@ struct Opened {
     device: Device,
 }
 
-/// One step of the set-up that all ranks take: what each has to say, or why it cannot go on. Fails on all ranks alike.
+/// One step of the set-up that all ranks take; see [`symmetric::step`].
 fn step(gather: &AllGather<'_>, board: &Board, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-    let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
-    match &own {
-        Ok(said) => message[1..][..bytes].copy_from_slice(said),
-        Err(error) => {
-            message[0] = error.kind as u8;
-            let text = error.message.as_bytes();
-            let length = text.len().min(TEXT_BYTES);
-            message[1..][..length].copy_from_slice(&text[..length]);
-        }
-    }
-    let all = gather(&message)?;
-    own?;
-    for (rank, message) in board.ranks().zip(&all) {
-        if message[0] != 0 {
-            let text = String::from_utf8_lossy(&message[1..]);
-            let text =
-                format!("{} cannot use its GPU in group \"{}\": {}", board.describe(rank), board.name(), text.trim_end_matches('\0'));
-            return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
-        }
-    }
-    Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
+    symmetric::step(gather, board, "use its GPU in", bytes, own)
 }
+
 impl Plane {
     /// Sets up the group's GPUs; all ranks call it with a device of their own. Fails on all ranks alike.
     pub fn connect(board: &Arc<Board>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
@@ -116,12 +93,7 @@ impl Plane {
             }
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
-        let header = board.segment().ptr(0, HEADER_BYTES);
-        let made = || {
-            // SAFETY: the header is mapped as long as the board lives, and was reserved when the group was made.
-            let stop = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(board) as Arc<_>) }?;
-            Ok((stop, Report::new(board)?, Event::new()?))
-        };
+        let made = || Ok((Stop::of(board)?, Report::new(board)?, Event::new()?));
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, edge) = made?;

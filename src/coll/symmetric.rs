@@ -1,10 +1,8 @@
-//! The symmetric memory of a group: every rank's heap, as this rank's GPU sees it.
+//! The symmetric memory of a group: every rank's heap, as this rank's device sees it.
 
-use super::args::PerRank;
-use super::layout::MAX_RANKS;
 use crate::coll::call::{Call, Span};
-use crate::error::{Error, Result};
-use crate::mem::heap::{Address, Failed, Heap, Hold};
+use crate::error::{Error, Kind, Result};
+use crate::mem::heap::{Address, Failed, Heap, Hold, Pin};
 use crate::sync::board::Board;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,21 +14,53 @@ const MEETING: Duration = Duration::from_secs(5);
 /// A link may be closed by its other end's last group just when it is found: then another is made.
 const ATTEMPTS: usize = 5;
 
+/// Gives every rank's bytes to every rank, in rank order; all give equally many.
+pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
+
 /// One step that all ranks take: what each says, or why it cannot go on.
-pub(super) type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
+pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
+
+/// Room for a sentence of a rank that failed in a step.
+const TEXT_BYTES: usize = 400;
+
+/// One step that all ranks take: what each has to say in `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the
+/// rank at fault "cannot" do.
+pub fn step(gather: &AllGather<'_>, board: &Board, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
+    match &own {
+        Ok(said) => message[1..][..bytes].copy_from_slice(said),
+        Err(error) => {
+            message[0] = error.kind as u8;
+            let text = error.message.as_bytes();
+            let length = text.len().min(TEXT_BYTES);
+            message[1..][..length].copy_from_slice(&text[..length]);
+        }
+    }
+    let all = gather(&message)?;
+    own?;
+    for (rank, message) in board.ranks().zip(&all) {
+        if message[0] != 0 {
+            let text = String::from_utf8_lossy(&message[1..]);
+            let text = format!("{} cannot {deed} group \"{}\": {}", board.describe(rank), board.name(), text.trim_end_matches('\0'));
+            return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
+        }
+    }
+    Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
+}
 
 /// See the module.
-pub(super) struct Heaps {
+pub struct Heaps {
     heap: Arc<Heap>,
-    holds: Vec<Hold>,
+    /// By rank; absent for those of this process.
+    holds: Vec<Option<Hold>>,
     /// Where each rank's heap begins in this rank's addresses.
-    pub(super) bases: PerRank,
+    pub bases: Vec<u64>,
 }
 
 impl Heaps {
     /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out; the same on all ranks. `failed`
     /// tells of the group.
-    pub(super) fn link(
+    pub fn link(
         board: &Board,
         step: &Step<'_>,
         heap: Option<&Arc<Heap>>,
@@ -55,7 +85,7 @@ impl Heaps {
         // Of two ends the one with the lower key connects, and says under which number.
         let own = addresses[me].key;
         let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
-        let mut numbers = [0u64; MAX_RANKS];
+        let mut numbers = vec![0u64; addresses.len()];
         let noted = |error: &Error| log::info!("{error}");
         let attention = heap.attend().inspect_err(noted);
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key) {
@@ -64,7 +94,7 @@ impl Heaps {
             }
         }
         let said = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let said = step(8 * MAX_RANKS, Ok(said))?;
+        let said = step(8 * addresses.len(), Ok(said))?;
         let deadline = Instant::now() + MEETING;
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
             let number = said[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
@@ -72,33 +102,48 @@ impl Heaps {
                 holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
             }
         }
-        // A bit for each rank that this one has no link with.
-        let lacking = (0..addresses.len()).filter(|&rank| rank != me && holds[rank].is_none()).fold(0u32, |bits, rank| bits | 1 << rank);
-        let said = step(4, Ok(lacking.to_le_bytes().to_vec()))?;
-        let lacks = |bytes: &Vec<u8>| bytes[..].try_into().map_or(u32::MAX, u32::from_le_bytes);
-        if said.iter().any(|bytes| lacks(bytes) != 0) {
+        // One for each rank that this one has no link with.
+        let lacking = (0..addresses.len()).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
+        let said = step(addresses.len(), Ok(lacking))?;
+        if said.iter().any(|lacking| lacking.contains(&1)) {
             // What a peer has not met it does not have: the next attempt makes another.
-            let dead = holds.into_iter().zip(&said).filter(|(_, bytes)| lacks(bytes) >> me & 1 == 1);
+            let dead = holds.into_iter().zip(&said).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
             return Ok(None);
         }
-        let mut bases = [0; MAX_RANKS];
-        for (rank, base) in bases.iter_mut().enumerate().take(addresses.len()) {
-            *base = if rank == me { heap.base() } else { holds[rank].as_ref().map_or(0, Hold::base) };
+        let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), Hold::base)).collect();
+        Ok(Some(Self { heap: Arc::clone(heap), holds, bases }))
+    }
+
+    /// Of a group of one rank, which links with nobody.
+    pub fn alone(heap: &Arc<Heap>) -> Self {
+        Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
+    }
+
+    /// This rank's own.
+    pub fn heap(&self) -> &Arc<Heap> {
+        &self.heap
+    }
+
+    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin lives. There is none for a rank of this process. `None` if they
+    /// are not mapped.
+    pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<Pin>> {
+        match self.holds.get(rank)? {
+            Some(hold) => hold.pin(offset, bytes).map(Some),
+            None => Some(None),
         }
-        Ok(Some(Self { heap: Arc::clone(heap), holds: holds.into_iter().flatten().collect(), bases }))
     }
 
     /// Whether any tensor of `call` lies in this rank's heap. One relaxed load where nothing is allocated there.
-    pub(super) fn touches(&self, call: &Call) -> bool {
+    pub fn touches(&self, call: &Call) -> bool {
         let within = |span: &Span| span.bytes > 0 && self.heap.contains(span.addr as u64);
         !self.heap.is_empty() && call.inputs.iter().chain(&call.outputs).any(within)
     }
 
     /// Whether all of `span` lies in memory of this rank that every peer has mapped. Waits for peers that have not answered yet, for a
     /// short while and once.
-    pub(super) fn reachable(&self, span: Span) -> bool {
-        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter(), PATIENCE)
+    pub fn reachable(&self, span: Span) -> bool {
+        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), PATIENCE)
     }
 }
 

@@ -1,0 +1,47 @@
+//! Small arrays in a GPU's own memory.
+
+use crate::error::Result;
+use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture, check};
+use cudarc::driver::sys;
+use std::sync::Arc;
+
+/// An array that kernels read: pointers, ranks. Given back when dropped, once the device has done what was enqueued before.
+#[derive(Debug)]
+pub struct DeviceTable {
+    address: u64,
+    device: Arc<Device>,
+}
+
+impl DeviceTable {
+    /// A copy of `bytes` on `device`, there when this returns. Uses `stream`; other streams may be captured meanwhile.
+    pub fn new(device: &Arc<Device>, stream: &OwnStream, bytes: &[u8]) -> Result<Self> {
+        let _relaxed = RelaxedCapture::begin()?;
+        let _entered = device.enter()?;
+        let mut table = Self { address: 0, device: Arc::clone(device) };
+        // SAFETY: valid for a write; freed by `drop`. Nothing of no length can be had.
+        check("allocating a table", unsafe { sys::cuMemAlloc_v2(&raw mut table.address, bytes.len().max(1)) })?;
+        if !bytes.is_empty() {
+            stream.stream().copy(table.address, bytes.as_ptr() as u64, bytes.len())?;
+            stream.stream().synchronize()?;
+        }
+        Ok(table)
+    }
+
+    /// Where the GPU finds it.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for DeviceTable {
+    fn drop(&mut self) {
+        if self.address == 0 {
+            return;
+        }
+        // Where either is refused, as in a forked child, the memory is not this process's to give back.
+        if let (Ok(_relaxed), Ok(_entered)) = (RelaxedCapture::begin(), self.device.enter()) {
+            // SAFETY: made by `new`; the driver waits for kernels that may read it.
+            let _ = unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! Signals between GPUs on threads of the host: nothing is lost, pads are zero afterwards, and who does not come is named in time.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod emulated;
+
+use emulated::Program;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use symm::coll::cuda::signals::{GaveUp, Place, REPORT_WORDS, Signal};
+use symm::rank::Rank;
+
+const CHANNELS: usize = 8;
+/// Longer than any test takes on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Of tests in which somebody does not come.
+const SHORT: Duration = Duration::from_millis(300);
+
+/// A group whose GPUs are threads.
+struct Host {
+    n: usize,
+    program: Program,
+    pads: Vec<Vec<AtomicU32>>,
+    reports: Vec<[AtomicU32; REPORT_WORDS]>,
+    stop: AtomicU32,
+    timeout: Duration,
+}
+
+impl Host {
+    fn new(n: usize, timeout: Duration) -> Self {
+        let program = Program::build("signal/signal", n as u32, None, None);
+        let pads = (0..n).map(|_| (0..CHANNELS * n).map(|_| AtomicU32::new(0)).collect()).collect();
+        Self { n, program, pads, reports: (0..n).map(|_| Default::default()).collect(), stop: AtomicU32::new(0), timeout }
+    }
+
+    /// Returns when the kernel has ended.
+    fn run(&self, me: usize, signal: Signal, channel: u32) {
+        let pads: Vec<u64> = self.pads.iter().map(|pad| pad.as_ptr() as u64).collect();
+        let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
+        let place = Place { me: Rank(me as u32), pads: &pads, channel, timeout: self.timeout, stop, report };
+        let args = signal.args(&place).unwrap().expect("something to do");
+        // SAFETY: pads, reports and the stop word outlive the launch and are written as atomics alone.
+        unsafe { self.program.launch("signal", me as u32, 1, 8, args.bytes()) };
+    }
+
+    /// The word that `source` sets at `rank`.
+    fn word(&self, rank: usize, channel: usize, source: usize) -> &AtomicU32 {
+        &self.pads[rank][channel * self.n + source]
+    }
+
+    fn reported(&self, me: usize) -> Option<GaveUp> {
+        GaveUp::read(self.reports[me][0].load(Ordering::Acquire))
+    }
+
+    /// No kernel has given up, and no signal is left.
+    fn is_well(&self) -> bool {
+        let zero = |words: &[AtomicU32]| words.iter().all(|word| word.load(Ordering::Acquire) == 0);
+        self.pads.iter().all(|pad| zero(pad)) && self.reports.iter().all(|report| zero(report))
+    }
+}
+
+#[test]
+fn ping_pong_carries_what_was_written_before() {
+    const ROUNDS: u32 = 200;
+    let (host, ball) = (&Host::new(2, PATIENCE), &AtomicU32::new(0));
+    std::thread::scope(|scope| {
+        for me in 0..2 {
+            let peer = Rank(1 - me);
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    if me == 1 {
+                        host.run(1, Signal::Wait(peer), 3);
+                    }
+                    assert_eq!(ball.load(Ordering::Relaxed), 2 * round + me);
+                    ball.store(2 * round + me + 1, Ordering::Relaxed);
+                    host.run(me as usize, Signal::Put(peer), 3);
+                    if me == 0 {
+                        host.run(0, Signal::Wait(peer), 3);
+                    }
+                }
+            });
+        }
+    });
+    assert!(host.is_well());
+}
+
+#[test]
+fn a_put_waits_until_the_last_one_was_taken() {
+    let (host, taking) = (&Host::new(2, PATIENCE), &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            host.run(0, Signal::Put(Rank(1)), 0);
+            // Another channel is not held up.
+            host.run(0, Signal::Put(Rank(1)), 1);
+            host.run(0, Signal::Put(Rank(1)), 0);
+            assert!(taking.load(Ordering::Relaxed), "the second put overtook the first wait");
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        taking.store(true, Ordering::Relaxed);
+        for channel in [0, 0, 1] {
+            host.run(1, Signal::Wait(Rank(0)), channel);
+        }
+    });
+    assert!(host.is_well());
+}
+
+#[test]
+fn a_rank_may_signal_itself() {
+    let host = Host::new(1, PATIENCE);
+    for _ in 0..3 {
+        host.run(0, Signal::Put(Rank(0)), 2);
+        assert_eq!(host.word(0, 2, 0).load(Ordering::Acquire), 1);
+        host.run(0, Signal::Wait(Rank(0)), 2);
+    }
+    assert!(host.is_well());
+}
+
+/// Barriers on two channels at the same time, as on two streams; ranks run ahead and fall behind.
+fn barriers(n: usize, rounds: u32) {
+    let host = &Host::new(n, PATIENCE);
+    let arrived: &Vec<[AtomicU32; 2]> = &(0..n).map(|_| Default::default()).collect();
+    std::thread::scope(|scope| {
+        for me in 0..n {
+            for (stream, channel) in [(0, 0), (1, 5)] {
+                scope.spawn(move || {
+                    for round in 1..=rounds {
+                        if (round as usize * 7 + me * 3 + stream).is_multiple_of(11) {
+                            std::thread::sleep(Duration::from_millis(2));
+                        }
+                        arrived[me][stream].store(round, Ordering::Relaxed);
+                        host.run(me, Signal::Barrier, channel);
+                        for (peer, arrived) in arrived.iter().enumerate() {
+                            let seen = arrived[stream].load(Ordering::Relaxed);
+                            assert!(seen == round || seen == round + 1, "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}");
+                        }
+                    }
+                });
+            }
+        }
+    });
+    assert!(host.is_well(), "{n} ranks");
+}
+
+#[test]
+fn barriers_of_two_ranks() {
+    barriers(2, 150);
+}
+
+#[test]
+fn barriers_of_three_ranks() {
+    barriers(3, 100);
+}
+
+#[test]
+fn barriers_of_four_ranks() {
+    barriers(4, 60);
+}
+
+#[test]
+fn barriers_of_eight_ranks() {
+    barriers(8, 20);
+}
+
+/// Other kernels swap the words by compare-exchange.
+#[test]
+fn a_channel_is_shared_with_whoever_swaps_its_words() {
+    let host = &Host::new(2, PATIENCE);
+    let swap = |word: &AtomicU32, from: u32| {
+        let begun = Instant::now();
+        while word.compare_exchange(from, 1 - from, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            assert!(begun.elapsed() < PATIENCE, "the word does not become {from}");
+            std::thread::yield_now();
+        }
+    };
+    std::thread::scope(|scope| {
+        for me in 0..2usize {
+            scope.spawn(move || {
+                let peer = 1 - me;
+                for round in 0..60 {
+                    if (round / (me + 1)) % 2 == 0 {
+                        host.run(me, Signal::Barrier, 4);
+                    } else {
+                        swap(host.word(peer, 4, me), 0);
+                        swap(host.word(me, 4, peer), 1);
+                    }
+                }
+            });
+        }
+    });
+    assert!(host.is_well());
+}
+
+/// Runs `signal` of each of `ranks`; what each reported.
+fn give_up(host: &Host, ranks: &[usize], signal: Signal, channel: u32) -> Vec<Option<GaveUp>> {
+    let begun = Instant::now();
+    std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, channel)))));
+    assert!(begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    for &me in ranks {
+        assert_eq!(host.reports[me][1].load(Ordering::Relaxed), host.timeout.as_millis() as u32);
+    }
+    ranks.iter().map(|&me| host.reported(me)).collect()
+}
+
+fn missing(reported: &Option<GaveUp>) -> (String, Vec<Rank>) {
+    let gave_up = reported.as_ref().expect("a report");
+    (gave_up.to_string(), gave_up.missing.clone())
+}
+
+#[test]
+fn who_does_not_come_to_a_barrier_is_named() {
+    for n in [2, 4, 8] {
+        let host = Host::new(n, SHORT);
+        let absent = n / 2;
+        let ranks: Vec<usize> = (0..n).filter(|&rank| rank != absent).collect();
+        for reported in give_up(&host, &ranks, Signal::Barrier, 6) {
+            assert_eq!(missing(&reported), ("barrier on channel 6".into(), vec![Rank(absent as u32)]), "{n} ranks");
+        }
+        // Words stay as they are: what was sent to the absent, and nothing else.
+        for rank in 0..n {
+            let left: u32 = host.pads[rank].iter().map(|word| word.load(Ordering::Acquire)).sum();
+            assert_eq!(left as usize, if rank == absent { n - 1 } else { 0 }, "pad of rank {rank} of {n}");
+        }
+    }
+}
+
+#[test]
+fn all_who_do_not_come_are_named() {
+    let host = Host::new(5, SHORT);
+    let reported = give_up(&host, &[1, 3], Signal::Barrier, 0);
+    assert!(reported.iter().all(|reported| missing(reported).1 == [Rank(0), Rank(2), Rank(4)]), "{reported:?}");
+}
+
+/// A rank that cannot send to one peer has sent to the others, who do not take it for the missing one.
+#[test]
+fn a_signal_that_was_not_taken_holds_up_no_other() {
+    let host = Host::new(3, SHORT);
+    host.word(2, 0, 0).store(1, Ordering::Release);
+    let reported = give_up(&host, &[0, 1], Signal::Barrier, 0);
+    assert!(reported.iter().all(|reported| missing(reported).1 == [Rank(2)]), "{reported:?}");
+}
+
+#[test]
+fn a_signal_that_is_not_sent_or_not_taken_is_named() {
+    let host = Host::new(3, SHORT);
+    let reported = give_up(&host, &[1], Signal::Wait(Rank(2)), 7);
+    assert_eq!(missing(&reported[0]), ("wait_signal on channel 7".into(), vec![Rank(2)]));
+    host.run(0, Signal::Put(Rank(1)), 2);
+    assert_eq!(host.reported(0), None);
+    let reported = give_up(&host, &[0], Signal::Put(Rank(1)), 2);
+    assert_eq!(missing(&reported[0]), ("put_signal on channel 2".into(), vec![Rank(1)]));
+    assert_eq!(host.word(1, 2, 0).load(Ordering::Acquire), 1);
+}
+
+#[test]
+fn after_one_gave_up_no_other_waits() {
+    let host = Host::new(2, PATIENCE);
+    host.reports[0][0].store(1, Ordering::Release);
+    let begun = Instant::now();
+    host.run(0, Signal::Barrier, 0);
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    assert_eq!((host.reports[0][0].load(Ordering::Acquire), host.reports[0][1].load(Ordering::Acquire)), (1, 0));
+}
+
+#[test]
+fn a_group_that_has_failed_ends_the_wait_without_a_report() {
+    let host = &Host::new(2, PATIENCE);
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(move || host.run(0, Signal::Wait(Rank(1)), 0));
+        std::thread::sleep(Duration::from_millis(50));
+        host.stop.store(1, Ordering::Release);
+    });
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    assert!(host.is_well());
+}
