@@ -1,6 +1,8 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
+pub mod allocations;
 pub mod device;
+pub mod window;
 
 use crate::boot::{self, JoinSpec, Member};
 use crate::coll::call::{Call, Op};
@@ -74,6 +76,7 @@ pub struct Group {
     plane: RwLock<Option<Arc<Plane>>>,
     /// Held by whoever sets the plane up.
     setting_up: Mutex<()>,
+    places: window::Places,
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
@@ -149,6 +152,7 @@ impl Group {
             watching: Mutex::new(watching),
             plane: RwLock::new(None),
             setting_up: Mutex::new(()),
+            places: window::Places::default(),
         })
     }
 
@@ -254,6 +258,8 @@ impl Group {
         self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
         self.transfers.stop();
         self.engine.stop();
+        // Whoever is blocked in a rendezvous has been released by now.
+        self.places.drain(limit.saturating_sub(since.elapsed()));
         self.board.depart();
         if launched {
             ledger::abandon(&self.board);
@@ -327,6 +333,7 @@ impl Drop for Group {
         self.shutdown();
         if self.check_process().is_err() {
             self.forget_plane();
+            self.places.forget();
         }
     }
 }

@@ -69,7 +69,7 @@ impl Group {
     }
 
     /// `bytes` of every rank, through the host's memory.
-    fn gather_on_host(&self, bytes: &[u8], limit: &Limit) -> Result<Vec<Vec<u8>>> {
+    pub(super) fn gather_on_host(&self, bytes: &[u8], limit: &Limit) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.board.size()];
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
         let call = Call {

@@ -1,0 +1,109 @@
+//! What a group has of one kind of memory: links with the peers' heaps, signal pads, what signals.
+
+use super::facts::Facts;
+use super::pads::{Dropped, Pads};
+use crate::coll::cuda::signals::Signals;
+use crate::coll::symmetric::Heaps;
+use crate::error::{Error, Result};
+use crate::group::allocations;
+use crate::mem::heap::{self, HOST, Heap};
+use crate::sync::board::Board;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// Whether a group's windows lie on the host or on GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    Host,
+    Gpu,
+}
+
+/// What a group has of one kind of memory.
+#[derive(Default)]
+pub(super) struct Place {
+    /// Since the first window.
+    pub(super) heaps: OnceLock<Heaps>,
+    pads: Mutex<Pads>,
+    /// Of GPUs: whose, and what signals between them.
+    pub(super) signals: OnceLock<(i32, Signals)>,
+}
+
+/// The places of a group. Locked while the ranks meet: they take one step after another.
+#[derive(Default)]
+pub(in crate::group) struct Places(pub(super) Mutex<HashMap<Kind, Arc<Place>>>);
+
+impl Places {
+    /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued afterwards.
+    pub(in crate::group) fn drain(&self, limit: Duration) {
+        let places: Vec<Arc<Place>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        for (_, signals) in places.iter().filter_map(|place| place.signals.get()) {
+            if !signals.drain(limit) {
+                log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
+            }
+        }
+    }
+
+    /// Lets go of what is another process's.
+    pub(in crate::group) fn forget(&mut self) {
+        std::mem::forget(std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)));
+    }
+}
+
+impl Place {
+    pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
+        // Nothing under this lock panics between two changes.
+        self.pads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What signals between the group's GPUs. Called by one thread at a time.
+    fn signals(&self, board: &Arc<Board>, device: i32) -> Result<&Signals> {
+        if self.signals.get().is_none() {
+            let made = Signals::new(board, device)?;
+            self.signals.get_or_init(|| (device, made));
+        }
+        match self.signals.get() {
+            Some((known, signals)) if *known == device => Ok(signals),
+            Some((known, _)) => Err(Error::value(format!(
+                "group \"{}\" has windows on cuda:{known}, this tensor is on cuda:{device}; a group has one GPU per rank",
+                board.name()
+            ))),
+            None => Err(Error::internal("signals were just made")),
+        }
+    }
+
+    /// What this rank brings: its heap, and what it says of itself.
+    pub(super) fn prepare(&self, board: &Arc<Board>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Facts)> {
+        let heap = heap::of(device)?;
+        let place = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
+        let foreign =
+            || Error::value(format!("the tensor at {address:#x} is not in symmetric memory of {place}; allocate it with symm_mem.empty"));
+        let (segment, left) = heap.segment(address).ok_or_else(foreign)?;
+        if device != HOST {
+            self.signals(board, device)?;
+        }
+        let dropped = self.pads().dropped();
+        if dropped != Dropped::default() {
+            // Signals to peers' pads of those windows may be under way.
+            heap.settle()?;
+        }
+        let pad = self.pads().take(&heap, pad_bytes)?;
+        // Before the ranks meet: none of them signals earlier.
+        heap.clear(pad.address, pad.bytes)?;
+        let allocation = allocations::find(address);
+        let facts = Facts {
+            host: device == HOST,
+            linked: self.heaps.get().is_some(),
+            exact: allocation.is_some(),
+            number: allocation.map_or(0, |allocation| allocation.number),
+            bytes: allocation.map_or(left, |allocation| allocation.bytes) as u64,
+            buffer: address - heap.base(),
+            pad: pad.address - heap.base(),
+            pad_bytes: pad.bytes as u64,
+            segment,
+            dropped,
+            heap: heap.address(),
+        };
+        Ok((heap, facts))
+    }
+}

@@ -1,0 +1,115 @@
+//! How all ranks of a group open a window together.
+
+use super::facts::{self, Facts};
+use super::place::{Kind, Place};
+use super::{SymmetricWindow, Tables};
+use crate::coll::call::Span;
+use crate::coll::symmetric::{Heaps, Step, step};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::mem::heap::{Failed, HOST, Heap};
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+impl Group {
+    /// Collective: a window on what every rank has at an `address` of its own, in the memory of CUDA device `device` or, if that is negative,
+    /// of the host; with a signal pad of at least `pad_bytes` for each rank. Fails on all ranks alike: with `Mismatch` if they bring
+    /// different sizes, with `Value` if one of them brings memory that is not symmetric.
+    pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
+        self.check_alive()?;
+        let limit = Limit::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
+        let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
+        let mut places = self.places.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let named = |error: Error| Error { message: format!("rendezvous of symmetric memory: {}", error.message), ..error };
+        let gather = |bytes: &[u8]| self.gather_on_host(bytes, &limit).map_err(named);
+        let board = &self.board;
+        let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, board, "share memory in", bytes, own);
+        let place = Arc::clone(places.entry(kind).or_default());
+        let prepared = place.prepare(board, device, address, pad_bytes);
+        let outcome = self.open(&place, kind, &prepared, &step);
+        if let (Err(_), Ok((heap, own))) = (&outcome, &prepared) {
+            place.pads().put_back(heap.base(), own);
+        }
+        outcome
+    }
+
+    /// What follows once this rank has prepared its part, or could not.
+    fn open(&self, place: &Arc<Place>, kind: Kind, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>) -> Result<SymmetricWindow> {
+        let board = &self.board;
+        let said = prepared.as_ref().map_err(Clone::clone).map(|(_, facts)| facts.encode());
+        let said = step(Facts::BYTES, said)?;
+        let (heap, _) = prepared.as_ref().map_err(Clone::clone)?;
+        let all: Vec<Facts> = said.iter().map(|bytes| Facts::decode(bytes)).collect();
+        facts::compare(board, &all)?;
+        let heaps = match place.heaps.get().filter(|_| all.iter().all(|facts| facts.linked)) {
+            Some(heaps) => heaps,
+            None => {
+                let heaps = self.link(heap, &all, step)?;
+                place.heaps.get_or_init(|| heaps)
+            }
+        };
+        let me = board.rank().index();
+        let own = &all[me];
+        let bytes = all.iter().map(|facts| facts.bytes).min().unwrap_or(0) as usize;
+        let reach = |offset: u64, bytes: usize| reach(heaps, heap.base() + offset, bytes);
+        let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
+        step(0, reached.map(|()| Vec::new()))?;
+        let at =
+            |offset: fn(&Facts) -> u64| heaps.bases.iter().zip(&all).map(move |(base, facts)| base + offset(facts)).collect::<Vec<_>>();
+        let (buffers, pads) = (at(|facts| facts.buffer), at(|facts| facts.pad));
+        let global_ranks: Vec<i32> = board.ranks().map(|rank| board.global(rank) as i32).collect();
+        let mut pins = Vec::new();
+        let mut pin = || {
+            for (rank, facts) in all.iter().enumerate().filter(|&(rank, _)| rank != me) {
+                for (offset, bytes) in [(facts.buffer, bytes), (facts.pad, facts.pad_bytes as usize)] {
+                    let gone = || Error::config(format!("{} has given its memory back meanwhile", board.describe(Rank(rank as u32))));
+                    pins.extend(heaps.pin(rank, offset, bytes.min(1)).ok_or_else(gone)?);
+                }
+            }
+            let Some((_, signals)) = place.signals.get().filter(|_| kind == Kind::Gpu) else { return Ok(Tables::Host) };
+            let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
+            let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
+            let table = |bytes: &[u8]| signals.table(bytes);
+            Ok(Tables::Gpu { buffers: table(&addresses(&buffers))?, pads: table(&addresses(&pads))?, ranks: table(&ranks)? })
+        };
+        let pinned = pin();
+        step(0, pinned.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
+        let tables = pinned?;
+        let pad = place.pads().opened(&all, heap.base(), own);
+        Ok(SymmetricWindow {
+            buffers,
+            pads,
+            global_ranks,
+            tables,
+            board: Arc::clone(board),
+            kind,
+            bytes,
+            pad,
+            segment: own.segment,
+            timeout: self.timeout(),
+            _pins: pins,
+            place: Arc::clone(place),
+        })
+    }
+
+    /// Links this rank's heap with those of all others.
+    fn link(&self, heap: &Arc<Heap>, all: &[Facts], step: &Step<'_>) -> Result<Heaps> {
+        if all.len() == 1 {
+            return Ok(Heaps::alone(heap));
+        }
+        let asked = Arc::downgrade(&self.board);
+        let failed: Failed = Arc::new(move || asked.upgrade().is_some_and(|board| board.failure().is_some()));
+        let addresses: Vec<_> = all.iter().map(|facts| Some(facts.heap)).collect();
+        let heaps = Heaps::link(&self.board, step, Some(heap), &addresses, &failed)?;
+        heaps.ok_or_else(|| Error::config(format!("the processes of group \"{}\" cannot give each other memory", self.board.name())))
+    }
+}
+
+fn reach(heaps: &Heaps, address: u64, bytes: usize) -> Result<()> {
+    if heaps.bases.len() == 1 || heaps.reachable(Span { addr: address as usize, bytes: bytes.max(1) }) {
+        return Ok(());
+    }
+    Err(Error::config(format!("not all ranks could map its {bytes} bytes")))
+}
