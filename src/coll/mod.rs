@@ -5,5 +5,6 @@ pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;
+pub mod fused;
 pub mod plan;
 pub mod symmetric;

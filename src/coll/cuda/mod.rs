@@ -19,3 +19,4 @@ mod probed;
 pub mod signals;
 pub mod stats;
 mod stop;
+pub mod sum_parts;

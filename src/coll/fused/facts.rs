@@ -1,0 +1,78 @@
+//! What a device and its links can do.
+
+use super::Facts;
+use crate::config::Config;
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::kernels::cuda::driver::Device;
+use crate::topo::cost::Way;
+use crate::topo::{self, Source};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+/// What does not depend on the element type.
+#[derive(Clone, Copy)]
+struct Model {
+    major: u32,
+    processors: usize,
+    link: f64,
+}
+
+/// Of a core and the host's memory; any number does where nothing overlaps.
+const HOST: Facts = Facts { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
+
+/// NVML takes its time, so each device is asked once.
+static MODELS: Mutex<BTreeMap<i32, Model>> = Mutex::new(BTreeMap::new());
+
+/// Of CUDA device `device`; of the host if it is negative.
+pub fn of_device(device: i32, dtype: DType) -> Result<Facts> {
+    if device < 0 {
+        return Ok(HOST);
+    }
+    let mut known = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
+    let model = match known.get(&device) {
+        Some(model) => *model,
+        None => *known.entry(device).or_insert(ask(device)?),
+    };
+    Ok(facts(model, dtype))
+}
+
+fn ask(device: i32) -> Result<Model> {
+    let opened = Device::open(device)?;
+    let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml);
+    let way = detected.filter(|_| Config::get().p2p).and_then(|detected| Way::between(&detected)).unwrap_or(Way::Pcie);
+    Ok(Model { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
+}
+
+fn facts(Model { major, processors, link }: Model, dtype: DType) -> Facts {
+    // TFLOPS of a processor in 16 bits: 790 of 132 processors of an H200 (2026-11-20, 4096 × 1024 × 8192); others in proportion to their
+    // data sheets. Wider types run without tensor cores.
+    let (wide, memory) = match major {
+        0..=7 => (0.8, 800.0),
+        8 => (2.4, 1400.0),
+        9 => (6.0, 3500.0),
+        10.. => (10.0, 6000.0),
+    };
+    let teraflops = if dtype.size() <= 2 { wide } else { wide / 15.0 };
+    Facts { processors, flops_per_us: teraflops * 1e6, link, memory }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_of_known_devices() {
+        let h200 = Model { major: 9, processors: 132, link: 369.0 };
+        let wide = facts(h200, DType::BF16);
+        assert_eq!((wide.processors, wide.flops_per_us, wide.link), (132, 6e6, 369.0));
+        assert!(facts(h200, DType::F32).flops_per_us < wide.flops_per_us / 10.0);
+        assert!(facts(Model { major: 12, ..h200 }, DType::F16).memory > wide.memory);
+    }
+
+    #[test]
+    fn the_host_needs_no_driver_and_a_device_does() {
+        assert_eq!(of_device(-1, DType::F32), Ok(HOST));
+        assert!(of_device(4711, DType::F32).is_err());
+    }
+}

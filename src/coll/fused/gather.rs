@@ -1,0 +1,53 @@
+//! An all-gather before a product: shards arrive one after the other, and groups of them are multiplied.
+
+use super::{Facts, Product, SIGNAL_US};
+use std::ops::Range;
+
+/// Shards that are multiplied at once, and how many peers' shards must have arrived before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shards {
+    /// Ranks whose rows they are; neighbours in the gathered matrix.
+    pub ranks: Range<usize>,
+    /// Shards arrive in the order `rank + 1, rank + 2, …`.
+    pub arrived: usize,
+}
+
+/// The products after that of the own rows, in their order: the groups for which the last one ends first, for `rank` of `n`. A group that wraps
+/// around the last rank is two products.
+///
+/// The own rows are multiplied once all ranks are ready, and not before: a product that fills the device would keep the signals from
+/// running, and the link would wait for it (2 H200, 4096 × 8192 × 4096: 465 µs in place of 395).
+///
+/// Where a group ends decides only when its product may begin, so that the earliest end of everything up to a shard is made of the
+/// earliest end of everything up to an earlier one: a table over shards finds the best of all groupings.
+pub fn gather(n: usize, rank: usize, product: &Product, facts: &Facts) -> Vec<Shards> {
+    let shard = product.rows * product.depth * product.element;
+    let ready = SIGNAL_US + 2.0 * facts.memory_us(shard);
+    let arrival = |shards: usize| ready + shards as f64 * facts.copy_us(shard);
+    // Of all shards up to one: when their products end at best, and where the last group of that begins.
+    let mut best = vec![(ready + facts.product_us(product.rows, product), 0)];
+    for last in 1..n {
+        let end = |before: usize| {
+            let products = runs(n, rank, before, last);
+            let work: f64 = products.map(|ranks| facts.product_us(ranks.len() * product.rows, product)).sum();
+            best[before].0.max(arrival(last)) + work
+        };
+        // Of equals the larger group: it is fewer calls of the library.
+        let found = (0..last).map(|before| (end(before), before)).min_by(|a, b| a.0.total_cmp(&b.0));
+        best.push(found.unwrap_or_default());
+    }
+    let mut groups = Vec::new();
+    let mut last = n - 1;
+    while last > 0 {
+        groups.push((best[last].1, last));
+        last = best[last].1;
+    }
+    let products = groups.into_iter().rev();
+    products.flat_map(|(before, last)| runs(n, rank, before, last).map(move |ranks| Shards { ranks, arrived: last })).collect()
+}
+
+/// The ranks of the shards that arrive after the first `before`, up to the `last`th, as runs of neighbours.
+fn runs(n: usize, rank: usize, before: usize, last: usize) -> impl Iterator<Item = Range<usize>> {
+    let (begin, end) = (rank + before + 1, rank + last + 1);
+    [begin.min(n)..end.min(n), begin.max(n) - n..end.max(n) - n].into_iter().filter(|run| !run.is_empty())
+}

@@ -1,0 +1,102 @@
+use super::*;
+
+/// H200 over a switch of NVLinks.
+const H200: Facts = Facts { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
+
+fn bf16(rows: usize, columns: usize, depth: usize) -> Product {
+    Product { rows, columns, depth, element: 2 }
+}
+
+/// Numbers of shards of the groups, and those that had arrived before each.
+fn groups(plan: &[Shards]) -> Vec<usize> {
+    let mut counts: Vec<(usize, usize)> = Vec::new();
+    for Shards { ranks, arrived } in plan {
+        match counts.last_mut() {
+            Some((last, count)) if last == arrived => *count += ranks.len(),
+            _ => counts.push((*arrived, ranks.len())),
+        }
+    }
+    counts.into_iter().map(|(_, count)| count).collect()
+}
+
+#[test]
+fn products_take_the_time_that_was_measured() {
+    // Microseconds of one H200 in a graph (2026-11-20): all rows at once.
+    for (rows, columns, depth, measured) in [
+        (4096, 1024, 8192, 87.0),
+        (16384, 1024, 8192, 344.0),
+        (8192, 3584, 8192, 592.0),
+        (4096, 8192, 1024, 98.0),
+        (8192, 8192, 3584, 631.0),
+    ] {
+        let us = H200.product_us(rows, &bf16(rows, columns, depth));
+        assert!((0.85..1.15).contains(&(us / measured)), "{rows} {columns} {depth}: {us:.0} instead of {measured}");
+    }
+}
+
+#[test]
+fn fewer_tiles_than_processors_still_take_a_while() {
+    let (few, all) = (H200.product_us(512, &bf16(512, 1024, 8192)), H200.product_us(4096, &bf16(512, 1024, 8192)));
+    assert!(few > 15.0 && few < all / 3.0, "{few} of {all}");
+}
+
+#[test]
+fn every_shard_is_multiplied_once_and_not_before_it_came() {
+    for n in 2..=16 {
+        for rank in 0..n {
+            for rows in [1, 128, 512, 2048] {
+                let plan = gather(n, rank, &bf16(rows, 1024, 8192), &H200);
+                let mut seen = vec![false; n];
+                let mut before = 0;
+                for Shards { ranks, arrived } in &plan {
+                    assert!(*arrived >= before && *arrived < n, "{plan:?}");
+                    before = *arrived;
+                    for shard in ranks.clone() {
+                        assert!(!std::mem::replace(&mut seen[shard], true), "{shard} twice: {plan:?}");
+                        assert!((shard + n - rank) % n <= *arrived, "{shard} of rank {rank} before it came: {plan:?}");
+                    }
+                }
+                assert!(!seen[rank] && seen.iter().filter(|&&seen| !seen).count() == 1, "{plan:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn groups_of_the_shapes_that_are_measured() {
+    // Few rows: the link takes longer than all products. Many: products do, and larger groups fill their waves.
+    for (rows, columns, bound_by_link) in [(512, 1024, true), (2048, 1024, true), (1024, 3584, false)] {
+        let plan = gather(8, 3, &bf16(rows, columns, 8192), &H200);
+        let groups = groups(&plan);
+        assert_eq!(groups.iter().sum::<usize>(), 7, "{plan:?}");
+        assert!(groups.last() <= groups.iter().max(), "a large last group: {groups:?}");
+        if bound_by_link {
+            assert_eq!(groups.last(), Some(&1), "{groups:?}");
+        } else {
+            assert!(groups.len() < 7, "each shard for itself leaves processors idle: {groups:?}");
+        }
+    }
+}
+
+#[test]
+fn a_group_that_wraps_is_two_products() {
+    // On a link so fast that nothing is worth waiting less for.
+    let plan = gather(4, 2, &bf16(128, 256, 64), &Facts { link: 1e9, ..H200 });
+    let of = |ranks, arrived| Shards { ranks, arrived };
+    let wrapped = plan.iter().all(|shards| shards.ranks.start == 3 || shards.ranks.end <= 2);
+    assert!(wrapped, "{plan:?}");
+    assert_eq!(gather(2, 1, &bf16(128, 256, 64), &H200), [of(0..1, 1)]);
+}
+
+#[test]
+fn copies_are_for_parts_that_products_hide() {
+    // With two ranks the only part from a peer is there when the own product begins, which takes longer than the copy.
+    assert_eq!(pulled(2, &bf16(2048, 8192, 4096), &H200), 1);
+    // Eight ranks and long products: all but the last ones are copied meanwhile.
+    let long = pulled(8, &bf16(1024, 8192, 3584), &H200);
+    assert!(long >= 6, "{long}");
+    // Short products: the link is what counts, and what is left at their end is loaded once.
+    let short = pulled(8, &bf16(512, 8192, 1024), &H200);
+    assert!((1..7).contains(&short), "{short}");
+    assert!(pulled(8, &bf16(1, 8, 8), &H200) < 7);
+}

@@ -1,0 +1,84 @@
+//! The sum of a fused product's parts as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
+#![allow(missing_docs)]
+
+mod emulated;
+
+use emulated::Program;
+use symm::coll::cuda::sum_parts::{NAMES, Sum};
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cpu::{self, Source, Store};
+
+const BLOCKS: u32 = 3;
+const THREADS: u32 = 4;
+/// What the bytes behind a result hold.
+const UNTOUCHED: u8 = 0xa5;
+
+/// Numbers between -2 and 2 of every rank, in units so that they are aligned.
+fn part(rank: usize, bytes: usize, dtype: DType) -> Vec<u128> {
+    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (rank as u64 + 1);
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 11
+    };
+    let mut element = || -> Vec<u8> {
+        let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
+        if dtype == DType::F64 {
+            number.to_le_bytes().to_vec()
+        } else if dtype == DType::F32 {
+            (number as f32).to_le_bytes().to_vec()
+        } else if dtype == DType::BF16 {
+            ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
+        } else {
+            // Any bits of a float16 below 2.
+            ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
+        }
+    };
+    let mut all: Vec<u8> = std::iter::repeat_with(&mut element).take(bytes / dtype.size()).flatten().collect();
+    all.resize(bytes.next_multiple_of(16), 0);
+    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+}
+
+fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
+    let parts: Vec<Vec<u128>> = (0..n).map(|rank| part(rank, bytes, dtype)).collect();
+    let addresses: Vec<usize> = parts.iter().map(|part| part.as_ptr().addr()).collect();
+    let op = if mean { ReduceOp::Avg } else { ReduceOp::Sum };
+    let mut expected = vec![0u8; bytes];
+    let sources: Vec<Source> = parts.iter().map(|part| Source { ptr: part.as_ptr().cast(), factor: 1.0 }).collect();
+    // SAFETY: every part and the result have at least `bytes`, a multiple of the element.
+    unsafe { cpu::reduce(op, dtype, expected.as_mut_ptr(), &sources, bytes / dtype.size(), Store::Cached) };
+    let program = Program::build(NAMES.0, n as u32, Some(dtype), Some(op));
+    for rank in 0..n {
+        let mut to = vec![u128::from_ne_bytes([UNTOUCHED; 16]); bytes.div_ceil(16) + 1];
+        let sum = Sum { rank, parts: &addresses, to: to.as_mut_ptr().addr(), bytes, dtype, mean };
+        let args = sum.args().expect("can be added up");
+        // SAFETY: `repr(C)` numbers without padding.
+        let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
+        // SAFETY: parts and result live until the kernel has ended, and it writes the result alone.
+        unsafe { program.launch(NAMES.1, rank as u32, BLOCKS, THREADS, args) };
+        let got: Vec<u8> = to.iter().flat_map(|unit| unit.to_ne_bytes()).collect();
+        assert_eq!(got[..bytes], expected, "{dtype:?}, mean {mean}, {bytes} bytes, rank {rank} of {n}");
+        assert!(got[bytes..].iter().all(|&byte| byte == UNTOUCHED), "{dtype:?}, {bytes} bytes: written behind the result");
+    }
+}
+
+#[test]
+fn sums_in_rank_order() {
+    // Each is a compilation of its own.
+    for (n, dtype, mean) in
+        [(2, DType::F16, true), (3, DType::BF16, false), (3, DType::F32, true), (8, DType::BF16, true), (8, DType::F64, false)]
+    {
+        check(n, dtype, mean, 16 * 61);
+    }
+}
+
+#[test]
+fn odd_lengths() {
+    for units in [0, 1, 12, 13] {
+        for rest in [0, 2, 6, 14] {
+            check(3, DType::BF16, false, 16 * units + rest);
+        }
+        check(3, DType::F32, true, 16 * units + 12);
+    }
+}
