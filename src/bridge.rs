@@ -161,6 +161,55 @@ pub mod ffi {
         basis: String,
     }
 
+    /// New symmetric memory, or why there is none.
+    struct Allocated {
+        status: Status,
+        address: usize,
+    }
+
+    /// A new window, or null and why not.
+    struct OpenedWindow {
+        status: Status,
+        window: Box<WindowHandle>,
+    }
+
+    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `coll::fused::Product`.
+    struct ProductSpec {
+        /// CUDA; the host if negative.
+        device: i32,
+        size: usize,
+        rank: usize,
+        rows: usize,
+        columns: usize,
+        depth: usize,
+        dtype: i32,
+    }
+
+    /// Neighbouring ranks whose shards are multiplied at once, when the first `arrived` of `rank + 1, rank + 2, ...` are there.
+    struct ShardRun {
+        first: usize,
+        count: usize,
+        arrived: usize,
+    }
+
+    /// What `coll::fused::gather` says, or why there is nothing.
+    struct GatherPlan {
+        status: Status,
+        products: Vec<ShardRun>,
+    }
+
+    /// `coll::cuda::sum_parts::Sum`, and where it is enqueued.
+    struct SumSpec {
+        device: i32,
+        stream: usize,
+        rank: usize,
+        parts: Vec<usize>,
+        to: usize,
+        bytes: usize,
+        dtype: i32,
+        mean: bool,
+    }
+
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
 
@@ -271,6 +320,10 @@ pub mod ffi {
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool) -> Status;
 
+        /// Collective: what every rank has at an `address` of its own, as this rank reaches it, each with a signal pad of at least
+        /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
+        fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
+
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
@@ -286,6 +339,54 @@ pub mod ffi {
         fn error(self: &GroupHandle) -> Status;
         /// Kind 0 until a call has failed; else the first failure. A member's death counts once a call has run into it.
         fn failure(self: &GroupHandle) -> Status;
+
+        /// Address of `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
+        fn allocate_window(device: i32, bytes: usize) -> Allocated;
+        /// Gives back what `allocate_window` returned.
+        fn free_window(address: usize) -> Status;
+        /// Whether `address` is one of this process's symmetric memory, whoever asked for it.
+        fn is_symmetric(address: usize) -> bool;
+
+        /// `group::window::Window`.
+        type WindowHandle;
+        /// Another owner of the same window.
+        fn share(self: &WindowHandle) -> Box<WindowHandle>;
+        /// This process's addresses of the ranks' buffers.
+        fn buffers(self: &WindowHandle) -> Vec<usize>;
+        /// This process's addresses of the ranks' signal pads.
+        fn pads(self: &WindowHandle) -> Vec<usize>;
+        /// Where the device finds `buffers()` as an array; on the host, too.
+        fn buffer_table(self: &WindowHandle) -> usize;
+        /// Where the device finds `pads()` as an array.
+        fn pad_table(self: &WindowHandle) -> usize;
+        /// Where the device finds `global_ranks()` as an array.
+        fn rank_table(self: &WindowHandle) -> usize;
+        /// Ranks of the members in the default group.
+        fn global_ranks(self: &WindowHandle) -> Vec<i32>;
+        /// Bytes of each rank's buffer.
+        fn bytes(self: &WindowHandle) -> usize;
+        /// Whether the memory that it was made of is still this rank's.
+        fn is_current(self: &WindowHandle) -> bool;
+        /// All ranks have called it, on this channel, once it returns; on a GPU, once `stream` has come so far. At the limit
+        /// (milliseconds; 0: the group's) it fails and names who is missing: on a GPU a later call of the window does.
+        fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
+        /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
+        fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
+        /// Clears the word of `peer` on `channel` in the own pad, once it is set.
+        fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
+        /// On the host: writes to `out` what `reduce_op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order.
+        fn reduce(self: &WindowHandle, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status;
+        /// Why a signal or barrier of this rank has failed, if one has. Kind 0 if not.
+        fn failure(self: &WindowHandle) -> Status;
+
+        /// How an all-gather and the products of its shards are interleaved.
+        fn plan_gather(spec: &ProductSpec) -> GatherPlan;
+        /// How many of the parts from peers are copied while products run, in a product followed by a reduce-scatter.
+        fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status;
+        /// Enqueues the sum of all ranks' parts of a product.
+        fn sum_parts(spec: &SumSpec) -> Status;
+        /// The number of the capture that records what is enqueued in the CUDA stream; 0: none does.
+        fn capture_of(stream: usize) -> u64;
 
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
@@ -307,11 +408,13 @@ pub mod ffi {
 mod cost;
 mod crowd;
 mod cuda;
+mod fused;
 mod kernels;
 mod memory;
 mod native_store;
 mod topology;
 mod torch_store;
+mod window;
 
 use crate::coll::call::{Call, Op, Span};
 use crate::done::Done;
@@ -323,13 +426,15 @@ use crate::rank::Rank;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use crowd::{Crowd, crowd};
 use cuda::{blocking_wait, capturing, stats};
+use fused::{capture_of, plan_gather, plan_scatter, sum_parts};
 use kernels::cuda_libraries;
-use memory::shares;
+use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use topology::{nvlink_matrix, topology_report};
 use torch_store::TorchStore;
+use window::{WindowHandle, allocate_window, free_window};
 
 /// A group, or the reason why it never came to be.
 pub struct GroupHandle(Result<Group>);

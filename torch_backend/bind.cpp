@@ -6,6 +6,7 @@
 #include "bind.hpp"
 #include "errors.hpp"
 #include "process_group.hpp"
+#include "symmetric_memory.hpp"
 
 namespace py = pybind11;
 
@@ -95,7 +96,9 @@ void bind(py::module_ module) {
   module.def("_stats", [] { return std::string(stats()); });
   module.def("_shares", &shares, py::arg("device"));
 
+  register_symmetric_memory();
   bind_cost(module);
+  bind_fused(module);
   bind_stores(module);
   bind_topology(module);
   module.def("_cuda_libraries", &cuda_libraries, py::arg("folders"));

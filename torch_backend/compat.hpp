@@ -42,4 +42,11 @@ inline void* native_stream(const c10::impl::DeviceGuardImplInterface& device, co
 #define SYMM_OVERRIDE_CLONE
 #endif
 
+// SymmetricMemoryAllocator::has_allocation() came with 2.12.
+#if TORCH_VERSION_MINOR >= 12
+#define SYMM_OVERRIDE_HAS_ALLOCATION override
+#else
+#define SYMM_OVERRIDE_HAS_ALLOCATION
+#endif
+
 } // namespace symm

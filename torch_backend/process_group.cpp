@@ -9,6 +9,7 @@
 #include <list>
 
 #include "errors.hpp"
+#include "fused_workspace.hpp"
 #include "store.hpp"
 
 namespace symm {
@@ -26,6 +27,15 @@ Living& living() {
   static auto* all = new Living;
   return *all;
 }
+
+c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
+  auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
+  copy_names(given, *options);
+  options->global_ranks_in_group = given.global_ranks_in_group;
+  return options;
+}
+
+} // namespace
 
 Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
@@ -49,15 +59,6 @@ Group join_group(
   all.groups.push_back(group);
   return group;
 }
-
-c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
-  auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
-  copy_names(given, *options);
-  options->global_ranks_in_group = given.global_ranks_in_group;
-  return options;
-}
-
-} // namespace
 
 ProcessGroupSymm::ProcessGroupSymm(
     const c10::intrusive_ptr<::c10d::Store>& store,
@@ -196,6 +197,7 @@ void ProcessGroupSymm::shutdown() {
   closed_ = true;
   (*group_)->shutdown();
   // After its kernels have ended: giving memory back waits for the device.
+  Workspace::drop(options_->group_name);
   pools_.let_go();
 }
 

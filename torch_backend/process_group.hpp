@@ -48,6 +48,11 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   }
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override;
 
+  // The group that calls run in; dead once this has left.
+  const Group& core() const {
+    return group_;
+  }
+
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
@@ -166,6 +171,13 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
   std::atomic<bool> closed_ = false;
 };
+
+// Joins a group of the core under the options' name, through `store` alone. It is one of those that `leave_all` leaves.
+Group join_group(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    const ProcessGroupSymm::Options& options);
 
 // Leaves every group of this process, all within `limit`; calls that are not done by then fail.
 void leave_all(std::chrono::milliseconds limit);

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from torch_symm import _dtensor
 from torch_symm._native import load
@@ -28,5 +33,18 @@ def create_group(options: Any, group_options: Any) -> Any:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     _dtensor.announce()
+    _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
     return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
+
+
+def _choose_symmetric_memory() -> None:
+    """Makes ``SYMM`` torch's symmetric memory of CUDA where a program has neither chosen nor used another.
+
+    torch's own cannot be chosen, only left as it is: by the environment variable ``TORCH_SYMMMEM=CUDA``, which torch
+    reads, too.
+    """
+    if "TORCH_SYMMMEM" in os.environ or _SymmetricMemory.get_backend(torch.device("cuda")) != "CUDA":
+        return
+    with suppress(RuntimeError):  # it is in use
+        _SymmetricMemory.set_backend("SYMM")

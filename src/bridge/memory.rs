@@ -1,6 +1,7 @@
 //! Symmetric memory, as torch's pluggable allocator asks for it.
 
 use super::guarded;
+use crate::error::Error;
 use crate::group::device;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -12,6 +13,8 @@ use std::sync::{Mutex, PoisonError};
 extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let mut address = 0;
     let outcome = guarded(|| {
+        // The host's heap goes by -1, but is none of torch's CUDA pools.
+        u32::try_from(device).map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
         address = device::allocate(device, bytes)?;
         Ok(())
     });
@@ -30,6 +33,15 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     if outcome.kind != 0 {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
     }
+}
+
+pub(super) fn is_symmetric(address: usize) -> bool {
+    let mut answer = false;
+    guarded(|| {
+        answer = crate::mem::heap::at(address as u64).is_some();
+        Ok(())
+    });
+    answer
 }
 
 /// FSDP2 asks before every buffer, and asking the driver takes hold of the device's context: each device is asked once.

@@ -1,0 +1,152 @@
+"""Products fused with collectives and what they are compared with: the shapes, the engines, the sides of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+#: As the two products of a feed-forward layer: an all-gather before one, a reduce-scatter after one.
+GATHER, SCATTER = "ag+mm", "mm+rs"
+#: A result may differ by so much of its norm: products are cut differently, and torch adds bf16 parts up in bf16.
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``rows`` of the whole matrix, ``depth`` that is summed over and ``columns``, as one rank multiplies them."""
+
+    op: str
+    rows: int
+    columns: int
+    depth: int
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.op} M{self.rows} N{self.columns} K{self.depth}"
+
+
+def shapes(world: int) -> list[Shape]:
+    """Those of a layer of 8192 features, divided among ``world`` ranks: 1024 or 3584 of each on 8."""
+    gathers = [Shape(GATHER, rows, wide // world, 8192) for rows, wide in LAYERS]
+    return gathers + [Shape(SCATTER, rows, 8192, wide // world) for rows, wide in LAYERS]
+
+
+#: Rows, and the width that is divided.
+LAYERS = ((4096, 8192), (16384, 8192), (8192, 28672))
+#: So small that a CPU does them at once.
+SMALL = (Shape(GATHER, 64, 48, 32), Shape(SCATTER, 64, 32, 48))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One rank's tensors for a shape. ``gathered`` and ``scattered`` are room for unfused calls."""
+
+    shape: Shape
+    left: torch.Tensor
+    right: torch.Tensor
+    gathered: torch.Tensor
+    scattered: torch.Tensor
+
+    @staticmethod
+    def of(shape: Shape, rank: int, world: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+        """Other numbers on every rank, the same ones in every process of a rank."""
+        generator = torch.Generator(device).manual_seed(1 + rank)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=device).to(dtype)
+
+        rows = shape.rows // world if shape.op == GATHER else shape.rows
+        left, right = normal(rows, shape.depth), normal(shape.depth, shape.columns)
+        gathered = left.new_empty(shape.rows, shape.depth) if shape.op == GATHER else left
+        return Inputs(shape, left, right, gathered, left.new_empty(shape.rows // world, shape.columns))
+
+
+Run: TypeAlias = Callable[[Inputs, dist.ProcessGroup], torch.Tensor]
+
+
+def unfused(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
+    """The collective and the product, one after the other."""
+    if inputs.shape.op == GATHER:
+        dist.all_gather_into_tensor(inputs.gathered, inputs.left, group=group)
+        return torch.mm(inputs.gathered, inputs.right)
+    dist.reduce_scatter_tensor(inputs.scattered, torch.mm(inputs.left, inputs.right), group=group)
+    return inputs.scattered
+
+
+def product(inputs: Inputs, _group: dist.ProcessGroup) -> torch.Tensor:
+    """The product alone."""
+    return torch.mm(inputs.gathered, inputs.right)
+
+
+def fused_by_symm(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
+    """Ours, with the gathered matrix as torch's returns it."""
+    name = group.group_name
+    if inputs.shape.op == GATHER:
+        _, products = torch.ops.symm._all_gather_matmul(inputs.left, [inputs.right], name, True)
+        first: torch.Tensor = products[0]
+        return first
+    total: torch.Tensor = torch.ops.symm._matmul_reduce_scatter(inputs.left, inputs.right, False, name)
+    return total
+
+
+def fused_by_torch(inputs: Inputs, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch's."""
+    name = group.group_name
+    if inputs.shape.op == GATHER:
+        _, products = torch.ops.symm_mem.fused_all_gather_matmul(inputs.left, [inputs.right], 0, name)
+        first: torch.Tensor = products[0]
+        return first
+    total: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(inputs.left, inputs.right, "sum", 0, name)
+    return total
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is timed, on a group of ``backend``."""
+
+    name: str
+    backend: str
+    run: Run
+    checked: bool = True
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Sides that share processes. torch has one engine of symmetric memory a process, and reads switches once."""
+
+    sides: tuple[Side, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+OURS = "symm"
+MM = "mm"
+
+
+def engines(device: str) -> dict[str, Engine]:
+    """Those of GPUs, or what of them serves CPU tensors."""
+    ours = Side(OURS, "symm", fused_by_symm)
+    if device == "cpu":
+        gloo = Side("gloo unfused", "gloo", unfused)
+        return {
+            "symm": Engine((ours, Side("symm unfused", "symm", unfused), Side(MM, "symm", product, checked=False))),
+            "gloo": Engine((gloo,)),
+        }
+    theirs = {"TORCH_SYMMMEM": "CUDA"}
+    native = theirs | {"TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP": "1"}
+    return {
+        "symm": Engine(
+            (
+                ours,
+                Side("symm unfused", "symm", unfused),
+                Side("nccl unfused", "nccl", unfused),
+                Side(MM, "symm", product, checked=False),
+            )
+        ),
+        "torch": Engine((Side("torch fused", "nccl", fused_by_torch),), theirs),
+        "torch native": Engine((Side("torch native", "nccl", fused_by_torch),), native),
+    }

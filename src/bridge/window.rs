@@ -1,0 +1,110 @@
+//! Symmetric memory that programs use themselves: allocations, windows, signals.
+
+use super::ffi::{Allocated, OpenedWindow, Status};
+use super::{GroupHandle, guarded, milliseconds};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::group::allocations;
+use crate::group::window::SymmetricWindow;
+use crate::mem::heap::HOST;
+use std::sync::Arc;
+
+/// A window, or the reason why it never came to be.
+#[derive(Clone)]
+pub struct WindowHandle(Result<Arc<SymmetricWindow>>);
+
+impl GroupHandle {
+    pub(super) fn rendezvous(&self, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow {
+        let mut window = Err(Error::internal("the window was never opened"));
+        let status = guarded(|| {
+            let limit = milliseconds(timeout_ms);
+            window = self.group()?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit).map(Arc::new);
+            window.as_ref().map(|_| ()).map_err(Clone::clone)
+        });
+        OpenedWindow { status, window: Box::new(WindowHandle(window)) }
+    }
+}
+
+pub(super) fn allocate_window(device: i32, bytes: usize) -> Allocated {
+    let mut address = 0;
+    let status = guarded(|| {
+        address = allocations::allocate(device.max(HOST), bytes)? as usize;
+        Ok(())
+    });
+    Allocated { status, address }
+}
+
+pub(super) fn free_window(address: usize) -> Status {
+    guarded(|| allocations::free(address as u64))
+}
+
+fn addresses(all: &[u64]) -> Vec<usize> {
+    all.iter().map(|&address| address as usize).collect()
+}
+
+impl WindowHandle {
+    fn window(&self) -> Result<&SymmetricWindow> {
+        self.0.as_deref().map_err(Clone::clone)
+    }
+
+    pub(super) fn share(&self) -> Box<Self> {
+        Box::new(self.clone())
+    }
+
+    pub(super) fn buffers(&self) -> Vec<usize> {
+        self.window().map(|window| addresses(window.buffers())).unwrap_or_default()
+    }
+
+    pub(super) fn pads(&self) -> Vec<usize> {
+        self.window().map(|window| addresses(window.pads())).unwrap_or_default()
+    }
+
+    pub(super) fn buffer_table(&self) -> usize {
+        self.window().map_or(0, |window| window.buffer_table() as usize)
+    }
+
+    pub(super) fn pad_table(&self) -> usize {
+        self.window().map_or(0, |window| window.pad_table() as usize)
+    }
+
+    pub(super) fn rank_table(&self) -> usize {
+        self.window().map_or(0, |window| window.rank_table() as usize)
+    }
+
+    pub(super) fn global_ranks(&self) -> Vec<i32> {
+        self.window().map(|window| window.global_ranks().to_vec()).unwrap_or_default()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.window().map_or(0, SymmetricWindow::bytes)
+    }
+
+    pub(super) fn is_current(&self) -> bool {
+        self.window().is_ok_and(SymmetricWindow::is_current)
+    }
+
+    pub(super) fn barrier(&self, channel: i32, timeout_ms: i64, stream: usize) -> Status {
+        guarded(|| self.window()?.barrier(channel, milliseconds(timeout_ms), stream))
+    }
+
+    pub(super) fn put_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
+        guarded(|| self.window()?.put_signal(peer, channel, milliseconds(timeout_ms), stream))
+    }
+
+    pub(super) fn wait_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
+        guarded(|| self.window()?.wait_signal(peer, channel, milliseconds(timeout_ms), stream))
+    }
+
+    pub(super) fn reduce(&self, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status {
+        guarded(|| {
+            let (dtype, op) = (DType::from_torch(dtype)?, ReduceOp::from_torch(reduce_op)?);
+            // SAFETY: the C++ side passes the data of a tensor of `bytes` bytes, its own part of the window or apart from it, between two
+            // barriers of the window.
+            unsafe { self.window()?.reduce(dtype, op, offset, bytes, out as *mut u8) }
+        })
+    }
+
+    pub(super) fn failure(&self) -> Status {
+        guarded(|| self.window()?.failure().map_or(Ok(()), Err))
+    }
+}

@@ -1,0 +1,262 @@
+"""Fused matrix products on GPUs: eager and in CUDA graphs, with ranks that fall behind each other.
+
+All numbers are -1, 0 and 1, and no sum exceeds 256: products are exact in bfloat16 however they are added up, so that
+results can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+
+pytestmark = needs_ranks
+
+REPLAYS = 20
+#: Clock ticks that a rank falls behind: some 2 ms.
+LATE = 4_000_000
+#: Rows of a rank, what is summed over, columns.
+SHAPES = ((1, 1, 1), (3, 7, 5), (130, 64, 257), (512, 256, 1024), (1024, 256, 3584), (2048, 128, 264))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def numbers(seed: int, *size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The same on all ranks."""
+    generator = torch.Generator(device()).manual_seed(seed)
+    return torch.randint(-1, 2, size, device=device(), generator=generator).to(dtype)
+
+
+def fall_behind(source: random.Random) -> None:
+    if DEVICE == "cuda" and source.random() < 0.3:
+        torch.cuda._sleep(int(source.random() * LATE))
+
+
+class GatherStep:
+    """An all-gather and its products, made anew from a seed: ``fill``, ``run``, ``check``."""
+
+    def __init__(self, rank: int, world: int, m: int, k: int, n: int, dtype: torch.dtype, group: Any = None) -> None:
+        self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
+        self.name = (group or dist.group.WORLD).group_name
+        self.shard = torch.zeros(m, k, dtype=dtype, device=device())
+        # One as it is, one as a weight comes.
+        self.factors = [numbers(1, k, n, dtype=dtype), numbers(2, n, k, dtype=dtype).t()]
+
+    def _shards(self, seed: int) -> list[torch.Tensor]:
+        return [numbers(100 * seed + rank, self.m, self.k, dtype=self.dtype) for rank in range(self.world)]
+
+    def fill(self, seed: int) -> None:
+        self.shard.copy_(self._shards(seed)[self.rank])
+
+    def run(self) -> None:
+        gather = torch.ops.symm._all_gather_matmul
+        self.gathered, self.products = gather(self.shard, self.factors, self.name, True)
+        _, self.again = gather(self.shard, self.factors[:1], self.name, False)
+
+    def check(self, seed: int) -> None:
+        full = torch.cat(self._shards(seed))
+        about = (seed, self.m, self.k, self.dtype)
+        assert torch.equal(self.gathered, full), about
+        for product, factor in zip([*self.products, *self.again], [*self.factors, self.factors[0]], strict=True):
+            assert torch.equal(product, (full.float() @ factor.float()).to(self.dtype)), about
+
+
+class ScatterStep:
+    """A product and a reduce-scatter: the sum, and the mean."""
+
+    def __init__(self, rank: int, world: int, m: int, k: int, n: int, dtype: torch.dtype, group: Any = None) -> None:
+        self.rank, self.world, self.m, self.k, self.dtype = rank, world, m, k, dtype
+        self.name = (group or dist.group.WORLD).group_name
+        self.left = torch.zeros(world * m, k, dtype=dtype, device=device())
+        self.right = numbers(3, k, n, dtype=dtype)
+
+    def _left(self, seed: int, rank: int) -> torch.Tensor:
+        return numbers(100 * seed + 50 + rank, self.world * self.m, self.k, dtype=self.dtype)
+
+    def fill(self, seed: int) -> None:
+        self.left.copy_(self._left(seed, self.rank))
+
+    def run(self) -> None:
+        self.sum = torch.ops.symm._matmul_reduce_scatter(self.left, self.right, False, self.name)
+        self.mean = torch.ops.symm._matmul_reduce_scatter(self.left, self.right, True, self.name)
+
+    def check(self, seed: int) -> None:
+        total = torch.zeros(self.sum.shape, device=device())
+        for rank in range(self.world):
+            rows = self._left(seed, rank)[self.rank * self.m : (self.rank + 1) * self.m]
+            total += (rows.float() @ self.right.float()).to(self.dtype).float()
+        about = (seed, self.m, self.k, self.dtype)
+        assert torch.equal(self.sum, total.to(self.dtype)), about
+        assert torch.equal(self.mean, (total / self.world).to(self.dtype)), about
+
+
+Step = GatherStep | ScatterStep
+STEPS: dict[str, Callable[..., Step]] = {"gather": GatherStep, "scatter": ScatterStep}
+
+
+def eager(rank: int, world: int, kind: str) -> None:
+    for dtype in DTYPES:
+        for seed, (m, k, n) in enumerate(SHAPES):
+            step = STEPS[kind](rank, world, m, k, n, dtype)
+            step.fill(seed)
+            step.run()
+            step.check(seed)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager(pool: Pool, world: int, kind: str) -> None:
+    pool.run(eager, world, kind)
+
+
+def in_a_row(rank: int, world: int) -> None:
+    """Nobody waits between calls but the calls themselves."""
+    behind = random.Random(rank)
+    for seed in range(30):
+        m, k, n = SHAPES[2 + seed % 4]
+        steps = [make(rank, world, m, k, n, torch.bfloat16) for make in STEPS.values()]
+        for step in steps:
+            step.fill(seed)
+        for step in steps:
+            fall_behind(behind)
+            step.run()
+        for step in steps:
+            step.check(seed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_eager_calls_in_a_row(pool: Pool, world: int) -> None:
+    pool.run(in_a_row, world)
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    run()
+    settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def replayed(rank: int, world: int, kind: str) -> None:
+    """Replays beside eager calls of another size: each finds the workspace as the other left it."""
+    behind = random.Random(rank)
+    for m, k, n in SHAPES[2:]:
+        other = STEPS[kind](rank, world, m // 2, k, n, torch.bfloat16)
+        step = STEPS[kind](rank, world, m, k, n, torch.bfloat16)
+        graph = captured(step.run)
+        for seed in range(REPLAYS):
+            step.fill(seed)
+            fall_behind(behind)
+            graph.replay()
+            # Over a result that a replay is to make again, or a read that comes too late.
+            if seed % 3 == 0:
+                graph.replay()
+            step.check(seed)
+            if seed % 4 == 0:
+                other.fill(seed)
+                fall_behind(behind)
+                other.run()
+                graph.replay()
+                other.run()
+                other.check(seed)
+                step.check(seed)
+
+
+@needs_gpus
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_graphs(pool: Pool, world: int, kind: str) -> None:
+    pool.run(replayed, world, kind)
+
+
+def several_graphs(rank: int, world: int) -> None:
+    """In changing order, also one after itself; and a workspace that grows once graphs use it."""
+    behind = random.Random(rank)
+    first = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
+    second = [make(rank, world, 64, 64, 96, torch.float32) for make in STEPS.values()]
+    graphs = [captured(lambda steps=steps: [step.run() for step in steps]) for steps in (first, second)]
+    large: list[Step] = []
+    for seed in range(REPLAYS):
+        for step in (*first, *second):
+            step.fill(seed)
+        for number in (0, 1, 1, 0, 0) if seed % 2 else (1, 0):
+            fall_behind(behind)
+            graphs[number].replay()
+        if seed == REPLAYS // 2:
+            large = [make(rank, world, 16384 // world, 64, 4096, torch.bfloat16) for make in STEPS.values()]
+        for step in large:
+            step.fill(seed)
+            step.run()
+        for step in (*first, *second, *large):
+            step.check(seed)
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_several_graphs(pool: Pool, world: int) -> None:
+    pool.run(several_graphs, world)
+
+
+def streams(rank: int, world: int) -> None:
+    """Calls from changing streams of one process follow each other."""
+    steps = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
+    others = [torch.cuda.Stream() for _ in range(2)]
+    for seed in range(20):
+        for step in steps:
+            step.fill(seed)
+        settle()
+        for number, step in enumerate(steps):
+            with torch.cuda.stream(others[(seed + number) % 2]):
+                step.run()
+        settle()
+        for step in steps:
+            step.check(seed)
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_streams(pool: Pool, world: int) -> None:
+    pool.run(streams, world)
+
+
+def refused(rank: int, world: int) -> None:
+    step = GatherStep(rank, world, 64, 64, 64, torch.bfloat16)
+    step.fill(1)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be made while a graph is recorded"), torch.cuda.graph(graph):
+        step.run()
+    settle()
+    step.run()
+    step.check(1)
+    with pytest.raises(ValueError, match="B on cpu"):
+        torch.ops.symm._all_gather_matmul(step.shard, [step.factors[0].cpu()], step.name, False)
+
+
+@needs_gpus
+def test_a_capture_makes_no_workspace(pool: Pool) -> None:
+    pool.run(refused, 2)
+
+
+def two_groups(rank: int, world: int) -> None:
+    twins = [dist.new_group(list(range(world))) for _ in range(2)]
+    steps = [
+        make(rank, world, 100 * (1 + number), 64, 80, torch.bfloat16, group)
+        for number, group in enumerate(twins)
+        for make in STEPS.values()
+    ]
+    for seed in range(20):
+        for step in steps:
+            step.fill(seed)
+            step.run()
+        for step in steps:
+            step.check(seed)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_groups(pool: Pool, world: int) -> None:
+    pool.run(two_groups, world)
