@@ -14,6 +14,7 @@ from torch_symm._autoload import autoload
 from torch_symm._version import __version__
 
 if TYPE_CHECKING:
+    from torch_symm import symm_mem as symm_mem
     from torch_symm import tensor as tensor
     from torch_symm._C import (
         FileStore,
@@ -63,8 +64,8 @@ autoload()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "tensor":
-        return import_module("torch_symm.tensor")
+    if name in ("symm_mem", "tensor"):
+        return import_module(f"torch_symm.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")
     if name in _MODULES:

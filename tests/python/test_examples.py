@@ -28,7 +28,7 @@ def launch(example: str, *arguments: str, ranks: int = 4) -> subprocess.Complete
 
 
 def test_examples_are_there() -> None:
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 13
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -1,0 +1,73 @@
+"""Symmetric memory: tensors that the ranks of a group load and store in one another's memory, on CUDA and on CPU.
+
+The names and meanings are those of ``torch.distributed._symmetric_memory``, so that programs run with either; the
+handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. What differs stands in
+``docs/symmetric-memory.md``. The fused operators are ``torch.ops.symm.*`` too; :func:`install` lets torch's own
+``torch.ops.symm_mem.fused_*`` and Inductor's async tensor parallelism use them for symm groups.
+"""
+
+from __future__ import annotations
+
+from torch_symm._native import load
+from torch_symm.symm_mem._groups import _test_mode, enable_symm_mem_for_group, is_symm_mem_enabled_for_group
+from torch_symm.symm_mem._install import install, uninstall
+from torch_symm.symm_mem._layout import (
+    restride_A_for_fused_matmul_reduce_scatter,
+    restride_A_shard_for_fused_all_gather_matmul,
+)
+from torch_symm.symm_mem._memory import (
+    empty,
+    get_backend,
+    get_mem_pool,
+    get_mempool_allocator,
+    get_signal_pad_size,
+    is_nvshmem_available,
+    put_signal,
+    rendezvous,
+    set_backend,
+    set_signal_pad_size,
+    wait_signal,
+)
+from torch_symm.symm_mem._operators import (
+    fused_all_gather_matmul,
+    fused_all_gather_scaled_matmul,
+    fused_matmul_reduce_scatter,
+    fused_scaled_matmul_reduce_scatter,
+)
+from torch_symm.symm_mem._pipeline import (
+    _pipelined_all_gather_and_consume,
+    _pipelined_multi_all_gather_and_consume,
+    _pipelined_produce_and_all2all,
+)
+from torch_symm.symm_mem._workspace import get_symm_mem_workspace
+
+load()  # it makes the allocators known to torch
+
+__all__ = [
+    "_pipelined_all_gather_and_consume",
+    "_pipelined_multi_all_gather_and_consume",
+    "_pipelined_produce_and_all2all",
+    "_test_mode",
+    "empty",
+    "enable_symm_mem_for_group",
+    "fused_all_gather_matmul",
+    "fused_all_gather_scaled_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_scaled_matmul_reduce_scatter",
+    "get_backend",
+    "get_mem_pool",
+    "get_mempool_allocator",
+    "get_signal_pad_size",
+    "get_symm_mem_workspace",
+    "install",
+    "is_nvshmem_available",
+    "is_symm_mem_enabled_for_group",
+    "put_signal",
+    "rendezvous",
+    "restride_A_for_fused_matmul_reduce_scatter",
+    "restride_A_shard_for_fused_all_gather_matmul",
+    "set_backend",
+    "set_signal_pad_size",
+    "uninstall",
+    "wait_signal",
+]

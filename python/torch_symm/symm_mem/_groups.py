@@ -1,0 +1,128 @@
+"""Which groups have symmetric memory."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed._symmetric_memory as torchs
+import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import GroupName
+
+from torch_symm._native import load
+
+#: One state for both modules: torch's and ours use their fallbacks together.
+_test_mode = torchs._test_mode
+
+#: Groups whose ranks were found on one host.
+_enabled: WeakSet[Any] = WeakSet()
+
+
+def in_test_mode() -> bool:
+    """Whether this thread of execution is inside ``_test_mode``."""
+    return torchs._is_test_mode
+
+
+def resolve(group_name: str) -> Any:
+    """The process group of this name.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    return _resolve_process_group(GroupName(group_name))
+
+
+def is_symm(group: Any, device_type: str) -> bool:
+    """Whether the ranks of ``group`` exchange tensors of ``device_type`` through symm."""
+    try:
+        return bool(group._get_backend(torch.device(device_type)).name() == "symm")
+    except RuntimeError:  # it has no backend for the device
+        return False
+
+
+def is_symm_mem_enabled_for_group(group_name: str) -> bool:
+    """Whether symmetric memory can be used in the group: it is symm's, or was enabled; or under ``_test_mode``.
+
+    False for a name that no group has.
+    """
+    if in_test_mode() or group_name in torchs._group_name_to_store:
+        return _enabled_in_torch(GroupName(group_name))
+    try:
+        group = resolve(group_name)
+    except RuntimeError:
+        return False
+    return group in _enabled or is_symm(group, "cpu") or is_symm(group, "cuda")
+
+
+#: Torch's own answer, whether or not `install` has replaced it.
+_enabled_in_torch = torchs.is_symm_mem_enabled_for_group
+
+
+def enable_symm_mem_for_group(group_name: str) -> None:
+    """Makes symmetric memory usable in a group of any backend; symm's need no such call. Collective.
+
+    The ranks tell each other through the group's store which host they are on. The group's timeout bounds the wait.
+
+    Raises:
+        SymmConfigError: the ranks are on several hosts; the message names the host of each rank.
+        SymmTimeout: ranks did not call it in time; the message names them.
+    """
+    group = resolve(group_name)
+    if group in _enabled:
+        return
+    _check_one_host(group, group_name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch says that its own backends need no such call
+        torchs.enable_symm_mem_for_group(GroupName(group_name))
+    _enabled.add(group)
+
+
+def _check_one_host(group: Any, group_name: str) -> None:
+    rank, ranks = group.rank(), group.size()
+    store = c10d.PrefixStore("symm_mem/hosts", c10d._get_process_group_store(group))
+    timeout = _timeout(group)
+    deadline = time.monotonic() + timeout.total_seconds()
+    store.set(str(rank), json.dumps(_this_host()))
+    hosts = []
+    for peer in range(ranks):
+        try:
+            store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except DistStoreError as error:
+            late = [str(other) for other in range(peer, ranks) if not store.check([str(other)])]
+            raise load().SymmTimeout(
+                f"rank {rank}: enable_symm_mem_for_group({group_name!r}) waited {timeout.total_seconds():g} s "
+                f"for rank {', '.join(late) or peer} of {ranks}"
+            ) from error
+        hosts.append(json.loads(store.get(str(peer))))
+    if any(boot != hosts[0][0] for boot, _ in hosts):
+        places = ", ".join(f"rank {peer} on {name}" for peer, (_, name) in enumerate(hosts))
+        raise load().SymmConfigError(
+            f"symmetric memory needs all ranks on one host, but group {group_name!r} has {places}"
+        )
+
+
+def _this_host() -> tuple[str, str]:
+    """What tells running kernels apart, and the name for people."""
+    name = platform.node()
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), name
+    return name, name
+
+
+def _timeout(group: Any) -> timedelta:
+    for device in group._device_types:
+        with suppress(RuntimeError, AttributeError):
+            timeout = group._get_backend(device).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
+    return c10d._get_default_timeout(c10d.get_backend(group))

@@ -1,0 +1,67 @@
+"""Puts the fused operators in the place of torch's, and torch's back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.compiler.config
+import torch.distributed._symmetric_memory as torchs
+
+from torch_symm.symm_mem import _groups
+from torch_symm.symm_mem._operators import OPERATORS
+
+#: Compiled code that was cached without our groups being known has no fused operators in it, and the other way round.
+_CACHE_TAG = "+torch_symm.symm_mem"
+
+
+#: The kernels, while they are installed.
+_kernels: Any = None
+
+
+def install() -> None:
+    """From now on ``torch.ops.symm_mem.fused_*`` use symmetric memory of ours for symm groups, on CUDA and on CPU.
+
+    Other groups are served by torch's functions as before, and on the CPU, where torch has none, by its fallbacks.
+    Inductor's async tensor parallelism (``torch._inductor.config._micro_pipeline_tp``) takes symm groups as enabled;
+    call it before compiling. May be called again; :func:`uninstall` undoes it.
+    """
+    global _kernels
+    if _kernels is not None:
+        return
+    library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that torch's kernel is overridden
+        for name, operator in OPERATORS.items():
+            theirs, fallback = getattr(torchs, f"_{name}"), getattr(torchs, f"_{name}_fallback")
+            library.impl(name, _for_symm_groups(operator.fused, theirs, "cuda"), "CUDA", allow_override=True)
+            library.impl(name, _for_symm_groups(operator.fused, fallback, "cpu"), "CPU")
+    torchs.is_symm_mem_enabled_for_group = _groups.is_symm_mem_enabled_for_group
+    torch.compiler.config.cache_key_tag += _CACHE_TAG
+    _kernels = library
+
+
+def uninstall() -> None:
+    """Torch's operators are its own again. May be called again."""
+    global _kernels
+    if _kernels is None:
+        return
+    _kernels._destroy()
+    if torchs.is_symm_mem_enabled_for_group is _groups.is_symm_mem_enabled_for_group:
+        torchs.is_symm_mem_enabled_for_group = _groups._enabled_in_torch
+    tag = torch.compiler.config.cache_key_tag
+    torch.compiler.config.cache_key_tag = tag.replace(_CACHE_TAG, "")
+    _kernels = None
+
+
+def _for_symm_groups(ours: Callable[..., Any], theirs: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """``ours`` for symm groups, ``theirs`` for others. Each operator has the group's name as its last text."""
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        name = next(value for value in reversed(args) if isinstance(value, str))
+        group = _groups.resolve(name)
+        return (ours if _groups.is_symm(group, device_type) else theirs)(*args, **kwargs)
+
+    return choose

@@ -1,0 +1,191 @@
+"""Allocation, rendezvous, settings, and signals that come with data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as torchs
+from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.distributed_c10d import GroupName
+
+from torch_symm._memory import mem_allocator
+
+#: Our name among torch's backends of symmetric memory.
+BACKEND = "SYMM"
+
+#: What torch starts with on CUDA.
+_TORCHS_DEFAULT = "CUDA"
+
+_chosen_by_user = False
+
+_pools: dict[torch.device, torch.cuda.MemPool] = {}
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    alloc_id: int | None = None,
+) -> torch.Tensor:
+    """Returns an uninitialised contiguous tensor that :func:`rendezvous` accepts.
+
+    On CUDA the first call chooses the backend ``"SYMM"`` unless another one was chosen or is in use.
+
+    Args:
+        size: the shape, as numbers or as one sequence.
+        dtype, device: torch's defaults if not given. The CPU has symmetric memory, too.
+        alloc_id: the tensor is persistent: the same ``alloc_id`` gives the same address again, once the tensor that
+            had it is gone.
+
+    Raises:
+        RuntimeError: a tensor with this ``alloc_id`` is alive; there is no allocator for the device.
+        torch.OutOfMemoryError: there is not so much memory.
+    """
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    place = torch.get_default_device() if device is None else torch.device(device)
+    return allocate(shape, dtype or torch.get_default_dtype(), place, alloc_id=alloc_id)
+
+
+def allocate(
+    shape: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    group_name: str | None = None,
+    alloc_id: int | None = None,
+) -> torch.Tensor:
+    """As :func:`empty`; ``group_name`` for the backends that want one already here."""
+    if device.type == "cuda":
+        _prefer_ours(device)
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    strides = make_contiguous_strides_for(tuple(shape))
+    return _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device, group_name, alloc_id)
+
+
+def _prefer_ours(device: torch.device) -> None:
+    if not _chosen_by_user and get_backend(device) == _TORCHS_DEFAULT:
+        with suppress(RuntimeError):  # it is in use: torch does not change it any more
+            _SymmetricMemory.set_backend(BACKEND)
+
+
+def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMemory:
+    """Returns how this rank reaches the tensor of every rank of ``group``. Collective; cached per allocation and group.
+
+    All ranks give tensors of equal allocations, in the same order.
+
+    Raises:
+        TypeError: ``group`` is neither a group nor the name of one.
+        RuntimeError: ``tensor`` is not in symmetric memory.
+        SymmMismatch: the ranks' allocations differ; the message shows both sides.
+        SymmTimeout, SymmPeerError: ranks did not come, or ended; the message names them.
+    """
+    if isinstance(group, str):
+        name = GroupName(group)
+    elif isinstance(group, ProcessGroup):
+        name = group.group_name
+    else:
+        raise TypeError(f"rendezvous: unsupported group type: {type(group)}")
+    window = _SymmetricMemory.rendezvous(tensor, name)
+    if window is None:  # what backends return for memory of others
+        raise RuntimeError("rendezvous: the tensor is not in symmetric memory; make it with symm_mem.empty")
+    return window
+
+
+def set_backend(name: str) -> None:
+    """Chooses where CUDA tensors of :func:`empty` come from: ``"SYMM"``, or one of torch's (``"NVSHMEM"``, ``"NCCL"``).
+
+    Raises:
+        RuntimeError: there is no backend of this name, or one was used already.
+    """
+    global _chosen_by_user
+    _SymmetricMemory.set_backend(name)
+    _chosen_by_user = True
+
+
+def get_backend(device: torch.device | str) -> str | None:
+    """The backend that serves ``device``; ``None`` if there is none."""
+    return _SymmetricMemory.get_backend(torch.device(device))
+
+
+def is_nvshmem_available() -> bool:
+    """Whether torch was built with NVSHMEM and finds it. Nothing here needs it."""
+    return torchs.is_nvshmem_available()
+
+
+def get_mempool_allocator(device: torch.device | str) -> Any:
+    """The allocator of symmetric memory for ``torch.cuda.MemPool``.
+
+    Raises:
+        NotImplementedError: the device cannot have such memory.
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise NotImplementedError(f"get_mempool_allocator: torch has pools for CUDA devices alone, not for {place}")
+    _prefer_ours(place)
+    return mem_allocator() if get_backend(place) == BACKEND else torchs.get_mempool_allocator(place)
+
+
+def get_mem_pool(device: torch.device | str) -> torch.cuda.MemPool:
+    """The pool of symmetric memory of ``device``, the same at every call.
+
+    Tensors made under ``torch.cuda.use_mem_pool`` of it are symmetric if all ranks make the same in the same order.
+
+    Raises:
+        NotImplementedError: the device cannot have such memory.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    if place not in _pools:
+        allocator = get_mempool_allocator(place)
+        # Never lent out when memory runs low, nor split: either would make the ranks' memory differ.
+        _pools[place] = torch.cuda.MemPool(allocator, use_on_oom=False, no_split=True)
+    return _pools[place]
+
+
+def set_signal_pad_size(size: int) -> None:
+    """Sets the bytes of the signal pads of later allocations. A channel takes 4 bytes per rank.
+
+    Raises:
+        ValueError: ``size`` is not positive.
+    """
+    if size <= 0:
+        raise ValueError(f"a signal pad of {size} bytes holds no channel")
+    _SymmetricMemory.signal_pad_size = size
+
+
+def get_signal_pad_size() -> int:
+    """The bytes of the signal pads of later allocations."""
+    return _SymmetricMemory.signal_pad_size
+
+
+def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
+    """Copies ``src`` to the start of what ``peer`` brought to the rendezvous, then signals ``peer``.
+
+    Torch has this for NCCL's memory alone, and without the keywords. ``timeout_ms`` 0: the group's timeout.
+
+    Raises:
+        RuntimeError: ``src`` does not fit.
+        SymmTimeout: ``peer`` did not take the signal before this one.
+    """
+    if get_backend(src.device) != BACKEND:
+        torchs.put_signal(src, hdl, peer)
+        return
+    hdl.get_remote_tensor(peer, src.shape, src.dtype).copy_(src)
+    hdl.put_signal(peer, channel, timeout_ms)
+
+
+def wait_signal(hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
+    """Returns, or on CUDA lets the current stream go on, once ``peer`` has signalled; what it wrote before is there.
+
+    Raises:
+        SymmTimeout, SymmPeerError: it did not in time, or ended.
+    """
+    if get_backend(hdl.device) != BACKEND:
+        torchs.wait_signal(hdl, peer)
+        return
+    hdl.wait_signal(peer, channel, timeout_ms)

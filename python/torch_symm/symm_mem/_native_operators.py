@@ -1,0 +1,21 @@
+"""The fused operators' cores that are written in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_symm.symm_mem._memory import BACKEND, get_backend
+
+#: What they multiply, and sum in fp32.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def native(name: str, A: torch.Tensor) -> Callable[..., Any] | None:
+    """``torch.ops.symm.<name>`` where it is there, serves ``A``, and the memory of its device is ours."""
+    if A.dtype not in _DTYPES or get_backend(A.device) != BACKEND:
+        return None
+    found: Callable[..., Any] | None = getattr(torch.ops.symm, name, None)
+    return found

@@ -1,0 +1,163 @@
+"""The fused operators as functions and as ``torch.ops.symm.*``, of torch's schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_symm.symm_mem import _gather, _scatter
+
+
+class Operator(NamedTuple):
+    """One fused operator: what it takes, and the functions that compute it."""
+
+    arguments: str
+    fused: Callable[..., Any]
+    fallback: Callable[..., Any]
+
+
+OPERATORS = {
+    "fused_all_gather_matmul": Operator(
+        "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
+        _gather.fused,
+        _gather.fallback,
+    ),
+    "fused_all_gather_scaled_matmul": Operator(
+        "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, str group_name, "
+        "Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) "
+        "-> (Tensor, Tensor[])",
+        _gather.fused_scaled,
+        _gather.fallback_scaled,
+    ),
+    "fused_matmul_reduce_scatter": Operator(
+        "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
+        _scatter.fused,
+        _scatter.fallback,
+    ),
+    "fused_scaled_matmul_reduce_scatter": Operator(
+        "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, int orig_scatter_dim, "
+        "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, Tensor? bias=None, "
+        "Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor",
+        _scatter.fused_scaled,
+        _scatter.fallback_scaled,
+    ),
+}
+
+# A fragment: the native operators are of this namespace, too.
+_library = torch.library.Library("symm", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _operator in OPERATORS.items():
+    # Inputs keep the order of memory that they were given in, which is a matter of a copy more or less.
+    _library.define(_name + _operator.arguments, tags=[torch.Tag.needs_fixed_stride_order])  # type: ignore[no-untyped-call]
+    _library.impl(_name, _operator.fused, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _operator.fused, "CUDA")  # type: ignore[no-untyped-call]
+    _library.impl(_name, _operator.fallback, "Meta")  # type: ignore[no-untyped-call]
+
+
+def fused_all_gather_matmul(
+    A_shard: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """Returns ``A``, all ranks' ``A_shard`` side by side along ``gather_dim``, and ``A @ B`` for each of ``Bs``.
+
+    Shards are multiplied while others are on their way. Nothing is copied beforehand if ``gather_dim`` is outermost in
+    memory (:func:`restride_A_shard_for_fused_all_gather_matmul`); so it is in the results. With the last dimension as
+    ``gather_dim`` the results are contiguous. Not differentiable.
+
+    Args:
+        A_shard: at least two-dimensional, of equal shape on all ranks.
+        gather_dim: from 0 on.
+        return_A: without it ``None`` stands for ``A``.
+
+    Raises:
+        ValueError: shapes or ``gather_dim`` do not fit.
+        SymmTimeout, SymmPeerError, SymmMismatch: ranks are late, have ended, or have other shapes.
+    """
+    result: tuple[torch.Tensor | None, list[torch.Tensor]] = torch.ops.symm.fused_all_gather_matmul(
+        A_shard, list(Bs), gather_dim, group_name, return_A=return_A
+    )
+    return result
+
+
+def fused_all_gather_scaled_matmul(
+    A_shard: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As :func:`fused_all_gather_matmul` with ``torch._scaled_mm``; not along the last dimension.
+
+    Args:
+        A_scale: one number, or one per row: of this rank's rows (then it is gathered, too) or of all.
+        B_scales, biases, result_scales, out_dtypes, use_fast_accum: what ``torch._scaled_mm`` gets with each of ``Bs``.
+
+    Raises:
+        ValueError: shapes, ``gather_dim`` or the lists' lengths do not fit.
+    """
+    lists = (list(biases), list(result_scales), list(out_dtypes), list(use_fast_accum))
+    result: tuple[torch.Tensor, list[torch.Tensor]] = torch.ops.symm.fused_all_gather_scaled_matmul(
+        A_shard, list(Bs), A_scale, list(B_scales), gather_dim, group_name, *lists
+    )
+    return result
+
+
+def fused_matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
+    """Returns this rank's piece along ``scatter_dim`` of the sum of all ranks' ``A @ B``; contiguous.
+
+    Blocks are sent while others are multiplied. Ranks' products are of the dtype of ``A``; they are summed in fp32
+    (fp64 in fp64) in the order of ranks and rounded once. Nothing is copied beforehand if ``scatter_dim`` is outermost
+    in memory (:func:`restride_A_for_fused_matmul_reduce_scatter`). Not differentiable.
+
+    Args:
+        reduce_op: ``"sum"`` or ``"avg"``.
+        scatter_dim: of the product, from 0 on; divided by the ranks.
+
+    Raises:
+        ValueError: shapes, ``scatter_dim`` or ``reduce_op`` do not fit.
+        SymmTimeout, SymmPeerError, SymmMismatch: ranks are late, have ended, or have other shapes.
+    """
+    result: torch.Tensor = torch.ops.symm.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    return result
+
+
+def fused_scaled_matmul_reduce_scatter(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    reduce_op: str,
+    orig_scatter_dim: int,
+    scatter_dim_after_maybe_reshape: int,
+    group_name: str,
+    output_shape: Sequence[int] | None,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """As :func:`fused_matmul_reduce_scatter` with ``torch._scaled_mm``; not along the last dimension.
+
+    Args:
+        A_scale: one number, or one per row of ``A``.
+        orig_scatter_dim: of ``output_shape``.
+        scatter_dim_after_maybe_reshape: that dimension in ``A``, whose leading dimensions may have been flattened.
+        output_shape: of the product before it is scattered; by default that of ``A`` and ``B``.
+
+    Raises:
+        ValueError: shapes, dimensions or ``reduce_op`` do not fit.
+    """
+    shape = None if output_shape is None else list(output_shape)
+    dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
+    options = (bias, result_scale, out_dtype, use_fast_accum)
+    result: torch.Tensor = torch.ops.symm.fused_scaled_matmul_reduce_scatter(
+        A, B, A_scale, B_scale, reduce_op, *dims, group_name, shape, *options
+    )
+    return result

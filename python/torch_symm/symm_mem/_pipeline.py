@@ -1,0 +1,192 @@
+"""All-gathers whose parts are consumed as they come, and all-to-alls whose parts are sent as they are made.
+
+Each use of a workspace ends with a barrier on channel 0, which a rank enters after it has read everything. It cannot be
+left to the next use: the group may end before that, and the memory with it. Channel 1 tells that a part is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from torch_symm.symm_mem._groups import resolve
+from torch_symm.symm_mem._workspace import used
+
+_READ, _READY = 0, 1
+
+#: Where each tensor starts in a workspace: as cuBLAS likes it best, and enough for any dtype.
+_ALIGNMENT = 256
+
+
+def _pipelined_multi_all_gather_and_consume(
+    shard: list[torch.Tensor],
+    shard_consumer: Callable[[list[torch.Tensor], int], None],
+    ag_out: list[torch.Tensor],
+    group_name: str,
+    ag_out_needed: bool = True,
+) -> None:
+    """Calls ``shard_consumer(shards of rank, rank)`` for every rank, beginning with this one, as the shards come.
+
+    The shards given are contiguous, and complete in the order of the current stream. Where ``ag_out_needed``,
+    ``ag_out[i]`` holds ``shard[i]`` of all ranks at the end; else its contents are undefined.
+
+    Args:
+        shard, ag_out: contiguous; ``ag_out[i]`` is ``shard[i]`` with the first dimension times the ranks.
+
+    Raises:
+        ValueError: the shapes or layouts are others.
+    """
+    ranks = resolve(group_name).size()
+    _check_gathered(shard, ag_out, ranks)
+    device = shard[0].device
+    starts, size = _places(shard)
+    on_cpu = device.type == "cpu"
+    with used(group_name, size, device) as window:
+        rank = window.rank
+
+        def parts_of(peer: int) -> list[torch.Tensor]:
+            return [_part(window, peer, start, x) for start, x in zip(starts, shard, strict=True)]
+
+        _copy(parts_of(rank), shard)
+        if on_cpu:
+            for step in range(1, ranks):
+                window.put_signal((rank - step) % ranks, channel=_READY)
+        else:
+            # One kernel instead of two per peer.
+            window.barrier(channel=_READY)
+        gathered = [[whole.chunk(ranks)[peer] for whole in ag_out] for peer in range(ranks)]
+        with _lanes(device) as lanes:
+            shard_consumer(shard, rank)
+            for step in range(1, ranks):
+                peer = (rank + step) % ranks
+                if on_cpu:
+                    window.wait_signal(peer, channel=_READY)
+                parts = parts_of(peer)
+                with lanes(step):
+                    # On CPU a peer's memory is read as fast as one's own.
+                    if not on_cpu or ag_out_needed:
+                        _copy(gathered[peer], parts)
+                        parts = gathered[peer]
+                    shard_consumer(parts, peer)
+            if ag_out_needed:
+                with lanes(ranks):
+                    _copy(gathered[rank], shard)
+        window.barrier(channel=_READ)
+
+
+def _pipelined_all_gather_and_consume(
+    shard: torch.Tensor,
+    shard_consumer: Callable[[torch.Tensor, int], None],
+    ag_out: torch.Tensor,
+    group_name: str,
+    ag_out_needed: bool = True,
+) -> None:
+    """As :func:`_pipelined_multi_all_gather_and_consume` of one tensor."""
+
+    def consume(parts: list[torch.Tensor], peer: int) -> None:
+        shard_consumer(parts[0], peer)
+
+    _pipelined_multi_all_gather_and_consume([shard], consume, [ag_out], group_name, ag_out_needed)
+
+
+def _pipelined_produce_and_all2all(
+    chunk_producer: Callable[[int, torch.Tensor], None],
+    output: torch.Tensor,
+    group_name: str,
+    out_chunk_dim: int = 0,
+) -> None:
+    """Calls ``chunk_producer(rank, out)`` for every rank, this one last, and sends each its chunk meanwhile.
+
+    ``output`` cut along ``out_chunk_dim`` then holds the chunks that the ranks made for this one. ``out`` is of the
+    shape of such a cut; contiguous but for this rank's own.
+
+    Raises:
+        ValueError: the ranks do not divide ``out_chunk_dim``.
+    """
+    ranks = resolve(group_name).size()
+    if output.shape[out_chunk_dim] % ranks:
+        raise ValueError(f"{ranks} ranks do not divide dimension {out_chunk_dim} of {tuple(output.shape)}")
+    chunks = output.chunk(ranks, dim=out_chunk_dim)
+    stride = _aligned(chunks[0].numel() * chunks[0].element_size())
+    on_cpu = output.device.type == "cpu"
+    # A place per destination, so that no rank waits until another one has fetched.
+    with used(group_name, stride * ranks, output.device) as window:
+        rank = window.rank
+
+        def fetch(source: int) -> None:
+            window.wait_signal(source, channel=_READY)
+            chunks[source].copy_(_part(window, source, stride * rank, chunks[source]))
+
+        with _lanes(output.device) as lanes:
+            for step in range(1, ranks):
+                target = (rank + step) % ranks
+                chunk_producer(target, _part(window, rank, stride * target, chunks[target]))
+                window.put_signal(target, channel=_READY)
+                if not on_cpu:
+                    # Behind the signal of the same step on every rank: no rank waits for one that waits for it, even if
+                    # all streams of a device share one queue.
+                    with lanes(1):
+                        fetch((rank - step) % ranks)
+            chunk_producer(rank, chunks[rank])
+            if on_cpu:
+                for step in range(1, ranks):
+                    fetch((rank - step) % ranks)
+        window.barrier(channel=_READ)
+
+
+def _check_gathered(shard: list[torch.Tensor], ag_out: list[torch.Tensor], ranks: int) -> None:
+    for part, whole in zip(shard, ag_out, strict=True):
+        if not part.is_contiguous() or not whole.is_contiguous():
+            raise ValueError("all tensors in shard and ag_out must be contiguous")
+        if list(whole.shape) != [part.shape[0] * ranks, *part.shape[1:]]:
+            raise ValueError(f"{ranks} shards of shape {tuple(part.shape)} do not make {tuple(whole.shape)}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _places(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each starts, and the bytes of all."""
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += _aligned(tensor.numel() * tensor.element_size())
+    return starts, size
+
+
+def _part(window: _SymmetricMemory, rank: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    """``rank``'s memory from byte ``start`` on, of the shape and dtype of ``like``; contiguous."""
+    return window.get_buffer(rank, like.shape, like.dtype, start // like.element_size())
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+@contextmanager
+def _lanes(device: torch.device) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+    """Gives a function from steps to lanes: odd steps run beside the current stream, even ones on it.
+
+    What is before and after the context is before and after both lanes.
+    """
+    if device.type == "cpu":
+        yield lambda step: nullcontext()
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    try:
+        yield lambda step: torch.cuda.stream(side) if step % 2 else nullcontext()
+    finally:
+        main.wait_stream(side)

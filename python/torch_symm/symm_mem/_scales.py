@@ -1,0 +1,111 @@
+"""Matrix products of 8-bit floats with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class ScaleMode(Enum):
+    """What a scale of ``A`` belongs to."""
+
+    #: All of ``A``; the same on all ranks.
+    TENSOR = "tensor"
+    #: The rows of this rank's shard.
+    SHARDED_ROWS = "sharded rows"
+    #: The rows of all shards.
+    ALL_ROWS = "all rows"
+
+
+def gather_mode(A_shard: torch.Tensor, A_scale: torch.Tensor, gather_dim: int, ranks: int) -> ScaleMode:
+    """What ``A_scale`` belongs to, by its shape.
+
+    Raises:
+        ValueError: it fits nothing.
+    """
+    whole = list(A_shard.shape)
+    whole[gather_dim] *= ranks
+    # First, as torch does: of a shard with one element the scale may be either.
+    if A_scale.shape[:-1] == A_shard.shape[:-1] and A_scale.shape[-1] == 1:
+        return ScaleMode.SHARDED_ROWS
+    if A_scale.numel() == 1:
+        return ScaleMode.TENSOR
+    if list(A_scale.shape) == [*whole[:-1], 1]:
+        return ScaleMode.ALL_ROWS
+    raise ValueError(
+        f"Invalid scale shape for fp8 all-gather (shard shape: {A_shard.shape}, scale shape: {A_scale.shape})"
+    )
+
+
+@dataclass(frozen=True)
+class ScaledMatmul:
+    """``torch._scaled_mm`` but for ``A`` and its scale."""
+
+    B: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    result_scale: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    use_fast_accum: bool
+
+    def __call__(self, A: torch.Tensor, A_scale: torch.Tensor) -> torch.Tensor:
+        """The product of the matrix ``A``; its scale is one number or one per row."""
+        product: torch.Tensor = torch.ops.aten._scaled_mm(
+            A,
+            self.B,
+            A_scale,
+            self.scale,
+            self.bias,
+            self.result_scale,
+            out_dtype=self.out_dtype,
+            use_fast_accum=self.use_fast_accum,
+        )
+        return product
+
+    def into(self, A: torch.Tensor, A_scale: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the product to ``out``."""
+        if A_scale.data_ptr() % 16:  # a cut of a longer one; cuBLAS wants 16 bytes
+            A_scale = A_scale.clone()
+        torch.ops.aten._scaled_mm.out(
+            A,
+            self.B,
+            A_scale,
+            self.scale,
+            self.bias,
+            self.result_scale,
+            out_dtype=self.out_dtype,
+            use_fast_accum=self.use_fast_accum,
+            out=out,
+        )
+
+    def result_dtype(self, A: torch.Tensor) -> torch.dtype:
+        """The dtype of the product."""
+        return A.dtype if self.out_dtype is None else self.out_dtype
+
+
+#: Of ``c10::ScalarType``: a kernel written in Python gets a list of dtypes as a list of these numbers.
+_DTYPES = {
+    5: torch.float16,
+    6: torch.float32,
+    7: torch.float64,
+    15: torch.bfloat16,
+    23: torch.float8_e5m2,
+    24: torch.float8_e4m3fn,
+    25: torch.float8_e5m2fnuz,
+    26: torch.float8_e4m3fnuz,
+}
+
+
+def dtype_of(code: torch.dtype | int | None) -> torch.dtype | None:
+    """The dtype with this number.
+
+    Raises:
+        ValueError: no product has such a dtype.
+    """
+    if code is None or isinstance(code, torch.dtype):
+        return code
+    if code not in _DTYPES:
+        raise ValueError(f"a scaled matrix product cannot have scalar type {code}")
+    return _DTYPES[code]

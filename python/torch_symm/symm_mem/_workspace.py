@@ -1,0 +1,96 @@
+"""Memory that each group keeps for operators whose inputs are not symmetric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from torch_symm.symm_mem._groups import resolve
+from torch_symm.symm_mem._memory import allocate, rendezvous
+
+
+@dataclass
+class _Workspace:
+    """The memory and the window on it, and the group that it was made for: another may come to have its name."""
+
+    group: ref[Any]
+    tensor: torch.Tensor
+    window: _SymmetricMemory
+
+
+#: By group and device.
+_workspaces: dict[tuple[str, torch.device], _Workspace] = {}
+
+
+def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.device | None = None) -> _SymmetricMemory:
+    """Returns the window on the workspace of a group, at least ``min_size`` bytes on every rank.
+
+    Collective where the workspace grows, and then slow. Whoever uses it ends with ``barrier(channel=0)``, so that the
+    next user, or the end of the group, does not take from the peers what they still read. It goes with the group.
+
+    Args:
+        min_size: bytes, the same on all ranks.
+        device: the current CUDA device if the group serves CUDA and there is one, else the CPU.
+
+    Raises:
+        RuntimeError: it would have to grow while a CUDA graph is captured.
+        SymmMismatch: the ranks ask for different sizes.
+    """
+    group = resolve(group_name)
+    device = _device_of(group) if device is None else device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group_name, device)
+    found = _workspaces.get(key)
+    if found is not None and found.group() is not group:
+        del _workspaces[key]
+        found = None
+    size = found.tensor.numel() if found is not None else 0
+    if found is None or size < min_size:
+        found = _grown(group, group_name, device, size, min_size)
+        finalize(group, partial(_drop, key, ref(found)))
+        _workspaces[key] = found
+    return found.window
+
+
+@contextmanager
+def used(group_name: str, size: int, device: torch.device) -> Iterator[_SymmetricMemory]:
+    """The workspace while one operator uses it. An operator that fails leaves signals behind, so that it ends then."""
+    try:
+        yield get_symm_mem_workspace(group_name, size, device=device)
+    except BaseException:
+        _workspaces.pop((group_name, device), None)
+        raise
+
+
+def _grown(group: Any, group_name: str, device: torch.device, size: int, min_size: int) -> _Workspace:
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"get_symm_mem_workspace(): the requested size ({min_size} bytes) is greater than the size of the "
+                f"currently allocated workspace ({size} bytes), which cannot grow during graph capture. Call "
+                f'get_symm_mem_workspace(group_name="{group_name}", min_size={min_size}) before the capture.'
+            )
+        # All ranks do so before they meet, so that no kernel uses the smaller one once it goes.
+        torch.cuda.synchronize(device)
+    tensor = allocate((max(size, min_size, 1),), torch.uint8, device, group_name)
+    return _Workspace(ref(group), tensor, rendezvous(tensor, group_name))
+
+
+def _drop(key: tuple[str, torch.device], workspace: ref[_Workspace]) -> None:
+    """The group is gone."""
+    if key in _workspaces and _workspaces[key] is workspace():
+        del _workspaces[key]
+
+
+def _device_of(group: Any) -> torch.device:
+    if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

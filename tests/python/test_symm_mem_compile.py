@@ -1,0 +1,156 @@
+"""Under torch.compile, in the place of torch's operators, and as Inductor's async tensor parallelism."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as torchs
+import torch_symm.symm_mem as symm_mem
+from ranks import run_ranks
+from torch_symm.symm_mem import _test_mode
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+# A pool of compiler processes in every rank only makes the ranks queue for the cores.
+QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+
+
+def on_meta(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    A, B = torch.empty(4, 8, 3, device="meta"), torch.empty(3, 5, device="meta")
+    for dim in range(2):
+        whole, (product,) = symm_mem.fused_all_gather_matmul(A, [B], dim, name)
+        shape = [4, 8, 3]
+        shape[dim] *= world
+        assert whole is not None and list(whole.shape) == shape and list(product.shape) == [*shape[:-1], 5]
+        assert whole.movedim(dim, 0).is_contiguous() and product.movedim(dim, 0).is_contiguous()
+    whole, (product,) = symm_mem.fused_all_gather_matmul(A, [torch.empty(3 * world, 5, device="meta")], 2, name)
+    assert whole is not None and whole.shape == (4, 8, 3 * world) and whole.is_contiguous()
+    assert symm_mem.fused_all_gather_matmul(A, [B], 0, name, return_A=False)[0] is None
+    wide = torch.empty(3, 8, device="meta")
+    for dim, shape in enumerate(((4 // world, 8, 8), (4, 8 // world, 8), (4, 8, 8 // world))):
+        piece = symm_mem.fused_matmul_reduce_scatter(A, wide, "avg", dim, name)
+        assert piece.shape == shape and piece.is_contiguous()
+    with pytest.raises(ValueError, match="Invalid gather_dim"):
+        symm_mem.fused_matmul_reduce_scatter(A, wide, "avg", 3, name)
+
+
+def test_shapes_and_strides_on_meta() -> None:
+    run_ranks(on_meta, 2)
+
+
+def layer(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, name: str) -> torch.Tensor:
+    _, (hidden,) = symm_mem.fused_all_gather_matmul(tokens, [up], 0, name, return_A=False)
+    return symm_mem.fused_matmul_reduce_scatter(torch.relu(hidden), down, "sum", 0, name) * 2
+
+
+def compiled(rank: int, world: int, backend: str) -> None:
+    name = dist.group.WORLD.group_name
+    torch.manual_seed(rank)
+    tokens, up, down = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6, 8)
+    wanted = layer(tokens, up, down, name)
+    with _test_mode():
+        unfused = layer(tokens, up, down, name)
+    assert torch.allclose(wanted, unfused, atol=1e-4)
+    fast = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(3):
+        assert torch.allclose(fast(tokens, up, down, name), wanted, atol=1e-4)
+    longer = torch.randn(6, 8)
+    assert torch.allclose(fast(longer, up, down, name), layer(longer, up, down, name), atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=needs_compiler)))
+def test_operators_compile_without_a_graph_break(backend: str) -> None:
+    run_ranks(compiled, 2, backend, timeout=200, env=QUIET)
+
+
+def torchs_operators(rank: int, world: int) -> None:
+    ops = torch.ops.symm_mem
+    world_name, gloo = dist.group.WORLD.group_name, dist.new_group(backend="gloo")
+    A, B = torch.full((2 * world, 3), float(rank + 1)), torch.ones(3, 4)
+
+    def everything(name: str) -> list[torch.Tensor]:
+        whole, (product,) = ops.fused_all_gather_matmul(A, [B], 0, name)
+        return [whole, product, ops.fused_matmul_reduce_scatter(A, B, "sum", 0, name)]
+
+    with pytest.raises(NotImplementedError):
+        everything(world_name)
+    before = (torchs.is_symm_mem_enabled_for_group, torch.compiler.config.cache_key_tag)
+    assert not torchs.is_symm_mem_enabled_for_group(world_name)
+    for _ in range(2):
+        symm_mem.install()
+        symm_mem.install()
+        wanted = [symm_mem.fused_all_gather_matmul(A, [B], 0, world_name)[0], *everything(world_name)[1:]]
+        for got in (everything(world_name), everything(gloo.group_name)):
+            assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+        total = 3.0 * sum(range(1, world + 1))
+        assert torch.equal(everything(gloo.group_name)[2], torch.full((2, 4), total))
+        assert torchs.is_symm_mem_enabled_for_group(world_name)
+        assert not torchs.is_symm_mem_enabled_for_group(gloo.group_name)
+        assert torch.compiler.config.cache_key_tag != before[1]
+        symm_mem.uninstall()
+        symm_mem.uninstall()
+        assert (torchs.is_symm_mem_enabled_for_group, torch.compiler.config.cache_key_tag) == before
+        with pytest.raises(NotImplementedError):
+            everything(world_name)
+
+
+def test_install_serves_symm_groups_and_uninstall_undoes_it() -> None:
+    run_ranks(torchs_operators, 2)
+
+
+def feed_forward(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
+    """A tensor-parallel MLP with sequence parallelism, by plain functional collectives."""
+    everyone = funcol.all_gather_tensor(tokens, 0, group)
+    if dim:  # written out, since Dynamo does not enter what torch has for it
+        everyone = torch.cat(everyone.chunk(group.size()), dim)
+    hidden = torch.nn.functional.silu(everyone @ up)
+    return funcol.reduce_scatter_tensor(hidden @ down, "sum", dim, group)
+
+
+def async_tensor_parallel(rank: int, world: int, dim: int) -> list[str]:
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    symm_mem.install()
+    torch.manual_seed(rank)
+    shape = (8, 16) if dim == 0 else (3, 8, 16)
+    tokens, up, down = torch.randn(shape), torch.randn(16, 24), torch.randn(24, 16)
+    wanted = feed_forward(tokens, up, down, dist.group.WORLD, dim)
+    with config.patch(_micro_pipeline_tp=True):
+        fast = torch.compile(feed_forward, fullgraph=True)
+        got, codes = run_and_get_code(fast, tokens, up, down, dist.group.WORLD, dim)
+        for _ in range(3):
+            assert torch.allclose(got, wanted, atol=1e-4)
+            got = fast(tokens, up, down, dist.group.WORLD, dim)
+    assert torch.allclose(got, wanted, atol=1e-4)
+    return codes
+
+
+@needs_compiler
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
+@pytest.mark.parametrize("dim", (0, 1))
+def test_async_tensor_parallelism_of_inductor(dim: int) -> None:
+    for codes in run_ranks(async_tensor_parallel, 2, dim, timeout=200, env=QUIET):
+        text = "\n".join(codes)
+        assert "symm_mem.fused_all_gather_matmul" in text and "symm_mem.fused_matmul_reduce_scatter" in text, text
+        assert "all_gather_into_tensor" not in text and "reduce_scatter_tensor" not in text
+
+
+def test_the_module_is_imported_when_it_is_asked_for() -> None:
+    program = (
+        "import sys, torch_symm\n"
+        "assert 'torch_symm.symm_mem' not in sys.modules\n"
+        "assert torch_symm.symm_mem.empty is sys.modules['torch_symm.symm_mem'].empty\n"
+        "import torch\n"
+        "print(torch.ops.symm.fused_all_gather_matmul)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "symm.fused_all_gather_matmul" in result.stdout

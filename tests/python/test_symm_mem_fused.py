@@ -1,0 +1,192 @@
+"""The fused operators against collectives and matrix products: values, shapes, strides, arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm.symm_mem as symm_mem
+from ranks import run_ranks
+from torch_symm.symm_mem import _gather, _scatter
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WORLDS = (2, 4)
+
+
+def whole_numbers(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Small enough that products of them are exact in any order of summation."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, tuple(shape), generator=generator).to(dtype)
+
+
+def layouts(t: torch.Tensor) -> list[torch.Tensor]:
+    """The same values in every order of memory, and with gaps."""
+    orders = itertools.permutations(range(t.dim()))
+    found = [t.permute(order).contiguous().permute([order.index(dim) for dim in range(t.dim())]) for order in orders]
+    return [*found, torch.stack([t, t], dim=-1)[..., 0]]
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor, where: object) -> None:
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape, where
+    assert got.stride() == wanted.stride(), (where, got.stride(), wanted.stride())
+    assert torch.equal(got, wanted), (where, got, wanted)
+
+
+def gather_everything(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    for dtype, shape in itertools.product(FLOATS, ((3, 5), (1, 2), (2, 3, 5), (2, 1, 3, 4))):
+        mine = whole_numbers(shape, dtype, rank)
+        wholes = [whole_numbers(shape, dtype, peer) for peer in range(world)]
+        for gather_dim, widths in itertools.product(range(len(shape)), ((3,), (1, 8, 5))):
+            depth = shape[-1] * (world if gather_dim == len(shape) - 1 else 1)
+            Bs = [whole_numbers((depth, width), dtype, 100 + width) for width in widths]
+            A = torch.cat(wholes, gather_dim)
+            for given in layouts(mine):
+                where = (dtype, shape, gather_dim, widths, given.stride())
+                got_A, got = symm_mem.fused_all_gather_matmul(given, Bs, gather_dim, name)
+                wanted_A, wanted = _gather.fallback(given, Bs, gather_dim, name)
+                assert got_A is not None and wanted_A is not None
+                assert torch.equal(got_A, A), where
+                assert_same(got_A, wanted_A, where)
+                for B, one, other in zip(Bs, got, wanted, strict=True):
+                    assert torch.equal(one, torch.matmul(A, B)), where
+                    assert_same(one, other, where)
+                nothing, again = symm_mem.fused_all_gather_matmul(given, Bs, gather_dim, name, return_A=False)
+                assert nothing is None
+                for one, other in zip(again, wanted, strict=True):
+                    assert_same(one, other, where)
+        assert torch.equal(mine, wholes[rank])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_gather_matmul_is_gathering_and_multiplying(world: int) -> None:
+    run_ranks(gather_everything, world)
+
+
+def scatter_everything(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    for dtype, shape in itertools.product(FLOATS, ((4, 5), (8, 1), (4, 8, 3), (4, 1, 4, 2))):
+        As = [whole_numbers(shape, dtype, peer) for peer in range(world)]
+        for scatter_dim, width, op in itertools.product(range(len(shape)), (4, 12), ("sum", "avg")):
+            if scatter_dim < len(shape) - 1 and shape[scatter_dim] % world:
+                continue
+            Bs = [whole_numbers((shape[-1], width), dtype, 100 + peer) for peer in range(world)]
+            total = sum(A.double() @ B.double() for A, B in zip(As, Bs, strict=True))
+            total = total / world if op == "avg" else total
+            for given in layouts(As[rank]):
+                where = (dtype, shape, scatter_dim, width, op, given.stride())
+                got = symm_mem.fused_matmul_reduce_scatter(given, Bs[rank], op, scatter_dim, name)
+                assert torch.equal(got.double(), total.chunk(world, scatter_dim)[rank]), where
+                assert_same(got, _scatter.fallback(given, Bs[rank], op, scatter_dim, name), where)
+                assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_matmul_reduce_scatter_is_multiplying_and_reducing(world: int) -> None:
+    run_ranks(scatter_everything, world)
+
+
+def sums_in_order(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    torch.manual_seed(rank)
+    A, B = torch.randn(4 * world, 33).bfloat16(), torch.randn(33, 7).bfloat16()
+    blocks = torch.stack([block @ B for block in A.chunk(world)])
+    everyones = [torch.empty_like(blocks) for _ in range(world)]
+    dist.all_gather(everyones, blocks)
+    total = torch.zeros(4, 7)
+    for theirs in everyones:
+        total += theirs[rank].float()
+    got = symm_mem.fused_matmul_reduce_scatter(A, B, "sum", 0, name)
+    assert torch.equal(got, total.bfloat16())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_products_are_summed_in_fp32_in_rank_order(world: int) -> None:
+    run_ranks(sums_in_order, world)
+
+
+def many_calls(rank: int, world: int) -> None:
+    """Changing data and sizes, without anything between the calls."""
+    name = dist.group.WORLD.group_name
+    for call in range(60):
+        size = 1 + call % 7 + (40 if call == 30 else 0)
+        B = whole_numbers((size, 3), torch.float32, call)
+        wholes = [whole_numbers((size, size), torch.float32, 1000 * call + peer) for peer in range(world)]
+        _, (got,) = symm_mem.fused_all_gather_matmul(wholes[rank], [B], 0, name, return_A=bool(call % 2))
+        assert torch.equal(got, torch.cat(wholes) @ B), call
+        A = [torch.cat([wholes[peer]] * world) for peer in range(world)]
+        piece = symm_mem.fused_matmul_reduce_scatter(A[rank], B, "sum", 0, name)
+        assert torch.equal(piece, sum(wholes) @ B), call
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_do_not_overtake_one_another(world: int) -> None:
+    run_ranks(many_calls, world)
+
+
+def empty_and_alone(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    for rows in (0, 2):
+        A, (C,) = symm_mem.fused_all_gather_matmul(torch.ones(rows, 3), [torch.ones(3, 5)], 0, name)
+        assert A is not None and torch.equal(A, torch.ones(rows * world, 3))
+        assert torch.equal(C, torch.full((rows * world, 5), 3.0))
+        piece = symm_mem.fused_matmul_reduce_scatter(torch.ones(rows * world, 3), torch.ones(3, 5), "avg", 0, name)
+        assert torch.equal(piece, torch.full((rows, 5), 3.0))
+    nothing, products = symm_mem.fused_all_gather_matmul(torch.ones(2, 3), [], 0, name, return_A=False)
+    assert nothing is None and products == []
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_no_rows_no_products_and_one_rank(world: int) -> None:
+    run_ranks(empty_and_alone, world)
+
+
+def sub_groups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    for call in range(5):
+        A = torch.full((2, 4), float(rank + call))
+        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, mine.group_name)
+        first = rank // 2 * 2
+        assert got is not None
+        assert got[:, 0].tolist() == [first + call] * 2 + [first + 1 + call] * 2
+        got, _ = symm_mem.fused_all_gather_matmul(A, [torch.eye(4)], 0, dist.group.WORLD.group_name)
+        assert got is not None and got[::2, 0].tolist() == [peer + call for peer in range(world)]
+
+
+def test_groups_keep_apart() -> None:
+    run_ranks(sub_groups, 4)
+
+
+def wrong_arguments(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    matrix, row = torch.ones(4, 4), torch.ones(4)
+
+    def refused(sentence: str, call: object, *args: object) -> None:
+        with pytest.raises(ValueError, match=sentence):
+            call(*args, name)  # type: ignore[operator]
+
+    gather, scatter = symm_mem.fused_all_gather_matmul, symm_mem.fused_matmul_reduce_scatter
+    refused("A_shard must be a matrix", gather, row, [matrix], 0)
+    refused("B must be a matrix", gather, matrix, [matrix, row], 0)
+    refused("Invalid gather_dim", gather, matrix, [matrix], 2)
+    refused("Invalid gather_dim", gather, matrix, [matrix], -1)
+    refused(r"A has 4 columns over 2 ranks, but B has shape \(3, 4\)", gather, matrix, [torch.ones(3, 4)], 0)
+    refused("A is torch.float32, but B is torch.float64", gather, matrix, [matrix.double()], 0)
+    refused("A_shard must be a matrix", scatter, row, matrix, "sum", 0)
+    refused("Invalid gather_dim", scatter, matrix, matrix, "sum", 2)
+    refused("B must be a matrix", scatter, matrix, row, "sum", 0)
+    refused("reduce_op must be sum or avg", scatter, matrix, matrix, "max", 0)
+    refused("2 ranks do not divide the 3 elements of dimension 0", scatter, torch.ones(3, 4), matrix, "sum", 0)
+    refused("2 ranks do not divide the 3 elements of dimension 1", scatter, matrix, torch.ones(4, 3), "sum", 1)
+    refused("cannot be multiplied", scatter, matrix, torch.ones(3, 4), "sum", 0)
+    # Nobody waits for anybody after a refusal.
+    got, _ = gather(matrix, [matrix], 0, name)
+    assert got is not None and got.shape == (8, 4)
+
+
+def test_wrong_arguments_are_refused_in_torchs_words() -> None:
+    run_ranks(wrong_arguments, 2)
