@@ -181,3 +181,17 @@ fn wrong_ranks_and_channels_are_refused() {
         allocations::free(address).unwrap();
     });
 }
+
+#[test]
+fn a_window_ends_with_its_group() {
+    with_ranks(2, Tuning::default(), |group, me| {
+        let (window, address) = window(group, 64);
+        window.barrier(0, None, 0).unwrap();
+        barrier(group);
+        group.shutdown();
+        // Both ranks call it, and could meet.
+        let error = window.barrier(0, None, 0).unwrap_err();
+        assert!(error.kind == Kind::Aborted && error.message.contains("destroyed"), "rank {me}: {error}");
+        allocations::free(address).unwrap();
+    });
+}

@@ -122,6 +122,10 @@ impl SymmetricWindow {
         if let Some(error) = self.failure() {
             return Err(error);
         }
+        // Peers that have left as well could still meet in memory that stays mapped.
+        if self.board.absence(self.rank()).is_some() {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        }
         let channel = SignalPads::check_channel(channel, self.pad.bytes, self.board.size())?;
         Ok((channel, timeout.unwrap_or(self.timeout)))
     }
