@@ -1,0 +1,57 @@
+"""The flight recorder: the last 2000 calls of this process (``docs/trace.md``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from typing import Any
+
+from torch_symm._native import load
+
+from . import torch_form
+from .dump import parse
+
+
+def trace() -> dict[str, Any]:
+    """Returns the last 2000 calls of this process and its groups: what a dump holds, see ``docs/trace.md``.
+
+    Times are nanoseconds since 1970. Calls of other threads go on meanwhile. A forked child begins with none.
+
+    Raises:
+        ImportError: the native part cannot serve this torch.
+    """
+    kept: dict[str, Any] = json.loads(load()._trace())
+    return kept
+
+
+def dump_trace(path: str | os.PathLike[str] | None = None, format: str = "json") -> str:
+    """Writes what :func:`trace` returns to a file for this user alone (mode 0600), and returns its path.
+
+    Args:
+        path: replaced if it exists; its folder must exist. ``None``: ``trace-<pid>-rank<rank>.json``, or
+            ``torch_rank_<rank>``, in ``SYMM_TRACE_DIR``, else in ``torch-symm-<uid>`` below ``TMPDIR``.
+        format: ``"json"``; or ``"torch"``, the pickle that torch's ``torchfrtrace`` reads.
+
+    Raises:
+        ValueError: another format; the folder of ``path`` does not exist or cannot be written; as ``"torch"``, no group
+            was joined, or ranks are threads of this process, which needs a file for each
+            (``python -m torch_symm trace --torch`` writes them).
+        SymmConfigError: ``path`` is ``None`` and the folder cannot be used.
+    """
+    if format not in ("json", "torch"):
+        raise ValueError(f"format must be 'json' or 'torch', not {format!r}")
+    native = load()
+    text: str = native._trace()
+    dump = parse(json.loads(text), "this process")
+    ranks = sorted({view.global_rank for view in dump.views})
+    if format == "json":
+        name = f"trace-{os.getpid()}-rank{ranks[0] if ranks else 0}.json"
+        content = text.encode()
+    else:
+        if len(ranks) != 1:
+            raise ValueError(f"this process is {len(ranks)} ranks, and torch's format has a file for each rank")
+        name = f"torch_rank_{ranks[0]}"
+        content = pickle.dumps(torch_form.convert([dump])[ranks[0]])
+    written: str = native._keep_trace(b"" if path is None else os.fsencode(path), name, content)
+    return written

@@ -1,0 +1,76 @@
+"""``python -m torch_symm trace``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from .dump import Dump, NotADump, read
+from .report import render
+from .torch_form import convert
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the parser of the package's commands."""
+    parser = commands.add_parser(
+        "trace",
+        help="say from the dumps of a failed run who is missing where",
+        description="Reads the dumps that the ranks of a run wrote when it failed, and says how far each rank came, "
+        "who never began which collective, and where ranks disagree.",
+    )
+    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder of dumps")
+    parser.add_argument("--torch", type=Path, metavar="FOLDER", help="write them as torchfrtrace reads them, instead")
+    parser.set_defaults(run=_run)
+
+
+def _run(given: argparse.Namespace) -> int:
+    dumps, status = [], 0
+    try:
+        for path in _files(given.dumps):
+            try:
+                dumps.append(read(path))
+            except NotADump as error:
+                print(error, file=sys.stderr)
+                status = 2
+        if dumps and given.torch:
+            _convert(dumps, given.torch)
+        elif dumps:
+            print(render(dumps))
+    except (NotADump, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return status
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    files = []
+    for path in paths:
+        found = sorted(path.glob("trace-*.json")) if path.is_dir() else [path]
+        if not found:
+            raise NotADump(f"{path}: no dump is in this folder; their names are trace-<pid>-rank<rank>.json")
+        files += found
+    return files
+
+
+def _convert(dumps: list[Dump], folder: Path) -> None:
+    ranks = convert(dumps)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for rank, content in sorted(ranks.items()):
+        target = folder / f"torch_rank_{rank}"
+        part = folder / f".torch_rank_{rank}.{os.getpid()}.tmp"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                pickle.dump(content, file)
+            part.replace(target)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        print(target)
+    members = {member.global_rank for dump in dumps for view in dump.views for member in view.members}
+    if missing := sorted(members - ranks.keys()):
+        print(f"no dump of ranks {missing}: torchfrtrace needs --allow-incomplete-ranks", file=sys.stderr)

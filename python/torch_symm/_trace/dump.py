@@ -1,0 +1,215 @@
+"""Reading dumps: JSON that may be cut short, or somebody else's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "torch-symm trace"
+VERSION = 1
+#: Bytes that are read at most; 2000 calls take less than 2 MiB.
+LARGEST = 64 << 20
+
+
+class NotADump(Exception):
+    """Says in a sentence why a file cannot be used."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An entry of the ring; see ``docs/trace.md``. ``sequence`` is ``None`` if it did not begin."""
+
+    number: int
+    op: str
+    text: str
+    sequence: int | None
+    dtype: str
+    elements: int
+    itemsize: int
+    peer: int | None
+    even: bool
+    bytes_in: int
+    bytes_out: int
+    cuda: bool
+    timeout_ms: int
+    created_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+    state: str
+    outcome: str | None
+
+    @property
+    def message(self) -> bool:
+        return self.op in ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Member:
+    rank: int
+    global_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a rank knew of a member. ``launched`` is of CUDA, ``None`` where it used no GPU."""
+
+    rank: int
+    process: str | None
+    begun: int
+    launched: int | None
+    absence: str | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: str
+    message: str
+    seen_ns: int
+
+
+@dataclass
+class View:
+    """A group as one of its ranks saw it. ``complete``: no call of the process had been overwritten."""
+
+    key: tuple[str, int]
+    name: str
+    rank: int
+    members: list[Member]
+    joined_ns: int
+    left_ns: int | None
+    begun: int
+    launched: int | None
+    failure: Failure | None
+    peers: list[Peer]
+    written_ns: int
+    complete: bool
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def global_rank(self) -> int:
+        return self.members[self.rank].global_rank
+
+    @property
+    def pid(self) -> int:
+        return self.members[self.rank].pid
+
+
+@dataclass(frozen=True)
+class Dump:
+    host: str
+    pid: int
+    written_ns: int
+    views: list[View]
+
+
+def read(path: Path) -> Dump:
+    """Reads the dump in ``path``.
+
+    Raises:
+        NotADump: it is none, is of another version, or ends too early.
+    """
+    try:
+        if not path.is_file():
+            raise NotADump(f"{path}: there is no such file")
+        with path.open("rb") as file:
+            content = file.read(LARGEST + 1)
+    except OSError as error:
+        raise NotADump(f"{path}: {error.strerror}") from error
+    if len(content) > LARGEST:
+        raise NotADump(f"{path}: it has more than {LARGEST >> 20} MiB, which no dump has")
+    try:
+        return parse(json.loads(content.decode()), str(path))
+    except (ValueError, RecursionError) as error:
+        raise NotADump(f"{path}: it is not JSON, or only the beginning of it: {error}") from error
+
+
+def parse(data: Any, name: str) -> Dump:
+    """What ``json.loads`` made of a dump called ``name``.
+
+    Raises:
+        NotADump: it is none, or is of another version.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise NotADump(f"{name}: it is JSON, but no dump of torch_symm")
+    if data.get("version") != VERSION:
+        raise NotADump(f"{name}: it is of version {data.get('version')!r}; this torch_symm reads version {VERSION}")
+    try:
+        return _dump(data)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise NotADump(f"{name}: a field is missing or wrong: {type(error).__name__}: {error}") from error
+
+
+def _dump(data: dict[str, Any]) -> Dump:
+    complete = int(data["calls_made"]) <= int(data["calls_kept"])
+    written = int(data["written_ns"])
+    views = {}
+    for group in data["groups"]:
+        failure = group["failure"]
+        members = [Member(int(m["rank"]), int(m["global_rank"]), int(m["pid"])) for m in group["members"]]
+        view = View(
+            key=(str(data["boot_id"]), int(group["memory"])),
+            name=_plain(group["name"]),
+            rank=int(group["rank"]),
+            members=members,
+            joined_ns=int(group["joined_ns"]),
+            left_ns=_number(group["left_ns"]),
+            begun=int(group["begun"]),
+            launched=_number(group["launched"]),
+            failure=failure and Failure(_plain(failure["kind"]), _plain(failure["message"]), int(failure["seen_ns"])),
+            peers=[_peer(peer) for peer in group["peers"]],
+            written_ns=written,
+            complete=complete,
+        )
+        if not 0 <= view.rank < len(members) or [member.rank for member in members] != list(range(len(members))):
+            raise ValueError(f"group {view.name} has no rank {view.rank}")
+        views[int(group["id"])] = view
+    for call in data["calls"]:
+        views[int(call["group"])].calls.append(_call(call))
+    return Dump(_plain(data["host"]), int(data["pid"]), written, list(views.values()))
+
+
+def _peer(data: dict[str, Any]) -> Peer:
+    process, absence = data["process"], data["absence"]
+    return Peer(
+        rank=int(data["rank"]),
+        process=None if process is None else _plain(process),
+        begun=int(data["begun"]),
+        launched=_number(data["launched"]),
+        absence=None if absence is None else _plain(absence),
+    )
+
+
+def _call(data: dict[str, Any]) -> Call:
+    elements, bytes_in, bytes_out = int(data["elements"]), int(data["bytes_in"]), int(data["bytes_out"])
+    return Call(
+        number=int(data["number"]),
+        op=_plain(data["op"]),
+        text=_plain(data["call"]),
+        sequence=_number(data["sequence"]),
+        dtype=_plain(data["dtype"]),
+        elements=elements,
+        itemsize=max(1, int(data["itemsize"])),
+        peer=_number(data["peer"]),
+        even=bool(data["even"]),
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        cuda=str(data["device"]).startswith("cuda"),
+        timeout_ms=int(data["timeout_ms"]),
+        created_ns=int(data["created_ns"]),
+        started_ns=_number(data["started_ns"]),
+        ended_ns=_number(data["ended_ns"]),
+        state=_plain(data["state"]),
+        outcome=None if data["outcome"] is None else _plain(data["outcome"]),
+    )
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _plain(value: Any) -> str:
+    """Text that does nothing to a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(value))

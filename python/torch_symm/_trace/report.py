@@ -1,0 +1,173 @@
+"""Who is missing where: what several ranks' dumps say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from .dump import Call, Dump, Member, Peer, View
+
+
+@dataclass
+class Group:
+    """A group, as those of its ranks saw it that wrote dumps."""
+
+    name: str
+    members: list[Member]
+    views: dict[int, View]
+
+    def reached(self, rank: int, cuda: bool) -> int:
+        """The number of the last collective that ``rank`` began, as far as any dump tells."""
+        view = self.views.get(rank)
+        known = [self._of(peer, cuda) for peer in self.known(rank)]
+        if view:
+            known.append((view.launched or 0) if cuda else view.begun)
+            known += [call.sequence or 0 for call in view.calls if call.cuda == cuda and not call.message]
+        return max(known, default=0)
+
+    @staticmethod
+    def _of(peer: Peer, cuda: bool) -> int:
+        return (peer.launched or 0) if cuda else peer.begun
+
+    def known(self, rank: int) -> list[Peer]:
+        """What the others knew of ``rank``, the latest last."""
+        views = sorted(self.views.values(), key=lambda view: view.written_ns)
+        return [peer for view in views if view.rank != rank for peer in view.peers if peer.rank == rank]
+
+    def calls(self, number: int, cuda: bool) -> dict[int, Call]:
+        """Collective ``number`` of each rank whose dump has it."""
+        return {
+            rank: call
+            for rank, view in sorted(self.views.items())
+            for call in view.calls
+            if call.sequence == number and call.cuda == cuda and not call.message
+        }
+
+
+def merge(dumps: Iterable[Dump]) -> list[Group]:
+    """The groups of all dumps, in the order in which they were joined. Of two dumps of a rank the later one counts."""
+    groups: dict[tuple[str, int], Group] = {}
+    views = [view for dump in dumps for view in dump.views]
+    for view in sorted(views, key=lambda view: view.written_ns):
+        group = groups.setdefault(view.key, Group(view.name, view.members, {}))
+        group.views[view.rank] = view
+    return sorted(groups.values(), key=lambda group: min(view.joined_ns for view in group.views.values()))
+
+
+def render(dumps: Sequence[Dump]) -> str:
+    """The report, for people."""
+    groups = merge(dumps)
+    if not groups:
+        return "no group has been joined"
+    return "\n\n".join("\n".join(_lines(group)) for group in groups)
+
+
+def _lines(group: Group) -> Iterator[str]:
+    dumped = _names(sorted(group.views))
+    yield f'group "{group.name}" of {len(group.members)} ranks; dumps of {dumped}'
+    failures = [(view.failure.seen_ns, rank, view.failure) for rank, view in group.views.items() if view.failure]
+    if failures:
+        when, _, failure = min(failures, key=lambda seen: seen[:2])
+        seen = _names(sorted(rank for _, rank, _ in failures))
+        yield f"  failed, as {seen} saw from {_time(when)} on: {failure.kind}: {failure.message}"
+    cudas = [cuda for cuda in (False, True) if any(group.reached(member.rank, cuda) for member in group.members)]
+    for member in group.members:
+        yield f"  {_standing(group, member, cudas or [False])}"
+    for cuda in cudas:
+        yield from (f"  {line}" for line in _missing(group, cuda, bool(failures)))
+        yield from (f"  {line}" for line in _mismatch(group, cuda))
+    yield from (f"  {line}" for line in _messages(group))
+
+
+def _standing(group: Group, member: Member, cudas: list[bool]) -> str:
+    kinds = {False: "collective", True: "CUDA collective"}
+    reached = ", ".join(
+        f"{kinds[cuda]} #{number} begun" if (number := group.reached(member.rank, cuda)) else f"no {kinds[cuda]} begun"
+        for cuda in cudas
+    )
+    text = f"rank {member.rank} (pid {member.pid}): {reached}"
+    view = group.views.get(member.rank)
+    if view:
+        last = next((call for call in reversed(view.calls) if call.sequence and not call.message), None)
+        return text + (f"; last {_state(last, view)}" if last else "")
+    known = group.known(member.rank)
+    if not known:
+        return f"{text}; no dump"
+    what = known[-1].absence or known[-1].process or "no such process"
+    return f"{text}; no dump; {what}, as others saw"
+
+
+def _state(call: Call, view: View) -> str:
+    text = f"{call.text} #{call.sequence}"
+    seconds = _seconds(call, view)
+    if call.state == "completed":
+        return f"{text}: completed in {seconds * 1e3:.3f} ms"
+    if call.state == "failed":
+        return f"{text}: {call.outcome} after {seconds:.1f} s"
+    if call.cuda:
+        return f"{text}: launched {seconds:.1f} s before the dump"
+    return f"{text}: under way for {seconds:.1f} s"
+
+
+def _seconds(call: Call, view: View) -> float:
+    return max(0, (call.ended_ns or view.written_ns) - (call.started_ns or call.created_ns)) / 1e9
+
+
+def _missing(group: Group, cuda: bool, failed: bool) -> Iterator[str]:
+    """Who has not begun what others wait in."""
+    reached = {member.rank: group.reached(member.rank, cuda) for member in group.members}
+    furthest = max(reached.values())
+    behind: dict[int, list[int]] = {}
+    for rank, number in reached.items():
+        if number < furthest:
+            behind.setdefault(number, []).append(rank)
+    for number, ranks in sorted(behind.items()):
+        calls = group.calls(number + 1, cuda)
+        what = next((call.text for call in calls.values()), "CUDA collective" if cuda else "collective")
+        verb = "never began" if failed else ("has not begun" if len(ranks) == 1 else "have not begun")
+        open_calls = {rank: call for rank, call in calls.items() if call.state in ("started", "failed")}
+        if not open_calls:
+            yield f"{_names(ranks)} {verb} {what} #{number + 1}"
+            continue
+        seconds = max(_seconds(call, group.views[rank]) for rank, call in open_calls.items())
+        did = "launched it" if cuda else f"waited {seconds:.1f} s in it"
+        yield f"{_names(ranks)} {verb} {what} #{number + 1}; {_names(list(open_calls))} {did}"
+
+
+def _mismatch(group: Group, cuda: bool) -> Iterator[str]:
+    """The first collective that ranks called differently, side by side."""
+    numbers = {
+        call.sequence
+        for view in group.views.values()
+        for call in view.calls
+        if call.sequence and call.cuda == cuda and not call.message
+    }
+    for number in sorted(numbers):
+        calls = group.calls(number, cuda)
+        if len({call.text for call in calls.values()}) > 1:
+            yield f"ranks disagree on {'CUDA ' if cuda else ''}collective #{number}:"
+            yield from (f"  rank {rank}: {call.text}" for rank, call in calls.items())
+            return
+
+
+def _messages(group: Group) -> Iterator[str]:
+    """Sends and receives that did not end well, or have not ended."""
+    for rank, view in sorted(group.views.items()):
+        for call in view.calls:
+            if not call.message or call.state == "completed" or (call.cuda and call.state == "started"):
+                continue
+            other = "any rank" if call.peer is None else f"rank {call.peer}"
+            way = "to" if call.op == "send" else "from"
+            how = f"{call.outcome} after" if call.state == "failed" else "under way for"
+            yield f"rank {rank}: {call.text} {way} {other}: {how} {_seconds(call, view):.1f} s"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
+
+
+def _time(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9).isoformat(sep=" ", timespec="milliseconds")

@@ -1,0 +1,28 @@
+//! The flight recorder, as C++ sees it.
+
+use super::ffi::TopologyReport;
+use super::guarded;
+use crate::trace::{folder, render};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+pub(super) fn trace_text() -> TopologyReport {
+    let mut text = String::new();
+    let status = guarded(|| {
+        text = render()?;
+        Ok(())
+    });
+    TopologyReport { status, text }
+}
+
+pub(super) fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport {
+    let mut text = String::new();
+    let status = guarded(|| {
+        let given = Path::new(OsStr::from_bytes(path));
+        let path = if path.is_empty() { folder::keep(name, content)? } else { folder::write(given, content).map(|()| given.into())? };
+        text = path.to_string_lossy().into_owned();
+        Ok(())
+    });
+    TopologyReport { status, text }
+}

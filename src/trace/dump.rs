@@ -1,0 +1,224 @@
+//! The dump: everything that is kept, as JSON (`docs/trace.md`).
+
+use super::clock::Day;
+use super::entry::{Entry, Place, State, What};
+use super::registry::{self, Failure, Peer, Record};
+use super::{Journal, KEPT, folder};
+use crate::error::{Error, Kind, Result};
+use crate::sys::host;
+use serde::Serialize;
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, channel};
+
+/// Raised whenever a field changes its meaning.
+const VERSION: u32 = 1;
+
+#[derive(Serialize)]
+struct Dump {
+    format: &'static str,
+    version: u32,
+    library: &'static str,
+    host: String,
+    boot_id: String,
+    boot_time_ns: u64,
+    pid: u32,
+    written_ns: Option<u64>,
+    calls_made: u64,
+    calls_kept: usize,
+    groups: Vec<Group>,
+    calls: Vec<Call>,
+}
+
+#[derive(Serialize)]
+struct Group {
+    id: u64,
+    memory: u64,
+    name: String,
+    rank: u32,
+    members: Vec<registry::Place>,
+    timeout_ms: u64,
+    joined_ns: Option<u64>,
+    left_ns: Option<u64>,
+    begun: u64,
+    launched: Option<u64>,
+    failure: Option<FailureText>,
+    peers: Vec<Peer>,
+}
+
+#[derive(Serialize)]
+struct FailureText {
+    kind: &'static str,
+    message: String,
+    seen_ns: Option<u64>,
+}
+
+#[derive(Serialize)]
+struct Call {
+    number: u64,
+    group: u64,
+    op: &'static str,
+    call: String,
+    sequence: Option<u64>,
+    dtype: &'static str,
+    itemsize: usize,
+    elements: u64,
+    reduce_op: Option<&'static str>,
+    root: Option<u32>,
+    peer: Option<u32>,
+    tag: Option<i32>,
+    even: bool,
+    bytes_in: u64,
+    bytes_out: u64,
+    #[serde(rename = "async")]
+    asynchronous: bool,
+    device: String,
+    stream: Option<usize>,
+    background: Option<bool>,
+    timeout_ms: u64,
+    created_ns: Option<u64>,
+    started_ns: Option<u64>,
+    ended_ns: Option<u64>,
+    state: &'static str,
+    outcome: Option<&'static str>,
+}
+
+/// The name of a kind of failure: of the exception that callers get.
+const fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Peer => "SymmPeerError",
+        Kind::Timeout | Kind::WaitTimeout => "SymmTimeout",
+        Kind::Mismatch => "SymmMismatch",
+        Kind::Config => "SymmConfigError",
+        Kind::Aborted => "SymmAborted",
+        Kind::Value => "ValueError",
+        Kind::Type => "TypeError",
+        Kind::NotImplemented => "NotImplementedError",
+        Kind::Internal => "DistBackendError",
+        Kind::Network => "DistNetworkError",
+        Kind::QueueEmpty => "QueueEmptyError",
+    }
+}
+
+fn group(record: &Record, day: Day) -> Group {
+    let (begun, launched) = record.last();
+    let failure = record.failure.as_ref();
+    let text =
+        |failure: &Failure| FailureText { kind: kind_name(failure.kind), message: failure.message.clone(), seen_ns: day.of(failure.at) };
+    Group {
+        id: record.id,
+        memory: record.memory,
+        name: record.name.clone(),
+        rank: record.rank.0,
+        members: record.members.clone(),
+        timeout_ms: record.timeout_ms,
+        joined_ns: day.of(record.joined),
+        left_ns: day.of(record.left),
+        begun,
+        launched,
+        failure: failure.map(text),
+        peers: failure.map_or_else(|| record.peers(), |failure| failure.peers.clone()),
+    }
+}
+
+fn call(entry: &Entry, day: Day) -> Call {
+    let bytes = entry.bytes_in.max(entry.bytes_out);
+    let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
+    let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
+        What::Collective { op, reduce_op, root, said, even } => {
+            let reduce_op = op.reduces().then(|| reduce_op.name());
+            (op.name(), said.to_string(), reduce_op, op.rooted().then_some(root.0), None, None, even)
+        }
+        What::Send { peer, tag } => ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true),
+        What::Receive { peer, tag } => ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true),
+    };
+    let (device, stream, background) = match entry.place {
+        Place::Host => ("cpu".into(), None, None),
+        Place::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
+    };
+    let (state, outcome) = match entry.state {
+        State::Scheduled => ("scheduled", None),
+        State::Started => ("started", None),
+        State::Completed => ("completed", None),
+        State::Failed(kind) => ("failed", Some(kind_name(kind))),
+    };
+    Call {
+        number: entry.number,
+        group: entry.group,
+        op,
+        call: text,
+        sequence: Some(entry.sequence).filter(|&sequence| sequence != 0),
+        dtype: entry.dtype.name(),
+        itemsize: entry.dtype.size(),
+        elements: entry.elements(),
+        reduce_op,
+        root,
+        peer: peer.map(|peer| peer.0),
+        tag,
+        even,
+        bytes_in: entry.bytes_in,
+        bytes_out: entry.bytes_out,
+        asynchronous: entry.asynchronous,
+        device,
+        stream,
+        background,
+        timeout_ms: entry.timeout_ms,
+        created_ns: day.of(entry.created),
+        started_ns: day.of(entry.started),
+        ended_ns: day.of(entry.ended),
+        state,
+        outcome,
+    }
+}
+
+/// JSON: what `journal` keeps.
+pub(super) fn render(journal: &Journal) -> Result<String> {
+    let day = Day::now();
+    let records = journal.groups().records();
+    let known: HashSet<u64> = records.iter().map(|record| record.id).collect();
+    let entries = journal.ring.copy();
+    let dump = Dump {
+        format: "torch-symm trace",
+        version: VERSION,
+        library: env!("CARGO_PKG_VERSION"),
+        host: host::name(),
+        boot_id: host::Host::own().map(|host| host.boot).unwrap_or_default(),
+        boot_time_ns: day.booted(),
+        pid: std::process::id(),
+        written_ns: day.of(super::clock::now()),
+        calls_made: journal.ring.made(),
+        calls_kept: KEPT,
+        groups: records.iter().map(|record| group(record, day)).collect(),
+        calls: entries.iter().filter(|entry| known.contains(&entry.group)).map(|entry| call(entry, day)).collect(),
+    };
+    serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
+}
+
+/// Writes the dump of the process of global rank `global` on a thread of its own: a folder that does not answer must not hold up who failed.
+/// `None` if there is no such thread.
+pub(super) fn begin(journal: &'static Journal, global: u32) -> Option<Receiver<()>> {
+    let (done, written) = channel();
+    let thread = std::thread::Builder::new().name("symm-trace".into()).spawn(move || {
+        crate::sys::thread::block_signals();
+        match write(journal, global) {
+            Ok(path) if tell(&path) => log::warn!("the last calls of this process are in {}", path.display()),
+            Ok(_) => {}
+            Err(error) => log::warn!("the last calls of this process could not be written: {error}"),
+        }
+        // Nobody may wait any more.
+        let _ = done.send(());
+    });
+    thread.inspect_err(|error| log::warn!("the last calls of this process could not be written: no thread: {error}")).ok()?;
+    Some(written)
+}
+
+fn write(journal: &Journal, global: u32) -> Result<PathBuf> {
+    folder::keep(&format!("trace-{}-rank{global}.json", std::process::id()), render(journal)?.as_bytes())
+}
+
+/// Whether `path` has not been told of.
+fn tell(path: &std::path::Path) -> bool {
+    static TOLD: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
+    TOLD.get().lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path.to_owned())
+}

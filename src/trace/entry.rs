@@ -1,0 +1,139 @@
+//! What is kept of a call.
+
+use crate::coll::call::{Call, Op, Span};
+use crate::coll::describe::Description;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Kind, Result};
+use crate::p2p::Message;
+use crate::rank::Rank;
+
+/// Which call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum What {
+    Collective {
+        op: Op,
+        reduce_op: ReduceOp,
+        root: Rank,
+        said: Description,
+        even: bool,
+    },
+    Send {
+        peer: Option<Rank>,
+        tag: i32,
+    },
+    /// `peer` is absent until a message came, where any rank's would do.
+    Receive {
+        peer: Option<Rank>,
+        tag: i32,
+    },
+}
+
+/// Where a call's tensors are, and what runs it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In the host's memory.
+    Host,
+    /// On a GPU.
+    Cuda {
+        /// torch's index.
+        device: i32,
+        /// The driver's handle.
+        stream: usize,
+        /// The stream is the group's own, beside its caller's.
+        background: bool,
+    },
+}
+
+/// How far a call has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// Behind others in its group's queue.
+    Scheduled,
+    /// On CUDA: enqueued. Nobody tells the host when it ends.
+    Started,
+    Completed,
+    Failed(Kind),
+}
+
+/// One call of one rank. Plain values: a slot of the ring is overwritten without freeing anything.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    /// From 1, in the order in which the process made them.
+    pub(super) number: u64,
+    /// The group's number in this process.
+    pub(super) group: u64,
+    pub(super) what: What,
+    pub(super) dtype: DType,
+    pub(super) bytes_in: u64,
+    pub(super) bytes_out: u64,
+    /// As error messages print it: of collectives on the host and on CUDA each, from 1. Of sends and receives together. 0: not begun.
+    pub(super) sequence: u64,
+    pub(super) place: Place,
+    pub(super) asynchronous: bool,
+    pub(super) timeout_ms: u64,
+    /// Readings of `clock::now`; 0: not yet.
+    pub(super) created: u64,
+    pub(super) started: u64,
+    pub(super) ended: u64,
+    pub(super) state: State,
+}
+
+impl Entry {
+    /// A slot that nobody has used.
+    pub(super) const EMPTY: Self = Self {
+        number: 0,
+        group: 0,
+        what: What::Send { peer: None, tag: 0 },
+        dtype: DType::U8,
+        bytes_in: 0,
+        bytes_out: 0,
+        sequence: 0,
+        place: Place::Host,
+        asynchronous: false,
+        timeout_ms: 0,
+        created: 0,
+        started: 0,
+        ended: 0,
+        state: State::Scheduled,
+    };
+
+    /// What is known of `call` when it is asked for.
+    pub(super) fn of_call(call: &Call) -> Self {
+        let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
+        let lengths = call.agreed_lengths();
+        let even = lengths.iter().all(|span| span.bytes == lengths[0].bytes);
+        let (op, reduce_op, root) = (call.op, call.reduce_op, call.root);
+        Self {
+            what: What::Collective { op, reduce_op, root, said: Description::of(call), even },
+            dtype: call.dtype,
+            bytes_in: sum(&call.inputs),
+            bytes_out: sum(&call.outputs),
+            ..Self::EMPTY
+        }
+    }
+
+    /// What is known of a message when it is asked for.
+    pub(super) fn of_message(send: bool, message: &Message) -> Self {
+        let Message { peer, tag, dtype, span, .. } = *message;
+        let bytes = span.bytes as u64;
+        let (what, bytes_in, bytes_out) = if send { (What::Send { peer, tag }, bytes, 0) } else { (What::Receive { peer, tag }, 0, bytes) };
+        Self { what, dtype, bytes_in, bytes_out, ..Self::EMPTY }
+    }
+
+    /// The state after `outcome`.
+    pub(super) fn end(&mut self, outcome: &Result<()>, at: u64) {
+        self.ended = at;
+        self.state = outcome.as_ref().map_or_else(|error| State::Failed(error.kind), |()| State::Completed);
+    }
+
+    /// Elements of this rank's share: what ranks agree on, or the message.
+    pub(super) fn elements(&self) -> u64 {
+        let bytes = match self.what {
+            What::Collective { op: Op::Barrier, .. } => 0,
+            What::Collective { op: Op::AllToAll, .. } => self.bytes_in,
+            What::Collective { said, .. } => said.bytes,
+            What::Send { .. } | What::Receive { .. } => self.bytes_in.max(self.bytes_out),
+        };
+        bytes / self.dtype.size() as u64
+    }
+}

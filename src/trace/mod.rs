@@ -1,0 +1,218 @@
+//! The flight recorder: the last calls of this process, always on, written down where a group fails or somebody asks (`docs/trace.md`).
+//!
+//! An entry costs two looks at the clock and two uncontended locks. Nothing here fails a call: what cannot be kept or written is a line in
+//! the log. Ranks may be threads of one process: they share the ring, and each entry knows its group and with it its rank. A forked child
+//! starts with an empty one.
+
+mod clock;
+mod dump;
+mod entry;
+pub mod folder;
+mod registry;
+mod ring;
+
+pub use entry::Place;
+pub use ring::KEPT;
+
+use crate::coll::call::Call;
+use crate::done::Observer;
+use crate::error::{Error, Kind, Result};
+use crate::p2p::Message;
+use crate::rank::Rank;
+use crate::sync::board::Board;
+use crate::sys::fork::{self, PerProcess};
+use entry::{Entry, State, What};
+use registry::Registry;
+use ring::Ring;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How long a call that failed waits for its dump. A program may end right after it, and take an unfinished one along.
+const PATIENCE: Duration = Duration::from_millis(20);
+/// The same of a group that is left.
+const FAREWELL: Duration = Duration::from_millis(300);
+
+/// What a process keeps.
+struct Journal {
+    ring: Ring,
+    groups: Mutex<Registry>,
+}
+
+static JOURNAL: PerProcess<Journal> = PerProcess::new(Journal::new);
+
+impl Journal {
+    fn new() -> Self {
+        Self { ring: Ring::new(), groups: Mutex::default() }
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Registry> {
+        // Each change under this lock is a single step.
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// JSON: what this process keeps.
+pub fn render() -> Result<String> {
+    dump::render(JOURNAL.get())
+}
+
+/// Keeps the calls of one rank of one group.
+pub struct Recorder {
+    journal: &'static Journal,
+    group: u64,
+    board: Arc<Board>,
+    messages: AtomicU64,
+    cuda: AtomicBool,
+    failed: AtomicBool,
+    /// Of the process whose journal it is.
+    generation: u64,
+    /// Hears when the dump has been written.
+    writing: Mutex<Option<Receiver<()>>>,
+}
+
+impl Recorder {
+    /// For the group of `board`, whose calls have `timeout` unless they bring their own.
+    pub fn new(board: &Arc<Board>, timeout: Duration) -> Arc<Self> {
+        Self::in_journal(JOURNAL.get(), board, timeout)
+    }
+
+    fn in_journal(journal: &'static Journal, board: &Arc<Board>, timeout: Duration) -> Arc<Self> {
+        let group = journal.groups().add(board, timeout);
+        Arc::new(Self {
+            journal,
+            group,
+            board: Arc::clone(board),
+            messages: AtomicU64::new(0),
+            cuda: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            generation: fork::generation(),
+            writing: Mutex::new(None),
+        })
+    }
+
+    fn entry(&self, call: &Call, timeout: Duration) -> Entry {
+        Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
+    }
+
+    /// Notes `calls`, which begin later: the number of the first entry, which the others follow.
+    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Place) -> u64 {
+        if place != Place::Host && !self.cuda.swap(true, Ordering::Relaxed) {
+            self.journal.groups().note_cuda(self.group);
+        }
+        let first = self.journal.ring.take(calls.len());
+        for (number, call) in (first..).zip(calls) {
+            self.journal.ring.put(Entry { number, asynchronous, place, ..self.entry(call, timeout) });
+        }
+        first
+    }
+
+    /// Notes that the entry `number` begins as collective `sequence`.
+    pub fn start(&self, number: u64, sequence: u64) {
+        let started = clock::now();
+        self.journal.ring.change(number, |entry| *entry = Entry { sequence, started, state: State::Started, ..*entry });
+    }
+
+    /// Notes a call on the host that begins at once, as collective `sequence`; returns its number.
+    pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64) -> u64 {
+        let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
+        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
+        number
+    }
+
+    /// Notes how the entry `number` ended. `begun`: whether the call took part in the group's sequence.
+    pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool) {
+        let at = clock::now();
+        self.journal.ring.change(number, |entry| {
+            entry.end(outcome, at);
+            if !begun {
+                entry.sequence = 0;
+            }
+        });
+    }
+
+    /// Notes that those entries of `numbers` which have not begun never will, because of `error`.
+    pub fn abandon(&self, numbers: Range<u64>, error: &Error) {
+        let (at, outcome) = (clock::now(), Err(error.clone()));
+        for number in numbers {
+            self.journal.ring.change(number, |entry| {
+                if entry.state == State::Scheduled {
+                    entry.end(&outcome, at);
+                }
+            });
+        }
+    }
+
+    /// Notes a send or receive that begins now; returns its number.
+    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Place) -> u64 {
+        let (number, created) = (self.journal.ring.take(1), clock::now());
+        let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
+        let (group, asynchronous, timeout_ms) = (self.group, true, milliseconds(timeout));
+        let entry = Entry::of_message(send, message);
+        let entry = Entry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, ..entry };
+        self.journal.ring.put(Entry { state: State::Started, ..entry });
+        number
+    }
+
+    /// Writes the dump if `error` is the group's first failure that this rank sees: not what an argument, or this rank itself, is to
+    /// blame for.
+    pub fn saw(&self, error: &Error) {
+        let failure = match error.kind {
+            Kind::Peer | Kind::Timeout | Kind::Mismatch | Kind::Internal => self.board.failure().is_some(),
+            Kind::Config
+            | Kind::Aborted
+            | Kind::Value
+            | Kind::Type
+            | Kind::NotImplemented
+            | Kind::WaitTimeout
+            | Kind::Network
+            | Kind::QueueEmpty => false,
+        };
+        // A forked child may ask its parent's group what failed: whose locks may be held for ever here.
+        if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.journal.groups().note_failure(self.group, &self.board, error);
+        let global = self.board.global(self.board.rank());
+        let written = dump::begin(self.journal, global);
+        let late = written.as_ref().is_some_and(|written| written.recv_timeout(PATIENCE).is_err());
+        if late {
+            *self.writing.lock().unwrap_or_else(PoisonError::into_inner) = written;
+        }
+    }
+
+    /// The group is left: no call of it begins any more.
+    pub fn leave(&self) {
+        self.journal.groups().leave(self.group);
+        let writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(writing) = writing {
+            let _ = writing.recv_timeout(FAREWELL);
+        }
+    }
+}
+
+fn milliseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Observer for Recorder {
+    fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>) {
+        let at = clock::now();
+        self.journal.ring.change(number, |entry| {
+            entry.end(outcome, at);
+            if let What::Receive { peer, .. } = &mut entry.what
+                && source.is_some()
+            {
+                *peer = source;
+            }
+        });
+        if let Err(error) = outcome {
+            self.saw(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,164 @@
+//! The groups that entries belong to: those that are open, and the last that were left.
+
+use super::clock;
+use crate::coll::cuda::ledger;
+use crate::error::{Error, Kind};
+use crate::rank::Rank;
+use crate::sync::board::Board;
+use crate::sys::process;
+use serde::Serialize;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// Groups that were left and are still known. With those before them their entries go: 1000 groups one after the other take no more memory.
+const LEFT: usize = 64;
+
+/// A member, as the dump lists it.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Place {
+    pub(super) rank: u32,
+    pub(super) global_rank: u32,
+    pub(super) pid: u32,
+}
+
+/// What this rank knew of a member at a moment.
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Peer {
+    #[serde(flatten)]
+    pub(super) place: Place,
+    /// What its process was doing; absent: there was none.
+    pub(super) process: Option<&'static str>,
+    /// Number of the last collective on the host that it had begun.
+    pub(super) begun: u64,
+    /// Of the last collective on CUDA that it had launched, where this rank used a GPU.
+    pub(super) launched: Option<u64>,
+    /// How it had become unable to take part.
+    pub(super) absence: Option<String>,
+}
+
+/// The first failure that this rank saw of a group, and what it knew of the others then.
+#[derive(Clone, Debug)]
+pub(super) struct Failure {
+    pub(super) kind: Kind,
+    pub(super) message: String,
+    pub(super) at: u64,
+    pub(super) peers: Vec<Peer>,
+}
+
+/// A group of which this process is, or was, a member.
+#[derive(Clone, Debug)]
+pub(super) struct Record {
+    pub(super) id: u64,
+    /// The same number on all members: that of the memory which they share.
+    pub(super) memory: u64,
+    pub(super) name: String,
+    pub(super) rank: Rank,
+    pub(super) members: Vec<Place>,
+    pub(super) timeout_ms: u64,
+    pub(super) joined: u64,
+    pub(super) left: u64,
+    pub(super) failure: Option<Failure>,
+    /// Last collective begun and launched, since the group was left.
+    last: (u64, Option<u64>),
+    board: Weak<Board>,
+    cuda: bool,
+}
+
+impl Record {
+    /// Last collective begun on the host, and launched on CUDA.
+    pub(super) fn last(&self) -> (u64, Option<u64>) {
+        self.board.upgrade().filter(|_| self.left == 0).map_or(self.last, |board| reached(&board, self.rank, self.cuda))
+    }
+
+    /// What is known of the members now; nothing once the group was left.
+    pub(super) fn peers(&self) -> Vec<Peer> {
+        let board = self.board.upgrade().filter(|_| self.left == 0);
+        board.map_or_else(Vec::new, |board| peers(&board, self.cuda))
+    }
+}
+
+fn reached(board: &Board, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
+    // Without a GPU nobody has reserved the ledger's memory, and a look would.
+    (board.collective(rank), cuda.then(|| ledger::launched(board, rank)))
+}
+
+fn place(board: &Board, rank: Rank) -> Place {
+    Place { rank: rank.0, global_rank: board.global(rank), pid: board.pid(rank) }
+}
+
+fn peers(board: &Board, cuda: bool) -> Vec<Peer> {
+    let peer = |rank: Rank| {
+        let (begun, launched) = reached(board, rank, cuda);
+        let process = process::state(board.pid(rank));
+        Peer { place: place(board, rank), process, begun, launched, absence: board.absence(rank) }
+    };
+    board.ranks().map(peer).collect()
+}
+
+#[derive(Default)]
+pub(super) struct Registry {
+    records: Vec<Record>,
+    next: u64,
+}
+
+impl Registry {
+    /// Takes note of a group; returns its number in this process.
+    pub(super) fn add(&mut self, board: &Arc<Board>, timeout: Duration) -> u64 {
+        self.next += 1;
+        self.records.push(Record {
+            id: self.next,
+            memory: board.segment().identity(),
+            name: board.name().into(),
+            rank: board.rank(),
+            members: board.ranks().map(|rank| place(board, rank)).collect(),
+            timeout_ms: super::milliseconds(timeout),
+            joined: clock::now(),
+            left: 0,
+            failure: None,
+            last: (0, None),
+            board: Arc::downgrade(board),
+            cuda: false,
+        });
+        self.next
+    }
+
+    fn find(&mut self, id: u64) -> Option<&mut Record> {
+        self.records.iter_mut().find(|record| record.id == id)
+    }
+
+    /// The group has used a GPU.
+    pub(super) fn note_cuda(&mut self, id: u64) {
+        if let Some(record) = self.find(id) {
+            record.cuda = true;
+        }
+    }
+
+    /// The group has failed.
+    pub(super) fn note_failure(&mut self, id: u64, board: &Board, error: &Error) {
+        if let Some(record) = self.find(id)
+            && record.failure.is_none()
+        {
+            let peers = peers(board, record.cuda);
+            record.failure = Some(Failure { kind: error.kind, message: error.message.clone(), at: clock::now(), peers });
+        }
+    }
+
+    /// The group was left.
+    pub(super) fn leave(&mut self, id: u64) {
+        let Some(record) = self.find(id).filter(|record| record.left == 0) else { return };
+        record.last = record.last();
+        record.left = clock::now();
+        record.board = Weak::new();
+        let left = |record: &&Record| record.left != 0;
+        if self.records.iter().filter(left).count() > LEFT
+            && let Some(oldest) = self.records.iter().filter(left).min_by_key(|record| record.left).map(|record| record.id)
+        {
+            self.records.retain(|record| record.id != oldest);
+        }
+    }
+
+    /// All that are known, in the order in which they were joined.
+    pub(super) fn records(&self) -> Vec<Record> {
+        self.records.clone()
+    }
+}

@@ -1,0 +1,118 @@
+//! The last calls of a process, in a ring that any thread may write.
+//!
+//! Each slot has a lock of its own, held for one copy of an entry: threads meet at one only if they are a whole lap apart, or if one reads.
+
+use super::entry::Entry;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Calls that are kept.
+pub const KEPT: usize = 2000;
+
+pub(super) struct Ring {
+    slots: Box<[Mutex<Entry>]>,
+    made: AtomicU64,
+}
+
+impl Ring {
+    pub(super) fn new() -> Self {
+        Self { slots: (0..KEPT).map(|_| Mutex::new(Entry::EMPTY)).collect(), made: AtomicU64::new(0) }
+    }
+
+    /// Numbers for `count` entries: the first, the others follow it.
+    pub(super) fn take(&self, count: usize) -> u64 {
+        self.made.fetch_add(count as u64, Ordering::Relaxed) + 1
+    }
+
+    /// How many numbers were taken.
+    pub(super) fn made(&self) -> u64 {
+        self.made.load(Ordering::Relaxed)
+    }
+
+    fn slot(&self, number: u64) -> MutexGuard<'_, Entry> {
+        // Nothing under this lock can panic half-way.
+        self.slots[(number % KEPT as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps `entry`, which has a number of `take`.
+    pub(super) fn put(&self, entry: Entry) {
+        let mut slot = self.slot(entry.number);
+        // A thread that slept for a whole lap must not overwrite what is younger.
+        if slot.number < entry.number {
+            *slot = entry;
+        }
+    }
+
+    /// Changes the entry `number`, if it is still kept.
+    pub(super) fn change(&self, number: u64, change: impl FnOnce(&mut Entry)) {
+        let mut slot = self.slot(number);
+        if slot.number == number {
+            change(&mut slot);
+        }
+    }
+
+    /// What is kept, oldest first. Calls go on meanwhile.
+    pub(super) fn copy(&self) -> Vec<Entry> {
+        let mut all: Vec<Entry> = (0..KEPT as u64).map(|index| *self.slot(index)).filter(|entry| entry.number != 0).collect();
+        all.sort_unstable_by_key(|entry| entry.number);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::trace::entry::State;
+
+    fn entry(number: u64) -> Entry {
+        Entry { number, ..Entry::EMPTY }
+    }
+
+    #[test]
+    fn the_last_calls_are_kept_in_order() {
+        let ring = Ring::new();
+        for _ in 0..KEPT + 10 {
+            let number = ring.take(1);
+            ring.put(entry(number));
+        }
+        let kept: Vec<u64> = ring.copy().iter().map(|entry| entry.number).collect();
+        let expected: Vec<u64> = (11..=KEPT as u64 + 10).collect();
+        assert_eq!(kept, expected);
+        assert_eq!(ring.made(), KEPT as u64 + 10);
+    }
+
+    #[test]
+    fn what_was_overwritten_is_neither_changed_nor_put_back() {
+        let ring = Ring::new();
+        let late = ring.take(1);
+        ring.put(entry(late + KEPT as u64));
+        ring.put(entry(late));
+        ring.change(late, |entry| entry.state = State::Completed);
+        let kept = ring.copy();
+        assert_eq!((kept.len(), kept[0].number, kept[0].state), (1, late + KEPT as u64, State::Scheduled));
+        ring.change(late + KEPT as u64, |entry| entry.state = State::Completed);
+        assert_eq!(ring.copy()[0].state, State::Completed);
+    }
+
+    #[test]
+    fn threads_write_and_read_at_once() {
+        let ring = Ring::new();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..5000 {
+                        let number = ring.take(1);
+                        ring.put(Entry { sequence: number, ..entry(number) });
+                        ring.change(number, |entry| entry.ended = number);
+                    }
+                });
+            }
+            for _ in 0..20 {
+                let kept = ring.copy();
+                assert!(kept.windows(2).all(|pair| pair[0].number < pair[1].number));
+                assert!(kept.iter().all(|entry| entry.sequence == entry.number && (entry.ended == 0 || entry.ended == entry.number)));
+            }
+        });
+        assert_eq!(ring.copy().len(), KEPT);
+    }
+}

@@ -1,0 +1,149 @@
+use super::*;
+use crate::coll::call::{Op, Span};
+use crate::dtype::{DType, ReduceOp};
+use crate::mem::layout::Layout;
+use crate::mem::shm::Segment;
+use crate::sync::board::Identity;
+use serde_json::Value;
+use std::time::Instant;
+
+/// Which nobody else writes to.
+fn journal() -> &'static Journal {
+    Box::leak(Box::new(Journal::new()))
+}
+
+/// Of rank 1 of 3.
+fn board(name: &str) -> Arc<Board> {
+    let bytes = Layout::new(3).total_bytes();
+    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    let members = (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
+    Arc::new(Board::new(segment, Rank(1), name.into(), members, 1))
+}
+
+fn call(op: Op, bytes: usize) -> Call {
+    let span = vec![Span { addr: 0, bytes }];
+    let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
+    Call { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone(), outputs: span, site: None }
+}
+
+fn rendered(journal: &Journal) -> Value {
+    serde_json::from_str(&dump::render(journal).expect("renders")).expect("JSON")
+}
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+#[test]
+fn a_dump_tells_each_calls_story() {
+    let (journal, board) = (journal(), board("a \"group\""));
+    let recorder = Recorder::in_journal(journal, &board, LIMIT);
+    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
+    recorder.end(done, &Ok(()), true);
+    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
+    recorder.end(failed, &Err(Error::mismatch("no")), true);
+    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
+    recorder.end(refused, &Err(Error::peer("no")), false);
+    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Place::Host);
+    recorder.start(queued, 3);
+    recorder.abandon(queued..queued + 2, &Error::timeout("no"));
+    let place = Place::Cuda { device: 1, stream: 77, background: true };
+    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
+    recorder.start(launched, 1);
+    let span = Span { addr: 0, bytes: 12 };
+    let message = Message { peer: None, tag: 5, dtype: DType::I32, span, timeout: None };
+    let received = recorder.message(false, &message, LIMIT, Place::Host);
+    recorder.ended(received, &Ok(()), Some(Rank(2)));
+
+    let dump = rendered(journal);
+    assert_eq!((&dump["format"], &dump["version"], &dump["calls_made"]), (&"torch-symm trace".into(), &1.into(), &7.into()));
+    assert_eq!(dump["pid"], std::process::id());
+    let group = &dump["groups"][0];
+    assert_eq!((&group["name"], &group["rank"], &group["timeout_ms"]), (&"a \"group\"".into(), &1.into(), &30_000.into()));
+    assert_eq!(group["memory"], board.segment().identity());
+    assert_eq!((&group["members"][2]["global_rank"], &group["failure"]), (&12.into(), &Value::Null));
+    assert_eq!(group["peers"].as_array().map(Vec::len), Some(3));
+    let calls = dump["calls"].as_array().expect("a list");
+    let seen = |field: &str| calls.iter().map(|call| call[field].clone()).collect::<Vec<_>>();
+    assert_eq!(seen("op"), ["all_reduce", "broadcast", "barrier", "all_gather", "all_to_all", "reduce", "recv"]);
+    assert_eq!(seen("state"), ["completed", "failed", "failed", "started", "failed", "started", "completed"]);
+    let sequences = [Some(1), Some(2), None, Some(3), None, Some(1), Some(1)];
+    assert_eq!(seen("sequence"), sequences.map(Value::from));
+    assert_eq!((&calls[0]["call"], &calls[0]["root"]), (&"all_reduce(1024 × float32, 4096 bytes, MAX)".into(), &Value::Null));
+    assert_eq!((&calls[1]["outcome"], &calls[1]["root"]), (&"SymmMismatch".into(), &2.into()));
+    assert_eq!((&calls[5]["device"], &calls[5]["stream"], &calls[0]["device"]), (&"cuda:1".into(), &77.into(), &"cpu".into()));
+    assert_eq!((&calls[6]["peer"], &calls[6]["tag"], &calls[6]["elements"]), (&2.into(), &5.into(), &3.into()));
+    let times = |index: usize| ["created_ns", "started_ns", "ended_ns"].map(|field| calls[index][field].as_u64());
+    let [created, started, ended] = times(0);
+    assert!(created.is_some() && created == started && ended > started, "{:?}", times(0));
+    assert!(times(4)[0].is_some() && times(4)[1].is_none() && times(4)[2].is_some(), "{:?}", times(4));
+}
+
+#[test]
+fn a_failure_is_kept_with_what_was_known_of_the_peers() {
+    let (journal, board) = (journal(), board("failing"));
+    let recorder = Recorder::in_journal(journal, &board, LIMIT);
+    recorder.saw(&Error::timeout("this call alone"));
+    recorder.saw(&board.fail(Error::aborted("by this rank")));
+    assert_eq!(rendered(journal)["groups"][0]["failure"], Value::Null, "neither fails the group for others to explain");
+
+    let board = self::board("failing");
+    let recorder = Recorder::in_journal(journal, &board, LIMIT);
+    board.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
+    board.begin(41, Op::AllReduce);
+    recorder.saw(&board.fail(Error::peer("rank 2 has ended")));
+    board.begin(42, Op::AllReduce);
+    recorder.saw(&Error::peer("a later one"));
+    let dump = rendered(journal);
+    let group = &dump["groups"][1];
+    assert_eq!((&group["failure"]["kind"], &group["failure"]["message"]), (&"SymmPeerError".into(), &"rank 2 has ended".into()));
+    assert_eq!((&group["peers"][1]["begun"], &group["begun"]), (&41.into(), &42.into()));
+    assert_eq!(group["peers"][2]["absence"], "has ended (killed by signal 9 (SIGKILL))");
+    assert_eq!(group["peers"][0]["absence"], Value::Null);
+}
+
+#[test]
+fn groups_that_were_left_are_forgotten_in_their_order() {
+    let journal = journal();
+    let kept = Recorder::in_journal(journal, &board("open"), LIMIT);
+    for number in 0..100 {
+        let recorder = Recorder::in_journal(journal, &board(&number.to_string()), LIMIT);
+        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1);
+        recorder.leave();
+        recorder.leave();
+    }
+    kept.begin(&call(Op::Barrier, 0), LIMIT, 1);
+    let dump = rendered(journal);
+    let names: Vec<&str> = dump["groups"].as_array().expect("a list").iter().filter_map(|group| group["name"].as_str()).collect();
+    assert_eq!((names.len(), names[0], names[1], names[64]), (65, "open", "36", "99"));
+    assert_eq!(dump["calls"].as_array().map(Vec::len), Some(65), "those of forgotten groups are not shown");
+}
+
+/// What an entry costs; prints it. By hand: `cargo test --release --lib -- --ignored --nocapture what_an_entry_costs`.
+#[test]
+#[ignore = "a measurement"]
+fn what_an_entry_costs() {
+    let recorder = Recorder::in_journal(journal(), &board("measured"), LIMIT);
+    let call = call(Op::AllReduce, 4);
+    let mut blocks: Vec<f64> = (0..50)
+        .map(|_| {
+            let start = Instant::now();
+            for sequence in 1..=10_000 {
+                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence);
+                recorder.end(number, &Ok(()), true);
+            }
+            start.elapsed().as_nanos() as f64 / 1e4
+        })
+        .collect();
+    blocks.sort_by(f64::total_cmp);
+    let looks = Instant::now();
+    for _ in 0..10_000 {
+        std::hint::black_box(clock::now());
+    }
+    assert!(blocks[0] < 10_000.0, "{blocks:?}");
+    let text = format!(
+        "an entry: median {:.0} ns, best {:.0} ns; one look at the clock {:.0} ns",
+        blocks[25],
+        blocks[0],
+        looks.elapsed().as_nanos() as f64 / 1e4
+    );
+    std::io::Write::write_all(&mut std::io::stderr(), format!("{text}\n").as_bytes()).expect("written");
+}
