@@ -1,0 +1,33 @@
+//! What ranks that join hear from outside, for fuzz targets: no bytes may make a reader panic, and what is accepted means the same when
+//! it is written again.
+
+use super::record::{Record, agree};
+use super::wire::{Answer, Hello};
+use crate::rank::Rank;
+
+/// The record of rank 0 in the store, beside a copy of itself.
+pub fn record(bytes: &[u8]) {
+    let Ok(record) = Record::decode(Rank(0), bytes) else { return };
+    let written = record.encode().expect("what was read can be written");
+    assert_eq!(Record::decode(Rank(0), &written).as_ref(), Ok(&record));
+    assert_eq!(agree("fuzzed", &[&record, &record]), Ok(()));
+    if let Some(failure) = &record.failure {
+        let _ = failure.error();
+    }
+}
+
+/// The first message of who connects to rank 0.
+pub fn hello(bytes: &[u8]) {
+    if let Some(hello) = Hello::decode(bytes) {
+        assert_eq!(hello.encode(), bytes);
+    }
+}
+
+/// What rank 0 answers.
+pub fn answer(bytes: &[u8]) {
+    if let Some(answer) = Answer::decode(bytes) {
+        let again = Answer::decode(&answer.encode()).expect("an answer that was accepted");
+        assert_eq!(again.token, answer.token);
+        assert_eq!(again.failure.map(|error| error.kind), answer.failure.map(|error| error.kind));
+    }
+}

@@ -1,0 +1,151 @@
+//! A group, as C++ holds it.
+
+use super::torch_store::TorchStore;
+use super::{completion, ffi, guarded, milliseconds, started};
+use crate::coll::call::{Call, Op, Span};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::group::{Group, JoinOptions};
+use crate::p2p::Message;
+use crate::rank::Rank;
+use crate::sync::site::Site;
+use std::time::Duration;
+
+/// A group, or the reason why it never came to be.
+pub struct GroupHandle(Result<Group>);
+
+impl GroupHandle {
+    pub(super) fn group(&self) -> Result<&Group> {
+        self.0.as_ref().map_err(Clone::clone)
+    }
+
+    pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
+        guarded(|| self.group()?.run(translate(calls)?, milliseconds(timeout_ms)))
+    }
+
+    pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let done = completion(done);
+        started(|done| self.group()?.submit(translate(calls)?, milliseconds(timeout_ms), done), done)
+    }
+
+    pub(super) fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let done = completion(done);
+        started(|done| self.group()?.send(message(transfer)?, done), done)
+    }
+
+    pub(super) fn recv(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let done = completion(done);
+        started(|done| self.group()?.recv(message(transfer)?, done), done)
+    }
+
+    pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
+        guarded(|| self.group()?.wait(ticket, milliseconds(timeout_ms)))
+    }
+
+    pub(super) fn progress(&self) {
+        guarded(|| {
+            self.group()?.progress();
+            Ok(())
+        });
+    }
+
+    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
+        let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
+        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks))
+    }
+
+    pub(super) fn refuse(&self, text: &str) {
+        guarded(|| {
+            self.group()?.refuse(text.to_owned());
+            Ok(())
+        });
+    }
+
+    pub(super) fn abort(&self) {
+        guarded(|| {
+            self.group()?.abort();
+            Ok(())
+        });
+    }
+
+    pub(super) fn shutdown(&self) {
+        guarded(|| {
+            self.group()?.shutdown();
+            Ok(())
+        });
+    }
+
+    pub(super) fn leave(&self, limit_ms: i64) {
+        guarded(|| {
+            self.group()?.leave(milliseconds(limit_ms).unwrap_or_default());
+            Ok(())
+        });
+    }
+
+    pub(super) fn sequence(&self) -> u64 {
+        self.group().map_or(0, Group::sequence)
+    }
+
+    pub(super) fn set_timeout(&self, timeout_ms: i64) {
+        if let (Ok(group), Some(timeout)) = (self.group(), milliseconds(timeout_ms)) {
+            group.set_timeout(timeout);
+        }
+    }
+
+    pub(super) fn timeout(&self) -> i64 {
+        self.group().map_or(0, |group| group.timeout().as_millis() as i64)
+    }
+
+    pub(super) fn error(&self) -> ffi::Status {
+        guarded(|| self.group()?.error().map_or(Ok(()), Err))
+    }
+
+    pub(super) fn failure(&self) -> ffi::Status {
+        guarded(|| self.group()?.failure().map_or(Ok(()), Err))
+    }
+}
+
+pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
+    let mut group = Err(Error::internal("the group was never joined"));
+    let status = guarded(|| {
+        let options = JoinOptions {
+            group: spec.group.clone(),
+            rank: spec.rank,
+            size: spec.size,
+            global_ranks: spec.global_ranks.clone(),
+            timeout: milliseconds(spec.timeout_ms),
+        };
+        group = Group::join(&TorchStore::new(store), &options);
+        group.as_ref().map(|_| ()).map_err(Clone::clone)
+    });
+    ffi::Joined { status, group: Box::new(GroupHandle(group)) }
+}
+
+pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
+    let spans = |list: &[ffi::Span]| list.iter().map(|s| Span { addr: s.addr, bytes: s.bytes }).collect();
+    calls
+        .iter()
+        .map(|call| {
+            Ok(Call {
+                op: Op::from_code(call.op).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op)))?,
+                dtype: DType::from_torch(call.dtype)?,
+                reduce_op: ReduceOp::from_torch(call.reduce_op)?,
+                root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
+                factor: call.factor,
+                inputs: spans(&call.inputs),
+                outputs: spans(&call.outputs),
+                site: Site::known(call.site),
+            })
+        })
+        .collect()
+}
+
+pub(super) fn message(transfer: &ffi::Transfer) -> Result<Message> {
+    Ok(Message {
+        peer: u32::try_from(transfer.peer).ok().map(Rank),
+        tag: transfer.tag,
+        dtype: DType::from_torch(transfer.dtype)?,
+        span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
+        timeout: milliseconds(transfer.timeout_ms),
+    })
+}

@@ -1,0 +1,211 @@
+//! A call that was refused on this rank alone: who waits for it hears so, long before a timeout.
+//!
+//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not. A rank
+//! that has made another call by then, or peers that were refused alike, disturb nobody. Waiting ranks do nothing for this.
+
+use crate::coll::cuda::ledger;
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::rank::{Rank, name_ranks};
+use crate::sync::board::Board;
+use crate::watch::{self, Subscription};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// From a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then hears within 100 ms.
+const FIRST_LOOK: Duration = Duration::from_millis(80);
+/// Between two looks, for peers that come later.
+const NEXT_LOOK: Duration = Duration::from_millis(50);
+
+/// What this rank has refused and not made up for.
+pub(super) struct Refusals {
+    board: Arc<Board>,
+    engine: Arc<Engine>,
+    note: Mutex<Option<Note>>,
+}
+
+struct Note {
+    text: String,
+    /// What this rank had been asked for by then.
+    asked: u64,
+    /// Kernels were in use, so that a launch may be waiting for this rank.
+    on_device: bool,
+    look: Option<Subscription>,
+}
+
+/// A peer that has begun what this rank has not.
+struct Waiting {
+    rank: Rank,
+    /// "all_gather, collective #3"
+    call: String,
+}
+
+impl Refusals {
+    pub(super) fn new(board: &Arc<Board>, engine: &Arc<Engine>) -> Arc<Self> {
+        Arc::new(Self { board: Arc::clone(board), engine: Arc::clone(engine), note: Mutex::new(None) })
+    }
+
+    fn note(&self) -> MutexGuard<'_, Option<Note>> {
+        self.note.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that a call was refused because of `text`. The last refusal counts.
+    pub(super) fn add(self: &Arc<Self>, text: String, on_device: bool) {
+        if self.board.size() == 1 {
+            return;
+        }
+        let mut note = self.note();
+        let look = self.look_after(FIRST_LOOK);
+        *note = Some(Note { text, asked: self.engine.sequence(), on_device, look });
+    }
+
+    /// This rank leaves: nobody is told any more.
+    pub(super) fn forget(&self) {
+        drop(self.note().take());
+    }
+
+    fn look_after(self: &Arc<Self>, delay: Duration) -> Option<Subscription> {
+        // The watcher does not keep a group.
+        let refusals = Arc::downgrade(self);
+        let look = move || {
+            if let Some(refusals) = refusals.upgrade() {
+                refusals.look();
+            }
+        };
+        watch::after(delay, look).inspect_err(|error| log::warn!("ranks that wait for a refused call are not told: {error}")).ok()
+    }
+
+    fn look(self: &Arc<Self>) {
+        let mut note = self.note();
+        let Some(refused) = note.as_mut() else { return };
+        let waiting = self.waiting(refused.on_device);
+        // After the peers, and in this order: whoever was ahead of a rank that has nothing queued and has not moved since waits for it.
+        let idle = self.engine.idle();
+        if self.engine.sequence() != refused.asked || self.board.failure().is_some() {
+            *note = None;
+            return;
+        }
+        if waiting.is_empty() || !idle {
+            refused.look = self.look_after(NEXT_LOOK);
+            return;
+        }
+        let (me, group) = (self.board.describe(self.board.rank()), self.board.name());
+        let ranks: Vec<Rank> = waiting.iter().map(|waiting| waiting.rank).collect();
+        let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
+        let text = format!(
+            "{me} refused a call and made no other; {who} {wait} for it in {} of group \"{group}\": {}",
+            waiting[0].call, refused.text
+        );
+        *note = None;
+        drop(note);
+        self.board.fail(Error::mismatch(text));
+    }
+
+    fn waiting(&self, on_device: bool) -> Vec<Waiting> {
+        let (me, board) = (self.board.rank(), &self.board);
+        let on_host = board.peers().filter_map(|rank| {
+            let doing = board.doing(rank)?;
+            (doing.number > board.collective(me))
+                .then(|| Waiting { rank, call: format!("{}, collective #{}", doing.op.name(), doing.number) })
+        });
+        let on_devices = board.peers().filter(|_| on_device).filter_map(|rank| {
+            let first = ledger::launched(board, me) + 1;
+            (ledger::launched(board, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
+        });
+        let mut all: Vec<Waiting> = on_host.chain(on_devices).collect();
+        all.sort_by_key(|waiting| waiting.rank);
+        all.dedup_by_key(|waiting| waiting.rank);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::{Call, Op, Span};
+    use crate::coll::cpu::Runner;
+    use crate::coll::cuda::layout::Channel;
+    use crate::coll::plan::Thresholds;
+    use crate::dtype::{DType, ReduceOp};
+    use crate::error::Kind;
+    use crate::sync::board::tests::boards;
+    use crate::trace::Recorder;
+    use std::time::Instant;
+
+    /// Three ranks of this process.
+    fn ranks() -> Vec<Arc<Refusals>> {
+        let rank = |board: Board| {
+            let board = Arc::new(board);
+            let recorder = Recorder::new(&board, Duration::from_secs(1));
+            Refusals::new(&board, &Engine::new(Runner::new(Arc::clone(&board), Thresholds::default()), recorder))
+        };
+        boards(3).into_iter().map(rank).collect()
+    }
+
+    fn launch(refusals: &Refusals, number: u64) {
+        let spans = vec![Span { addr: 0, bytes: 4 }];
+        let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
+        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
+        ledger::compare(&refusals.board, number, &call, Channel::Foreground).expect("all alike");
+    }
+
+    fn failure_within(refusals: &Refusals, limit: Duration) -> Option<Error> {
+        let begun = Instant::now();
+        while begun.elapsed() < limit {
+            if let Some(failure) = refusals.board.failure() {
+                return Some(failure);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
+    }
+
+    const QUIET: Duration = Duration::from_millis(250);
+
+    #[test]
+    fn peers_that_wait_for_a_refused_call_are_told_now_or_later() {
+        for later in [false, true] {
+            let ranks = ranks();
+            ranks[1].add("no such dtype".into(), false);
+            if later {
+                assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
+            }
+            ranks[0].board.begin(1, Op::AllGather);
+            ranks[2].board.begin(1, Op::AllGather);
+            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("told");
+            assert_eq!(failure.kind, Kind::Mismatch);
+            let pid = std::process::id();
+            let text = format!(
+                "rank 1 (pid {pid}) refused a call and made no other; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
+            );
+            assert_eq!(failure.message, text);
+            assert_eq!(ranks[2].board.failure(), Some(failure));
+        }
+    }
+
+    #[test]
+    fn a_launch_that_waits_for_a_refused_one_is_told() {
+        let ranks = ranks();
+        ranks.iter().for_each(|rank| launch(rank, 1));
+        ranks[1].add("no such dtype".into(), true);
+        launch(&ranks[0], 2);
+        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("told");
+        assert!(failure.message.contains("rank 0 waits for it in CUDA collective #2"), "{failure}");
+    }
+
+    #[test]
+    fn peers_that_do_not_wait_are_left_alone() {
+        let (forgetful, moved_on, alike) = (ranks(), ranks(), ranks());
+        forgetful[1].add("left".into(), false);
+        forgetful[1].forget();
+        moved_on[1].add("made up for".into(), false);
+        moved_on[1].engine.count(1);
+        for ranks in [&forgetful, &moved_on] {
+            ranks[0].board.begin(1, Op::Barrier);
+            assert_eq!(failure_within(&ranks[0], QUIET), None);
+        }
+        alike.iter().for_each(|rank| rank.board.begin(1, Op::Barrier));
+        alike.iter().for_each(|rank| rank.add("all alike".into(), true));
+        assert_eq!(failure_within(&alike[0], QUIET), None);
+    }
+}

@@ -1,0 +1,103 @@
+//! Ranks as threads of one process.
+
+use super::*;
+use crate::coll::call::Span;
+
+/// Runs `body` on `n` ranks in threads of this process.
+fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
+    let bytes = Layout::new(n as usize).total_bytes();
+    let file = Segment::create(bytes).expect("memfd");
+    std::thread::scope(|scope| {
+        for rank in 0..n {
+            let (file, body) = (file.try_clone().expect("dup"), &body);
+            scope.spawn(move || {
+                let segment = Segment::map(file, bytes).expect("map");
+                let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                body(
+                    Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20), Tuning::default()).expect("assemble"),
+                    rank,
+                );
+            });
+        }
+    });
+}
+
+fn span<T>(slice: &mut [T]) -> Span {
+    Span { addr: slice.as_mut_ptr() as usize, bytes: size_of_val(slice) }
+}
+
+fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
+    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, site: None }
+}
+
+#[test]
+fn all_to_all_and_messages_of_every_plan() {
+    for count in [1usize, 3000, 20_000, 300_000] {
+        with_ranks(3, |group, rank| {
+            let value = |from: u32, to: u32, i: usize| (from * 1000 + to * 100) as i32 + (i % 97) as i32;
+            let mut inputs: Vec<Vec<i32>> = (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
+            let mut outputs = vec![vec![0i32; count]; 3];
+            let (i, o) = (inputs.iter_mut().map(|v| span(v)).collect(), outputs.iter_mut().map(|v| span(v)).collect());
+            group.run(vec![call(Op::AllToAll, i, o)], None).expect("all_to_all");
+            for from in 0..3 {
+                assert!(outputs[from as usize].iter().enumerate().all(|(i, &v)| v == value(from, rank, i)));
+            }
+            let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
+            let mut got = vec![0i32; count];
+            let message = |peer, span| Message { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None };
+            let done = || Done::new(|outcome, _| outcome.expect("transfer"));
+            let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
+            let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
+            group.wait(recv, None).expect("wait");
+            group.wait(send, None).expect("wait");
+            assert!(got.iter().enumerate().all(|(i, &v)| v == value(last, rank, i)));
+        });
+    }
+}
+
+#[test]
+fn a_disagreement_names_both_calls_on_every_rank() {
+    with_ranks(3, |group, rank| {
+        let mut data = vec![0i32; 4 + (rank == 1) as usize];
+        let op = call(
+            Op::Broadcast,
+            if rank == 0 { vec![span(&mut data)] } else { vec![] },
+            if rank == 0 { vec![] } else { vec![span(&mut data)] },
+        );
+        let error = group.run(vec![op], None).expect_err("sizes differ");
+        assert_eq!(error.kind, crate::error::Kind::Mismatch);
+        assert!(error.message.contains("16 bytes") && error.message.contains("20 bytes"), "{error}");
+        let again = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
+        assert_eq!(again.message, error.message, "the first cause stands");
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_is_named() {
+    with_ranks(2, |group, rank| {
+        if rank == 1 {
+            return;
+        }
+        let error = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("alone");
+        assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
+    });
+}
+
+#[test]
+fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
+    let over = std::sync::Barrier::new(2);
+    with_ranks(2, |group, rank| {
+        if rank == 0 {
+            std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| group.connect(0));
+                std::thread::sleep(Duration::from_millis(50));
+                let begun = Instant::now();
+                assert_eq!(group.failure(), None);
+                group.shutdown();
+                assert!(waiting.join().expect("no panic").is_err());
+                assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+            });
+        }
+        over.wait();
+    });
+}

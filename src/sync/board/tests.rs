@@ -1,0 +1,80 @@
+//! What messages say of late ranks.
+
+use super::*;
+
+/// The boards of a group of `n` ranks, all of this process.
+pub(crate) fn boards(n: u32) -> Vec<Board> {
+    let bytes = Layout::new(n as usize).total_bytes();
+    let file = Segment::create(bytes).expect("memfd");
+    let board = |rank| {
+        let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
+        let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+        Board::new(segment, Rank(rank), "test".into(), members, 1)
+    };
+    (0..n).map(board).collect()
+}
+
+/// Rank 0 of a group whose other ranks are `pids`.
+fn board(pids: &[u32]) -> Board {
+    let members: Vec<Identity> =
+        std::iter::once(std::process::id()).chain(pids.iter().copied()).zip(0..).map(|(pid, global)| Identity { pid, global }).collect();
+    let bytes = Layout::new(members.len()).total_bytes();
+    let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+    Board::new(segment, Rank(0), "test".into(), members, 1)
+}
+
+fn stands(board: &Board, rank: u32, doing: Doing) {
+    board.words(Rank(rank)).doing.store(doing.word(), Ordering::Relaxed);
+}
+
+#[test]
+fn a_timeout_says_what_each_missing_rank_is_doing() {
+    let mut sleeper = std::process::Command::new("sleep").arg("60").spawn().expect("sleep runs");
+    let pid = sleeper.id();
+    // SAFETY: a child of this process that has not been waited for.
+    assert_eq!(unsafe { libc::kill(pid as i32, libc::SIGSTOP) }, 0);
+    let until = std::time::Instant::now() + Duration::from_secs(10);
+    while process::state(pid) != Some("alive, stopped (T)") {
+        assert!(std::time::Instant::now() < until, "{:?}", process::state(pid));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let board = board(&[pid, pid, pid, u32::MAX]);
+    stands(&board, 1, Doing { number: 1041, op: Op::AllGather, finished: false });
+    stands(&board, 2, Doing { number: 1041, op: Op::AllGather, finished: true });
+    stands(&board, 4, Doing { number: 7, op: Op::Barrier, finished: true });
+    let late = board.late(&|rank| rank != Rank(0));
+    sleeper.kill().expect("killed");
+    sleeper.wait().expect("reaped");
+    let expected = format!(
+        "ranks 1, 2, 3 and 4 (\
+         rank 1: pid {pid} alive, stopped (T), in all_gather #1041; \
+         rank 2: pid {pid} alive, stopped (T), finished all_gather #1041 and began nothing since; \
+         rank 3: pid {pid} alive, stopped (T), has begun no collective; \
+         rank 4: pid {} exited, finished barrier #7 and began nothing since)",
+        u32::MAX
+    );
+    assert_eq!(late, expected);
+}
+
+#[test]
+fn where_a_rank_stands_survives_its_word() {
+    assert_eq!(Doing::of(0), None);
+    for &op in Op::ALL {
+        for finished in [false, true] {
+            let doing = Doing { number: 1 << 50, op, finished };
+            assert_eq!(Doing::of(doing.word()), Some(doing));
+        }
+    }
+    assert_eq!(Doing::of(1 << 8 | 126 << 1), None, "no such collective");
+}
+
+#[test]
+fn a_group_warns_once_for_all_its_calls() {
+    let board = board(&[std::process::id()]);
+    assert!(!board.warned.load(Ordering::Relaxed));
+    for _ in 0..2 {
+        let limit = Limit::from_first_wait(Duration::from_millis(600));
+        board.wait_alone(&limit, &|| "a test".into(), |_| true).expect_err("late");
+        assert!(board.warned.load(Ordering::Relaxed));
+    }
+}

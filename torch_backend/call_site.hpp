@@ -1,0 +1,19 @@
+// Where the user's program makes a call, for SYMM_DEBUG=site.
+#pragma once
+
+#include <cstdint>
+
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+// The core's number of the innermost line outside torch and this package in the calling thread's Python stack. Waits for the GIL.
+uint32_t find_call_site();
+
+// The same if sites are wanted; else 0, without any waiting.
+inline uint32_t call_site() {
+  static const bool wanted = sites_wanted();
+  return wanted ? find_call_site() : 0;
+}
+
+} // namespace symm
