@@ -109,6 +109,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         factor: 1.0,
         inputs: inputs.clone(),
         outputs: outputs.clone(),
+        site: None,
     };
     let out = all(output);
     let message = all(input);

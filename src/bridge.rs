@@ -31,6 +31,8 @@ pub mod ffi {
         factor: f64,
         inputs: Vec<Span>,
         outputs: Vec<Span>,
+        /// From `site_number`; 0: sites are not compared.
+        site: u32,
     }
 
     /// Who joins which group.
@@ -324,6 +326,8 @@ pub mod ffi {
         /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
         fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
 
+        /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
+        fn refuse(self: &GroupHandle, text: &str);
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
@@ -349,8 +353,6 @@ pub mod ffi {
 
         /// `group::window::Window`.
         type WindowHandle;
-        /// Another owner of the same window.
-        fn share(self: &WindowHandle) -> Box<WindowHandle>;
         /// This process's addresses of the ranks' buffers.
         fn buffers(self: &WindowHandle) -> Vec<usize>;
         /// This process's addresses of the ranks' signal pads.
@@ -376,8 +378,6 @@ pub mod ffi {
         fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// On the host: writes to `out` what `reduce_op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order.
         fn reduce(self: &WindowHandle, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status;
-        /// Why a signal or barrier of this rank has failed, if one has. Kind 0 if not.
-        fn failure(self: &WindowHandle) -> Status;
 
         /// How an all-gather and the products of its shards are interleaved.
         fn plan_gather(spec: &ProductSpec) -> GatherPlan;
@@ -385,19 +385,26 @@ pub mod ffi {
         fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status;
         /// Enqueues the sum of all ranks' parts of a product.
         fn sum_parts(spec: &SumSpec) -> Status;
-        /// The number of the capture that records what is enqueued in the CUDA stream; 0: none does.
-        fn capture_of(stream: usize) -> u64;
 
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
-        /// Whether the CUDA stream records a graph. May be asked at any time, from any thread.
-        fn capturing(stream: usize) -> bool;
+        /// The number of the capture that records what is enqueued in the CUDA stream; 0: none does. May be asked at any time, from any
+        /// thread.
+        fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
+        /// Whether calls are to bring their sites: `SYMM_DEBUG=site`.
+        fn sites_wanted() -> bool;
+        /// The number of a line of the user's program, "train.py:12".
+        fn site_number(text: &str) -> u32;
         /// JSON: which algorithm has served how many CUDA calls of this process.
         fn stats() -> String;
+        /// JSON: the last calls of this process.
+        fn trace_text() -> TopologyReport;
+        /// Writes `content` to `path` (the system's bytes), or as `name` where dumps are kept if that is empty; answers the file's path.
+        fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport;
         /// Whether CUDA device `device` can have memory that its peers load and store directly.
         fn shares(device: i32) -> bool;
         /// `CARGO_PKG_VERSION`.
@@ -409,138 +416,55 @@ mod cost;
 mod crowd;
 mod cuda;
 mod fused;
+mod group;
 mod kernels;
 mod memory;
 mod native_store;
 mod topology;
 mod torch_store;
+mod trace;
 mod window;
 
-use crate::coll::call::{Call, Op, Span};
+use crate::config::Config;
 use crate::done::Done;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::group::{Group, JoinOptions};
-use crate::p2p::Message;
 use crate::rank::Rank;
+use crate::sync::site::Site;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use crowd::{Crowd, crowd};
-use cuda::{blocking_wait, capturing, stats};
-use fused::{capture_of, plan_gather, plan_scatter, sum_parts};
+use cuda::{blocking_wait, capture_of, stats};
+use fused::{plan_gather, plan_scatter, sum_parts};
+use group::{GroupHandle, join};
 use kernels::cuda_libraries;
 use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use topology::{nvlink_matrix, topology_report};
-use torch_store::TorchStore;
+use trace::{keep_trace, trace_text};
 use window::{WindowHandle, allocate_window, free_window};
-
-/// A group, or the reason why it never came to be.
-pub struct GroupHandle(Result<Group>);
-
-impl GroupHandle {
-    fn group(&self) -> Result<&Group> {
-        self.0.as_ref().map_err(Clone::clone)
-    }
-
-    fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.group()?.run(translate(calls)?, milliseconds(timeout_ms)))
-    }
-
-    fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.group()?.submit(translate(calls)?, milliseconds(timeout_ms), done), done)
-    }
-
-    fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.group()?.send(message(transfer)?, done), done)
-    }
-
-    fn recv(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.group()?.recv(message(transfer)?, done), done)
-    }
-
-    fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.group()?.wait(ticket, milliseconds(timeout_ms)))
-    }
-
-    fn progress(&self) {
-        guarded(|| {
-            self.group()?.progress();
-            Ok(())
-        });
-    }
-
-    fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
-        let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks))
-    }
-
-    fn abort(&self) {
-        guarded(|| {
-            self.group()?.abort();
-            Ok(())
-        });
-    }
-
-    fn shutdown(&self) {
-        guarded(|| {
-            self.group()?.shutdown();
-            Ok(())
-        });
-    }
-
-    fn leave(&self, limit_ms: i64) {
-        guarded(|| {
-            self.group()?.leave(milliseconds(limit_ms).unwrap_or_default());
-            Ok(())
-        });
-    }
-
-    fn sequence(&self) -> u64 {
-        self.group().map_or(0, Group::sequence)
-    }
-
-    fn set_timeout(&self, timeout_ms: i64) {
-        if let (Ok(group), Some(timeout)) = (self.group(), milliseconds(timeout_ms)) {
-            group.set_timeout(timeout);
-        }
-    }
-
-    fn timeout(&self) -> i64 {
-        self.group().map_or(0, |group| group.timeout().as_millis() as i64)
-    }
-
-    fn error(&self) -> ffi::Status {
-        guarded(|| self.group()?.error().map_or(Ok(()), Err))
-    }
-
-    fn failure(&self) -> ffi::Status {
-        guarded(|| self.group()?.failure().map_or(Ok(()), Err))
-    }
-}
-
-fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
-    let mut group = Err(Error::internal("the group was never joined"));
-    let status = guarded(|| {
-        let options = JoinOptions {
-            group: spec.group.clone(),
-            rank: spec.rank,
-            size: spec.size,
-            global_ranks: spec.global_ranks.clone(),
-            timeout: milliseconds(spec.timeout_ms),
-        };
-        group = Group::join(&TorchStore::new(store), &options);
-        group.as_ref().map(|_| ()).map_err(Clone::clone)
-    });
-    ffi::Joined { status, group: Box::new(GroupHandle(group)) }
-}
 
 fn check_reduce(dtype: i32, reduce_op: u8) -> ffi::Status {
     guarded(|| crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?))
+}
+
+fn sites_wanted() -> bool {
+    let mut wanted = false;
+    guarded(|| {
+        wanted = Config::get().debug_site;
+        Ok(())
+    });
+    wanted
+}
+
+fn site_number(text: &str) -> u32 {
+    let mut number = 0;
+    guarded(|| {
+        number = Site::number(text);
+        Ok(())
+    });
+    number
 }
 
 fn version() -> String {
@@ -581,34 +505,6 @@ fn status(outcome: Result<()>) -> ffi::Status {
 
 fn milliseconds(value: i64) -> Option<Duration> {
     u64::try_from(value).ok().filter(|&ms| ms > 0).map(Duration::from_millis)
-}
-
-fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
-    let spans = |list: &[ffi::Span]| list.iter().map(|s| Span { addr: s.addr, bytes: s.bytes }).collect();
-    calls
-        .iter()
-        .map(|call| {
-            Ok(Call {
-                op: Op::from_code(call.op).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op)))?,
-                dtype: DType::from_torch(call.dtype)?,
-                reduce_op: ReduceOp::from_torch(call.reduce_op)?,
-                root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
-                factor: call.factor,
-                inputs: spans(&call.inputs),
-                outputs: spans(&call.outputs),
-            })
-        })
-        .collect()
-}
-
-fn message(transfer: &ffi::Transfer) -> Result<Message> {
-    Ok(Message {
-        peer: u32::try_from(transfer.peer).ok().map(Rank),
-        tag: transfer.tag,
-        dtype: DType::from_torch(transfer.dtype)?,
-        span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
-        timeout: milliseconds(transfer.timeout_ms),
-    })
 }
 
 /// A completion of the C++ side, callable once from any thread.

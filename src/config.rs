@@ -55,6 +55,13 @@ pub struct Config {
     /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise its failure.
     /// Default off.
     pub blocking_wait: bool,
+    /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
+    pub debug_site: bool,
+    /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/trace.md`); absent: a folder of the user's in
+    /// `temporary`.
+    pub trace_dir: Option<PathBuf>,
+    /// `TMPDIR`, else `/tmp`.
+    pub temporary: PathBuf,
 }
 
 impl Config {
@@ -97,6 +104,20 @@ impl Config {
                 usual()
             }
         };
+        let mut debug_site = false;
+        for word in set("SYMM_DEBUG").iter().flat_map(|words| words.split(',')).map(str::trim).filter(|word| !word.is_empty()) {
+            match word {
+                "site" => debug_site = true,
+                _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"site\" is; ignored")),
+            }
+        }
+        let trace_dir = set("SYMM_TRACE_DIR").filter(|path| {
+            let absolute = path.starts_with('/');
+            if !absolute {
+                complaints.push(format!("SYMM_TRACE_DIR={path:?} is not an absolute path; ignored"));
+            }
+            absolute
+        });
         let config = Self {
             log: set("SYMM_LOG").unwrap_or_else(|| "warn".into()),
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
@@ -115,6 +136,9 @@ impl Config {
             cache_dir,
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
+            debug_site,
+            trace_dir: trace_dir.map(PathBuf::from),
+            temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
         };
         (config, complaints)
     }
@@ -161,6 +185,9 @@ mod tests {
             cache_dir: CacheDir::Unknown,
             topology_file: None,
             blocking_wait: false,
+            debug_site: false,
+            trace_dir: None,
+            temporary: "/tmp".into(),
         };
         assert_eq!((config, complaints), (expected, 0));
     }
@@ -181,6 +208,9 @@ mod tests {
             ("SYMM_PROFILE", "/etc/profile.json"),
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
             ("SYMM_BLOCKING_WAIT", "1"),
+            ("SYMM_DEBUG", "site"),
+            ("SYMM_TRACE_DIR", "/scratch/traces"),
+            ("TMPDIR", "/scratch"),
         ]);
         let expected = Config {
             log: "debug".into(),
@@ -196,11 +226,19 @@ mod tests {
             cache_dir: CacheDir::At("/scratch/kernels".into()),
             topology_file: Some("/etc/topology.json".into()),
             blocking_wait: true,
+            trace_dir: Some("/scratch/traces".into()),
+            temporary: "/scratch".into(),
+            debug_site: true,
         };
         assert_eq!((config, complaints), (expected, 0));
         assert_eq!(parse(&[("SYMM_PROFILE", "0")]).0.profile, ProfileChoice::Off);
-        let (config, complaints) = parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G")]);
-        assert_eq!((config.spin, config.cma, config.store_bytes, complaints), (None, true, None, 3));
+        for (words, expected) in [("", (false, 0)), ("site", (true, 0)), (" site, sight,", (true, 1)), ("all", (false, 1))] {
+            let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
+            assert_eq!((config.debug_site, complaints), expected, "{words}");
+        }
+        let (config, complaints) =
+            parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here")]);
+        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 4));
     }
 
     #[test]

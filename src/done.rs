@@ -6,20 +6,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 type Callback = Box<dyn FnOnce(Result<()>, Option<Rank>) + Send>;
 
+/// Sees outcomes before those do whom they are for.
+pub trait Observer: Send + Sync {
+    /// The call that the observer knows as `number` has ended.
+    fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);
+}
+
 /// Where the outcome of an asynchronous call goes. Clones share the one callback; the first call wins.
 #[derive(Clone)]
-pub struct Done(Arc<Mutex<Option<Callback>>>);
+pub struct Done {
+    callback: Arc<Mutex<Option<Callback>>>,
+    /// Beside the callback, not around it: wrapping would allocate for every call.
+    observer: Option<(Arc<dyn Observer>, u64)>,
+}
 
 impl Done {
     /// Wraps `callback`, which gets the outcome and, for a receive, the rank that sent.
     pub fn new(callback: impl FnOnce(Result<()>, Option<Rank>) + Send + 'static) -> Self {
-        Self(Arc::new(Mutex::new(Some(Box::new(callback)))))
+        Self { callback: Arc::new(Mutex::new(Some(Box::new(callback)))), observer: None }
+    }
+
+    /// The same, and `observer` sees the outcome first.
+    pub fn observed(self, observer: Arc<dyn Observer>, number: u64) -> Self {
+        Self { observer: Some((observer, number)), ..self }
     }
 
     /// Delivers the outcome; without effect after the first time.
     pub fn call(&self, outcome: Result<()>, source: Option<Rank>) {
-        let callback = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let callback = self.callback.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(callback) = callback {
+            if let Some((observer, number)) = &self.observer {
+                observer.ended(*number, &outcome, source);
+            }
             callback(outcome, source);
         }
     }

@@ -9,6 +9,7 @@ use crate::coll::cpu::Runner;
 use crate::done::Done;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
+use crate::trace::{Place, Recorder};
 use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,6 +31,7 @@ pub struct Engine {
     runner: Mutex<Runner>,
     workers: Mutex<Vec<JoinHandle<()>>>,
     issued: AtomicU64,
+    recorder: Arc<Recorder>,
 }
 
 struct State {
@@ -51,6 +53,8 @@ struct State {
 struct Job {
     ticket: u64,
     calls: Vec<Call>,
+    /// Of the first call in the flight recorder.
+    number: u64,
     submitted: Instant,
     timeout: Duration,
     done: Done,
@@ -69,8 +73,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Engine {
-    /// An idle queue in front of `runner`.
-    pub fn new(runner: Runner) -> Arc<Self> {
+    /// An idle queue in front of `runner`, whose calls `recorder` keeps.
+    pub fn new(runner: Runner, recorder: Arc<Recorder>) -> Arc<Self> {
         let state = State {
             queue: VecDeque::new(),
             open: BTreeSet::new(),
@@ -87,12 +91,19 @@ impl Engine {
             runner: Mutex::new(runner),
             workers: Mutex::new(Vec::new()),
             issued: AtomicU64::new(0),
+            recorder,
         })
     }
 
     /// Number of collectives asked for.
     pub fn sequence(&self) -> u64 {
         self.issued.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing is queued or running.
+    pub fn idle(&self) -> bool {
+        let state = lock(&self.state);
+        !state.busy && state.queue.is_empty()
     }
 
     /// Counts `calls` that are not this queue's.
@@ -108,7 +119,7 @@ impl Engine {
             state.busy = true;
             state.callers += 1;
             drop(state);
-            let outcome = self.execute(&calls, &Limit::from_first_wait(timeout));
+            let outcome = self.execute(&calls, &Limit::from_first_wait(timeout), timeout, None);
             let mut state = lock(&self.state);
             state.callers -= 1;
             self.rest(&mut state);
@@ -117,7 +128,8 @@ impl Engine {
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
         let done = Done::new(move |result, _| *lock(&slot) = result);
-        let ticket = state.push(calls, timeout, done);
+        let number = self.recorder.schedule(&calls, timeout, false, Place::Host);
+        let ticket = state.push(calls, number, timeout, done);
         drop(state);
         self.wait(ticket, None)?;
         lock(&outcome).clone()
@@ -130,7 +142,8 @@ impl Engine {
             self.start_worker(&mut state)?;
         }
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
-        let ticket = state.push(calls, timeout, done);
+        let number = self.recorder.schedule(&calls, timeout, true, Place::Host);
+        let ticket = state.push(calls, number, timeout, done);
         self.notify(&state);
         Ok(ticket)
     }
@@ -257,15 +270,36 @@ impl Engine {
     fn run_job(&self, mut state: MutexGuard<'_, State>, job: Job) -> Finished {
         state.busy = true;
         drop(state);
-        let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout));
+        let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout), job.timeout, Some(job.number));
         self.rest(&mut lock(&self.state));
         Finished { ticket: job.ticket, outcome, done: job.done }
     }
 
-    fn execute(&self, calls: &[Call], limit: &Limit) -> Result<()> {
+    /// `queued`: the recorder's number of the first call, if it was scheduled before.
+    fn execute(&self, calls: &[Call], limit: &Limit, timeout: Duration, queued: Option<u64>) -> Result<()> {
         let mut runner = lock(&self.runner);
-        let body = AssertUnwindSafe(|| calls.iter().try_for_each(|call| runner.run(call, limit)));
-        catch_unwind(body).unwrap_or_else(|_| Err(Error::internal("a bug in torch-symm: a collective panicked")))
+        let mut one = |(place, call): (u64, &Call)| {
+            let next = runner.sequence() + 1;
+            let number = match queued {
+                Some(first) => {
+                    self.recorder.start(first + place, next);
+                    first + place
+                }
+                None => self.recorder.begin(call, timeout, next),
+            };
+            let outcome = runner.run(call, limit);
+            self.recorder.end(number, &outcome, runner.sequence() == next);
+            outcome
+        };
+        let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));
+        let outcome = catch_unwind(body).unwrap_or_else(|_| Err(Error::internal("a bug in torch-symm: a collective panicked")));
+        drop(runner);
+        outcome.inspect_err(|error| {
+            if let Some(first) = queued {
+                self.recorder.abandon(first..first + calls.len() as u64, error);
+            }
+            self.recorder.saw(error);
+        })
     }
 
     fn rest(&self, state: &mut State) {
@@ -285,11 +319,11 @@ impl Finished {
 }
 
 impl State {
-    fn push(&mut self, calls: Vec<Call>, timeout: Duration, done: Done) -> u64 {
+    fn push(&mut self, calls: Vec<Call>, number: u64, timeout: Duration, done: Done) -> u64 {
         let ticket = self.next;
         self.next += 1;
         self.open.insert(ticket);
-        self.queue.push_back(Job { ticket, calls, submitted: Instant::now(), timeout, done });
+        self.queue.push_back(Job { ticket, calls, number, submitted: Instant::now(), timeout, done });
         ticket
     }
 }

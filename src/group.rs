@@ -2,6 +2,7 @@
 
 pub mod allocations;
 pub mod device;
+mod refusal;
 pub mod window;
 
 use crate::boot::{self, JoinSpec, Member};
@@ -10,10 +11,9 @@ use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cpu::Runner;
 use crate::coll::cuda::ledger;
-use crate::coll::cuda::plane::Plane;
 use crate::coll::plan::Thresholds;
 use crate::config::Config;
-use crate::done::Done;
+use crate::done::{Done, Observer};
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -25,9 +25,11 @@ use crate::store::Store;
 use crate::sync::board::{Board, Identity};
 use crate::sync::limit::Limit;
 use crate::sys::{fork, remote};
+use crate::trace::{self, Recorder};
 use crate::watch;
+use refusal::Refusals;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Who joins which group.
@@ -67,13 +69,15 @@ pub struct Group {
     board: Arc<Board>,
     engine: Arc<Engine>,
     transfers: Arc<Transfers>,
+    refusals: Arc<Refusals>,
+    recorder: Arc<Recorder>,
     timeout_ms: AtomicU64,
     closed: AtomicBool,
     /// Of the process that made the group.
     generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
     /// Since the first call on a GPU.
-    plane: RwLock<Option<Arc<Plane>>>,
+    plane: Arc<device::Slot>,
     /// Held by whoever sets the plane up.
     setting_up: Mutex<()>,
     places: window::Places,
@@ -127,14 +131,18 @@ impl Group {
         let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
         let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
         board.segment().reserve(0, board.layout().control_bytes(), format_args!("group \"{name}\""))?;
+        let plane = Arc::<device::Slot>::default();
         let watching = if watched.is_empty() {
             None
         } else {
             // The board does not outlive the group because somebody watches its members.
-            let listener = Arc::downgrade(&board);
+            let (listener, slot) = (Arc::downgrade(&board), Arc::downgrade(&plane));
             let on_exit: watch::OnExit = Arc::new(move |rank, how| {
                 if let Some(board) = listener.upgrade() {
                     board.note_gone(rank, format!("has ended ({how})"));
+                }
+                if let Some(slot) = slot.upgrade() {
+                    device::bury(&slot, rank);
                 }
             });
             Some(watch::watch(watched, on_exit)?)
@@ -142,15 +150,19 @@ impl Group {
         let limit = Limit::from(Instant::now(), timeout);
         let direct = meet(&board, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
+        let recorder = Recorder::new(&board, timeout);
+        let engine = Engine::new(Runner::new(Arc::clone(&board), tuning.thresholds), Arc::clone(&recorder));
         Ok(Self {
-            engine: Engine::new(Runner::new(Arc::clone(&board), tuning.thresholds)),
+            refusals: Refusals::new(&board, &engine),
+            engine,
             transfers: Transfers::new(Arc::clone(&board), direct),
             board,
+            recorder,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),
             generation: fork::generation(),
             watching: Mutex::new(watching),
-            plane: RwLock::new(None),
+            plane,
             setting_up: Mutex::new(()),
             places: window::Places::default(),
         })
@@ -172,20 +184,34 @@ impl Group {
 
     /// Starts a send.
     pub fn send(&self, message: Message, done: Done) -> Result<u64> {
-        self.check_alive()?;
-        self.transfers.send(message, message.timeout.unwrap_or_else(|| self.timeout()), done)
+        self.recorded(true, &message, done, |timeout, done| self.transfers.send(message, timeout, done))
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, done: Done) -> Result<u64> {
+        self.recorded(false, &message, done, |timeout, done| self.transfers.recv(message, timeout, done))
+    }
+
+    fn recorded(&self, send: bool, message: &Message, done: Done, start: impl FnOnce(Duration, Done) -> Result<u64>) -> Result<u64> {
         self.check_alive()?;
-        self.transfers.recv(message, message.timeout.unwrap_or_else(|| self.timeout()), done)
+        let timeout = message.timeout.unwrap_or_else(|| self.timeout());
+        let number = self.recorder.message(send, message, timeout, trace::Place::Host);
+        let done = done.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
+        start(timeout, done).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false))
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         self.check_process()?;
         if ticket & p2p::TICKET_BIT != 0 { self.transfers.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
+    }
+
+    /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
+    /// no other call within 80 ms, the group fails: they hear so within 100 ms of their call or of this one, whichever is later.
+    pub fn refuse(&self, text: String) {
+        if self.check_alive().and_then(|()| self.check_kernels()).is_ok() {
+            self.refusals.add(text, self.plane().is_some());
+        }
     }
 
     /// Moves transfers along without blocking.
@@ -209,6 +235,7 @@ impl Group {
             factor: 1.0,
             inputs: Vec::new(),
             outputs: Vec::new(),
+            site: None,
         };
         self.run(vec![barrier], Some(timeout)).map_err(|error| {
             let (me, cause) = (self.board.rank(), &error.message);
@@ -250,6 +277,7 @@ impl Group {
             return;
         }
         let (name, since) = (self.board.name(), Instant::now());
+        self.refusals.forget();
         let launched = self.disconnect(limit);
         if !self.engine.drain(limit) {
             let (me, seconds) = (self.board.describe(self.board.rank()), since.elapsed().as_secs_f32());
@@ -265,6 +293,7 @@ impl Group {
             ledger::abandon(&self.board);
         }
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.recorder.leave();
     }
 
     /// Number of collectives asked for.
@@ -289,7 +318,8 @@ impl Group {
 
     /// The group's first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
-        self.plane().and_then(|plane| plane.failure()).or_else(|| self.board.failure())
+        let failure = self.plane().and_then(|plane| plane.failure()).or_else(|| self.board.failure());
+        failure.inspect(|error| self.recorder.saw(error))
     }
 
     fn check_process(&self) -> Result<()> {
@@ -319,12 +349,13 @@ impl Group {
 
     /// Whether a kernel of this rank has given up: nobody but who asks hears of it.
     fn check_kernels(&self) -> Result<()> {
-        self.plane().and_then(|plane| plane.failure()).map_or(Ok(()), Err)
+        let failure = self.plane().and_then(|plane| plane.failure());
+        failure.map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
     }
 
     fn check_alive(&self) -> Result<()> {
         self.check_open()?;
-        self.board.failure().map_or(Ok(()), Err)
+        self.board.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
     }
 }
 
@@ -345,7 +376,7 @@ fn meet(board: &Board, limit: &Limit, try_direct: bool) -> Result<bool> {
     let arrive = |phase: u32| {
         board.phase(me).store(phase, Ordering::Release);
         board.wake_sleepers();
-        board.wait_for_peers(limit, &about, |peer| board.phase(peer).load(Ordering::Acquire) < phase)
+        board.wait_together(limit, &about, |peer| board.phase(peer).load(Ordering::Acquire) < phase)
     };
     let word = std::hint::black_box(Box::new(PROBE));
     board.probe(me).store(std::ptr::from_ref(&*word) as u64, Ordering::Relaxed);
@@ -366,107 +397,4 @@ fn meet(board: &Board, limit: &Limit, try_direct: bool) -> Result<bool> {
 const PROBE: u64 = 0x746f_7263_6873_796d;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::coll::call::Span;
-
-    /// Runs `body` on `n` ranks in threads of this process.
-    fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
-        let bytes = Layout::new(n as usize).total_bytes();
-        let file = Segment::create(bytes).expect("memfd");
-        std::thread::scope(|scope| {
-            for rank in 0..n {
-                let (file, body) = (file.try_clone().expect("dup"), &body);
-                scope.spawn(move || {
-                    let segment = Segment::map(file, bytes).expect("map");
-                    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                    body(
-                        Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(20), Tuning::default())
-                            .expect("assemble"),
-                        rank,
-                    );
-                });
-            }
-        });
-    }
-
-    fn span<T>(slice: &mut [T]) -> Span {
-        Span { addr: slice.as_mut_ptr() as usize, bytes: size_of_val(slice) }
-    }
-
-    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-        Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs }
-    }
-
-    #[test]
-    fn all_to_all_and_messages_of_every_plan() {
-        for count in [1usize, 3000, 20_000, 300_000] {
-            with_ranks(3, |group, rank| {
-                let value = |from: u32, to: u32, i: usize| (from * 1000 + to * 100) as i32 + (i % 97) as i32;
-                let mut inputs: Vec<Vec<i32>> = (0..3).map(|to| (0..count).map(|i| value(rank, to, i)).collect()).collect();
-                let mut outputs = vec![vec![0i32; count]; 3];
-                let (i, o) = (inputs.iter_mut().map(|v| span(v)).collect(), outputs.iter_mut().map(|v| span(v)).collect());
-                group.run(vec![call(Op::AllToAll, i, o)], None).expect("all_to_all");
-                for from in 0..3 {
-                    assert!(outputs[from as usize].iter().enumerate().all(|(i, &v)| v == value(from, rank, i)));
-                }
-                let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
-                let mut got = vec![0i32; count];
-                let message = |peer, span| Message { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None };
-                let done = || Done::new(|outcome, _| outcome.expect("transfer"));
-                let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
-                let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
-                group.wait(recv, None).expect("wait");
-                group.wait(send, None).expect("wait");
-                assert!(got.iter().enumerate().all(|(i, &v)| v == value(last, rank, i)));
-            });
-        }
-    }
-
-    #[test]
-    fn a_disagreement_names_both_calls_on_every_rank() {
-        with_ranks(3, |group, rank| {
-            let mut data = vec![0i32; 4 + (rank == 1) as usize];
-            let op = call(
-                Op::Broadcast,
-                if rank == 0 { vec![span(&mut data)] } else { vec![] },
-                if rank == 0 { vec![] } else { vec![span(&mut data)] },
-            );
-            let error = group.run(vec![op], None).expect_err("sizes differ");
-            assert_eq!(error.kind, crate::error::Kind::Mismatch);
-            assert!(error.message.contains("16 bytes") && error.message.contains("20 bytes"), "{error}");
-            let again = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
-            assert_eq!(again.message, error.message, "the first cause stands");
-        });
-    }
-
-    #[test]
-    fn a_rank_that_leaves_is_named() {
-        with_ranks(2, |group, rank| {
-            if rank == 1 {
-                return;
-            }
-            let error = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("alone");
-            assert!(error.message.contains("rank 1") && error.message.contains("left"), "{error}");
-        });
-    }
-
-    #[test]
-    fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
-        let over = std::sync::Barrier::new(2);
-        with_ranks(2, |group, rank| {
-            if rank == 0 {
-                std::thread::scope(|scope| {
-                    let waiting = scope.spawn(|| group.connect(0));
-                    std::thread::sleep(Duration::from_millis(50));
-                    let begun = Instant::now();
-                    assert_eq!(group.failure(), None);
-                    group.shutdown();
-                    assert!(waiting.join().expect("no panic").is_err());
-                    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
-                });
-            }
-            over.wait();
-        });
-    }
-}
+mod tests;

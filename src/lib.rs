@@ -3,7 +3,7 @@
 //! From the outside in:
 //! - `bridge` (feature `torch`): what C++ sees
 //! - [`group`][]: a group of ranks and everything one can ask of it
-//! - [`coll`][]: collectives
+//! - [`coll`][]: collectives; [`trace`][]: the last of them, for when something fails
 //! - [`sync`][]: waiting, failing, deadlines
 //! - [`mem`][]: memory that all members see
 //! - [`kernels`][]: loops over tensor bytes; [`topo`][]: how devices are connected
@@ -11,7 +11,7 @@
 //! - [`store`][]: the key-value store through which ranks meet
 //! - [`sys`][]: thin wrappers over the system
 //! - [`config`][]: what the environment says; [`done`][]: where outcomes go
-//! - [`dtype`], [`rank`], [`error`][]: leaves that everyone may import
+//! - [`dtype`], [`op`], [`rank`], [`error`][]: leaves that everyone may import
 
 pub mod boot;
 #[cfg(feature = "torch")]
@@ -25,10 +25,12 @@ pub mod error;
 pub mod group;
 pub mod kernels;
 pub mod mem;
+pub mod op;
 pub mod p2p;
 pub mod rank;
 pub mod store;
 pub mod sync;
 pub mod sys;
 pub mod topo;
+pub mod trace;
 pub mod watch;

@@ -1,4 +1,4 @@
-//! Notices that a member's process has ended, within a millisecond, whatever children it leaves behind.
+//! Notices that a member's process has ended, within a millisecond, whatever children it leaves behind; looks again at what takes time.
 //!
 //! One thread serves all groups of the process. It starts with the first subscription and ends with the last.
 
@@ -8,11 +8,12 @@ use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::thread::{Wake, block_signals};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 /// What a subscriber wants called: the rank, and how its process ended.
 pub type OnExit = Arc<dyn Fn(Rank, String) + Send + Sync>;
@@ -29,9 +30,16 @@ struct Subscriber {
     on_exit: OnExit,
 }
 
+/// What is to be called once, and when.
+struct Timer {
+    due: Instant,
+    call: Box<dyn FnOnce() + Send>,
+}
+
 #[derive(Default)]
 struct State {
     subscribers: HashMap<u64, Subscriber>,
+    timers: HashMap<u64, Timer>,
     next: u64,
     /// Wakes the thread; absent while none runs.
     wake: Option<Arc<Wake>>,
@@ -45,10 +53,10 @@ fn state() -> MutexGuard<'static, State> {
     STATE.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Ends the calls of `on_exit` when dropped.
+/// Ends the calls when dropped.
 ///
 /// Dropping never waits: a call that has begun may still be running, or about to begin on the watcher's thread, when the
-/// drop returns. So it is safe under any lock, the interpreter's among them, and from inside `on_exit` itself.
+/// drop returns. So it is safe under any lock, the interpreter's among them, and from inside the call itself.
 #[must_use = "dropping it ends the watch"]
 #[derive(Debug)]
 pub struct Subscription {
@@ -63,8 +71,8 @@ impl Drop for Subscription {
             return;
         }
         let mut state = state();
-        // Its callback may own anything: let go of it after the lock.
-        let removed = state.subscribers.remove(&self.id);
+        // What is to be called may own anything: let go of it after the lock.
+        let removed = (state.subscribers.remove(&self.id), state.timers.remove(&self.id));
         notify(&state);
         drop(state);
         drop(removed);
@@ -92,42 +100,93 @@ pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
             Some(Target { rank, process, pidfd: Arc::clone(member.pidfd.as_ref()?) })
         })
         .collect();
+    subscribe(|state, id| {
+        if !targets.is_empty() {
+            state.subscribers.insert(id, Subscriber { targets, on_exit });
+        }
+    })
+}
+
+/// Calls `call` once, when `delay` has passed, on the thread of `watch`'s callbacks and under their rules.
+///
+/// # Errors
+/// `Internal` where the thread cannot be started.
+pub fn after(delay: Duration, call: impl FnOnce() + Send + 'static) -> Result<Subscription> {
+    let timer = Timer { due: Instant::now() + delay, call: Box::new(call) };
+    subscribe(|state, id| drop(state.timers.insert(id, timer)))
+}
+
+fn subscribe(add: impl FnOnce(&mut State, u64)) -> Result<Subscription> {
     let mut state = state();
     let id = state.next;
     state.next += 1;
-    let subscription = Subscription { id, generation: generation() };
-    if targets.is_empty() {
-        return Ok(subscription);
+    add(&mut state, id);
+    if state.wake.is_none() && !state.is_idle() {
+        match start() {
+            Ok(wake) => state.wake = Some(wake),
+            Err(error) => {
+                let added = (state.subscribers.remove(&id), state.timers.remove(&id));
+                drop(state);
+                drop(added);
+                return Err(error);
+            }
+        }
     }
-    if state.wake.is_none() {
-        let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the watcher", errno))?);
-        let mine = Arc::clone(&wake);
-        std::thread::Builder::new()
-            .name("symm-watch".into())
-            .stack_size(256 << 10)
-            .spawn(move || run(&mine))
-            .map_err(|error| Error::internal(format!("the watcher thread cannot be started: {error}")))?;
-        state.wake = Some(wake);
-    }
-    state.subscribers.insert(id, Subscriber { targets, on_exit });
     notify(&state);
-    Ok(subscription)
+    Ok(Subscription { id, generation: generation() })
+}
+
+fn start() -> Result<Arc<Wake>> {
+    let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the watcher", errno))?);
+    process::report_suspects_to(&wake);
+    let mine = Arc::clone(&wake);
+    std::thread::Builder::new()
+        .name("symm-watch".into())
+        .stack_size(256 << 10)
+        .spawn(move || run(&mine))
+        .map_err(|error| Error::internal(format!("the watcher thread cannot be started: {error}")))?;
+    Ok(wake)
+}
+
+impl State {
+    fn is_idle(&self) -> bool {
+        self.subscribers.is_empty() && self.timers.is_empty()
+    }
+
+    /// Takes out what is due.
+    fn due(&mut self) -> Vec<Timer> {
+        let now = Instant::now();
+        self.timers.extract_if(|_, timer| timer.due <= now).map(|(_, timer)| timer).collect()
+    }
+}
+
+/// The descriptors of those suspects that are ending.
+fn ending(state: &State) -> Vec<Arc<OwnedFd>> {
+    let suspects = process::suspects();
+    let targets = state.subscribers.values().flat_map(|subscriber| &subscriber.targets);
+    let suspected = targets.filter(|target| suspects.contains(&target.process.pid) && process::is_ending(target.process));
+    suspected.map(|target| Arc::clone(&target.pidfd)).collect()
 }
 
 /// The thread: ends once there are no subscribers.
 fn run(wake: &Wake) {
     block_signals();
     loop {
-        let pidfds = {
+        let due = state().due();
+        for timer in due {
+            guarded("a callback after some time", timer.call);
+        }
+        let (pidfds, next) = {
             let mut state = state();
-            if state.subscribers.is_empty() {
+            if state.is_idle() {
                 // In the same breath: a subscriber that comes later starts another thread.
                 state.wake = None;
                 return;
             }
-            watched(&state)
+            (watched(&state), state.timers.values().map(|timer| timer.due).min())
         };
-        let ended = wait(wake, &pidfds);
+        let mut ended = wait(wake, &pidfds, next);
+        ended.extend(ending(&state()));
         if ended.is_empty() {
             continue;
         }
@@ -142,11 +201,14 @@ fn run(wake: &Wake) {
         }
         for (target, on_exit) in news {
             let cause = process::exit_cause(target.process, &target.pidfd);
-            let call = std::panic::AssertUnwindSafe(|| on_exit(target.rank, cause));
-            if std::panic::catch_unwind(call).is_err() {
-                log::error!("a callback on the end of rank {} panicked", target.rank);
-            }
+            guarded("a callback on the end of a rank", || on_exit(target.rank, cause));
         }
+    }
+}
+
+fn guarded(what: &str, call: impl FnOnce()) {
+    if std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err() {
+        log::error!("{what} panicked");
     }
 }
 
@@ -159,19 +221,21 @@ fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
     pidfds.into_values().cloned().collect()
 }
 
-/// Sleeps until the subscriptions change or a process ends; returns the descriptors of those that have.
-fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>]) -> Vec<Arc<OwnedFd>> {
+/// Sleeps until the subscriptions change, a process ends or a timer is due; returns the descriptors of the processes that have ended.
+fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc<OwnedFd>> {
     let mut fds: Vec<PollFd<'_>> = std::iter::once(wake.as_fd())
         .chain(pidfds.iter().map(|pidfd| pidfd.as_fd()))
         .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
         .collect();
-    match poll(&mut fds, None) {
+    let left = next.map(|due| due.saturating_duration_since(Instant::now()));
+    let left = left.and_then(|left| Timespec::try_from(left).ok());
+    match poll(&mut fds, left.as_ref()) {
         Ok(_) => {}
         Err(Errno::INTR) => return Vec::new(),
         Err(errno) => {
             // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
             log::error!("the watcher cannot poll {} processes: {errno}", pidfds.len());
-            std::thread::sleep(std::time::Duration::from_millis(10));
+            std::thread::sleep(Duration::from_millis(10));
             return Vec::new();
         }
     }
@@ -185,7 +249,6 @@ mod tests {
     use super::*;
     use std::process::{Child, Command};
     use std::sync::mpsc::{Receiver, channel};
-    use std::time::{Duration, Instant};
 
     fn member_of(pid: u32) -> Member {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it lives");
@@ -264,6 +327,30 @@ mod tests {
         child.kill().expect("killed");
         assert_eq!(receiver.recv_timeout(Duration::from_secs(2)), Ok(()));
         child.wait().expect("reaped");
+    }
+
+    #[test]
+    fn timers_go_off_in_their_order_unless_dropped() {
+        let (sender, heard) = channel();
+        let timer = |delay: u64, name: &'static str| {
+            let sender = sender.clone();
+            after(Duration::from_millis(delay), move || sender.send(name).unwrap_or_default()).expect("starts")
+        };
+        let begun = Instant::now();
+        let (_late, _early, dropped) = (timer(150, "late"), timer(30, "early"), timer(60, "dropped"));
+        drop(dropped);
+        let patience = Duration::from_secs(5);
+        assert_eq!(heard.recv_timeout(patience), Ok("early"));
+        assert!(begun.elapsed() >= Duration::from_millis(30));
+        assert_eq!(heard.recv_timeout(patience), Ok("late"));
+        assert!(begun.elapsed() >= Duration::from_millis(150));
+        let again = sender.clone();
+        let _chain = after(Duration::ZERO, move || {
+            let second = after(Duration::ZERO, move || again.send("from the callback").unwrap_or_default()).expect("starts");
+            std::mem::forget(second);
+        });
+        assert_eq!(heard.recv_timeout(patience), Ok("from the callback"));
+        assert!(heard.try_recv().is_err(), "what was dropped never came");
     }
 
     #[test]

@@ -101,6 +101,7 @@ void bind(py::module_ module) {
   bind_fused(module);
   bind_stores(module);
   bind_topology(module);
+  bind_trace(module);
   module.def("_cuda_libraries", &cuda_libraries, py::arg("folders"));
 }
 

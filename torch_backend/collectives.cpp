@@ -1,4 +1,4 @@
-// Collectives on single tensors.
+// Collectives on single tensors. Whatever one throws is told to the ranks that wait for this one: `refused`.
 #include "process_group.hpp"
 
 #include <numeric>
@@ -12,7 +12,7 @@ namespace symm {
 
 using ::c10d::OpType;
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) try {
   const auto& tensor = single("broadcast", tensors);
   check_root("broadcast", opts.rootRank, opts.rootTensor, getSize());
   auto operation = std::make_shared<Operation>(OpType::BROADCAST, "symm:broadcast");
@@ -25,9 +25,11 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::
     operation->inputs.push_back(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
   const auto& tensor = single("allreduce", tensors);
   if (tensor.is_sparse()) {
     return sum_sparse(tensor, opts);
@@ -37,11 +39,13 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce(Tensors& tensors, const ::
   operation->reduce_with(opts.reduceOp);
   operation->transform(tensor);
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_coalesced(
     Tensors& tensors,
-    const ::c10d::AllreduceCoalescedOptions& opts) {
+    const ::c10d::AllreduceCoalescedOptions& opts) try {
   TORCH_CHECK_VALUE(!tensors.empty(), "ProcessGroupSymm::allreduce_coalesced: requires non-empty tensor list");
   check_like("allreduce_coalesced", tensors, tensors.front(), false);
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE_COALESCED, "symm:all_reduce");
@@ -51,9 +55,11 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_coalesced(
     operation->transform(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) try {
   const auto& tensor = single("reduce", tensors);
   check_root("reduce", opts.rootRank, opts.rootTensor, getSize());
   auto operation = std::make_shared<Operation>(OpType::REDUCE, "symm:reduce");
@@ -66,6 +72,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce(Tensors& tensors, const ::c10
     operation->outputs.push_back(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 std::vector<int64_t> ProcessGroupSymm::even_lengths(const at::Tensor& piece) const {
@@ -90,15 +98,19 @@ std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::_allgather_base(
     at::Tensor& output,
     at::Tensor& input,
-    const ::c10d::AllgatherOptions& opts) {
+    const ::c10d::AllgatherOptions& opts) try {
   return launch(allgather_operation({output}, {input}), opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
-    const ::c10d::AllgatherOptions& opts) {
+    const ::c10d::AllgatherOptions& opts) try {
   return launch(allgather_operation(outputs, inputs), opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
@@ -123,15 +135,19 @@ std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
-    const ::c10d::ReduceScatterOptions& opts) {
+    const ::c10d::ReduceScatterOptions& opts) try {
   return launch(reduce_scatter_operation({output}, {input}, opts.reduceOp), opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
-    const ::c10d::ReduceScatterOptions& opts) {
+    const ::c10d::ReduceScatterOptions& opts) try {
   return launch(reduce_scatter_operation(outputs, inputs, opts.reduceOp), opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
@@ -139,7 +155,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
     at::Tensor& input,
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
-    const ::c10d::AllToAllOptions& opts) {
+    const ::c10d::AllToAllOptions& opts) try {
   TORCH_CHECK_TYPE(
       output.scalar_type() == input.scalar_type(),
       "ProcessGroupSymm::alltoall_base: the input tensor is ", input.scalar_type(), ", the output tensor ", output.scalar_type(),
@@ -179,17 +195,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   operation->give_pieces(input, sent);
   operation->take_pieces(output, received);
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions& opts) {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions& opts) try {
   auto operation = std::make_shared<Operation>(OpType::BARRIER, "symm:barrier");
   operation->begin(Collective::Barrier, {});
   operation->device = barrier_device(opts);
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
-void ProcessGroupSymm::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
+void ProcessGroupSymm::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) try {
   check((*group_)->monitored_barrier(opts.timeout.count(), wait_all_ranks));
+} catch (...) {
+  refused();
 }
 
 } // namespace symm

@@ -24,10 +24,10 @@ inline void copy_names(const ::c10d::Backend::Options& from, ::c10d::Backend::Op
 #endif
 }
 
-// The stream as the driver knows it; what asks for it without linking against CUDA came with 2.11.
-inline void* native_stream(const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
+// The `CUstream`; what asks for it without linking against CUDA came with 2.11.
+inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, const c10::Stream& stream) {
 #if TORCH_VERSION_MINOR >= 11
-  return device.getStreamNativeHandle(stream);
+  return reinterpret_cast<size_t>(device.getStreamNativeHandle(stream));
 #else
   static_cast<void>(device);
   static_cast<void>(stream);

@@ -42,12 +42,12 @@ c10::Stream DeviceStream::own_after(const c10::Stream& stream) {
 }
 
 size_t DeviceStream::handle(const c10::Stream& stream) const {
-  return reinterpret_cast<size_t>(native_stream(*interface_, stream));
+  return native_stream(*interface_, stream);
 }
 
 bool DeviceStream::records_graph(const c10::Stream& stream) const {
   const c10::DeviceGuard guard(device_);
-  return capturing(handle(stream));
+  return capture_of(handle(stream)) != 0;
 }
 
 void DeviceStream::keep(const at::Tensor& tensor, const c10::Stream& stream) const {

@@ -36,6 +36,11 @@ class DeviceWork final : public ::c10d::Work {
   // Enqueues what was added, behind what the calling thread's stream holds now; without effect after the first time. Throws if the core
   // refuses, and then keeps the refusal.
   void launch();
+  // Whether there is a send or receive among them.
+  bool has_transfers() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return !transfers_.empty();
+  }
   at::Device device() const {
     return streams_->device();
   }

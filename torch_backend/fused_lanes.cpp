@@ -60,7 +60,7 @@ void Lanes::settle() const {
 }
 
 size_t Lanes::handle() const {
-  return interface_ ? reinterpret_cast<size_t>(native_stream(*interface_, stream(Lane::Main))) : 0;
+  return interface_ ? native_stream(*interface_, stream(Lane::Main)) : 0;
 }
 
 Lanes::Mark Lanes::mark(Lane lane) {

@@ -49,7 +49,7 @@ bool recording(at::Device device) {
     return false;
   }
   const auto& interface = *c10::impl::getDeviceGuardImpl(device.type());
-  return capture_of(reinterpret_cast<size_t>(native_stream(interface, interface.getStream(device)))) != 0;
+  return capture_of(native_stream(interface, interface.getStream(device))) != 0;
 }
 
 } // namespace

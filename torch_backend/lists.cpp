@@ -1,4 +1,4 @@
-// Collectives on lists of tensors.
+// Collectives on lists of tensors; as in collectives.cpp, the ranks that wait hear of what is refused.
 #include "process_group.hpp"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -12,7 +12,7 @@ using ::c10d::OpType;
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
     TensorLists& outputs,
     Tensors& inputs,
-    const ::c10d::AllgatherOptions& opts) {
+    const ::c10d::AllgatherOptions& opts) try {
   TORCH_CHECK_VALUE(!inputs.empty(), "ProcessGroupSymm::allgather: requires non-empty input tensor list");
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length");
@@ -35,12 +35,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather(
   }
   operation->lists = outputs;
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_coalesced(
     TensorLists& outputs,
     Tensors& inputs,
-    const ::c10d::AllgatherOptions& opts) {
+    const ::c10d::AllgatherOptions& opts) try {
   TORCH_CHECK_VALUE(!inputs.empty(), "ProcessGroupSymm::allgather_coalesced: requires non-empty input tensor list");
   TORCH_CHECK_VALUE(
       outputs.size() == static_cast<size_t>(getSize()),
@@ -60,12 +62,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_coalesced(
   }
   operation->lists = outputs;
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::gather(
     TensorLists& outputs,
     Tensors& inputs,
-    const ::c10d::GatherOptions& opts) {
+    const ::c10d::GatherOptions& opts) try {
   check_root("gather", opts.rootRank, 0, getSize());
   const auto& input = single("gather", inputs);
   auto operation = std::make_shared<Operation>(OpType::GATHER, "symm:gather");
@@ -82,12 +86,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::gather(
     TORCH_CHECK_VALUE(outputs.empty(), "ProcessGroupSymm::gather: requires empty output on non-root");
   }
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::scatter(
     Tensors& outputs,
     TensorLists& inputs,
-    const ::c10d::ScatterOptions& opts) {
+    const ::c10d::ScatterOptions& opts) try {
   check_root("scatter", opts.rootRank, 0, getSize());
   const auto& output = single("scatter", outputs);
   auto operation = std::make_shared<Operation>(OpType::SCATTER, "symm:scatter");
@@ -103,12 +109,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::scatter(
   }
   operation->take(output);
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter(
     Tensors& outputs,
     TensorLists& inputs,
-    const ::c10d::ReduceScatterOptions& opts) {
+    const ::c10d::ReduceScatterOptions& opts) try {
   const auto& output = single("reduce_scatter", outputs);
   const auto& list = single_list("reduce_scatter", "input", inputs, getSize());
   check_like("reduce_scatter", list, output, false);
@@ -124,12 +132,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::reduce_scatter(
   }
   operation->take(output);
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall(
     Tensors& outputs,
     Tensors& inputs,
-    const ::c10d::AllToAllOptions& opts) {
+    const ::c10d::AllToAllOptions& opts) try {
   const auto size = static_cast<size_t>(getSize());
   TORCH_CHECK_VALUE(
       inputs.size() == size && outputs.size() == size,
@@ -145,12 +155,16 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall(
     operation->take(output);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
 }
 
-ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) try {
   const auto& tensor = single("allreduce_sparse", tensors);
   TORCH_CHECK_VALUE(tensor.is_sparse(), "ProcessGroupSymm::allreduce_sparse: the tensor is not in sparse COO layout");
   return sum_sparse(tensor, opts);
+} catch (...) {
+  refused();
 }
 
 // The number of entries of every rank, then all indices and values, summed by coalescing them in rank order.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "call_site.hpp"
 #include "errors.hpp"
 
 namespace symm {
@@ -104,6 +105,7 @@ CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
   call.op = static_cast<uint8_t>(op);
   call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
   call.factor = 1.0;
+  call.site = call_site();
   return call;
 }
 

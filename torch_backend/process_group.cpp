@@ -123,6 +123,11 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   });
 }
 
+void ProcessGroupSymm::refused() const {
+  (*group_)->refuse(status_of(std::current_exception()).message);
+  throw;
+}
+
 Caller ProcessGroupSymm::caller(uint64_t sequence) const {
   return {options_->group_name, getGroupDesc(), options_->global_ranks_in_group, getSize(), getRank(), sequence, false};
 }
@@ -156,7 +161,14 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::endCoalescing() {
     coalesced_.reset();
   }
   if (block.gathering) {
-    block.gathering->launch();
+    try {
+      block.gathering->launch();
+    } catch (...) {
+      if (!block.gathering->has_transfers()) {
+        refused();
+      }
+      throw;
+    }
     if (block.parts.size() == 1) {
       return block.gathering;
     }

@@ -44,6 +44,17 @@ void check_sum(const at::Tensor& input, const std::string& reduce_op, const char
   check(check_reduce(static_cast<int32_t>(input.scalar_type()), ::c10d::ReduceOp::SUM));
 }
 
+// Of an operator whose output is of its input's shape.
+void check_output(const at::Tensor& input, const at::Tensor& output, const char* op) {
+  TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
+  TORCH_CHECK(
+      output.sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(), ", output.sizes(): ",
+      output.sizes());
+  TORCH_CHECK(
+      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
+      output.scalar_type());
+}
+
 at::Tensor one_shot(
     const at::Tensor& input,
     const std::optional<at::Tensor>& local_input,
@@ -52,12 +63,7 @@ at::Tensor one_shot(
     const at::Tensor& out) {
   constexpr auto op = "one_shot_all_reduce";
   TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
-  TORCH_CHECK(out.is_contiguous(), op, ": output must be contiguous.");
-  TORCH_CHECK(
-      out.sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(), ", output.sizes(): ",
-      out.sizes());
-  TORCH_CHECK(
-      out.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ", out.scalar_type());
+  check_output(input, out, op);
   check_sum(input, reduce_op, op);
   if (local_input) {
     TORCH_CHECK(local_input->is_contiguous(), op, ": local input must be contiguous.");
@@ -124,13 +130,7 @@ at::Tensor two_shot(
   TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
   check_sum(input, reduce_op, op);
   if (output) {
-    TORCH_CHECK(output->is_contiguous(), op, ": output must be contiguous.");
-    TORCH_CHECK(
-        output->sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(),
-        ", output.sizes(): ", output->sizes());
-    TORCH_CHECK(
-        output->scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
-        output->scalar_type());
+    check_output(input, *output, op);
     at::assert_no_overlap(*output, input);
   }
   const auto& result = output ? *output : input;

@@ -62,7 +62,7 @@ size_t SymmetricWindow::stream() const {
     return 0;
   }
   const auto& interface = *c10::impl::getDeviceGuardImpl(device_.type());
-  return reinterpret_cast<size_t>(native_stream(interface, interface.getStream(device_)));
+  return native_stream(interface, interface.getStream(device_));
 }
 
 void SymmetricWindow::barrier(int channel, size_t timeout_ms) {

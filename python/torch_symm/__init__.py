@@ -2,7 +2,8 @@
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
 ``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
-GPUs are connected, :func:`stats` and the version. The native part is loaded when one of them is first asked for.
+GPUs are connected, :func:`stats`, :func:`trace` and the version. The native part is loaded when one of them is first
+asked for.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch_symm._memory import mem_allocator
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
+    from torch_symm._trace import dump_trace, trace
 
 __all__ = [
     "DMAConnectivity",
@@ -46,18 +48,22 @@ __all__ = [
     "TCPStore",
     "__version__",
     "detect_dma_connectivity",
+    "dump_trace",
     "mem_allocator",
     "stats",
     "topology",
+    "trace",
 ]
 
 #: What is written in Python, by the module that holds it.
 _MODULES = {
     "DMAConnectivity": "_topology",
     "detect_dma_connectivity": "_topology",
+    "dump_trace": "_trace",
     "mem_allocator": "_memory",
     "stats": "_stats",
     "topology": "_topology",
+    "trace": "_trace",
 }
 
 autoload()

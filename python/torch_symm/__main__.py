@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from torch_symm._trace import command as trace
 from torch_symm.tune import command as tune
 
 
@@ -13,6 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command that ``arguments`` name; 0 if it went through."""
     parser = argparse.ArgumentParser(prog="python -m torch_symm")
     commands = parser.add_subparsers(title="commands", required=True)
+    trace.add_to(commands)
     tune.add_to(commands)
     given = parser.parse_args(arguments)
     return int(given.run(given))

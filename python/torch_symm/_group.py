@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import distributed_c10d
 
 from torch_symm import _dtensor
 from torch_symm._native import load
@@ -35,7 +36,22 @@ def create_group(options: Any, group_options: Any) -> Any:
     _dtensor.announce()
     _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
-    return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
+    try:
+        return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
+    except BaseException:
+        _forget_failed_start()
+        raise
+
+
+def _forget_failed_start() -> None:
+    """Lets a process whose default group could not be made meet others, new ones among them, in another try.
+
+    torch names groups by a counter, puts the name before all keys of the store, and counts a default group that came
+    to nothing until one is destroyed: in the next try ranks that count differently would wait for each other.
+    """
+    world = distributed_c10d._world
+    if not world.pg_map:
+        world.group_count = 0
 
 
 def _choose_symmetric_memory() -> None:

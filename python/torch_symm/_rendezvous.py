@@ -6,7 +6,9 @@ environment's ``RANK`` and ``WORLD_SIZE``.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from importlib import import_module
@@ -22,6 +24,9 @@ Triplet = tuple["Store", int, int]
 
 #: c10d's, for rendezvous without a timeout of its own.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+#: For how long rank 0 keeps serving those who still have to hear who is missing, and they wait for its word.
+LAST_WORDS = timedelta(seconds=0.5)
 
 
 def register() -> None:
@@ -42,8 +47,8 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
 
     Raises:
         ValueError: the URL or the environment lacks something or has something unknown; the message names it.
-        DistStoreError: not all ranks came within ``timeout``.
-        DistNetworkError: rank 0 cannot be reached.
+        DistStoreError: not all ranks came within ``timeout``; the message on every rank names those who did not.
+        DistNetworkError: rank 0 cannot be reached; the message says so.
     """
     parts = urlsplit(url)
     query, rank, world_size = _query(parts, "symm", {"secret_env"})
@@ -54,11 +59,14 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         host, port = f"unix:{unquote(parts.path)}", 0
     else:
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
+    deadline = time.monotonic() + timeout.total_seconds()
     if not parts.netloc and not parts.path and _agent_listens():
-        store = _beside_agent(host, port, rank, world_size, timeout, secret)
+        opened = _beside_agent(host, port, rank, world_size, timeout, secret)
     else:
-        store = _open(host, port, rank, world_size, timeout, secret)
-    yield _of_this_start(store), rank, world_size
+        opened = _open(host, port, rank, world_size, timeout, secret)
+    store = _of_this_start(opened)
+    _assemble(store, rank, world_size, deadline)
+    yield store, rank, world_size
     _only_once("symm")
 
 
@@ -161,12 +169,80 @@ def _agent_listens() -> bool:
 
 def _open(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:
     """A store that rank 0 serves. Multi-tenant, so that a second group or RPC of the same process can share it."""
+    from torch.distributed import DistNetworkError
+
     from torch_symm._native import load
 
-    store: TCPStore = load().TCPStore(
-        host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, secret=secret
-    )
+    try:
+        # Not waiting for workers: that would count those who come, and `_assemble` names those who do not.
+        store: TCPStore = load().TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            secret=secret,
+        )
+    except DistNetworkError as error:
+        if rank == 0:
+            raise
+        raise DistNetworkError(
+            f"rank {rank} of {world_size} cannot reach rank 0, which serves the rendezvous: {error}"
+        ) from error
     return store
+
+
+def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None:
+    """Returns once all ranks have come. At the deadline of rank 0 all who have come hear who has not."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    # The same processes may meet again in the same store, as `init_rpc` does after `init_process_group`.
+    turn = store.add(f"symm/turn/{rank}", 1)
+    here = [f"symm/here/{turn}/{other}" for other in range(world_size)]
+    told = f"symm/told/{turn}"
+    store.set(here[rank], "1")
+
+    def complaint() -> str:
+        missing = [other for other in range(world_size) if not store.check([here[other]])]
+        return (
+            f"rendezvous of {world_size} ranks: {_named(missing)} did not come until the timeout, "
+            f"{world_size - len(missing)} did"
+        )
+
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    if rank != 0:
+        try:
+            store.wait([told], left + LAST_WORDS)
+            words = store.get(told).decode()
+            if words:
+                store.set(f"symm/heard/{turn}/{rank}", "1")
+        except DistNetworkError as error:
+            raise DistNetworkError(f"rank 0, which serves the rendezvous, has ended or gone: {error}") from error
+        except DistStoreError:
+            words = complaint()
+        if words:
+            raise DistStoreError(words)
+        return
+    try:
+        store.wait(here, left)
+    except DistStoreError as error:
+        words = complaint()
+        came = [other for other in range(1, world_size) if store.check([here[other]])]
+        store.set(told, words)
+        with contextlib.suppress(DistStoreError):
+            store.wait([f"symm/heard/{turn}/{other}" for other in came], LAST_WORDS)
+        raise DistStoreError(words) from error
+    store.set(told, "")
+    for key in here:
+        store.delete_key(key)
+
+
+def _named(ranks: list[int]) -> str:
+    """The first eight by number, as in messages of the core."""
+    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _beside_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:

@@ -11,6 +11,8 @@
 
 mod claim;
 mod gather;
+#[cfg(fuzzing)]
+pub mod heard;
 mod leader;
 mod member;
 pub mod pass;

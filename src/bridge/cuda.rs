@@ -1,7 +1,8 @@
 //! CUDA calls: what is enqueued, and where.
 
 use super::ffi::{CallSpec, Status, Transfer};
-use super::{GroupHandle, guarded, message, milliseconds, translate};
+use super::group::{GroupHandle, message, translate};
+use super::{guarded, milliseconds};
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::device::{self, CudaTarget};
@@ -26,10 +27,10 @@ impl GroupHandle {
     }
 }
 
-pub(super) fn capturing(stream: usize) -> bool {
-    let mut answer = false;
+pub(super) fn capture_of(stream: usize) -> u64 {
+    let mut answer = 0;
     guarded(|| {
-        answer = device::capturing(stream);
+        answer = device::capture_of(stream);
         Ok(())
     });
     answer

@@ -7,18 +7,16 @@ use crate::error::{Error, Result};
 use crate::group::allocations;
 use crate::group::window::SymmetricWindow;
 use crate::mem::heap::HOST;
-use std::sync::Arc;
 
 /// A window, or the reason why it never came to be.
-#[derive(Clone)]
-pub struct WindowHandle(Result<Arc<SymmetricWindow>>);
+pub struct WindowHandle(Result<SymmetricWindow>);
 
 impl GroupHandle {
     pub(super) fn rendezvous(&self, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow {
         let mut window = Err(Error::internal("the window was never opened"));
         let status = guarded(|| {
             let limit = milliseconds(timeout_ms);
-            window = self.group()?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit).map(Arc::new);
+            window = self.group()?.rendezvous(device.max(HOST), address as u64, pad_bytes, limit);
             window.as_ref().map(|_| ()).map_err(Clone::clone)
         });
         OpenedWindow { status, window: Box::new(WindowHandle(window)) }
@@ -44,11 +42,7 @@ fn addresses(all: &[u64]) -> Vec<usize> {
 
 impl WindowHandle {
     fn window(&self) -> Result<&SymmetricWindow> {
-        self.0.as_deref().map_err(Clone::clone)
-    }
-
-    pub(super) fn share(&self) -> Box<Self> {
-        Box::new(self.clone())
+        self.0.as_ref().map_err(Clone::clone)
     }
 
     pub(super) fn buffers(&self) -> Vec<usize> {
@@ -102,9 +96,5 @@ impl WindowHandle {
             // barriers of the window.
             unsafe { self.window()?.reduce(dtype, op, offset, bytes, out as *mut u8) }
         })
-    }
-
-    pub(super) fn failure(&self) -> Status {
-        guarded(|| self.window()?.failure().map_or(Ok(()), Err))
     }
 }

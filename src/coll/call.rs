@@ -1,67 +1,9 @@
 //! What was asked: one collective call in plain values.
 
 use crate::dtype::{DType, ReduceOp};
+pub use crate::op::Op;
 use crate::rank::Rank;
-
-/// A collective of c10d, reduced to its data movement.
-#[repr(u8)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Op {
-    /// Everybody arrives; no data.
-    Barrier = 0,
-    /// The root's input reaches every output.
-    Broadcast = 1,
-    /// Every output holds the reduction of all inputs.
-    AllReduce = 2,
-    /// The root's output holds the reduction of all inputs.
-    Reduce = 3,
-    /// Output `r` holds rank `r`'s input.
-    AllGather = 4,
-    /// The root's output `r` holds rank `r`'s input.
-    Gather = 5,
-    /// The output holds the root's input of this rank.
-    Scatter = 6,
-    /// The output holds the reduction of every rank's input of this rank.
-    ReduceScatter = 7,
-    /// Output `r` holds rank `r`'s input of this rank.
-    AllToAll = 8,
-}
-
-impl Op {
-    /// Every collective, in code order.
-    pub const ALL: &[Op] =
-        &[Op::Barrier, Op::Broadcast, Op::AllReduce, Op::Reduce, Op::AllGather, Op::Gather, Op::Scatter, Op::ReduceScatter, Op::AllToAll];
-
-    /// The collective with this code, as it crosses the bridge and shared memory.
-    pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(code)).copied()
-    }
-
-    /// The name in error messages and traces: torch's function name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Op::Barrier => "barrier",
-            Op::Broadcast => "broadcast",
-            Op::AllReduce => "all_reduce",
-            Op::Reduce => "reduce",
-            Op::AllGather => "all_gather",
-            Op::Gather => "gather",
-            Op::Scatter => "scatter",
-            Op::ReduceScatter => "reduce_scatter",
-            Op::AllToAll => "all_to_all",
-        }
-    }
-
-    /// Whether the collective combines elements.
-    pub const fn reduces(self) -> bool {
-        matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
-    }
-
-    /// Whether one rank is distinguished.
-    pub const fn rooted(self) -> bool {
-        matches!(self, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
-    }
-}
+use crate::sync::site::Site;
 
 /// A contiguous piece of a tensor's memory: address and length in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,4 +52,6 @@ pub struct Call {
     pub inputs: Vec<Span>,
     /// What this rank receives.
     pub outputs: Vec<Span>,
+    /// Where the user's program makes the call, if that is to be compared too.
+    pub site: Option<&'static Site>,
 }

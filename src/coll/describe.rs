@@ -8,11 +8,14 @@ use crate::rank::Rank;
 /// The part of a call on which all ranks must agree, as two words that fit beside the arrival flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
-    /// op, dtype, reduce op, root from the lowest byte up.
+    /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
     /// Bytes that must agree, see [`Call::agreed_bytes`].
     pub bytes: u64,
 }
+
+/// Of the head: the call's site is part of its fingerprint.
+const SITED: u64 = 1 << 24;
 
 impl Description {
     /// What `call` shows its peers.
@@ -20,17 +23,31 @@ impl Description {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
         let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
-        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | root << 32;
+        let sited = if call.site.is_some() { SITED } else { 0 };
+        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | sited | root << 32;
         Self { head, bytes: call.agreed_bytes() }
     }
 
-    /// One word that differs where descriptions or `lengths` differ (64-bit mixing, splitmix64's finaliser).
-    pub fn fingerprint(self, lengths: &[Span]) -> u64 {
+    /// One word that differs where descriptions of `call`, agreed lengths or sites differ (64-bit mixing, splitmix64's finaliser).
+    pub fn fingerprint(self, call: &Call) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes));
-        for span in lengths {
+        for span in call.agreed_lengths() {
             hash = mix(hash ^ span.bytes as u64);
         }
+        if let Some(site) = call.site {
+            hash = mix(hash ^ site.hash());
+        }
         hash
+    }
+
+    /// Whether the site is compared too.
+    pub fn is_sited(self) -> bool {
+        self.head & SITED != 0
+    }
+
+    /// The same call without regard to its site.
+    pub fn unsited(self) -> Self {
+        Self { head: self.head & !SITED, ..self }
     }
 }
 
@@ -154,11 +171,12 @@ impl Call {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sync::site::Site;
 
     fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Call {
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs }
+        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, site: None }
     }
 
     #[test]
@@ -171,12 +189,26 @@ mod tests {
 
     #[test]
     fn fingerprints_tell_calls_apart() {
-        let print = |call: &Call| Description::of(call).fingerprint(call.agreed_lengths());
+        let print = |call: &Call| Description::of(call).fingerprint(call);
         let base = call(Op::AllGather, 0, &[4], &[4, 8]);
         assert_eq!(print(&base), print(&call(Op::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
         assert_ne!(print(&base), print(&call(Op::AllGather, 0, &[8], &[8, 4])), "other lengths");
         assert_ne!(print(&base), print(&Call { dtype: DType::I32, ..base.clone() }));
         assert_ne!(print(&call(Op::Reduce, 0, &[4], &[4])), print(&call(Op::Reduce, 1, &[4], &[])), "other root");
+    }
+
+    #[test]
+    fn fingerprints_tell_sites_apart() {
+        let at = |text: &str| Call { site: Site::known(Site::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
+        let print = |call: &Call| Description::of(call).fingerprint(call);
+        let plain = call(Op::AllReduce, 0, &[4], &[4]);
+        assert_eq!(print(&at("a.py:1")), print(&at("a.py:1")));
+        assert_ne!(print(&at("a.py:1")), print(&at("a.py:2")));
+        assert_ne!(print(&at("a.py:1")), print(&plain));
+        let sited = Description::of(&at("a.py:1"));
+        assert!(sited.is_sited() && sited != Description::of(&plain));
+        assert_eq!(sited.unsited(), Description::of(&plain));
+        assert_eq!(sited.to_string(), Description::of(&plain).to_string());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use crate::coll::call::{Call, Span};
 use crate::error::{Error, Kind, Result};
 use crate::mem::heap::{Address, Failed, Heap, Hold, Pin};
+use crate::rank::Rank;
 use crate::sync::board::Board;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -120,6 +121,14 @@ impl Heaps {
         Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
     }
 
+    /// Lets go of the segments of `rank`, whose process has ended, unless another group still has to. No kernel of this group may use them
+    /// any more. Those that a window shows stay as long as it does.
+    pub fn bury(&self, rank: Rank) {
+        if let Some(hold) = self.holds.get(rank.index()).and_then(Option::as_ref) {
+            hold.bury();
+        }
+    }
+
     /// This rank's own.
     pub fn heap(&self) -> &Arc<Heap> {
         &self.heap
@@ -155,7 +164,6 @@ mod tests {
     use crate::mem::heap::tests::host::{Host, PAGE, read, write};
     use crate::mem::layout::Layout;
     use crate::mem::shm::Segment;
-    use crate::rank::Rank;
     use crate::sync::board::Identity;
     use std::cell::Cell;
     use std::sync::{Condvar, Mutex};
@@ -232,6 +240,7 @@ mod tests {
                 factor: 1.0,
                 inputs: spans(4096),
                 outputs: spans(addr),
+                site: None,
             };
             assert!(!heaps.touches(&call(heap.base())), "nothing is allocated");
             // Each rank's tensor lies at an offset of its own.

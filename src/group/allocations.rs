@@ -1,6 +1,5 @@
 //! Symmetric memory that programs asked for by itself, apart from torch's pools.
 
-use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::mem::heap::{self, HOST};
 use crate::sys::fork::PerProcess;
@@ -31,13 +30,10 @@ fn known() -> MutexGuard<'static, Known> {
 
 /// Address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
-    if device != HOST && !Config::get().p2p {
-        return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
-    }
-    let heap = heap::of(device)?;
-    let address = heap.allocate(bytes)?;
+    let address = super::device::allocate(device, bytes)?;
     if device != HOST {
         // The host's pages are new.
+        let heap = heap::of(device)?;
         heap.clear(address, bytes).inspect_err(|_| drop(heap.release(address)))?;
     }
     let mut known = known();

@@ -12,8 +12,13 @@ use crate::mem::{heap, vmm};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
-use std::sync::{Arc, PoisonError};
+use crate::sys::thread::block_signals;
+use crate::trace;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+/// Where a group keeps its plane.
+pub(super) type Slot = RwLock<Option<Arc<Plane>>>;
 
 /// A send or a receive in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +33,7 @@ impl Group {
     /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
     pub(super) fn plane(&self) -> Option<Arc<Plane>> {
         self.check_process().ok()?;
-        self.plane.read().unwrap_or_else(PoisonError::into_inner).clone()
+        in_use(&self.plane)
     }
 
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
@@ -80,6 +85,7 @@ impl Group {
             factor: 1.0,
             inputs: vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }],
             outputs,
+            site: None,
         };
         self.engine.run(vec![call], limit.left().unwrap_or(Duration::from_millis(1)))?;
         Ok(all)
@@ -91,13 +97,27 @@ impl Group {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let plane = self.connected(target.device, timeout)?;
         self.engine.count(calls.len());
-        plane.launch(calls, target, timeout)
+        let CudaTarget { device, stream, background } = target;
+        let first = self.recorder.schedule(calls, timeout, background, trace::Place::Cuda { device, stream, background });
+        let mut next = first;
+        let outcome = plane.launch(calls, target, timeout, |sequence| {
+            self.recorder.start(next, sequence);
+            next += 1;
+        });
+        outcome.inspect_err(|error| {
+            // The last that was begun, and those behind it.
+            (first.max(next.saturating_sub(1))..first + calls.len() as u64)
+                .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next));
+            self.recorder.saw(error);
+        })
     }
 
     /// Enqueues sends and receives as one launch, where no two go the same way; returns as `launch` does.
     pub fn launch_transfers(&self, transfers: &[Transfer], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_alive()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
+        let CudaTarget { device, stream, background } = target;
+        let place = trace::Place::Cuda { device, stream, background };
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for transfer in transfers {
             let peer = transfer.message.peer.filter(|peer| peer.index() < self.board.size());
@@ -105,7 +125,13 @@ impl Group {
             let messages = if transfer.send { &mut sends } else { &mut receives };
             messages.push((peer, transfer.message.span));
         }
-        self.connected(target.device, timeout)?.transfer(&sends, &receives, target, timeout)
+        let plane = self.connected(target.device, timeout)?;
+        let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
+        let numbers: Vec<u64> = transfers.iter().map(note).collect();
+        plane.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
+            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true));
+            self.recorder.saw(error);
+        })
     }
 
     /// Gives the GPU's memory back once what was enqueued is done. False if there was none.
@@ -115,24 +141,48 @@ impl Group {
         if !plane.drain(limit) {
             log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.board.name());
             std::mem::forget(plane);
-        } else if let Some(plane) = Arc::into_inner(plane) {
-            // Else another thread is about to be told that the group was destroyed, and lets go of it then.
-            plane.release();
+        } else {
+            // Another thread may be about to be told that the group was destroyed, and lets go of it then.
+            give_up(plane);
         }
         true
     }
 
     /// Lets go of a plane that is another process's: the driver does not work here.
-    pub(super) fn forget_plane(&mut self) {
-        if let Some(plane) = self.plane.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-            std::mem::forget(plane);
-        }
+    pub(super) fn forget_plane(&self) {
+        // One owner that never goes: a lock may have been held when the process was forked.
+        std::mem::forget(Arc::clone(&self.plane));
     }
 }
 
-/// Whether the CUDA stream records a graph.
-pub fn capturing(stream: usize) -> bool {
-    Stream(stream).capture().ok().flatten().is_some()
+fn in_use(slot: &Slot) -> Option<Arc<Plane>> {
+    slot.read().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Lets go of the GPU memory of `rank`, which has died, on a thread of its own since kernels take a moment to end.
+pub(super) fn bury(slot: &Slot, rank: Rank) {
+    let Some(plane) = in_use(slot) else { return };
+    let work = move || {
+        block_signals();
+        plane.bury(rank);
+        give_up(plane);
+    };
+    if let Err(error) = std::thread::Builder::new().name("symm-release".into()).stack_size(256 << 10).spawn(work) {
+        log::warn!("the GPU memory of a dead rank stays until the group is destroyed: {error}");
+    }
+}
+
+/// Gives the plane back where nobody else uses it; else whoever is the last does.
+fn give_up(plane: Arc<Plane>) {
+    if let Some(plane) = Arc::into_inner(plane) {
+        plane.release();
+    }
+}
+
+/// The number of the capture that records what is enqueued in the CUDA stream; 0: none does, or it cannot be told.
+pub fn capture_of(stream: usize) -> u64 {
+    // The driver counts captures from 1.
+    Stream(stream).capture().ok().flatten().unwrap_or(0)
 }
 
 /// JSON: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's kernels
@@ -146,9 +196,10 @@ pub fn stats() -> String {
     all.to_string()
 }
 
-/// Address of a new segment of at least `bytes` of symmetric memory of `device`. An error of kind `Config` where none is left.
+/// Address of a new segment of at least `bytes` of symmetric memory of `device`, or of the host ([`HOST`](heap::HOST)). An error of kind
+/// `Config` where none is left.
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
-    if !Config::get().p2p {
+    if device != heap::HOST && !Config::get().p2p {
         return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
     }
     heap::of(device)?.allocate(bytes)

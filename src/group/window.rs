@@ -15,8 +15,8 @@ use crate::rank::Rank;
 use crate::sync::board::Board;
 use crate::sync::pad::SignalPads;
 use pads::Pad;
+use place::Place;
 pub(super) use place::Places;
-use place::{Kind, Place};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,7 +35,6 @@ enum Tables {
 pub struct SymmetricWindow {
     board: Arc<Board>,
     place: Arc<Place>,
-    kind: Kind,
     /// Where each rank's buffer begins in this process.
     buffers: Vec<u64>,
     /// Where each rank's signal pad begins in this process.
@@ -102,7 +101,7 @@ impl SymmetricWindow {
 
     /// What signals on GPUs; `None` on the host.
     fn gpu(&self) -> Option<&Signals> {
-        self.place.signals.get().filter(|_| self.kind == Kind::Gpu).map(|(_, signals)| signals)
+        self.place.signals.get().map(|(_, signals)| signals)
     }
 
     /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
@@ -177,7 +176,7 @@ impl SymmetricWindow {
     pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
         cpu::supports(op, dtype)?;
         let size = dtype.size();
-        if self.kind != Kind::Host || !bytes.is_multiple_of(size) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+        if self.gpu().is_some() || !bytes.is_multiple_of(size) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
             let name = dtype.name();
             return Err(Error::value(format!("{bytes} bytes of {name} at {offset} of a window of {} cannot be reduced here", self.bytes)));
         }

@@ -26,9 +26,9 @@ pub const LINE_PAIR: usize = 128;
 /// Header, including the text of the first failure.
 pub const HEADER_BYTES: usize = 4096;
 /// One member's own words.
-pub const MEMBER_BYTES: usize = 4 * LINE_PAIR;
+pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Bytes of a rank's ledger of launches; a multiple of a page.
-pub const LEDGER_BYTES: usize = 48 << 10;
+pub const LEDGER_BYTES: usize = 64 << 10;
 /// More members than this are refused: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;
 
@@ -150,9 +150,10 @@ mod tests {
 
     #[test]
     fn areas_are_aligned_disjoint_and_inside() {
-        for n in [1, 2, 3, 4, 7, 8, 16, MAX_RANKS] {
+        for n in 1..=MAX_RANKS {
             let layout = Layout::new(n);
             let mut list = areas(layout);
+            assert_eq!(layout.control_bytes(), layout.ring(Rank(0), Rank(0)), "{n} ranks: the reserved part ends where rings begin");
             list.sort_unstable();
             for pair in list.windows(2) {
                 assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{n} ranks: {pair:?} overlap");
@@ -160,6 +161,18 @@ mod tests {
             assert!(list.iter().all(|(offset, _)| offset % LINE_PAIR == 0), "{n} ranks: misaligned");
             let (offset, bytes) = list[list.len() - 1];
             assert!(offset + bytes <= layout.total_bytes(), "{n} ranks: outside");
+        }
+    }
+
+    #[test]
+    fn a_share_of_a_chunk_fits_its_result_slot_and_all_lengths_their_table() {
+        for n in 1..=MAX_RANKS {
+            let layout = Layout::new(n);
+            // As `coll::cpu::all_reduce` shares a chunk of `SLOT_BYTES`.
+            let share = SLOT_BYTES.div_ceil(n).next_multiple_of(64);
+            assert!(share <= layout.result_bytes(), "{n} ranks: {share} bytes in a slot of {}", layout.result_bytes());
+            assert!(POST_HEAD + INLINE_BYTES + layout.table_words() * 8 <= layout.post_bytes(), "{n} ranks");
+            assert!(layout.table_words() >= 8 + 2 * n, "{n} ranks");
         }
     }
 }

@@ -7,10 +7,21 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
-/// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing.
-#[derive(Debug)]
+/// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing. Clones share the mapping: ranks that are threads
+/// of one process may use the same addresses, which is what ThreadSanitizer needs to see their races.
+#[derive(Clone, Debug)]
 pub struct Segment {
+    /// The mapping's, without a step through `mapping`: every access begins here.
+    base: NonNull<u8>,
+    bytes: usize,
+    mapping: Arc<Mapping>,
+}
+
+/// Unmaps when it goes.
+#[derive(Debug)]
+struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
     file: OwnedFd,
@@ -20,6 +31,10 @@ pub struct Segment {
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
+// SAFETY: as above; only `drop` uses it, when no segment is left.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
 
 impl Segment {
     /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
@@ -60,14 +75,19 @@ impl Segment {
         }
         .map_err(|e| Error::os(&format!("mapping {bytes} bytes of the group's memory"), e))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("mmap returned the null page"))?;
-        Ok(Self { base, bytes, file })
+        Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, file }) })
+    }
+
+    /// A number that all mappings of one file share, and no other file of this host has had lately.
+    pub fn identity(&self) -> u64 {
+        rustix::fs::fstat(&self.mapping.file).map_or(0, |stat| stat.st_ino)
     }
 
     /// Allocates the pages of a range, so that a full machine is an error here and not SIGBUS at the first touch.
     pub fn reserve(&self, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
         self.check(offset, bytes);
         loop {
-            match rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
+            match rustix::fs::fallocate(&self.mapping.file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
                 Ok(()) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(e) => {
@@ -105,9 +125,9 @@ impl Segment {
     }
 }
 
-impl Drop for Segment {
+impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: base and bytes come from mmap; references handed out borrow `self`.
+        // SAFETY: base and bytes come from mmap; references handed out borrow a segment, of which none is left.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }

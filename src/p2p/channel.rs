@@ -60,7 +60,8 @@ impl Channel {
 
     /// Whether another short message may go without being asked for.
     pub(super) fn may_send_eagerly(&self, board: &Board) -> bool {
-        self.eager - side(board, board.rank(), self.peer).matched.observe() < EAGER_WINDOW
+        // Wrapping here and below: a count that no peer can have means that nothing more goes unasked, not a panic.
+        self.eager.wrapping_sub(side(board, board.rank(), self.peer).matched.observe()) < EAGER_WINDOW
     }
 
     pub(super) fn enqueue(&mut self, item: Outgoing) {
@@ -68,6 +69,11 @@ impl Channel {
             self.eager += 1;
         }
         self.outbox.push_back(item);
+    }
+
+    /// Forgets what waits for room, but for frames without payload: the memory that it would be read from is its sender's again.
+    pub(super) fn let_go(&mut self) {
+        self.outbox.retain(|item| matches!(item, Outgoing::Control(_)));
     }
 
     /// Tells the peer that one of its short messages found its receive.
@@ -140,12 +146,16 @@ impl Channel {
             // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
             let frame = Frame::decode(words);
-            let fits = |frame: &Frame| place + frame.footprint() <= RING_BYTES as u64;
-            let Some(frame) = frame.filter(fits) else {
+            let capacity = RING_BYTES as u64;
+            let ahead = side.ring.tail.observe().wrapping_sub(self.head);
+            // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
+            let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
+            let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
+            let Some(frame) = frame.filter(|frame| fits(frame) && ahead <= capacity) else {
                 return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
             };
             if frame.kind == Kind::Padding {
-                self.head += RING_BYTES as u64 - place;
+                self.head += capacity - place;
                 continue;
             }
             // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
@@ -154,7 +164,7 @@ impl Channel {
             self.head += frame.footprint();
             side.ring.release(self.head);
             // Only a producer that ran out of room waits for this.
-            if side.ring.tail.observe() - self.head > RING_BYTES as u64 / 2 {
+            if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
                 board.wake(self.peer);
             }
             return Ok(true);
@@ -171,4 +181,51 @@ fn next_frame(item: &Outgoing) -> Frame {
 fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
     // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `room`.
     unsafe { side.data.add(place as usize).cast::<[u64; 4]>().write(frame.encode()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind as ErrorKind;
+    use crate::mem::layout::Layout;
+    use crate::mem::shm::Segment;
+    use crate::sync::board::Identity;
+
+    const PEER: Rank = Rank(1);
+
+    fn board() -> Board {
+        let bytes = Layout::new(2).total_bytes();
+        let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+        let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
+        Board::new(segment, Rank(0), "test".into(), members, 0)
+    }
+
+    #[test]
+    fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
+        let offer = Frame::control(Kind::Offer, 1, 0);
+        let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
+        // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent.
+        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), RING_BYTES as u64 + 32), (Some(long), 64)] {
+            let (board, mut channel) = (board(), Channel::new(PEER));
+            let ring = side(&board, PEER, Rank(0));
+            if let Some(frame) = frame {
+                write_head(&ring, 0, frame);
+            }
+            ring.ring.publish(tail);
+            let error = channel.receive(&board, |_, _| Ok(())).expect_err("it makes no sense");
+            assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
+        }
+        let (board, mut channel) = (board(), Channel::new(PEER));
+        let ring = side(&board, PEER, Rank(0));
+        write_head(&ring, 0, offer);
+        ring.ring.publish(32);
+        let mut came = None;
+        let take = |frame: Frame, _: &[u8]| {
+            came = Some(frame);
+            Ok(())
+        };
+        assert_eq!(channel.receive(&board, take), Ok(true));
+        assert_eq!(came, Some(offer));
+        assert_eq!(channel.receive(&board, |_, _| Ok(())), Ok(false));
+    }
 }

@@ -3,11 +3,14 @@
 use crate::error::{Error, Kind, Result};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
+use crate::op::Op;
 use crate::rank::{Rank, name_ranks};
 use crate::sync::doorbell::{Doorbell, Sleepers};
+use crate::sync::epitaph::lost;
 use crate::sync::failure::FirstFailure;
 use crate::sync::limit::Limit;
-use crate::sys::core;
+use crate::sync::site::Inscription;
+use crate::sys::{core, process};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,14 +35,19 @@ struct MemberWords {
     phase: AtomicU32,
     capable: AtomicU32,
     probe: AtomicU64,
-    collective: AtomicU64,
+    /// The last collective begun, see [`Doing`]; 0: none.
+    doing: AtomicU64,
     attending: AtomicU32,
     /// 1 + the core where it last began something; 0: nothing begun yet.
     core: AtomicU32,
+    site: AlignedInscription,
 }
 
 #[repr(C, align(128))]
 struct AlignedBell(Doorbell);
+
+#[repr(C, align(128))]
+struct AlignedInscription(Inscription);
 
 const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
 
@@ -67,13 +75,49 @@ pub struct Board {
     spins: u32,
     /// How often this rank found itself in a peer's way.
     crowded: AtomicU32,
+    /// The early warning was given: one of a group is enough to look at the job.
+    warned: AtomicBool,
 }
 
-/// What fails when a peer is late.
+/// Where a member stands among its collectives, as messages tell it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Doing {
+    /// Of the collective, from 1.
+    pub number: u64,
+    /// Which one it is.
+    pub op: Op,
+    /// This member's part of it is done.
+    pub finished: bool,
+}
+
+impl Doing {
+    // One word, so that the end of a collective costs one store to a line that its rank has written at the begin.
+    fn word(self) -> u64 {
+        self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
+    }
+
+    fn of(word: u64) -> Option<Self> {
+        let op = Op::from_code((word >> 1) as u8 & 127)?;
+        (word != 0).then_some(Self { number: word >> 8, op, finished: word & 1 == 1 })
+    }
+}
+
+impl std::fmt::Display for Doing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (op, number) = (self.op.name(), self.number);
+        if self.finished { write!(f, "finished {op} #{number} and began nothing since") } else { write!(f, "in {op} #{number}") }
+    }
+}
+
+/// What a wait is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Costs {
-    Group,
-    Call,
+enum Wait {
+    /// Something of the missing; a late one fails the group.
+    Missing,
+    /// Something of the missing; a late one fails this call alone.
+    Alone,
+    /// All ranks, who can go on only together.
+    Together,
 }
 
 /// Looks at the clock, the failure record and dead members once in so many turns.
@@ -102,6 +146,7 @@ impl Board {
             unattended: AtomicBool::new(false),
             spins,
             crowded: AtomicU32::new(0),
+            warned: AtomicBool::new(false),
         }
     }
 
@@ -163,7 +208,12 @@ impl Board {
 
     /// Number of the last collective that `rank` has begun.
     pub fn collective(&self, rank: Rank) -> u64 {
-        self.words(rank).collective.load(Ordering::Relaxed)
+        self.doing(rank).map_or(0, |doing| doing.number)
+    }
+
+    /// The last collective that `rank` has begun.
+    pub fn doing(&self, rank: Rank) -> Option<Doing> {
+        Doing::of(self.words(rank).doing.load(Ordering::Relaxed))
     }
 
     /// Which phase of joining `rank` has reached.
@@ -182,9 +232,20 @@ impl Board {
     }
 
     /// Tells peers that this rank begins collective `number`, and on which core.
-    pub fn begin(&self, number: u64) {
-        self.words(self.rank).collective.store(number, Ordering::Relaxed);
+    pub fn begin(&self, number: u64, op: Op) {
+        self.words(self.rank).doing.store(Doing { number, op, finished: false }.word(), Ordering::Relaxed);
         self.note_core();
+    }
+
+    /// Tells peers that this rank has finished its part of that collective.
+    pub fn finish(&self, number: u64, op: Op) {
+        self.words(self.rank).doing.store(Doing { number, op, finished: true }.word(), Ordering::Relaxed);
+    }
+
+    /// Where the call stands that `rank` has posted last, if it says so. Written before the post, and not again before everybody has seen that
+    /// the calls agree.
+    pub fn site(&self, rank: Rank) -> &Inscription {
+        &self.words(rank).site.0
     }
 
     fn note_core(&self) {
@@ -308,10 +369,14 @@ impl Board {
         if !self.any_gone.load(Ordering::Acquire) {
             return None;
         }
-        let dead = |&rank: &Rank| self.gone[rank.index()].get().is_some() && self.words(rank).departed.load(Ordering::Acquire) == 0;
-        let rank = self.ranks().find(dead)?;
-        let how = self.gone[rank.index()].get()?;
+        let (rank, how) = self.ranks().find_map(|rank| Some((rank, self.died(rank)?)))?;
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
+    }
+
+    /// How the process of `rank` ended, if it did so without leaving the group.
+    fn died(&self, rank: Rank) -> Option<&String> {
+        let gone = if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get() } else { None };
+        gone.filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0)
     }
 
     /// Returns once no peer is `missing`. What a peer published before it stopped being missing is visible then.
@@ -319,23 +384,30 @@ impl Board {
     /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the call.
     #[inline]
     pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        self.wait(limit, about, missing, Costs::Group)
+        self.wait(limit, about, missing, Wait::Missing)
+    }
+
+    /// As `wait_for_peers`, for what no rank passes before all have come to it: whoever has died, missing or not, has died in it, and
+    /// fails it at once, however long those who are missing take.
+    #[inline]
+    pub fn wait_together(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        self.wait(limit, about, missing, Wait::Together)
     }
 
     /// As `wait_for_peers`, but the limit fails this call alone: the group goes on.
     pub fn wait_alone(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        self.wait(limit, about, missing, Costs::Call)
+        self.wait(limit, about, missing, Wait::Alone)
     }
 
     #[inline]
-    fn wait(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, late: Costs) -> Result<()> {
+    fn wait(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
         for peer in self.peers() {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
                 let hopeless = spins == LOOK_AROUND && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
                 if hopeless || spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
-                    return self.wait_slowly(limit, about, &missing, late);
+                    return self.wait_slowly(limit, about, &missing, purpose);
                 }
                 std::hint::spin_loop();
             }
@@ -344,16 +416,17 @@ impl Board {
     }
 
     #[cold]
-    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, late: Costs) -> Result<()> {
+    fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
         let first_missing = || self.peers().any(missing);
         let mut turns = 0;
         while first_missing() {
-            match self.trouble(limit, about, missing) {
-                Some(error) if late == Costs::Call && error.kind == Kind::Timeout && self.failure().is_none() => return Err(error),
+            let trouble = self.trouble(limit, about, missing);
+            match trouble.or_else(|| if purpose == Wait::Together { self.death(limit, about, missing) } else { None }) {
+                Some(error) if purpose == Wait::Alone && error.kind == Kind::Timeout && self.failure().is_none() => return Err(error),
                 Some(error) => return Err(self.fail(error)),
                 None => {}
             }
-            if limit.warning_due() {
+            if limit.warning_due() && !self.warned.swap(true, Ordering::Relaxed) {
                 let (late, seconds) = (self.late(missing), limit.waited().as_secs_f32());
                 log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
             }
@@ -379,20 +452,40 @@ impl Board {
 
     /// Why waiting for the `missing` members is pointless, if it is.
     fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
-        if let Some(failure) = self.failure() {
+        let any_missing = || self.peers().any(missing);
+        if let Some(failure) = lost(any_missing, || self.failure()) {
             return Some(failure);
         }
         let seconds = || limit.waited().as_secs_f32();
         let me = || self.describe(self.rank);
-        // `missing` is asked again after the absence was seen: a peer may finish its part just before it leaves.
-        let lost = |peer| if missing(peer) { self.absence(peer).filter(|_| missing(peer)).map(|how| (peer, how)) } else { None };
-        if let Some((peer, how)) = self.peers().find_map(lost) {
+        let absent = |peer| lost(|| missing(peer), || self.absence(peer)).map(|how| (peer, how));
+        if let Some((peer, how)) = self.peers().find_map(absent) {
             let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
             return Some(Error::peer(text));
         }
-        limit.left().is_none().then(|| {
-            let text = format!("{} waited {:.1} s until its timeout in {} for {}", me(), seconds(), about(), self.late(missing));
-            Error::timeout(text)
+        let expired = || {
+            limit.left().is_none().then(|| {
+                let text = format!("{} waited {:.1} s until its timeout in {} for {}", me(), seconds(), about(), self.late(missing));
+                Error::timeout(text)
+            })
+        };
+        lost(any_missing, expired)
+    }
+
+    /// "rank 1: pid 4711 alive, asleep"
+    pub fn process_state(&self, rank: Rank) -> String {
+        let pid = self.pid(rank);
+        format!("rank {rank}: pid {pid} {}", process::state(pid).unwrap_or("exited"))
+    }
+
+    /// Who has died in a wait that some are still missing from.
+    fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
+        let (peer, how) = self.peers().find_map(|peer| Some((peer, self.died(peer)?)))?;
+        // Asked again after the death was seen: else that rank may have come through before it died.
+        self.peers().any(missing).then(|| {
+            let (seconds, late) = (limit.waited().as_secs_f32(), self.late(missing));
+            let (peer, me) = (self.describe(peer), self.describe(self.rank));
+            Error::peer(format!("{peer} {how}; {me} had waited {seconds:.1} s with it for {late} in {}", about()))
         })
     }
 
@@ -400,13 +493,13 @@ impl Board {
     pub fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
-            let pid = self.pid(*rank);
-            let seen = self.collective(*rank);
-            let state = crate::sys::process::state(pid).unwrap_or("gone");
-            let seen = if seen == 0 { "has begun no collective".into() } else { format!("last seen in collective #{seen}") };
-            format!("rank {rank}: pid {pid} {state}, {seen}")
+            let doing = self.doing(*rank).map_or_else(|| "has begun no collective".into(), |doing| doing.to_string());
+            format!("{}, {doing}", self.process_state(*rank))
         };
         let states: Vec<String> = late.iter().map(state).collect();
         format!("{} ({})", name_ranks(&late), states.join("; "))
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests;

@@ -1,5 +1,6 @@
 //! The first failure of a group: written once, read by everybody.
 
+use super::atomic::Atomic;
 use crate::error::{Error, Kind};
 use crate::rank::Rank;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
@@ -10,23 +11,40 @@ const WRITING: u32 = 1;
 const WRITTEN: u32 = 2;
 const TEXT_BYTES: usize = 3072;
 
-/// In shared memory. The first writer wins; everything after it is ignored.
+/// In shared memory. The first writer wins; everything after it is ignored. The parameters are for loom.
 #[repr(C)]
-pub struct FirstFailure {
-    state: AtomicU32,
-    kind: AtomicU32,
-    author: AtomicU32,
-    bytes: AtomicU32,
-    text: [AtomicU8; TEXT_BYTES],
+pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BYTES> {
+    state: W,
+    kind: W,
+    author: W,
+    bytes: W,
+    text: [B; TEXT],
 }
 
-impl FirstFailure {
+/// What a reader finds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// No failure.
+    None,
+    /// Its author is between the two stores, or was killed there.
+    Writing,
+    /// The failure.
+    Written(Error),
+}
+
+impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> {
+    /// No failure, in words of one's own.
+    #[cfg(any(test, loom))]
+    pub fn blank(word: impl Fn(u32) -> W, byte: impl Fn(u8) -> B) -> Self {
+        Self { state: word(NONE), kind: word(0), author: word(0), bytes: word(0), text: std::array::from_fn(|_| byte(0)) }
+    }
+
     /// Records `error` unless a failure stands already.
     pub fn record(&self, author: Rank, error: &Error) {
         if self.state.compare_exchange(NONE, WRITING, Ordering::AcqRel, Ordering::Acquire).is_err() {
             return;
         }
-        let mut bytes = error.message.len().min(TEXT_BYTES);
+        let mut bytes = error.message.len().min(TEXT);
         while !error.message.is_char_boundary(bytes) {
             bytes -= 1;
         }
@@ -48,22 +66,31 @@ impl FirstFailure {
     pub fn read(&self, reader: Rank) -> Option<Error> {
         let start = Instant::now();
         loop {
-            match self.state.load(Ordering::Acquire) {
-                NONE => return None,
-                WRITTEN => break,
+            match self.look(reader) {
+                Look::None => return None,
+                Look::Written(error) => return Some(error),
                 // Its author may have been killed between the two stores.
-                _ if start.elapsed() > Duration::from_millis(100) => {
+                Look::Writing if start.elapsed() > Duration::from_millis(100) => {
                     return Some(Error::peer("another rank died while it was reporting a failure"));
                 }
-                _ => std::thread::yield_now(),
+                Look::Writing => std::thread::yield_now(),
             }
         }
-        let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT_BYTES);
+    }
+
+    /// What there is now, as `reader` should see it.
+    pub fn look(&self, reader: Rank) -> Look {
+        match self.state.load(Ordering::Acquire) {
+            NONE => return Look::None,
+            WRITTEN => {}
+            _ => return Look::Writing,
+        }
+        let bytes = (self.bytes.load(Ordering::Relaxed) as usize).min(TEXT);
         let text: Vec<u8> = self.text[..bytes].iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
         let kind = Kind::from_code(self.kind.load(Ordering::Relaxed) as u8).unwrap_or(Kind::Internal);
         let own = self.author.load(Ordering::Relaxed) == reader.0;
         let kind = if kind == Kind::Aborted && !own { Kind::Peer } else { kind };
-        Some(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
+        Look::Written(Error { kind, message: String::from_utf8_lossy(&text).into_owned() })
     }
 }
 
@@ -73,8 +100,7 @@ mod tests {
 
     #[test]
     fn the_first_failure_stands() {
-        // SAFETY: FirstFailure consists of atomic integers, for which all zeros is a value.
-        let failure: Box<FirstFailure> = unsafe { Box::new(std::mem::zeroed()) };
+        let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
         assert_eq!(failure.read(Rank(0)), None);
         failure.record(Rank(1), &Error::aborted("rank 1 aborted"));
         failure.record(Rank(2), &Error::peer("later"));
@@ -84,8 +110,7 @@ mod tests {
 
     #[test]
     fn long_texts_are_cut_between_characters() {
-        // SAFETY: as above.
-        let failure: Box<FirstFailure> = unsafe { Box::new(std::mem::zeroed()) };
+        let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
         failure.record(Rank(0), &Error::peer("é".repeat(TEXT_BYTES)));
         let text = failure.read(Rank(0)).expect("recorded").message;
         assert_eq!(text, "é".repeat(TEXT_BYTES / 2));

@@ -1,14 +1,13 @@
 //! How long a call may take.
 
-use std::cell::{Cell, OnceCell};
+use std::cell::OnceCell;
 use std::time::{Duration, Instant};
 
-/// The time limit of one call, and whether its early warning was given.
+/// The time limit of one call.
 #[derive(Debug)]
 pub struct Limit {
     started: OnceCell<Instant>,
     timeout: Duration,
-    warned: Cell<bool>,
 }
 
 /// No call is warned about before this time.
@@ -17,12 +16,12 @@ const WARN_AFTER: Duration = Duration::from_secs(60);
 impl Limit {
     /// The time counts from the first look at the clock: a call that never has to wait does not read it.
     pub fn from_first_wait(timeout: Duration) -> Self {
-        Self { started: OnceCell::new(), timeout, warned: Cell::new(false) }
+        Self { started: OnceCell::new(), timeout }
     }
 
     /// The time counts from `started`.
     pub fn from(started: Instant, timeout: Duration) -> Self {
-        Self { started: OnceCell::from(started), timeout, warned: Cell::new(false) }
+        Self { started: OnceCell::from(started), timeout }
     }
 
     /// Time since the start.
@@ -35,12 +34,9 @@ impl Limit {
         self.timeout.checked_sub(self.waited()).filter(|left| !left.is_zero())
     }
 
-    /// True once, when min(60 s, half the limit) has passed.
+    /// Whether min(60 s, half the limit) has passed.
     pub fn warning_due(&self) -> bool {
-        !self.warned.get() && self.waited() >= WARN_AFTER.min(self.timeout / 2) && {
-            self.warned.set(true);
-            true
-        }
+        self.waited() >= WARN_AFTER.min(self.timeout / 2)
     }
 }
 
@@ -49,11 +45,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn warns_once_at_half_time_and_ends_at_the_limit() {
-        let limit = Limit::from(Instant::now() - Duration::from_secs(6), Duration::from_secs(10));
-        assert!(limit.warning_due());
-        assert!(!limit.warning_due());
-        assert!(limit.left().is_some());
+    fn warns_at_half_time_after_a_minute_at_most_and_ends_at_the_limit() {
+        let after = |waited, timeout| Limit::from(Instant::now() - Duration::from_secs(waited), Duration::from_secs(timeout));
+        assert!(!after(4, 10).warning_due() && after(6, 10).warning_due());
+        assert!(!after(55, 1800).warning_due() && after(61, 1800).warning_due());
+        assert!(after(6, 10).left().is_some());
         let limit = Limit::from(Instant::now() - Duration::from_secs(11), Duration::from_secs(10));
         assert_eq!(limit.left(), None);
     }

@@ -1,5 +1,6 @@
 //! Signals between ranks: words in shared memory that one rank sets and another clears.
 
+use super::atomic::Atomic;
 use super::board::Board;
 use super::limit::Limit;
 use crate::error::{Error, Result};
@@ -68,21 +69,7 @@ impl<'a> SignalPads<'a> {
 
     /// Returns once all ranks have called it on this channel; what they wrote before is visible then.
     pub fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
-        let (board, me, limit) = (self.board, self.board.rank(), Limit::from_first_wait(timeout));
-        let about = || self.about("a barrier", channel);
-        for peer in board.peers() {
-            let word = self.word(peer, channel, me);
-            self.await_value(peer, word, CLEAR, &limit, &about)?;
-            word.store(SET, Ordering::Release);
-        }
-        board.wake_sleepers();
-        // All at once, so that the error names all who are missing.
-        board.wait_alone(&limit, &about, |peer| self.word(me, channel, peer).load(Ordering::Acquire) != SET)?;
-        for peer in board.peers() {
-            self.word(me, channel, peer).store(CLEAR, Ordering::Release);
-        }
-        board.wake_sleepers();
-        Ok(())
+        meet(&Channel { pads: self, channel, limit: Limit::from_first_wait(timeout) })
     }
 
     fn about(&self, what: &str, channel: u32) -> String {
@@ -113,6 +100,70 @@ impl<'a> SignalPads<'a> {
             return if reached() { Ok(()) } else { Err(Error::value(format!("{me} would wait for itself in {}", about()))) };
         }
         self.board.wait_alone(limit, about, |rank| rank == peer && !reached())
+    }
+}
+
+/// What a barrier needs of one channel of the pads. A trait, so that loom can stand in for the hardware (`tests/loom.rs`).
+pub trait Words {
+    /// One word of a pad.
+    type Word: Atomic<u32>;
+    /// Everybody else.
+    fn peers(&self) -> impl Iterator<Item = Rank>;
+    /// This rank's word in the pad of `peer`.
+    fn outward(&self, peer: Rank) -> &Self::Word;
+    /// The word of `peer` in this rank's pad.
+    fn inward(&self, peer: Rank) -> &Self::Word;
+    /// Returns once no peer is `missing`.
+    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()>;
+    /// What this rank has written is for others to see.
+    fn wake(&self);
+}
+
+/// Returns once all ranks have called it; what they wrote before is visible then. The words are clear for the next one.
+pub fn meet(words: &impl Words) -> Result<()> {
+    for peer in words.peers() {
+        let word = words.outward(peer);
+        words.wait(|rank| rank == peer && word.load(Ordering::Acquire) != CLEAR)?;
+        word.store(SET, Ordering::Release);
+    }
+    words.wake();
+    // All at once, so that the error names all who are missing.
+    words.wait(|peer| words.inward(peer).load(Ordering::Acquire) != SET)?;
+    for peer in words.peers() {
+        words.inward(peer).store(CLEAR, Ordering::Release);
+    }
+    words.wake();
+    Ok(())
+}
+
+/// One channel during one barrier.
+struct Channel<'a> {
+    pads: &'a SignalPads<'a>,
+    channel: u32,
+    limit: Limit,
+}
+
+impl Words for Channel<'_> {
+    type Word = AtomicU32;
+
+    fn peers(&self) -> impl Iterator<Item = Rank> {
+        self.pads.board.peers()
+    }
+
+    fn outward(&self, peer: Rank) -> &AtomicU32 {
+        self.pads.word(peer, self.channel, self.pads.board.rank())
+    }
+
+    fn inward(&self, peer: Rank) -> &AtomicU32 {
+        self.pads.word(self.pads.board.rank(), self.channel, peer)
+    }
+
+    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        self.pads.board.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.channel), missing)
+    }
+
+    fn wake(&self) {
+        self.pads.board.wake_sleepers();
     }
 }
 

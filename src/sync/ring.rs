@@ -36,8 +36,8 @@ impl<F: Flag> Ring<'_, F> {
         let place = tail % self.capacity;
         let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };
         let end = tail + skip + bytes;
-        // Acquires the consumer's last reads of what is about to be overwritten.
-        (end - self.head.observe() <= self.capacity).then_some(Room {
+        // Acquires the consumer's last reads of what is about to be overwritten. Wrapping: a head that no consumer can have grants nothing.
+        (end.wrapping_sub(self.head.observe()) <= self.capacity).then_some(Room {
             padding: (skip > 0).then_some(place),
             place: (tail + skip) % self.capacity,
             tail: end,

@@ -4,6 +4,7 @@ pub mod core;
 pub mod fork;
 pub mod host;
 pub mod lock;
+pub mod private;
 pub mod process;
 pub mod random;
 pub mod remote;

@@ -1,13 +1,14 @@
 //! Processes: who one is, whether one lives, what it is doing, how it ended.
 
 use super::fork::PerProcess;
+use super::thread::Wake;
 use crate::error::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 /// A process, for as long as the host runs: process ids are used again, pairs with a start time are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,12 +22,21 @@ pub struct ProcessId {
 /// What `/proc/pid/stat` says.
 struct Stat {
     state: char,
+    /// It has begun to end, but need not be done: giving back what a GPU had takes a tenth of a second.
+    exiting: bool,
     start_time: u64,
     /// As `waitpid` reports it; 0 while the process runs.
     status: i32,
 }
 
+/// In the flags of a thread, of which a process shows its first one's.
+const EXITING: u32 = 4;
+
 impl Stat {
+    fn over(&self) -> bool {
+        self.exiting || matches!(self.state, 'Z' | 'X')
+    }
+
     /// `None` where no such process exists: not where no descriptor was free to look.
     fn read(pid: u32) -> rustix::io::Result<Option<Self>> {
         match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
@@ -44,6 +54,7 @@ impl Stat {
         let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
         Some(Self {
             state: fields.first()?.chars().next()?,
+            exiting: fields.get(9 - 3)?.parse::<u32>().ok()? & EXITING != 0,
             start_time: fields.get(22 - 3)?.parse().ok()?,
             status: fields.get(52 - 3).and_then(|field| field.parse().ok()).unwrap_or(0),
         })
@@ -92,13 +103,58 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
 
 /// What a process is doing, in a word; `None` if there is no such process.
 pub fn state(pid: u32) -> Option<&'static str> {
-    Some(match Stat::read(pid).ok()??.state {
-        'R' => "running",
-        'T' | 't' => "stopped (T)",
-        'Z' | 'X' => "dead",
+    let stat = Stat::read(pid).ok()??;
+    if stat.over() {
+        return Some("exited");
+    }
+    Some(match stat.state {
+        'R' => "alive, running",
+        'T' | 't' => "alive, stopped (T)",
         'D' => "alive, in the kernel (D)",
         _ => "alive, asleep",
     })
+}
+
+/// Whether a process has ended or is about to, whatever it still has to give back.
+pub fn is_ending(process: ProcessId) -> bool {
+    let stat = Stat::read(process.pid).ok().flatten();
+    stat.is_none_or(|stat| stat.start_time != process.start_time || stat.over())
+}
+
+/// Processes that may be ending, and who wants to know.
+#[derive(Default)]
+struct Suspects {
+    pids: Vec<u32>,
+    listener: Weak<Wake>,
+}
+
+static SUSPECTS: PerProcess<Mutex<Suspects>> = PerProcess::new(Mutex::default);
+
+fn suspected() -> MutexGuard<'static, Suspects> {
+    // Nothing panics between two changes.
+    SUSPECTS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connection with process `pid` has ended, and so perhaps the process. One that dies lets go of its descriptors, the highest first,
+/// before it gives back what its GPUs had; only after that, a tenth of a second later, its pidfd tells.
+pub fn suspect(pid: u32) {
+    let mut suspects = suspected();
+    if let Some(listener) = suspects.listener.upgrade() {
+        suspects.pids.push(pid);
+        listener.notify();
+    }
+}
+
+/// From now on `listener` is woken for each suspect.
+pub fn report_suspects_to(listener: &Arc<Wake>) {
+    let mut suspects = suspected();
+    suspects.pids.clear();
+    suspects.listener = Arc::downgrade(listener);
+}
+
+/// The suspects since the last call.
+pub fn suspects() -> Vec<u32> {
+    std::mem::take(&mut suspected().pids)
 }
 
 /// Whether the process behind `pidfd` has ended, reaped or not.
@@ -107,15 +163,11 @@ pub fn ended(pidfd: &OwnedFd) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// How a process that has ended did so: `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or `"gone"` where
+/// How a process that has ended, or [is about to](is_ending), did so: `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or `"gone"` where
 /// neither the kernel (6.15 and later, once it was reaped) nor its entry in /proc (before) tells.
 pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
     let zombie = || {
-        Stat::read(process.pid)
-            .ok()
-            .flatten()
-            .filter(|stat| stat.start_time == process.start_time && matches!(stat.state, 'Z' | 'X'))
-            .map(|stat| stat.status)
+        Stat::read(process.pid).ok().flatten().filter(|stat| stat.start_time == process.start_time && stat.over()).map(|stat| stat.status)
     };
     // The second look at the kernel is for a process that is reaped between the two.
     reaped_status(pidfd).or_else(zombie).or_else(|| reaped_status(pidfd)).map_or_else(|| "gone".into(), describe)
@@ -181,7 +233,8 @@ mod tests {
             line.push_str(&format!(" {field}"));
         }
         let stat = Stat::parse(&line).expect("a whole line");
-        assert_eq!((stat.state, stat.start_time, stat.status), ('S', 22, 52));
+        assert_eq!((stat.state, stat.exiting, stat.start_time, stat.status), ('S', false, 22, 52));
+        assert!(Stat::parse(&line.replace(" 9 ", " 4194308 ")).is_some_and(|stat| stat.exiting && stat.over()));
         assert!(Stat::parse("7 (a) S 1").is_none());
         assert!(Stat::parse("").is_none());
     }
@@ -209,11 +262,12 @@ mod tests {
         assert!(Arc::ptr_eq(&fd, &open(process).expect("opens").expect("lives")));
         let other = ProcessId { start_time: process.start_time + 1, ..process };
         assert!(open(other).expect("opens").is_none());
-        assert!(!ended(&fd));
+        assert!(!ended(&fd) && !is_ending(process) && is_ending(other));
         child.kill().expect("killed");
         while !ended(&fd) {
             std::thread::yield_now();
         }
+        assert!(is_ending(process));
         assert_eq!(exit_cause(process, &fd), "killed by signal 9 (SIGKILL)");
         child.wait().expect("reaped");
         let reaped = exit_cause(process, &fd);

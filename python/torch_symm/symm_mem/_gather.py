@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_symm.symm_mem import _fallbacks
-from torch_symm.symm_mem._groups import in_test_mode, resolve
+from torch_symm.symm_mem._groups import resolve
 from torch_symm.symm_mem._layout import from_rows, rows_of
 from torch_symm.symm_mem._native_operators import native
 from torch_symm.symm_mem._pipeline import (
@@ -51,8 +51,6 @@ def fused(
     A: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """``fused_all_gather_matmul`` through symmetric memory."""
-    if in_test_mode():
-        return fallback(A, Bs, gather_dim, group_name, return_A=return_A)
     ranks = resolve(group_name).size()
     check(A, Bs, gather_dim, ranks)
     check_dtypes(A, Bs)
@@ -111,12 +109,22 @@ def check_scaled(A_shard: torch.Tensor, matmuls: list[ScaledMatmul], gather_dim:
 
 
 def _scaled_matmuls(
-    Bs: list[torch.Tensor], B_scales: list[torch.Tensor], options: dict[str, list[Any]]
+    Bs: list[torch.Tensor],
+    B_scales: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    result_scales: list[torch.Tensor | None],
+    out_dtypes: list[Any],
+    use_fast_accum: list[bool],
 ) -> list[ScaledMatmul]:
-    for name, values in {"B_scales": B_scales, **options}.items():
+    lists: dict[str, list[Any]] = {
+        "B_scales": B_scales,
+        "biases": biases,
+        "result_scales": result_scales,
+        "out_dtypes": out_dtypes,
+    }
+    for name, values in {**lists, "use_fast_accum": use_fast_accum}.items():
         if len(values) != len(Bs):
             raise ValueError(f"len({name}) must be the same as len(Bs)")
-    biases, result_scales, out_dtypes, use_fast_accum = options.values()
     dtypes = [dtype_of(code) for code in out_dtypes]
     parts = zip(Bs, B_scales, biases, result_scales, dtypes, use_fast_accum, strict=True)
     return [ScaledMatmul(*part) for part in parts]
@@ -135,8 +143,7 @@ def fallback_scaled(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """``fused_all_gather_scaled_matmul`` by collectives."""
-    options = {"biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
-    matmuls = _scaled_matmuls(Bs, B_scales, {**options, "use_fast_accum": use_fast_accum})
+    matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
     check_scaled(A, matmuls, gather_dim, ranks)
     mode = gather_mode(A, A_scale, gather_dim, ranks)
@@ -156,12 +163,7 @@ def fused_scaled(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """``fused_all_gather_scaled_matmul`` through symmetric memory."""
-    if in_test_mode():
-        return fallback_scaled(
-            A, Bs, A_scale, B_scales, gather_dim, group_name, biases, result_scales, out_dtypes, use_fast_accum
-        )
-    options = {"biases": biases, "result_scales": result_scales, "out_dtypes": out_dtypes}
-    matmuls = _scaled_matmuls(Bs, B_scales, {**options, "use_fast_accum": use_fast_accum})
+    matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
     check_scaled(A, matmuls, gather_dim, ranks)
     mode = gather_mode(A, A_scale, gather_dim, ranks)

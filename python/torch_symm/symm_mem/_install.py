@@ -36,8 +36,8 @@ def install() -> None:
         warnings.simplefilter("ignore", UserWarning)  # that torch's kernel is overridden
         for name, operator in OPERATORS.items():
             theirs, fallback = getattr(torchs, f"_{name}"), getattr(torchs, f"_{name}_fallback")
-            library.impl(name, _for_symm_groups(operator.fused, theirs, "cuda"), "CUDA", allow_override=True)
-            library.impl(name, _for_symm_groups(operator.fused, fallback, "cpu"), "CPU")
+            library.impl(name, _for_symm_groups(operator.run, theirs, "cuda"), "CUDA", allow_override=True)
+            library.impl(name, _for_symm_groups(operator.run, fallback, "cpu"), "CPU")
     torchs.is_symm_mem_enabled_for_group = _groups.is_symm_mem_enabled_for_group
     torch.compiler.config.cache_key_tag += _CACHE_TAG
     _kernels = library

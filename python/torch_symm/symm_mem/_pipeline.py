@@ -94,7 +94,7 @@ def _pipelined_all_gather_and_consume(
 
 
 def _pipelined_produce_and_all2all(
-    chunk_producer: Callable[[int, torch.Tensor], None],
+    chunk_producer: Callable[[int, torch.Tensor], object],
     output: torch.Tensor,
     group_name: str,
     out_chunk_dim: int = 0,

@@ -9,7 +9,7 @@ import torch
 
 from torch_symm.symm_mem import _fallbacks
 from torch_symm.symm_mem._gather import check_dtypes
-from torch_symm.symm_mem._groups import in_test_mode, resolve
+from torch_symm.symm_mem._groups import resolve
 from torch_symm.symm_mem._layout import from_rows, packed, rows_of
 from torch_symm.symm_mem._native_operators import native
 from torch_symm.symm_mem._pipeline import _pipelined_produce_and_all2all
@@ -49,8 +49,6 @@ def fallback(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int,
 
 def fused(A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> torch.Tensor:
     """``fused_matmul_reduce_scatter`` through symmetric memory."""
-    if in_test_mode():
-        return fallback(A, B, reduce_op, scatter_dim, group_name)
     ranks = resolve(group_name).size()
     check(A, B, reduce_op, scatter_dim, ranks)
     check_dtypes(A, [B])
@@ -94,11 +92,7 @@ def _exchanged(
     produce: Callable[[int, torch.Tensor], object], stacked: torch.Tensor, group_name: str
 ) -> tuple[torch.Tensor, ...]:
     """What every rank produced for this one, in the order of ranks; views of ``stacked``."""
-
-    def produce_chunk(rank: int, out: torch.Tensor) -> None:
-        produce(rank, out)
-
-    _pipelined_produce_and_all2all(produce_chunk, stacked, group_name)
+    _pipelined_produce_and_all2all(produce, stacked, group_name)
     return stacked.chunk(resolve(group_name).size())
 
 
@@ -187,21 +181,6 @@ def fused_scaled(
 ) -> torch.Tensor:
     """``fused_scaled_matmul_reduce_scatter`` through symmetric memory."""
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    if in_test_mode():
-        return fallback_scaled(
-            A,
-            B,
-            A_scale,
-            B_scale,
-            reduce_op,
-            *dims,
-            group_name,
-            output_shape,
-            bias,
-            result_scale,
-            out_dtype,
-            use_fast_accum,
-        )
     ranks = resolve(group_name).size()
     A, A_scale = _scaled_arguments(A, B, A_scale, reduce_op, *dims, ranks, output_shape)
     matmul = ScaledMatmul(B, B_scale, bias, result_scale, dtype_of(out_dtype), use_fast_accum)

@@ -50,7 +50,8 @@ impl Algorithms {
             Self::Cuda(layout, tuning) => {
                 let span = vec![Span { addr: 0, bytes: longest }];
                 let (inputs, outputs) = (span.clone(), span);
-                let call = Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs };
+                let call =
+                    Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, site: None };
                 let facts = cuda::plan::Facts { n: ranks, layout, tuning, cube_mesh: false, gated: false };
                 cuda::plan::choose(&call, &facts).name()
             }

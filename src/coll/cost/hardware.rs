@@ -32,15 +32,16 @@ impl Device {
     }
 }
 
-/// Model and link of this host's GPUs. Found once: every group that sets up its GPUs wants to know, and NVML takes its time.
-fn gpus() -> Option<&'static (String, String)> {
-    static GPUS: OnceLock<(String, String)> = OnceLock::new();
+/// Model of this host's GPUs, and how they reach each other. Found once: every group that sets up its GPUs wants to know, and NVML takes its
+/// time.
+pub fn gpus() -> Option<&'static (String, Way)> {
+    static GPUS: OnceLock<(String, Way)> = OnceLock::new();
     if let Some(known) = GPUS.get() {
         return Some(known);
     }
     let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml)?;
     let link = if Config::get().p2p { Way::between(&detected)? } else { Way::HostMemory };
-    let found = (detected.gpus.first()?.name.clone(), link.to_string());
+    let found = (detected.gpus.first()?.name.clone(), link);
     Some(GPUS.get_or_init(|| found))
 }
 
@@ -69,8 +70,8 @@ impl Hardware {
                 Some(Self { device, name: sys::host::cpu().into(), cores, link: Way::SharedMemory.to_string(), ranks })
             }
             Device::Cuda => {
-                let (name, link) = gpus()?.clone();
-                Some(Self { device, name, cores: 0, link, ranks })
+                let (name, link) = gpus()?;
+                Some(Self { device, name: name.clone(), cores: 0, link: link.to_string(), ranks })
             }
         }
     }

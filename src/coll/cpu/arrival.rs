@@ -132,16 +132,18 @@ impl Step<'_> {
         post.factor.store(call.factor.to_bits(), Ordering::Relaxed);
         let even = sent.first().filter(|first| sent.iter().chain(received).all(|span| span.bytes == first.bytes));
         post.even.store(even.map_or(0, |first| first.bytes as u64 + 1), Ordering::Relaxed);
-        let lengths = call.agreed_lengths();
-        post.fingerprint.store(description.fingerprint(lengths), Ordering::Relaxed);
-        board.begin(self.seq);
+        post.fingerprint.store(description.fingerprint(call), Ordering::Relaxed);
+        if let Some(site) = call.site {
+            board.site(me).write(site);
+        }
+        board.begin(self.seq, call.op);
         post.flag.publish(self.seq);
         board.wake_sleepers();
     }
 
     fn await_posts(&self) -> Result<()> {
         let missing = |peer| self.post(peer).flag.observe() != self.seq;
-        self.board.wait_for_peers(self.limit, &|| self.about(), missing)
+        self.board.wait_together(self.limit, &|| self.about(), missing)
     }
 
     /// Fails the group if a peer was asked to do something else.
@@ -152,10 +154,22 @@ impl Step<'_> {
             return Ok(());
         }
         let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.board.name());
-        for rank in self.board.ranks() {
+        let described = |rank| {
             let word = |place| self.table(rank, place).load(Ordering::Relaxed);
-            let description = Description { head: word(HEAD), bytes: word(BYTES) };
+            Description { head: word(HEAD), bytes: word(BYTES) }
+        };
+        let own = described(self.board.rank());
+        if self.board.peers().map(described).all(|other| other.unsited() == own.unsited())
+            && self.board.peers().map(described).any(|other| other.is_sited() != own.is_sited())
+        {
+            text.push_str(": some were started with SYMM_DEBUG=site, others were not");
+        }
+        for rank in self.board.ranks() {
+            let description = described(rank);
             let _ = write!(text, "; {} called {description}", self.board.describe(rank));
+            if description.is_sited() {
+                let _ = write!(text, " at {}", self.board.site(rank).read());
+            }
             if !self.call.agreed_lengths().is_empty() && self.board.size() <= 16 {
                 let lengths: Vec<usize> = self.board.ranks().map(|to| self.sent(rank, to)).collect();
                 let _ = write!(text, " with lengths {lengths:?} bytes");

@@ -6,8 +6,9 @@ use super::Step;
 use super::pipeline::{self, Chunks, Clock, Phases};
 use crate::coll::call::{Op, Span};
 use crate::coll::plan::Plan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
+use crate::mem::layout::INLINE_BYTES;
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
 
@@ -81,11 +82,17 @@ impl Step<'_> {
                 for (from, output) in self.incoming() {
                     let skipped: usize = match self.call.op {
                         Op::Scatter => self.board.rank().index() * output.bytes,
-                        Op::AllToAll => (0..self.board.rank().0).map(|to| self.sent(from, Rank(to))).sum(),
+                        Op::AllToAll => (0..self.board.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
                         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::ReduceScatter => 0,
                     };
-                    // SAFETY: `from` posted this many bytes behind its flag (lengths compared at arrival); `await_posts` acquired them;
-                    // the plan keeps all inputs of a rank within INLINE_BYTES.
+                    // Read anew since they were compared, from memory that a rank with a bug may have written to.
+                    if skipped.saturating_add(output.bytes) > INLINE_BYTES {
+                        let (about, from) = (self.about(), self.board.describe(from));
+                        return Err(self
+                            .board
+                            .fail(Error::internal(format!("{about}: the lengths that {from} sends have changed meanwhile"))));
+                    }
+                    // SAFETY: within the INLINE_BYTES of the post (checked above), which `await_posts` acquired.
                     unsafe { cpu::copy(output.ptr(), self.posted(from).add(skipped), output.bytes, Store::Cached) }
                 }
             }

@@ -76,11 +76,13 @@ impl Runner {
             self.staging_reserved = true;
         }
         match call.op {
-            Op::Barrier => Ok(()),
-            Op::AllReduce | Op::Reduce => step.all_reduce(plan),
-            Op::ReduceScatter => step.reduce_scatter(plan),
-            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest),
+            Op::Barrier => {}
+            Op::AllReduce | Op::Reduce => step.all_reduce(plan)?,
+            Op::ReduceScatter => step.reduce_scatter(plan)?,
+            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest)?,
         }
+        board.finish(self.seq, call.op);
+        Ok(())
     }
 }
 

@@ -257,9 +257,14 @@ pub struct Signal {
 impl Signal {
     /// As the kernel reads it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: a `repr(C)` struct of plain numbers without padding, as the assertion below says.
-        unsafe { std::slice::from_raw_parts(std::ptr::from_ref(self).cast(), size_of::<Self>()) }
+        bytes_of(self)
     }
+}
+
+/// As a kernel reads `args`, one of the structs that kernels are told: `repr(C)`, of plain numbers.
+pub(super) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
+    // SAFETY: plain numbers; padding is only copied on.
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
 }
 
 /// Words of a `Report` in `wait.cuh`.

@@ -131,27 +131,14 @@ mod tests {
     use crate::coll::cuda::layout::Channel;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::mem::layout::Layout;
-    use crate::mem::shm::Segment;
-    use crate::sync::board::Identity;
+    use crate::sync::board::tests::boards;
     use std::time::Instant;
-
-    fn boards(n: u32) -> Vec<Board> {
-        let bytes = Layout::new(n as usize).total_bytes();
-        let file = Segment::create(bytes).expect("memfd");
-        let board = |rank| {
-            let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
-            let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-            Board::new(segment, Rank(rank), "test".into(), members, 1)
-        };
-        (0..n).map(board).collect()
-    }
 
     /// Launch `number` of the rank of `board`.
     fn launch(board: &Board, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans };
+        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
         ledger::compare(board, number, &call, Channel::Foreground)?;
         decide(&OnBoard { board, number, timeout }, board.rank().0, number, wanted)
     }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::mem::layout::LEDGER_BYTES;
 use crate::rank::Rank;
 use crate::sync::board::Board;
+use crate::sync::site::{Inscription, Site};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Launches that a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
@@ -42,6 +43,8 @@ struct Entry {
     /// Bytes to each rank and from it, of an all-to-all.
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
+    /// Where the call stands, if the description says that it matters.
+    site: Inscription,
 }
 
 /// One end of a send or receive.
@@ -72,7 +75,7 @@ impl Said {
             sends.iter_mut().zip(&call.inputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
             receives.iter_mut().zip(&call.outputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
         }
-        let fingerprint = description.fingerprint(call.agreed_lengths());
+        let fingerprint = description.fingerprint(call);
         Self { description, fingerprint, channel: channel as u64, sends, receives }
     }
 }
@@ -98,11 +101,17 @@ pub fn launched(board: &Board, rank: Rank) -> u64 {
     ledger(board, rank).launched.load(Ordering::Acquire)
 }
 
+/// What `rank` has launched last; `None` also while it launches the next.
+pub fn last(board: &Board, rank: Rank) -> Option<Description> {
+    let number = launched(board, rank);
+    read(ledger(board, rank), number).filter(|_| number > 0).map(|said| said.description)
+}
+
 /// Notes that this rank launches `call` as its launch `number`, and compares with those who have launched theirs. Fails the group where
 /// they differ.
 pub fn compare(board: &Board, number: u64, call: &Call, channel: Channel) -> Result<()> {
     let said = Said::of(call, channel);
-    note(ledger(board, board.rank()), number, &said);
+    note(ledger(board, board.rank()), number, &said, call.site);
     for peer in board.peers() {
         let Some(other) = read(ledger(board, peer), number) else {
             // Asked in this order: what it launched before it left is seen.
@@ -118,12 +127,18 @@ pub fn compare(board: &Board, number: u64, call: &Call, channel: Channel) -> Res
         let (me, them) = (board.rank().index(), peer.index());
         if other.fingerprint != said.fingerprint {
             let (mine, theirs) = (board.describe(board.rank()), board.describe(peer));
+            let (place, place_of_peer) = (site_of(board, board.rank(), number, &said), site_of(board, peer, number, &other));
+            let alike = other.description.unsited() == said.description.unsited();
+            let how = match (other.description.is_sited(), said.description.is_sited()) {
+                (sited, also) if alike && sited != also => "; one of them was started with SYMM_DEBUG=site, the other was not",
+                _ if alike && place == place_of_peer => ", with other lengths",
+                _ => "",
+            };
             let text = format!(
-                "{mine} called {} and {theirs} called {} as CUDA collective #{number} of group \"{}\"{}",
+                "{mine} called {}{place} and {theirs} called {}{place_of_peer} as CUDA collective #{number} of group \"{}\"{how}",
                 said.description,
                 other.description,
                 board.name(),
-                if other.description == said.description { ", with other lengths" } else { "" }
             );
             return Err(board.fail(Error::mismatch(text)));
         }
@@ -154,6 +169,12 @@ pub fn compare(board: &Board, number: u64, call: &Call, channel: Channel) -> Res
         }
     }
     Ok(())
+}
+
+/// " at train.py:12", where sites are compared.
+fn site_of(board: &Board, rank: Rank, number: u64, said: &Said) -> String {
+    let entry = &ledger(board, rank).entries[number as usize % ENTRIES];
+    if said.description.is_sited() { format!(" at {}", entry.site.read()) } else { String::new() }
 }
 
 /// After this rank has departed: fails the group if a peer has launched what this rank never will, and waits for it in vain.
@@ -215,7 +236,7 @@ pub fn compare_transfer(board: &Board, transfer: Transfer) -> Result<()> {
     Err(board.fail(Error::mismatch(text)))
 }
 
-fn note(ledger: &Ledger, number: u64, said: &Said) {
+fn note(ledger: &Ledger, number: u64, said: &Said, site: Option<&Site>) {
     let entry = &ledger.entries[number as usize % ENTRIES];
     entry.number.store(0, Ordering::Relaxed);
     fence(Ordering::Release);
@@ -225,6 +246,9 @@ fn note(ledger: &Ledger, number: u64, said: &Said) {
     entry.channel.store(said.channel, Ordering::Relaxed);
     for (word, bytes) in entry.sends.iter().zip(said.sends).chain(entry.receives.iter().zip(said.receives)) {
         word.store(bytes, Ordering::Relaxed);
+    }
+    if let Some(site) = site {
+        entry.site.write(site);
     }
     entry.number.store(number, Ordering::Release);
     ledger.launched.store(number, Ordering::Release);
@@ -251,24 +275,16 @@ mod tests {
     use crate::coll::call::Span;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::mem::layout::Layout;
-    use crate::mem::shm::Segment;
-    use crate::sync::board::Identity;
+    use crate::sync::board;
 
     fn boards() -> [Board; 2] {
-        let bytes = Layout::new(2).total_bytes();
-        let file = Segment::create(bytes).expect("memfd");
-        [0, 1].map(|rank| {
-            let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
-            let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
-            Board::new(segment, Rank(rank), "test".into(), members, 1)
-        })
+        board::tests::boards(2).try_into().expect("two")
     }
 
     fn sum(bytes: usize) -> Call {
         let spans = vec![Span { addr: 0, bytes }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans }
+        Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None }
     }
 
     #[test]
@@ -279,6 +295,30 @@ mod tests {
         assert_eq!(error.kind, Kind::Mismatch);
         assert!(error.message.contains("without async_op") && error.message.contains("with async_op=True"), "{error}");
         assert_eq!(one.failure().map(|failure| failure.kind), Some(Kind::Mismatch));
+    }
+
+    #[test]
+    fn ranks_that_call_from_different_lines_hear_of_it_if_they_ask() {
+        let at = |text: &str| Call { site: Site::known(Site::number(text)), ..sum(4) };
+        let disagree = |first: Call, second: Call| {
+            let [one, two] = boards();
+            compare(&one, 1, &first, Channel::Foreground).expect("alone so far");
+            compare(&two, 1, &second, Channel::Foreground).map_err(|error| error.message)
+        };
+        disagree(at("a.py:1"), at("a.py:1")).expect("the same line");
+        let text = disagree(at("a.py:1"), at("a.py:2")).expect_err("other lines");
+        assert!(text.contains("SUM) at a.py:1 ") && text.contains("SUM) at a.py:2 ") && text.ends_with("\"test\""), "{text}");
+        let text = disagree(sum(4), at("a.py:2")).expect_err("one asks");
+        assert!(text.contains("one of them was started with SYMM_DEBUG=site"), "{text}");
+    }
+
+    #[test]
+    fn what_a_rank_launched_last_is_known() {
+        let [one, two] = boards();
+        assert_eq!(last(&two, Rank(0)), None);
+        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
+        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
+        assert_eq!(last(&two, Rank(0)), Some(Description::of(&sum(8))));
     }
 
     #[test]

@@ -12,10 +12,11 @@ use crate::mem::heap::Address;
 use crate::mem::pinned::Registered;
 use crate::mem::shm::Segment;
 use crate::mem::vmm::{self, Mapping, Physical};
+use crate::rank::Rank;
 use crate::sync::board::Board;
 use crate::sync::limit::Limit;
 use rustix::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What a rank tells the others before anything is made.
 pub(super) struct Peer {
@@ -56,10 +57,15 @@ impl Peer {
 
 /// All ranks' memory, as this rank's GPU sees it.
 pub(super) enum Memory {
-    /// On the GPUs; `None`: of a rank that is out of reach on purpose.
-    Device(Vec<Option<Mapping>>),
+    /// On the GPUs; `None`: of a rank that is out of reach on purpose, or dead.
+    Device(Mutex<Vec<Option<Mapping>>>),
     /// On the host.
     Host(Vec<Registered>),
+}
+
+fn lock(mappings: &Mutex<Vec<Option<Mapping>>>) -> MutexGuard<'_, Vec<Option<Mapping>>> {
+    // Nothing under this lock panics between two changes.
+    mappings.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The way to the peers while memory is being made.
@@ -119,7 +125,8 @@ impl Memory {
                     Some(fd) if reaches(rank) => Physical::import(&fd, bytes)?.map(way.device).map(Some),
                     Some(_) => Ok(None),
                 };
-                Ok(Self::Device(way.pass(&descriptor)?.into_iter().enumerate().map(map).collect::<Result<_>>()?))
+                let mappings = way.pass(&descriptor)?.into_iter().enumerate().map(map).collect::<Result<_>>()?;
+                Ok(Self::Device(Mutex::new(mappings)))
             }
             Own::Host(own, bytes) => {
                 let descriptors = way.pass(&own)?;
@@ -139,7 +146,7 @@ impl Memory {
     /// Where the memory of each rank begins; 0: out of reach.
     pub(super) fn addresses(&self) -> Vec<u64> {
         match self {
-            Self::Device(mappings) => mappings.iter().map(|mapping| mapping.as_ref().map_or(0, Mapping::address)).collect(),
+            Self::Device(mappings) => lock(mappings).iter().map(|mapping| mapping.as_ref().map_or(0, Mapping::address)).collect(),
             Self::Host(segments) => segments.iter().map(Registered::device).collect(),
         }
     }
@@ -147,6 +154,15 @@ impl Memory {
     /// Whether it lies on the GPUs.
     pub(super) fn is_direct(&self) -> bool {
         matches!(self, Self::Device(_))
+    }
+
+    /// Lets go of what `rank` had on its GPU. No kernel may use it any more.
+    pub(super) fn bury(&self, rank: Rank) {
+        match self {
+            Self::Device(mappings) => drop(lock(mappings)[rank.index()].take()),
+            // What is left of it is the group's.
+            Self::Host(_) => {}
+        }
     }
 
     /// Prepares this rank's own part for the first call.

@@ -336,7 +336,7 @@ mod tests {
 
     fn call(op: Op, dtype: DType, bytes: usize) -> Call {
         let spans = vec![Span { addr: 0, bytes }];
-        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans }
+        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None }
     }
 
     #[test]

@@ -19,11 +19,11 @@ use crate::coll::describe::Description;
 use crate::coll::symmetric::Heaps;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
-use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream};
+use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
 use crate::rank::Rank;
 use crate::sync::board::Board;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Where work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +36,8 @@ pub struct CudaTarget {
     pub background: bool,
 }
 
-/// How long kernels may take to notice that their group has failed.
-const NOTICE: Duration = Duration::from_secs(2);
+/// How long kernels may take to notice that they are to end.
+pub(super) const NOTICE: Duration = Duration::from_secs(2);
 
 /// See the module.
 pub struct Plane {
@@ -68,6 +68,8 @@ struct State {
     edge: Event,
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
+    /// Some call was recorded into a graph, which may be replayed at any time.
+    recorded: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -88,11 +90,12 @@ impl Plane {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues `calls` in order; returns at once.
-    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration) -> Result<()> {
+    /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
+    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
         self.enqueue(target, timeout, |plane, state, stream, channel, site| {
             for call in calls {
                 state.launched += 1;
+                numbered(state.launched);
                 ledger::compare(&plane.board, state.launched, call, channel)?;
                 plane.report.remember(state.launched, Description::of(call));
                 let gated = plane.gated(call, state.launched, timeout)?;
@@ -171,16 +174,18 @@ impl Plane {
         timeout: Duration,
         body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
     ) -> Result<()> {
-        if let Some(error) = self.failure() {
-            return Err(error);
-        }
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
         let mut state = self.state();
+        // Under the lock: `bury` takes it after the group has failed, and finds all that was enqueued.
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
         if state.closed {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
         }
         let capture = stream.capture()?;
+        state.recorded |= capture.is_some();
         let channel = Channel::of(capture.is_some(), target.background);
         let now = Last { stream, capture };
         if let Some(last) = state.last[channel as usize].filter(|last| last.stream != stream && last.capture == capture) {
@@ -207,28 +212,39 @@ impl Plane {
     pub fn drain(&self, limit: Duration) -> bool {
         self.state().closed = true;
         let Ok(_entered) = self.device.enter() else { return false };
-        let events: Vec<Event> = {
-            let state = self.state();
-            // What was recorded into a graph is not running because of us.
-            let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
-            state.last.iter().flatten().filter(|last| last.capture.is_none()).filter_map(mark).collect()
-        };
-        let wait = |limit: Duration| {
-            let begun = Instant::now();
-            while !events.iter().all(|event| event.passed().unwrap_or(true)) {
-                if begun.elapsed() > limit {
-                    return false;
-                }
-                std::thread::sleep(Duration::from_micros(50));
-            }
-            true
-        };
-        if !wait(limit) {
+        let events = self.state().ends();
+        if !pass(&events, limit) {
             let text = format!("{} left group \"{}\" with CUDA work under way", self.board.describe(self.board.rank()), self.board.name());
             self.board.fail(Error::aborted(text));
-            return wait(NOTICE);
+            return pass(&events, NOTICE);
         }
         true
+    }
+
+    /// After the group has failed since `rank` died: lets go of the memory that `rank` had on its GPU and this rank has mapped, which the
+    /// driver keeps until all have. What kernels may still use stays: that of a group whose calls are in graphs, and what windows show.
+    pub fn bury(&self, rank: Rank) {
+        let Ok(_entered) = self.device.enter() else { return };
+        let events = {
+            let state = self.state();
+            // Else recording would add to what the caller captures.
+            let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
+            if state.closed || state.recorded || state.last.iter().flatten().any(captured) || self.failure().is_none() {
+                return;
+            }
+            state.ends()
+        };
+        if !pass(&events, NOTICE) {
+            return;
+        }
+        self.memory.bury(rank);
+        if let Some((memory, _)) = self.edges.as_ref().and_then(|edges| edges.apart.as_ref()) {
+            memory.bury(rank);
+        }
+        if let Some(heaps) = &self.symmetric {
+            heaps.bury(rank);
+        }
+        log::info!("group \"{}\": the GPU memory of {} is let go", self.board.name(), self.board.describe(rank));
     }
 
     /// Gives everything back. After `drain`.
@@ -239,6 +255,15 @@ impl Plane {
         report.retire();
         drop((state, stop, symmetric, memory, stream));
         drop(entered);
+    }
+}
+
+impl State {
+    /// Events that pass when what was enqueued is done.
+    fn ends(&self) -> Vec<Event> {
+        // What was recorded into a graph is not running because of us.
+        let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
+        self.last.iter().flatten().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }
 }
 

@@ -108,17 +108,13 @@ pub enum Args {
 impl Args {
     /// As the kernel reads it.
     pub fn bytes(&self) -> &[u8] {
-        fn of<T>(args: &T) -> &[u8] {
-            // SAFETY: one of the `repr(C)` structs of `args`, plain numbers; padding is only copied on.
-            unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
-        }
         match self {
-            Args::Exchange(args) => of(args),
-            Args::ReduceLowLatency(args) => of(args),
-            Args::ReduceStaged(args) => of(args),
-            Args::AllReduce(args) => of(args),
-            Args::CubeMesh(args) => of(args),
-            Args::TwoStage(args) => of(args),
+            Args::Exchange(args) => args::bytes_of(args),
+            Args::ReduceLowLatency(args) => args::bytes_of(args),
+            Args::ReduceStaged(args) => args::bytes_of(args),
+            Args::AllReduce(args) => args::bytes_of(args),
+            Args::CubeMesh(args) => args::bytes_of(args),
+            Args::TwoStage(args) => args::bytes_of(args),
         }
     }
 }

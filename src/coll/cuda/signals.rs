@@ -6,10 +6,12 @@ mod asked;
 pub use asked::{GaveUp, Place, REPORT_WORDS, Signal};
 
 use super::args::MAX_PEERS;
+use super::kernels::load;
+use super::plane::NOTICE;
 use super::stop::Stop;
 use crate::error::{Error, Result};
-use crate::kernels::cuda::compile::{Arch, Variant, cubin};
-use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream};
+use crate::kernels::cuda::compile::{Arch, Variant};
+use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream, pass};
 use crate::mem::device::DeviceTable;
 use crate::mem::pinned::Words;
 use crate::rank::Rank;
@@ -17,14 +19,12 @@ use crate::sync::board::Board;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Its file and its name.
 const PROGRAM: (&str, &str) = ("signal/signal", "signal");
 /// A warp: a lane for each peer.
 const THREADS: u32 = 32;
-/// How long waiting kernels may take to notice that they are to end.
-const NOTICE: Duration = Duration::from_secs(2);
 
 /// Signals between the GPUs of a group, through pads that all of them have mapped. One per group and device.
 ///
@@ -66,10 +66,9 @@ impl Signals {
         let (major, minor) = device.capability;
         let (program, symbol) = PROGRAM;
         let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, gated: false };
-        let code = cubin(&variant, Arch { major, minor })?;
         let _relaxed = RelaxedCapture::begin()?;
         let entered = device.enter()?;
-        let kernel = Kernel::load(&code, symbol)?;
+        let kernel = load(Arch { major, minor }, &variant, symbol)?;
         let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(board)?, stream: OwnStream::new()? };
         drop(entered);
         board.wait_unattended();
@@ -157,9 +156,10 @@ impl Signals {
         self.enqueued().closed = true;
         let streams = self.enqueued().streams.clone();
         let Ok(events) = self.marked(&streams) else { return false };
-        if !self.pass(&events, limit) {
+        let Ok(_entered) = self.device.enter() else { return false };
+        if !pass(&events, limit) {
             self.held.report.get()[0].store(asked::CLOSED, Ordering::Release);
-            if !self.pass(&events, NOTICE) {
+            if !pass(&events, NOTICE) {
                 return false;
             }
         }
@@ -181,19 +181,6 @@ impl Signals {
             }
         }
         Ok(events)
-    }
-
-    /// Whether the device passes all `events` within `limit`.
-    fn pass(&self, events: &[Event], limit: Duration) -> bool {
-        let Ok(_entered) = self.device.enter() else { return false };
-        let begun = Instant::now();
-        while !events.iter().all(|event| event.passed().unwrap_or(true)) {
-            if begun.elapsed() > limit {
-                return false;
-            }
-            std::thread::sleep(Duration::from_micros(50));
-        }
-        true
     }
 }
 

@@ -1,6 +1,6 @@
 //! What `src/kernels/cuda/fused/sum_parts.cu` is told, and its launch on any stream.
 
-use super::args::PerRank;
+use super::args::{PerRank, bytes_of};
 use super::kernels::load;
 use super::layout::MAX_RANKS;
 use crate::dtype::{DType, ReduceOp};
@@ -115,9 +115,7 @@ pub fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
         }
     };
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
-    // SAFETY: `SumParts` is plain numbers without padding.
-    let bytes = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of::<SumParts>()) };
-    kernel.launch(Stream(stream), wanted.min(BLOCKS * *processors) as u32, THREADS, false, bytes)
+    kernel.launch(Stream(stream), wanted.min(BLOCKS * *processors) as u32, THREADS, false, bytes_of(&args))
 }
 
 #[cfg(test)]

@@ -1,12 +1,11 @@
 //! What a device and its links can do.
 
 use super::Facts;
-use crate::config::Config;
+use crate::coll::cost::hardware;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cuda::driver::Device;
 use crate::topo::cost::Way;
-use crate::topo::{self, Source};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
@@ -21,7 +20,7 @@ struct Model {
 /// Of a core and the host's memory; any number does where nothing overlaps.
 const HOST: Facts = Facts { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
-/// NVML takes its time, so each device is asked once.
+/// Each device is asked once.
 static MODELS: Mutex<BTreeMap<i32, Model>> = Mutex::new(BTreeMap::new());
 
 /// Of CUDA device `device`; of the host if it is negative.
@@ -39,8 +38,7 @@ pub fn of_device(device: i32, dtype: DType) -> Result<Facts> {
 
 fn ask(device: i32) -> Result<Model> {
     let opened = Device::open(device)?;
-    let detected = topo::detect().ok().filter(|detected| detected.source == Source::Nvml);
-    let way = detected.filter(|_| Config::get().p2p).and_then(|detected| Way::between(&detected)).unwrap_or(Way::Pcie);
+    let way = hardware::gpus().map_or(Way::Pcie, |(_, way)| *way);
     Ok(Model { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
 }
 

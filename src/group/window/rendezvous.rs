@@ -28,7 +28,7 @@ impl Group {
         let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, board, "share memory in", bytes, own);
         let place = Arc::clone(places.entry(kind).or_default());
         let prepared = place.prepare(board, device, address, pad_bytes);
-        let outcome = self.open(&place, kind, &prepared, &step);
+        let outcome = self.open(&place, &prepared, &step);
         if let (Err(_), Ok((heap, own))) = (&outcome, &prepared) {
             place.pads().put_back(heap.base(), own);
         }
@@ -36,7 +36,7 @@ impl Group {
     }
 
     /// What follows once this rank has prepared its part, or could not.
-    fn open(&self, place: &Arc<Place>, kind: Kind, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>) -> Result<SymmetricWindow> {
+    fn open(&self, place: &Arc<Place>, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>) -> Result<SymmetricWindow> {
         let board = &self.board;
         let said = prepared.as_ref().map_err(Clone::clone).map(|(_, facts)| facts.encode());
         let said = step(Facts::BYTES, said)?;
@@ -68,7 +68,7 @@ impl Group {
                     pins.extend(heaps.pin(rank, offset, bytes.min(1)).ok_or_else(gone)?);
                 }
             }
-            let Some((_, signals)) = place.signals.get().filter(|_| kind == Kind::Gpu) else { return Ok(Tables::Host) };
+            let Some((_, signals)) = place.signals.get() else { return Ok(Tables::Host) };
             let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
             let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
             let table = |bytes: &[u8]| signals.table(bytes);
@@ -84,7 +84,6 @@ impl Group {
             global_ranks,
             tables,
             board: Arc::clone(board),
-            kind,
             bytes,
             pad,
             segment: own.segment,

@@ -6,6 +6,7 @@ use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, CString, c_void};
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 /// `Ok` for success; else what was attempted and the driver's words.
 pub fn check(what: &str, result: CUresult) -> Result<()> {
@@ -286,6 +287,18 @@ impl Event {
         }
         check("asking for an event", result).map(|()| true)
     }
+}
+
+/// Whether the device passes all `events` within `limit`; in the context that they were made in.
+pub fn pass(events: &[Event], limit: Duration) -> bool {
+    let begun = Instant::now();
+    while !events.iter().all(|event| event.passed().unwrap_or(true)) {
+        if begun.elapsed() > limit {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(50));
+    }
+    true
 }
 
 impl Drop for Event {

@@ -125,6 +125,9 @@ impl Range for HostRange {
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
         let size = fstat(&descriptor).map_err(|errno| Error::os("reading the size of a peer's memory", errno))?.st_size;
         let sealed = fcntl_get_seals(&descriptor).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
+        if !offset.is_multiple_of(PAGE) {
+            return Err(Error::config(format!("{bytes} bytes at {offset}, which is no multiple of {PAGE}")));
+        }
         if !sealed || (size as u64) < (offset + bytes) as u64 {
             return Err(Error::config(format!("{bytes} bytes at {offset} of a file of {size}, sealed: {sealed}")));
         }

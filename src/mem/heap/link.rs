@@ -6,6 +6,7 @@ use super::own::Heap;
 use super::remote::{Remote, Sound};
 use super::service::Attention;
 use crate::sys::fork::{Unshared, generation};
+use crate::sys::process;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -24,8 +25,13 @@ pub(super) struct Socket {
     pub(super) fd: OwnedFd,
 }
 
+/// A process that dies lets go of its highest descriptors first: of this one before it gives back, slowly, what its GPUs had.
+const HIGH: i32 = 768;
+
 impl Socket {
     pub(super) fn new(fd: OwnedFd) -> Self {
+        // Where so high a number is not allowed the news comes later.
+        let fd = rustix::io::fcntl_dupfd_cloexec(&fd, HIGH).unwrap_or(fd);
         Self { _unshared: Unshared::new(fd.as_fd()), fd }
     }
 }
@@ -52,8 +58,15 @@ pub(super) struct Link {
 
 #[derive(Default)]
 struct Holds {
-    all: HashMap<u64, Failed>,
+    all: HashMap<u64, Claim>,
     next: u64,
+}
+
+/// What a group wants of the link.
+struct Claim {
+    failed: Failed,
+    /// The peer is dead, and no kernel of the group uses its segments any more.
+    buried: bool,
 }
 
 /// A group's claim to a link. While it lasts the peer's segments stay mapped as long as this group's kernels may use them. The link
@@ -114,7 +127,7 @@ impl Link {
         }
         holds.next += 1;
         let id = holds.next;
-        holds.all.insert(id, failed);
+        holds.all.insert(id, Claim { failed, buried: false });
         drop(holds);
         Some(Hold { link: Arc::clone(self), id, generation: generation(), _attention: attention })
     }
@@ -122,7 +135,7 @@ impl Link {
     /// Whether any group that uses the link has failed. Asks all of them: each makes its failure known.
     pub(super) fn any_failed(&self) -> bool {
         // Asked outside the lock: who answers may hold others.
-        let asked: Vec<Failed> = self.holds().all.values().cloned().collect();
+        let asked: Vec<Failed> = self.holds().all.values().map(|claim| Arc::clone(&claim.failed)).collect();
         asked.iter().fold(false, |any, failed| failed() | any)
     }
 
@@ -132,6 +145,12 @@ impl Link {
 
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
+    }
+
+    /// The peer has closed its end: its last group is gone, or it is dying.
+    fn lost(&self) {
+        self.close();
+        process::suspect(self.pid);
     }
 
     /// Closes it unless a group holds it.
@@ -211,12 +230,12 @@ impl Link {
                 Err(Errno::INTR) => continue,
                 Err(errno) => {
                     log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
-                    self.close();
+                    self.lost();
                     return Ok(());
                 }
             };
             if length == 0 {
-                self.close();
+                self.lost();
                 return Ok(());
             }
             self.late.store(false, Ordering::Relaxed);
@@ -266,6 +285,20 @@ impl Hold {
     pub fn pin(&self, offset: u64, bytes: usize) -> Option<Pin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
         Some(Pin { link: Arc::clone(&self.link), id })
+    }
+
+    /// The peer's process has ended, and no kernel of this group uses its segments any more: they go once all groups say so.
+    pub fn bury(&self) {
+        let mut holds = self.link.holds();
+        if let Some(claim) = holds.all.get_mut(&self.id) {
+            claim.buried = true;
+        }
+        let agreed = holds.all.values().all(|claim| claim.buried);
+        drop(holds);
+        if agreed {
+            self.link.close();
+            self.link.remote.bury();
+        }
     }
 
     /// Closes the link, whoever holds it: the peer does not have it any more.

@@ -6,6 +6,8 @@
 
 mod addresses;
 mod frame;
+#[cfg(fuzzing)]
+pub mod heard;
 mod host;
 mod link;
 mod meet;

@@ -107,12 +107,21 @@ impl Remote {
 
     /// Lets go of all that was kept and is not pinned.
     pub(super) fn let_go(&self) {
+        self.unmap_unpinned(|phase| phase == Phase::Kept);
+    }
+
+    /// Lets go of all that is not pinned: the peer is dead.
+    pub(super) fn bury(&self) {
+        self.unmap_unpinned(|phase| phase != Phase::Refused);
+    }
+
+    fn unmap_unpinned(&self, chosen: impl Fn(Phase) -> bool) {
         self.segments().retain(|_, segment| {
-            let kept = segment.phase == Phase::Kept && segment.pins == 0;
-            if kept {
+            let free = chosen(segment.phase) && segment.pins == 0;
+            if free {
                 self.range.unmap(segment.offset, segment.bytes);
             }
-            !kept
+            !free
         });
     }
 

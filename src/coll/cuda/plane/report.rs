@@ -89,9 +89,9 @@ impl Report {
         drop(recent);
         let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });
         let doing = |rank: &Rank| {
-            let pid = self.board.pid(*rank);
-            let state = crate::sys::process::state(pid).unwrap_or("gone");
-            format!("rank {rank}: pid {pid} {state}, {} CUDA collectives launched", ledger::launched(&self.board, *rank))
+            let (launched, last) = (ledger::launched(&self.board, *rank), ledger::last(&self.board, *rank));
+            let last = last.map_or_else(String::new, |last| format!(", the last {last}"));
+            format!("{}, {launched} CUDA collectives launched{last}", self.board.process_state(*rank))
         };
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(

@@ -114,6 +114,7 @@ impl Plane {
             transfers: [[0; MAX_RANKS]; 2],
             edge,
             closed: false,
+            recorded: false,
         };
         let (mebibytes, place) = (bytes >> 20, if memory.is_direct() { "on each GPU" } else { "of the host for each GPU" });
         log::info!(

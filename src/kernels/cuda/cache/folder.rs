@@ -2,20 +2,17 @@
 
 use super::entry::Key;
 use crate::error::{Error, Result};
-use crate::sys::random;
-use rustix::fd::OwnedFd;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawMode, Stat, fstat, open, openat, renameat, unlinkat};
+use crate::sys::private;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat};
 use rustix::io::Errno;
 use std::fs::{DirBuilder, File};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// The largest file that is read. Kernels have tens of kilobytes.
 const LARGEST: u64 = 64 << 20;
-
-/// Who else may write.
-const OTHERS_WRITE: RawMode = 0o022;
 
 /// Keeps machine code below a path.
 ///
@@ -48,7 +45,7 @@ impl Folder {
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(about("is not a file".into()));
         }
-        check_owner(&status).map_err(about)?;
+        private::check_owner(&status).map_err(about)?;
         let mut content = Vec::new();
         let read = File::from(file).take(LARGEST + 1).read_to_end(&mut content);
         read.map_err(|error| about(format!("cannot be read: {error}")))?;
@@ -64,20 +61,9 @@ impl Folder {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(&self.path);
         made.map_err(|error| about("cannot be made", error.to_string()))?;
         let folder = self.open()?.ok_or_else(|| about("cannot be used", "it has just been removed".into()))?;
-        let random = random::bytes()?;
-        // Not the process id: containers that share the folder count their own.
-        let temporary = format!(".{:016x}.tmp", u64::from_ne_bytes(random));
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = openat(&folder, temporary.as_str(), flags, Mode::RUSR | Mode::WUSR);
-        let file = file.map_err(|errno| about("takes no file", errno.to_string()))?;
-        // Without fsync: what a crash leaves behind fails its checksum.
-        let written = File::from(file).write_all(&key.seal(code));
-        let moved = written.and_then(|()| Ok(renameat(&folder, temporary.as_str(), &folder, key.file())?));
-        moved.map_err(|error| {
-            // It may be gone; and if it cannot be removed, nothing more can be done.
-            let _ = unlinkat(&folder, temporary.as_str(), AtFlags::empty());
-            about(&format!("does not take the {} bytes of {}", code.len(), key.file()), error.to_string())
-        })
+        // What a crash leaves behind fails its checksum.
+        private::replace(folder.as_fd(), ".", &key.file(), &key.seal(code))
+            .map_err(|error| about(&format!("does not take the {} bytes of {}", code.len(), key.file()), error.to_string()))
     }
 
     /// The folder, if it exists, is the user's and nobody else may write in it.
@@ -89,20 +75,7 @@ impl Folder {
             Err(errno) => return Err(about(format!("cannot be opened: {errno}"))),
         };
         let status = fstat(&folder).map_err(|errno| about(format!("cannot be looked at: {errno}")))?;
-        check_owner(&status).map_err(about)?;
+        private::check_owner(&status).map_err(about)?;
         Ok(Some(folder))
     }
-}
-
-/// Fails, with the reason, unless it is the user's and nobody else may write to it. That others may read does no harm; and what is wrong is
-/// not repaired, for a folder that the user named may be shared on purpose.
-fn check_owner(status: &Stat) -> std::result::Result<(), String> {
-    let user = rustix::process::geteuid().as_raw();
-    if status.st_uid != user {
-        return Err(format!("belongs to user {}, this process to {user}", status.st_uid));
-    }
-    if status.st_mode & OTHERS_WRITE != 0 {
-        return Err(format!("can be written by others (mode {:o}): chmod go-w makes it usable", status.st_mode & 0o7777));
-    }
-    Ok(())
 }

@@ -98,6 +98,25 @@ fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
 }
 
 #[test]
+fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() {
+    let ((one, _), (other, _)) = (heap(8), heap(8));
+    let (_near, far) = link(&one, &other, &healthy());
+    let second = far.link().hold(other.attend().expect("runs"), healthy()).expect("open");
+    let (shown, plain) = (one.allocate(PAGE).expect("room"), one.allocate(PAGE).expect("room"));
+    until("the offers", || mapped(&far) == 2);
+    let pin = far.pin(seen(&far, &one, shown) - far.base(), PAGE).expect("mapped");
+    host::write(shown, 7);
+    far.bury();
+    assert_eq!((mapped(&far), far.link().is_closed()), (2, false), "kernels of the second group may use it");
+    host::write(plain, 8);
+    assert_eq!(host::read(seen(&far, &one, plain)), 8);
+    second.bury();
+    assert_eq!((mapped(&far), far.link().is_closed()), (1, true));
+    assert_eq!(host::read(seen(&far, &one, shown)), 7, "a window shows it");
+    drop(pin);
+}
+
+#[test]
 fn a_failure_to_make_memory_leaves_its_place_free() {
     let (heap, host) = heap(4);
     host.exhausted.store(true, Ordering::Relaxed);

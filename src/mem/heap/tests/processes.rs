@@ -7,7 +7,7 @@ use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
 
 /// Runs `body` in a forked child; its process id. The child ends with code 0 if `body` says so.
-fn forked(body: impl FnOnce() -> bool) -> i32 {
+pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
     // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -18,7 +18,7 @@ fn forked(body: impl FnOnce() -> bool) -> i32 {
     child
 }
 
-fn status_of(child: i32) -> i32 {
+pub(super) fn status_of(child: i32) -> i32 {
     let mut status = 0;
     // SAFETY: `status` is valid for a write; `child` is our own.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);

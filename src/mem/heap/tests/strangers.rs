@@ -2,11 +2,13 @@
 
 use super::super::frame::{FRAME_BYTES, Frame};
 use super::host::PAGE;
+use super::processes::{forked, status_of};
 use super::*;
 use crate::mem::shm::Segment;
 use crate::sys::random;
 use crate::sys::socket;
 use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
 
 /// A peer that says what the test wants.
@@ -159,6 +161,77 @@ fn who_does_not_introduce_itself_is_not_let_in() {
 }
 
 #[test]
+fn p20_memory_that_could_be_cut_short_is_refused_and_the_link_stays() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let raw = Raw::new(&heap);
+    let hold = raw.hold(&heap);
+    let memory = |bytes: usize, seals: SealFlags| {
+        let file = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, bytes as u64).expect("sized");
+        fcntl_add_seals(&file, seals).expect("sealed");
+        file
+    };
+    let (pipe, _other) = rustix::pipe::pipe().expect("a pipe");
+    let cases = [
+        ("not sealed", memory(16 * PAGE, SealFlags::empty())),
+        ("sealed against growth alone", memory(16 * PAGE, SealFlags::GROW)),
+        ("too short", memory(PAGE, SealFlags::SHRINK)),
+        ("a pipe", pipe),
+        ("a file", tempfile::tempfile().expect("a file").into()),
+    ];
+    for (id, (what, file)) in (1..).zip(&cases) {
+        let frame = Frame::Offer { id, offset: 2 * PAGE as u64, bytes: PAGE as u64 };
+        socket::send(&raw.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
+        assert_eq!(raw.hear(), Some(Frame::Refused { id }), "{what}");
+    }
+    assert_eq!(mapped(&hold), 0);
+    raw.offer(9, 2 * PAGE, PAGE);
+    assert_eq!(raw.hear(), Some(Frame::Accepted { id: 9 }));
+}
+
+/// Nothing that allocates: it runs between `fork` and `_exit`.
+fn knock_as_another_user(address: &rustix::net::SocketAddrUnix, hello: &[u8]) -> i32 {
+    // SAFETY: system calls on values and on memory that outlives them.
+    unsafe {
+        if libc::setresuid(65534, 65534, 65534) != 0 {
+            return 9;
+        }
+        let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET);
+        let Ok(socket) = rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None) else { return 8 };
+        if rustix::net::connect(&socket, address).is_err() {
+            return 7;
+        }
+        let mut buffer = [0u8; 256];
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&socket);
+        libc::send(fd, hello.as_ptr().cast(), hello.len(), libc::MSG_NOSIGNAL);
+        let mut ready = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let closed = libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(fd, buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0;
+        i32::from(!closed)
+    }
+}
+
+#[test]
+fn p19_another_user_is_not_linked_even_with_the_right_words() {
+    if !rustix::process::geteuid().is_root() {
+        // Only root can become another user.
+        return;
+    }
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let address = rustix::net::SocketAddrUnix::new_abstract_name(heap.address().name().as_bytes()).expect("a name");
+    let hello = Frame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }.encode();
+    let child = forked(|| {
+        let code = knock_as_another_user(&address, &hello);
+        assert_eq!(code, 0, "9: no other user, 8: no socket, 7: no listener, 1: let in");
+        true
+    });
+    assert_eq!(status_of(child), 0, "it was let in");
+    let from = Address { key: [9; 16], listener: [0; 16], span: 0 };
+    assert!(heap.meet(&from, 1, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
+}
+
+#[test]
 fn random_messages_never_harm() {
     let (heap, _) = heap(16);
     let _attention = heap.attend().expect("runs");
@@ -227,4 +300,18 @@ fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
     let raw = Raw::new(&heap);
     let _hold = raw.hold(&heap);
     assert!(heap.meet(&address, raw.number, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none(), "another's");
+}
+
+#[test]
+fn a_segment_that_begins_within_a_page_is_refused_and_the_link_goes_on() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let raw = Raw::new(&heap);
+    let hold = raw.hold(&heap);
+    raw.offer(1, 112, PAGE);
+    raw.offer(2, 4 * PAGE, PAGE);
+    let mut heard = [raw.hear(), raw.hear()];
+    heard.sort_by_key(|frame| matches!(frame, Some(Frame::Accepted { .. })));
+    assert_eq!(heard, [Some(Frame::Refused { id: 1 }), Some(Frame::Accepted { id: 2 })]);
+    assert_eq!(mapped(&hold), 1);
 }

@@ -60,6 +60,10 @@ impl EventLoop {
         let Some(connection) = self.connections.get_mut(key) else {
             return;
         };
+        if connection.ended {
+            // It has asked and gone. The event that said so came with the request; no other will.
+            return self.close(key);
+        }
         if connection.deadline.is_none() {
             self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
