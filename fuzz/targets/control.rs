@@ -1,0 +1,109 @@
+//! What a peer writes into the control block: its post, its stage counter, the failure record. No bytes may make a collective panic, write
+//! outside its outputs, or stay beyond its limit.
+#![no_main]
+
+#[path = "../peer.rs"]
+mod peer;
+
+use libfuzzer_sys::fuzz_target;
+use peer::{CANARY, ME, PEER, blank, board};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use symm::coll::call::{Call, Op, Span};
+use symm::coll::cpu::Runner;
+use symm::coll::describe::Description;
+use symm::coll::plan::Thresholds;
+use symm::dtype::{DType, ReduceOp};
+use symm::mem::layout::{INLINE_BYTES, MEMBER_BYTES, POST_HEAD};
+use symm::rank::Rank;
+use symm::sync::flag::Flag;
+use symm::sync::limit::Limit;
+
+const MARGIN: usize = 64;
+
+/// Memory of `bytes` between canaries.
+struct Guarded(Vec<u8>);
+
+impl Guarded {
+    fn new(bytes: usize) -> Self {
+        Self(vec![CANARY; bytes + 2 * MARGIN])
+    }
+    fn span(&mut self) -> Span {
+        Span { addr: self.0.as_mut_ptr() as usize + MARGIN, bytes: self.0.len() - 2 * MARGIN }
+    }
+    fn intact(&self) -> bool {
+        let end = self.0.len() - MARGIN;
+        self.0[..MARGIN].iter().chain(&self.0[end..]).all(|&byte| byte == CANARY)
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&[op, size, stage, flags], rest)) = data.split_first_chunk::<4>() else { return };
+    let Some(op) = Op::from_code(op % 9) else { return };
+    let count = usize::from(size) * if flags & 1 != 0 { 2048 } else { 4 };
+    let (root, n) = (u32::from(flags >> 1 & 1), 2);
+    let me_root = root == ME.0;
+    let when = |yes: bool, count: usize| if yes { count } else { 0 };
+    let (inputs, outputs) = match op {
+        Op::Barrier => (0, 0),
+        Op::Broadcast => (when(me_root, 1), when(!me_root, 1)),
+        Op::AllReduce => (1, 1),
+        Op::Reduce => (1, when(me_root, 1)),
+        Op::AllGather => (1, n),
+        Op::Gather => (1, when(me_root, n)),
+        Op::Scatter => (when(me_root, n), 1),
+        Op::ReduceScatter => (n, 1),
+        Op::AllToAll => (n, n),
+    };
+    let mut memory: Vec<Guarded> = (0..inputs + outputs).map(|_| Guarded::new(count)).collect();
+    let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
+    let call = Call {
+        op,
+        dtype: DType::U8,
+        reduce_op: ReduceOp::Sum,
+        site: None,
+        root: Rank(root),
+        factor: 1.0,
+        inputs: spans[..inputs].to_vec(),
+        outputs: spans[inputs..].to_vec(),
+    };
+    assert_eq!(call.validate(ME, n), Ok(()));
+    let board = Arc::new(board());
+    blank(&board, 0, board.layout().control_bytes());
+    let (segment, layout) = (board.segment(), board.layout());
+    let (post, table) = (layout.post(PEER, 1), layout.table_words() * 8);
+    let write = |at: usize, room: usize, bytes: &mut &[u8]| {
+        let (now, later) = bytes.split_at(bytes.len().min(room));
+        // SAFETY: `now` fits the room at `at`, which is the peer's, who does not live.
+        unsafe { segment.ptr(at, room).copy_from_nonoverlapping(now.as_ptr(), now.len()) };
+        *bytes = later;
+    };
+    let word = |at: usize| {
+        // SAFETY: all words of the control block are atomics.
+        unsafe { segment.at::<AtomicU64>(at) }
+    };
+    let mut rest = rest;
+    if flags & 4 != 0 {
+        write(0, 64, &mut rest);
+        // A record that is being written makes its readers wait: that has a test of its own.
+        let state = word(0).load(Ordering::Relaxed);
+        word(0).store(state & !0xffff_ffff | [0, 2][usize::from(flags >> 3 & 1)], Ordering::Relaxed);
+    }
+    write(post + POST_HEAD + INLINE_BYTES, table, &mut rest);
+    write(post, POST_HEAD, &mut rest);
+    if flags & 16 != 0 {
+        write(layout.member(PEER), MEMBER_BYTES, &mut rest);
+    }
+    if flags & 32 == 0 {
+        // Else only a call that disagrees is ever seen.
+        word(post + 8).store(Description::of(&call).fingerprint(&call), Ordering::Relaxed);
+    }
+    word(post).publish(1);
+    board.stage(PEER).publish(stage.into());
+    let (limit, begun) = (Limit::from(Instant::now(), Duration::ZERO), Instant::now());
+    let outcome = Runner::new(Arc::clone(&board), Thresholds::DEFAULT).run(&call, &limit);
+    assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);
+    assert!(begun.elapsed() < Duration::from_secs(5), "stayed for {:?}", begun.elapsed());
+    assert!(memory.iter().all(Guarded::intact), "written outside the tensors");
+});

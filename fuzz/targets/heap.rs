@@ -1,0 +1,7 @@
+//! What a peer says over the link between two heaps, descriptors and all.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use symm::mem::heap::heard;
+
+fuzz_target!(|data: &[u8]| heard::messages(data));

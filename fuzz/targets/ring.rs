@@ -1,0 +1,67 @@
+//! What a peer writes into its ring to this rank: no bytes may make a receiver panic, write outside a receive's memory, or stay for ever.
+#![no_main]
+
+#[path = "../peer.rs"]
+mod peer;
+
+use libfuzzer_sys::fuzz_target;
+use peer::{CANARY, ME, PEER, blank, board};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use symm::coll::call::Span;
+use symm::done::Done;
+use symm::dtype::DType;
+use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_BYTES, RING_HEAD};
+use symm::p2p::{Message, Transfers};
+
+const WANTED: usize = 64;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&[tail, flags, place], frames)) = data.split_first_chunk::<3>() else { return };
+    let board = Arc::new(board());
+    for (from, to) in [(ME, PEER), (PEER, ME)] {
+        blank(&board, board.layout().ring(from, to), RING_HEAD);
+    }
+    blank(&board, 0, HEADER_BYTES);
+    let (segment, ring) = (board.segment(), board.layout().ring(PEER, ME));
+    // Frames begin at the ring's start or just before its end; the rest of it says nothing.
+    let begin = if place < 128 { 0 } else { RING_BYTES - 32 * (usize::from(place) - 127) };
+    let bytes = frames.len().min(RING_BYTES - begin);
+    let start = ring + RING_HEAD;
+    // SAFETY: within the segment, which nobody else uses.
+    unsafe {
+        segment.ptr(start, RING_BYTES).write_bytes(0, 8192);
+        segment.ptr(start + RING_BYTES - 8192, 8192).write_bytes(0, 8192);
+        segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
+    }
+    let transfers = Transfers::new(Arc::clone(&board), false);
+    let mut memory = vec![CANARY; 3 * WANTED];
+    let span = Span { addr: memory.as_mut_ptr() as usize + WANTED, bytes: WANTED };
+    let message = Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None };
+    let source =
+        Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span: Span { addr: frames.as_ptr() as usize, bytes }, timeout: None };
+    let counter = |index: usize| {
+        // SAFETY: the counters at the head of the ring are atomics.
+        unsafe { segment.at::<AtomicU64>(ring + index * LINE_PAIR) }
+    };
+    let quiet = || Done::new(|_, _| {});
+    if flags & 1 != 0 {
+        let _ = transfers.send(source, Duration::from_secs(60), quiet());
+    }
+    let _ = transfers.recv(message, Duration::from_secs(60), quiet());
+    // A right tail, or none that a producer can have.
+    let tail = if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
+    if flags & 4 != 0 {
+        counter(1).store(tail.wrapping_mul(3), Ordering::Relaxed);
+    }
+    counter(0).store(tail, Ordering::Release);
+    for _ in 0..64 {
+        if !transfers.progress() {
+            break;
+        }
+    }
+    transfers.stop();
+    drop(transfers);
+    assert!(memory[..WANTED].iter().chain(&memory[2 * WANTED..]).all(|&byte| byte == CANARY), "written outside the receive");
+});
