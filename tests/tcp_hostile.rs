@@ -272,6 +272,22 @@ fn p18_slow_and_dead_clients_are_let_go() {
 }
 
 #[test]
+fn p18_clients_that_ask_for_what_is_not_there_and_go_are_let_go_at_once() {
+    let _serial = serial();
+    let (_server, port) = server(Limits::default(), None);
+    let store = honest(port, None);
+    let before = descriptors();
+    for _ in 0..50 {
+        // Request and end arrive together, as a rule, so that no event of its own tells of the end.
+        admitted(port).write_all(&frame(Op::Get, &["never"], &[])).unwrap();
+    }
+    let started = Instant::now();
+    eventually("the server closing its side", || descriptors() <= before);
+    assert!(started.elapsed() < LONG / 2, "not when their time was over");
+    store.set("never", b"value").unwrap();
+}
+
+#[test]
 fn p18_running_out_of_descriptors_is_survived() {
     let _serial = serial();
     let (_server, port) = server(Limits::default(), None);

@@ -1,0 +1,292 @@
+//! What a buggy rank may leave in the shared memory: whoever reads it raises, or computes nonsense, and touches only its own tensors.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod ranks;
+
+use ranks::span;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::coll::call::{Call, Op, Span};
+use symm::done::Done;
+use symm::dtype::{DType, ReduceOp};
+use symm::error::{Error, Kind, Result};
+use symm::group::{Group, Tuning};
+use symm::mem::layout::{LINE_PAIR, Layout, RING_HEAD};
+use symm::mem::shm::Segment;
+use symm::p2p::Message;
+use symm::rank::Rank;
+use symm::sync::board::Identity;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The memory of a group of `n`, and a mapping of it that belongs to no rank.
+fn memory(n: usize) -> (OwnedFd, Segment) {
+    let bytes = Layout::new(n).total_bytes();
+    let file = Segment::create(bytes).unwrap();
+    let forger = Segment::map(file.try_clone().unwrap(), bytes).unwrap();
+    (file, forger)
+}
+
+fn assemble(file: &OwnedFd, rank: u32, n: u32, timeout: Duration, direct: bool) -> Group {
+    let segment = Segment::map(file.try_clone().unwrap(), Layout::new(n as usize).total_bytes()).unwrap();
+    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+    let tuning = Tuning { direct, ..Tuning::default() };
+    Group::assemble(segment, "test", Rank(rank), members, timeout, tuning).unwrap()
+}
+
+/// Both ranks of a group of two.
+fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
+    thread::scope(|scope| {
+        let other = scope.spawn(|| assemble(file, 1, 2, timeout, direct));
+        [assemble(file, 0, 2, timeout, direct), other.join().unwrap()]
+    })
+}
+
+fn message(peer: u32, tag: i32, span: Span) -> Message {
+    Message { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }
+}
+
+/// Where the outcome of a send or receive will stand.
+fn heard() -> (Done, impl Fn() -> Option<Result<()>>) {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let done = Done::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
+    (done, move || receiver.try_recv().ok())
+}
+
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Memory whose use after its end is a fault, not luck.
+struct Pages {
+    base: *mut std::ffi::c_void,
+    bytes: usize,
+}
+
+impl Pages {
+    fn new(bytes: usize) -> Self {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        Self { base: base.unwrap(), bytes }
+    }
+
+    fn span(&self) -> Span {
+        Span { addr: self.base as usize, bytes: self.bytes }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`; whoever was given the span has said that it is done with it.
+        unsafe { rustix::mm::munmap(self.base, self.bytes) }.unwrap();
+    }
+}
+
+/// The ring through which rank 1 sends to rank 0, written by the forger.
+struct Ring<'a> {
+    forger: &'a Segment,
+    tail: u64,
+}
+
+impl Ring<'_> {
+    /// Puts four words where the next frame belongs, and says that `bytes` bytes have come.
+    fn say(&mut self, words: [u64; 4], bytes: u64) {
+        let base = Layout::new(2).ring(Rank(1), Rank(0));
+        let place = base + RING_HEAD + (self.tail % (512 << 10)) as usize;
+        for (index, word) in words.into_iter().enumerate() {
+            // SAFETY: atomics; frames are words of a ring.
+            unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }.store(word, Ordering::Relaxed);
+        }
+        self.tail += bytes;
+        // SAFETY: the first word of a ring is its tail.
+        unsafe { self.forger.at::<AtomicU64>(base) }.store(self.tail, Ordering::Release);
+    }
+}
+
+#[test]
+fn memory_of_a_send_that_has_failed_is_not_read_again() {
+    let (file, _forger) = memory(2);
+    let [sender, receiver] = pair(&file, PATIENCE, false);
+    // More than the ring holds, so that some wait for room.
+    let sent: Vec<(Pages, _)> = (0..20)
+        .map(|tag| {
+            let (pages, (done, outcome)) = (Pages::new(60 << 10), heard());
+            sender.send(message(1, tag, pages.span()), done).unwrap();
+            (pages, outcome)
+        })
+        .collect();
+    sender.abort();
+    let failed = sent.iter().filter(|(_, outcome)| outcome().expect("every send has an outcome").is_err()).count();
+    assert!(failed > 5, "{failed} were waiting");
+    drop(sent);
+    // Makes room, into which nothing may be written any more.
+    for _ in 0..5 {
+        receiver.progress();
+        sender.progress();
+    }
+}
+
+#[test]
+fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    // A long message is offered, and asked for twice: it must not be read again once it has been sent.
+    let pages = Pages::new(2 << 20);
+    let (done, outcome) = heard();
+    let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
+    for _ in 0..2 {
+        ring.say([3, ticket, 0, 0], 32);
+    }
+    let error = until("an outcome", || {
+        victim.progress();
+        outcome()
+    })
+    .expect_err("nobody asks twice");
+    assert_eq!(error.kind, Kind::Internal, "{error}");
+    assert!(error.message.contains("rank 1") && error.message.contains("makes no sense"), "{error}");
+    drop(pages);
+    victim.progress();
+}
+
+#[test]
+fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
+    let eager = |bytes: u64| [1, 1, bytes, 0];
+    let cases: [(&str, [u64; 4], u64); 5] = [
+        ("an unknown kind", [9, 0, 0, 0], 32),
+        ("longer than any short message", eager(1 << 40), 32),
+        ("a piece behind the end", [4, 1, 100, 100], 32),
+        ("a piece of nothing", [4, 1, 0, 0], 32),
+        ("an offset past all numbers", [4, 1, 100, u64::MAX], 32),
+    ];
+    for (what, words, bytes) in cases {
+        let (file, forger) = memory(2);
+        let [victim, _silent] = pair(&file, PATIENCE, false);
+        let mut room = [0u8; 16];
+        let (done, outcome) = heard();
+        victim.recv(message(1, 3, span(&mut room)), done).unwrap();
+        Ring { forger: &forger, tail: 0 }.say(words, bytes);
+        let error = until(what, || {
+            victim.progress();
+            outcome()
+        })
+        .expect_err(what);
+        assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{what}: {error}");
+        assert_eq!(room, [0; 16], "{what}");
+    }
+}
+
+/// A generator of the same numbers in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+}
+
+fn call(op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
+    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, site: None, inputs, outputs }
+}
+
+/// Some calls of two ranks, whose data lie in `mine`, between guards.
+fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
+    let words = room.len();
+    let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
+    assert!(words >= 8 * 1024);
+    for count in [1, 300, 1000] {
+        group.run(vec![call(Op::AllReduce, 0, vec![part(0, count)], vec![part(0, count)])], None)?;
+        group.run(
+            vec![call(Op::AllToAll, 0, vec![part(0, count), part(1, 1)], vec![part(2 + me, if me == 0 { count } else { 1 }); 2])],
+            None,
+        )?;
+        group.run(vec![call(Op::AllGather, 0, vec![part(0, count)], vec![part(4, count), part(5, count)])], None)?;
+        let (done, outcome) = heard();
+        let peer = 1 - me as u32;
+        let ticket = if me == 0 {
+            group.send(message(peer, 1, part(6, count)), done)?
+        } else {
+            group.recv(message(peer, 1, part(7, count)), done)?
+        };
+        group.wait(ticket, Some(Duration::from_secs(2)))?;
+        outcome().unwrap_or(Ok(()))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn garbage_in_the_shared_memory_never_harms_a_rank() {
+    let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
+    let layout = Layout::new(2);
+    for round in 0..60 {
+        let (file, forger) = memory(2);
+        let groups = pair(&file, Duration::from_millis(150), round % 2 == 0);
+        let stop = Arc::new(AtomicBool::new(false));
+        thread::scope(|scope| {
+            let ranks: Vec<_> = groups
+                .iter()
+                .enumerate()
+                .map(|(me, group)| {
+                    scope.spawn(move || -> Error {
+                        let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
+                        // As long as it takes: some garbage is overwritten by the next call, none may go unnoticed for ever.
+                        let error = until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
+                        assert!(room[..1024].iter().chain(&room[9 * 1024..]).all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
+                        error
+                    })
+                })
+                .collect();
+            let stopping = Arc::clone(&stop);
+            let seed = dice.next(u64::MAX) | 1;
+            let vandal = scope.spawn(move || {
+                let mut dice = Dice(seed);
+                let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
+                while !stopping.load(Ordering::Relaxed) {
+                    // Mostly where the structures are: the header, the members' words, heads and tables of posts, counters of rings.
+                    let rank = Rank(dice.next(2) as u32);
+                    let areas = [
+                        (0, 4096),
+                        (layout.member(rank), 512),
+                        (layout.post(rank, 0), 32),
+                        (layout.post(rank, 1), layout.post_bytes()),
+                        (layout.ring(rank, Rank(1 - rank.0)), 4 * LINE_PAIR),
+                        (layout.ring(rank, Rank(1 - rank.0)) + RING_HEAD, 4096),
+                    ];
+                    let (offset, bytes) = areas[dice.next(areas.len() as u64) as usize];
+                    let place = offset + 8 * dice.next(bytes as u64 / 8) as usize;
+                    let value = match dice.next(3) {
+                        0 => dice.next(u64::MAX),
+                        1 => dice.next(1 << 12),
+                        _ => values[dice.next(values.len() as u64) as usize],
+                    };
+                    // SAFETY: atomics may be written anywhere within the segment.
+                    unsafe { forger.at::<AtomicU64>(place) }.store(value, Ordering::Relaxed);
+                    if dice.next(4) == 0 {
+                        thread::sleep(Duration::from_micros(dice.next(300)));
+                    }
+                }
+            });
+            let errors: Vec<_> = ranks.into_iter().map(thread::ScopedJoinHandle::join).collect();
+            stop.store(true, Ordering::Relaxed);
+            vandal.join().unwrap();
+            for error in errors {
+                let error = error.expect("no rank panics");
+                assert!(!error.message.contains("panicked"), "{error}");
+            }
+        });
+    }
+}
