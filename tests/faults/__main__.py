@@ -1,0 +1,79 @@
+"""Plays the fault matrix and prints, and writes, what each backend's ranks saw. `--help` tells the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from faults import cases, table
+from faults.case import Case, broken
+from faults.runner import guarded
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python tests/faults", description=__doc__)
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose name or row contains it"
+    )
+    parser.add_argument("--sides", default="gloo,symm", help="gloo, symm, or both (default)")
+    parser.add_argument(
+        "--timeout", type=float, default=90.0, help="seconds that a case may take on a side (default 90)"
+    )
+    parser.add_argument("--patience", type=float, default=1.0, help="by what promised times are multiplied (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes everything that was seen")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="replaces the table between the markers of this document"
+    )
+    parser.add_argument("--list", action="store_true", help="names the cases and ends")
+    options = parser.parse_args()
+    chosen = [
+        case
+        for case in cases.all_cases()
+        if not options.only or any(text in case.name or text in case.row for text in options.only)
+    ]
+    if options.list:
+        print("\n".join(f"{case.name}: {case.row}" for case in chosen))
+        return 0
+    sides = options.sides.split(",")
+    if not chosen or not set(sides) <= {"gloo", "symm"}:
+        parser.error("no such case or side")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
+        # What the flight recorder writes is meant to stay, and is not counted as left over.
+        os.environ["SYMM_TRACE_DIR"] = dumps
+        return play(chosen, sides, options)
+
+
+def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> int:
+    """Plays, prints and writes; 1 if a promise was broken."""
+    begun = time.monotonic()
+    results: list[table.Result] = []
+    for number, case in enumerate(chosen):
+        # Alternating, so that neither side always has the colder caches.
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            started = time.monotonic()
+            outcome = guarded(case, side, options.timeout)
+            faults = broken(case.promise, outcome, options.patience) if side == "symm" else []
+            results.append(table.Result(case, side, outcome, faults, time.monotonic() - started))
+            print(table.line(results[-1]), flush=True)
+    facts = table.facts(time.monotonic() - begun, sides)
+    text = table.markdown(results, facts)
+    print(f"\n{text}")
+    if options.json:
+        options.json.write_text(json.dumps(table.as_json(results, facts), indent=1) + "\n")
+    if options.write:
+        table.write_into(options.write, text)
+    return 1 if any(result.broken for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Cases, what they promise, what was seen, and the comparison of the two."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+#: Ways a rank may have fared that are no exception.
+RIGHT, WRONG, CRASH, HANG, GONE = "right", "wrong", "crash", "hang", "gone"
+
+
+@dataclass
+class Saw:
+    """What one rank saw: ``right``, ``wrong``, ``crash``, ``hang``, ``gone``, or the name of an exception's type."""
+
+    kind: str
+    text: str = ""
+    #: Seconds between the fault (or the beginning of the call, where there is none) and this.
+    seconds: float = 0.0
+    figures: dict[str, float] = field(default_factory=dict)
+    #: What the rank still had after it had left the group, beyond what it had before it joined.
+    left: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def raised(self) -> bool:
+        return self.kind not in (RIGHT, WRONG, CRASH, HANG, GONE)
+
+
+@dataclass
+class Outcome:
+    """What all ranks that count saw, by rank."""
+
+    saw: dict[int, Saw] = field(default_factory=dict)
+    #: Process of each rank, to find it in messages.
+    pids: dict[int, int] = field(default_factory=dict)
+    #: Processes and files left when all ranks had ended, and what the ranks themselves had left.
+    left: Counter[str] = field(default_factory=Counter)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> float:
+        """Seconds until the last one knew."""
+        return max((saw.seconds for saw in self.saw.values()), default=0.0)
+
+    @property
+    def verdict(self) -> str:
+        """In one word, the worst first."""
+        kinds = [saw.kind for saw in self.saw.values()]
+        for worst in (CRASH, HANG):
+            if worst in kinds:
+                return worst
+        if WRONG in kinds:
+            return "silent" if all(kind in (RIGHT, WRONG) for kind in kinds) else "half"
+        return RIGHT if all(kind == RIGHT for kind in kinds) else "error"
+
+    def named(self, ranks: tuple[int, ...], pids: bool) -> int:
+        """How many of those who raised name each of ``ranks``, with its process."""
+        return sum(all(_names(saw.text, rank, self.pids, pids) for rank in ranks) for saw in self._raised())
+
+    def _raised(self) -> list[Saw]:
+        return [saw for saw in self.saw.values() if saw.raised]
+
+
+def _names(text: str, rank: int, pids: dict[int, int], with_pid: bool) -> bool:
+    if not re.search(rf"\branks? (\d+, |\d+ and )*{rank}\b", text):
+        return False
+    return not with_pid or re.search(rf"\bpid {pids.get(rank, -1)}\b", text) is not None
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What symm promises for a case."""
+
+    #: What each rank may see.
+    sees: tuple[str, ...] = (RIGHT,)
+    #: Ranks that every message names, and whether with their processes.
+    names: tuple[int, ...] = ()
+    pids: bool = True
+    #: Expressions that every message matches.
+    says: tuple[str, ...] = ()
+    #: Seconds until the last rank knows, on an idle machine, and before which nobody may give up.
+    within: float | None = None
+    not_before: float = 0.0
+    #: The most that a figure may be; missing figures break the promise.
+    at_most: Mapping[str, float] = field(default_factory=dict)
+    #: Figures that are durations, which a busy machine may stretch.
+    stretches: tuple[str, ...] = ()
+    nothing_left: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault. Cases with the same ``row`` share a line of the table."""
+
+    name: str
+    row: str
+    #: Plays the fault on a side (``"gloo"`` or ``"symm"``).
+    play: Callable[[str], Outcome]
+    promise: Promise
+    target: str
+    #: What differs from the fault as users meet it, such as a shorter timeout.
+    note: str = ""
+
+
+def broken(promise: Promise, outcome: Outcome, patience: float = 1.0) -> list[str]:
+    """Where the outcome is not what was promised; limits of time are ``patience`` times as long as promised."""
+    found = []
+    for rank, saw in sorted(outcome.saw.items()):
+        if saw.kind not in promise.sees:
+            found.append(f"rank {rank} saw {saw.kind}: {saw.text[:300]}")
+        elif saw.raised:
+            missing = [r for r in promise.names if not _names(saw.text, r, outcome.pids, promise.pids)]
+            found += [
+                f"rank {rank} does not name rank {r} (pid {outcome.pids.get(r)}): {saw.text[:300]}" for r in missing
+            ]
+            found += [
+                f"rank {rank} does not say {what!r}: {saw.text[:300]}"
+                for what in promise.says
+                if not re.search(what, saw.text)
+            ]
+        if saw.seconds < promise.not_before:
+            found.append(f"rank {rank} gave up after {saw.seconds:.2f} s, before {promise.not_before} s")
+    if promise.within is not None and outcome.last > promise.within * patience:
+        found.append(f"the last rank knew after {outcome.last:.3f} s, not {promise.within} s")
+    for name, most in promise.at_most.items():
+        figure = outcome.figures.get(name)
+        most *= patience if name in promise.stretches else 1.0
+        if figure is None or figure > most:
+            found.append(f"{name} is {figure}, not at most {most}")
+    if promise.nothing_left and outcome.left:
+        found.append(f"left over: {dict(outcome.left)}")
+    if not outcome.saw and not outcome.figures:
+        found.append("nobody saw anything")
+    return found
+
+
+#: Every case by name, in the order of the table.
+CASES: dict[str, Case] = {}
+
+
+def add(case: Case) -> None:
+    """Makes a case known."""
+    if case.name in CASES:
+        raise ValueError(f"two cases are called {case.name!r}")
+    CASES[case.name] = case

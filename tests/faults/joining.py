@@ -1,0 +1,275 @@
+"""Making a group when a rank, a port, a file or a descriptor is missing, taken, old or doubled."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import time
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .case import RIGHT, Case, Outcome, Promise, Saw, add
+from .stage import WORLD, Stage, play
+
+TIMEOUT_S = 3.0
+#: What a rank that cannot join may see: a named reason, in the class of whoever noticed.
+REFUSED = (
+    "SymmTimeout",
+    "SymmConfigError",
+    "SymmPeerError",
+    "DistStoreError",
+    "DistNetworkError",
+    "ValueError",
+    "DistBackendError",
+)
+NOTE = f"timeout {TIMEOUT_S:g} s"
+
+
+def url(side: str, kind: str, target: str) -> str:
+    """The way of meeting that each side's users would take: torch's for Gloo, ours for symm."""
+    return {"gloo": {"port": "tcp://", "file": "file://"}, "symm": {"port": "symm://", "file": "symm+file://"}}[side][
+        kind
+    ] + target
+
+
+def join_by(stage: Stage, address: str, rank: int, world: int | None = None) -> bool:
+    """Joins by a URL and sums once; whether the sum is right."""
+    world = stage.world if world is None else world
+    dist.init_process_group(
+        stage.side, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=stage.timeout)
+    )
+    dist.all_reduce(tensor := torch.ones(4))
+    return bool((tensor == world).all())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def missing(side: str, kind: str, absent: int) -> Outcome:
+    """One rank never comes."""
+    port = free_port()
+
+    def body(stage: Stage, rank: int) -> Saw:
+        if rank == absent:
+            return Saw(RIGHT)
+        target = f"127.0.0.1:{port}" if kind == "port" else f"{stage.place}/meeting"
+        return stage.observe(lambda: join_by(stage, url(side, kind, target), rank))
+
+    outcome = play(body, side, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S, join=False)
+    del outcome.saw[absent]
+    return outcome
+
+
+def missing_in_new_group(side: str) -> Outcome:
+    """One rank of a running job does not call new_group."""
+
+    def body(stage: Stage, rank: int) -> Saw:
+        dist.barrier()
+        if rank == 2:
+            stage.meet("seen", rank, range(WORLD), 4 * TIMEOUT_S)
+            return Saw(RIGHT)
+        saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) is None)
+        stage.meet("seen", rank, range(WORLD), 4 * TIMEOUT_S)
+        return saw
+
+    outcome = play(body, side, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S)
+    del outcome.saw[2]
+    return outcome
+
+
+ROW = "a rank that never joins (by port, by file, in new_group; rank 0 itself)"
+for _name, _run, _absent in (
+    ("rank missing, by port", partial(missing, kind="port", absent=2), 2),
+    ("rank missing, by file", partial(missing, kind="file", absent=2), 2),
+    ("rank 0 missing, by port", partial(missing, kind="port", absent=0), 0),
+    ("rank missing in new_group", missing_in_new_group, 2),
+):
+    add(
+        Case(
+            _name,
+            ROW,
+            _run,
+            Promise(sees=REFUSED, names=(_absent,), pids=False, not_before=0.3 * TIMEOUT_S, within=TIMEOUT_S + 1),
+            "timeout + at most 1 s, the missing rank named on all",
+            f"{NOTE}; Gloo tcp:// and file://, symm symm:// and symm+file://",
+        )
+    )
+
+
+def stale_file(side: str) -> Outcome:
+    """All ranks of a run are killed; the next run meets at the same file."""
+
+    def body(stage: Stage, rank: int) -> Saw:
+        address = url(side, "file", f"{stage.place}/meeting")
+        child = os.fork()
+        if child == 0:
+            try:
+                join_by(stage, address, rank)
+                stage.meet("joined", rank, range(WORLD), 10)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        stage.meet("killed", rank, range(WORLD), 10)
+        stage.now_it_happens()
+        return stage.observe(lambda: join_by(stage, address, rank))
+
+    return play(body, side, timeout=TIMEOUT_S, limit=30, join=False)
+
+
+add(
+    Case(
+        "file of a killed run",
+        "a file:// left by a killed run",
+        stale_file,
+        Promise(sees=(RIGHT,), within=1.0),
+        "works",
+        NOTE,
+    )
+)
+
+
+def duplicate(side: str, late: bool) -> Outcome:
+    """A fifth process says that it is rank 1, before or after the group has formed."""
+
+    def body(stage: Stage, rank: int) -> Saw:
+        def joined() -> bool:
+            stage.join(1 if rank == 4 else rank, WORLD)
+            dist.all_reduce(tensor := torch.ones(4))
+            return bool((tensor == WORLD).all())
+
+        if rank == 4 and late:
+            stage.meet("formed", rank, range(WORLD))
+        if rank in (0, 1) and not late:
+            # So that both who are rank 1 come while the group still waits.
+            time.sleep(0.3 if rank == 1 else 0.6)
+        if rank == 4 or not late:
+            stage.now_it_happens()
+        saw = stage.observe(joined)
+        if not late:
+            saw.seconds = max(0.0, saw.seconds)
+        stage.meet("formed", rank, ())
+        stage.meet("seen", rank, range(5), 3 * TIMEOUT_S)
+        return saw
+
+    return play(body, side, world=5, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S, join=False)
+
+
+def one_refused(side: str, late: bool) -> Outcome:
+    """Counts: four must be right and one refused by name; the four are then left out of the picture."""
+    outcome = duplicate(side, late)
+    refused = {rank: saw for rank, saw in outcome.saw.items() if saw.raised}
+    outcome.figures["refused"] = len(refused)
+    outcome.figures["not_served"] = WORLD - sum(saw.kind == RIGHT for saw in outcome.saw.values())
+    outcome.pids[1] = next((outcome.pids[rank] for rank in refused if rank in (1, 4)), outcome.pids[1])
+    return outcome
+
+
+ROW = "a fifth process with a rank that is taken"
+add(
+    Case(
+        "duplicate rank while forming",
+        ROW,
+        partial(one_refused, late=False),
+        Promise(sees=(RIGHT, "SymmConfigError"), names=(1,), within=1.0, at_most={"refused": 1, "not_served": 0}),
+        "refused in < 1 s, both processes named, the job runs; once the group has formed, refused at the timeout",
+        NOTE,
+    )
+)
+add(
+    Case(
+        "duplicate rank after forming",
+        ROW,
+        partial(one_refused, late=True),
+        Promise(sees=(RIGHT, *REFUSED), within=TIMEOUT_S + 1, at_most={"refused": 1, "not_served": 0}),
+        "refused in < 1 s, both processes named, the job runs; once the group has formed, refused at the timeout",
+        NOTE,
+    )
+)
+
+
+def stranger_on_the_port(side: str) -> Outcome:
+    """The port is held by somebody who accepts and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        address = url(side, "port", f"127.0.0.1:{listener.getsockname()[1]}")
+
+        def body(stage: Stage, rank: int) -> Saw:
+            return stage.observe(lambda: join_by(stage, address, rank))
+
+        return play(body, side, timeout=TIMEOUT_S, limit=15, join=False)
+
+
+add(
+    Case(
+        "silent stranger on the port",
+        "the rendezvous port is held by a silent stranger",
+        stranger_on_the_port,
+        Promise(sees=REFUSED, within=TIMEOUT_S + 1),
+        "timeout + at most 1 s",
+        f"{NOTE}; ended after 15 s",
+    )
+)
+
+
+def missing_folder(side: str) -> Outcome:
+    """The file to meet at lies in a folder that is not there."""
+
+    def body(stage: Stage, rank: int) -> Saw:
+        return stage.observe(lambda: join_by(stage, url(side, "file", f"{stage.place}/none/meeting"), rank))
+
+    return play(body, side, timeout=TIMEOUT_S, limit=10, join=False)
+
+
+add(
+    Case(
+        "file in a missing folder",
+        "file:// in a missing directory",
+        missing_folder,
+        Promise(sees=REFUSED, says=("none",), within=1.0),
+        "< 1 s, the path named",
+        f"{NOTE}; ended after 10 s",
+    )
+)
+
+
+def few_descriptors(side: str, more: int) -> Outcome:
+    """Rank 0 may open no more than ``more`` descriptors."""
+
+    def body(stage: Stage, rank: int) -> Saw:
+        if rank == 0:
+            # The one that os.listdir itself opens counts as open.
+            limit = len(os.listdir("/proc/self/fd")) + more - 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+        def joined() -> bool:
+            stage.join(rank)
+            dist.all_reduce(tensor := torch.ones(4))
+            return bool((tensor == WORLD).all())
+
+        return stage.observe(joined)
+
+    return play(body, side, timeout=TIMEOUT_S, limit=5 * TIMEOUT_S, join=False)
+
+
+for _more in (40, 5):
+    add(
+        Case(
+            f"RLIMIT_NOFILE {_more} above what is open",
+            "RLIMIT_NOFILE of rank 0: 40, and 5, above what is open",
+            partial(few_descriptors, more=_more),
+            Promise(
+                sees=(RIGHT, "SymmConfigError"), names=(0,), pids=False, says=("RLIMIT_NOFILE",), within=TIMEOUT_S + 1
+            ),
+            "works, or all see RLIMIT_NOFILE, rank 0 and what it needs",
+            NOTE,
+        )
+    )

@@ -1,0 +1,210 @@
+"""Ranks as processes of which any may die, hang or lie, and what became of each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
+from multiprocessing.sharedctypes import RawArray
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import leftovers
+from .case import CRASH, GONE, HANG, RIGHT, WRONG, Outcome, Saw
+
+WORLD = 4
+
+
+class Stage:
+    """What the ranks of one play share. Made before they are forked."""
+
+    def __init__(self, side: str, world: int, place: Path, timeout: float) -> None:
+        self.side = side
+        self.world = world
+        self.place = place
+        self.timeout = timeout
+        # The moment of the fault, by the clock that all processes share.
+        self._moment = RawArray("d", 1)
+        self.pids = RawArray("i", world)
+
+    def now_it_happens(self) -> None:
+        """Marks the moment from which survivors are timed."""
+        self._moment[0] = time.monotonic()
+
+    @property
+    def since(self) -> float:
+        """Seconds since that moment."""
+        return time.monotonic() - self._moment[0] if self._moment[0] else 0.0
+
+    def join(self, rank: int, world: int | None = None, name: str = "default", timeout: float | None = None) -> None:
+        """``init_process_group`` over a fresh FileStore of torch's."""
+        world = self.world if world is None else world
+        dist.init_process_group(
+            self.side,
+            store=dist.FileStore(str(self.place / f"store-{name}"), world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=self.timeout if timeout is None else timeout),
+        )
+
+    def meet(self, name: str, rank: int, others: Iterable[int], limit: float = 30.0) -> bool:
+        """Whether all of ``others`` have come here, too, before the limit; needs no group."""
+        (self.place / f"meet-{name}-{rank}").touch()
+        deadline = time.monotonic() + limit
+        while not all((self.place / f"meet-{name}-{r}").exists() for r in others):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def bystander(self, seconds: float) -> None:
+        """Forks a child that holds what this process holds and does nothing."""
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(seconds)
+            os._exit(0)
+        (self.place / f"bystander-{pid}").touch()
+
+    def observe(self, call: Callable[[], object]) -> Saw:
+        """Makes a call that should fail or give ``True`` (or ``None``)."""
+        begun = time.monotonic()
+        try:
+            answer = call()
+        except Exception as error:
+            return Saw(type(error).__name__, str(error), self.since or time.monotonic() - begun)
+        seconds = self.since or time.monotonic() - begun
+        return (
+            Saw(RIGHT, "", seconds)
+            if answer in (None, True)
+            else Saw(WRONG, "it returned as if all were well", seconds)
+        )
+
+
+Body = Callable[[Stage, int], Saw | None]
+
+
+def play(
+    body: Body,
+    side: str,
+    *,
+    world: int = WORLD,
+    timeout: float = 10.0,
+    limit: float = 30.0,
+    join: bool = True,
+    victims: Collection[int] = (),
+    before: Callable[[Path], None] | None = None,
+    env: dict[str, str] | None = None,
+) -> Outcome:
+    """Runs ``body`` on forked ranks and says what each that is no victim saw.
+
+    ``timeout``: of the group. ``limit``: seconds for everything; who has not ended then hangs. ``join``: whether the
+    ranks make the default group first. ``before`` gets the folder of the play before the ranks start.
+    """
+    with leftovers.fresh_folder() as place, leftovers.adopting_orphans():
+        for name in ("tmp", "run"):
+            (place / name).mkdir(0o700)
+        if before is not None:
+            before(place)
+        stage = Stage(side, world, place, timeout)
+        names, adopted = leftovers.shared_names(), leftovers.children()
+        deadline = time.monotonic() + limit
+        pids = [_start(stage, body, rank, join, env or {}) for rank in range(world)]
+        statuses = _await(pids, deadline, victims)
+        outcome = Outcome(pids=dict(enumerate(pids)))
+        bystanders = {int(path.name.rpartition("-")[2]) for path in place.glob("bystander-*")}
+        outcome.left["processes"] += leftovers.end_orphans(adopted, bystanders)
+        outcome.left["files"] += len(leftovers.shared_names() - names)
+        outcome.left["files"] += sum(1 for name in ("tmp", "run") for _ in (place / name).iterdir())
+        for rank in range(world):
+            if rank in victims:
+                continue
+            saw = outcome.saw[rank] = _report(place, rank, statuses[rank])
+            outcome.left.update(saw.left)
+            for name, value in saw.figures.items():
+                outcome.figures[name] = max(outcome.figures.get(name, value), value)
+        outcome.left = +outcome.left
+        return outcome
+
+
+def _start(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _rank(stage, body, rank, join, env)
+    except BaseException:  # Forked: it must not return into the caller
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) -> None:
+    log = os.open(stage.place / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    os.environ.update(TMPDIR=str(stage.place / "tmp"), XDG_RUNTIME_DIR=str(stage.place / "run"), **env)
+    tempfile.tempdir = None
+    torch.set_num_threads(1)
+    stage.pids[rank] = os.getpid()
+    had = leftovers.own()
+    saw: Saw | None = None
+    if join:
+        saw = stage.observe(lambda: stage.join(rank))
+    if saw is None or saw.kind == RIGHT:
+        try:
+            saw = body(stage, rank) or Saw(RIGHT)
+        except Exception as error:
+            saw = Saw(type(error).__name__, str(error), stage.since)
+    # Before leaving, which may crash or hang.
+    (stage.place / f"saw-{rank}").write_bytes(pickle.dumps(saw))
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    saw.left = dict(leftovers.beyond(had))
+    (stage.place / f"saw-{rank}").write_bytes(pickle.dumps(saw))
+    os._exit(0)
+
+
+def _await(pids: list[int], deadline: float, victims: Collection[int]) -> list[int | None]:
+    """Exit codes, negative for signals; ``None`` for those that had to be ended. Victims may lie stopped or sleep."""
+    codes: list[int | None] = [None] * len(pids)
+    running = set(range(len(pids)))
+    while running and time.monotonic() < deadline:
+        if running <= set(victims):
+            deadline = min(deadline, time.monotonic() + 0.5)
+        for rank in list(running):
+            pid, status = os.waitpid(pids[rank], os.WNOHANG)
+            if pid:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                running.discard(rank)
+        time.sleep(0.002)
+    for rank in running:
+        os.kill(pids[rank], signal.SIGKILL)
+        os.waitpid(pids[rank], 0)
+    return codes
+
+
+def _report(place: Path, rank: int, code: int | None) -> Saw:
+    path = place / f"saw-{rank}"
+    saw = None
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        saw = pickle.loads(path.read_bytes())
+    log = (place / f"log-{rank}").read_text(errors="replace")[-400:] if (place / f"log-{rank}").exists() else ""
+    if code is None:
+        return Saw(HANG, log)
+    if code < 0:
+        return Saw(CRASH, f"{signal.Signals(-code).name}: {log}")
+    return saw or Saw(GONE, f"exit code {code}: {log}")

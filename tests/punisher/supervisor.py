@@ -1,0 +1,216 @@
+"""Keeps the processes of the ranks, sends the signals that a round asks for, and never waits past a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import draw
+import rank
+from table import CHILD, JOINING, LEAVING, PID, STORMING, STRUCK, Table
+
+#: Seconds for a round; the longest wait in one is a timeout of some 3 s, twice.
+DEADLINE = 90.0
+#: Seconds that others have to end after one has found something wrong.
+GRACE = 4.0
+PR_SET_CHILD_SUBREAPER = 36
+MARKS = {"join": JOINING, "storm": STORMING, "leave": LEAVING}
+
+
+class Violation(Exception):
+    """A promise was broken; the text says all that is known."""
+
+
+class Supervisor:
+    """The processes of a run."""
+
+    def __init__(self, world: int, folder: Path, device: str) -> None:
+        self.world = world
+        self.folder = folder
+        self.device = device
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        os.environ["TMPDIR"] = str(self.temporary)
+        # Dumps of the flight recorder are meant to stay.
+        os.environ["SYMM_TRACE_DIR"] = str(folder / "traces")
+        # Else a call on a GPU returns before it has failed.
+        os.environ["SYMM_BLOCKING_WAIT"] = "1"
+        self.table = Table(world)
+        self.shared = _shared()
+        self.context = get_context("fork")
+        self.processes: list[Any] = [None] * world
+        self.orders: list[Any] = [None] * world
+        # Children of killed ranks become ours, so that none is left unseen.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def play(self, seed: int, number: int, only: str) -> tuple[draw.Program, dict[int, rank.Outcome]]:
+        """One round; returns what each living process found."""
+        program = draw.program(seed, number, self.world, only)
+        place = self.folder / f"round-{number}"
+        place.mkdir()
+        self.table.clear()
+        for process in range(self.world):
+            self._start(process)
+            self.orders[process].send((seed, number, self.world, only))
+        try:
+            answers = self._watch(program)
+        except Violation as violation:
+            raise Violation(f"{violation}\n{self._stacks()}") from None
+        self._check_ends(program)
+        shutil.rmtree(place)
+        self._check_remains()
+        return program, answers
+
+    def _start(self, process: int) -> None:
+        living = self.processes[process]
+        if living is not None and living.is_alive():
+            return
+        if living is not None:
+            self.orders[process].close()
+            living.close()
+        self.orders[process], theirs = self.context.Pipe()
+        log = self.folder / f"log-{process}"
+        arguments = (process, theirs, self.table, self.folder, log, self.device)
+        self.processes[process] = self.context.Process(target=rank.serve, args=arguments)
+        self.processes[process].start()
+        theirs.close()
+
+    def _watch(self, program: draw.Program) -> dict[int, rank.Outcome]:
+        """Until every rank that should live has answered; sends signals meanwhile."""
+        answers: dict[int, rank.Outcome] = {}
+        wrong: list[str] = []
+        deadline = time.monotonic() + DEADLINE
+        expected = {program.order[r] for r in program.survivors}
+        doomed = {program.order[r] for r in program.fault.victims} if program.fault.kind in draw.LETHAL else set()
+        pending = self._signals(program)
+        while True:
+            now = time.monotonic()
+            pending = [(due, send) for due, send in pending if not self._sent(due(), now, send)]
+            for process in range(self.world):
+                if (answer := self._answer(process)) is not None:
+                    if isinstance(answer, str):
+                        wrong.append(answer)
+                        deadline = min(deadline, now + GRACE)
+                    else:
+                        answers[process] = answer
+                elif process in expected - answers.keys() and not self.processes[process].is_alive():
+                    wrong.append(f"process {process} ended with {self.processes[process].exitcode}")
+                    deadline = min(deadline, now + GRACE)
+                    expected = expected - {process}
+            ended = all(not self.processes[process].is_alive() for process in doomed)
+            if not wrong and not pending and expected <= answers.keys() and ended:
+                return answers
+            if wrong and len(wrong) + len(answers) >= self.world - len(doomed):
+                raise Violation("\n".join(wrong))
+            if now > deadline:
+                missing = sorted(expected - answers.keys())
+                raise Violation("\n".join([*wrong, f"processes {missing} have not finished the round"]))
+            time.sleep(0.0005)
+
+    def _answer(self, process: int) -> Any:
+        """An outcome, or a text that says what is wrong; ``None``: nothing yet."""
+        try:
+            return self.orders[process].recv() if self.orders[process].poll() else None
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def _signals(self, program: draw.Program) -> list[tuple[Callable[[], float | None], Callable[[], None]]]:
+        """When to send what: a moment is unknown until the victim has begun the phase."""
+        fault = program.fault
+        if not fault.phase:
+            return []
+        signals: list[tuple[Callable[[], float | None], Callable[[], None]]] = []
+        for victim in fault.victims:
+
+            def due(later: float = 0.0, victim: int = victim) -> float | None:
+                begun = self.table.get(victim, MARKS[fault.phase])
+                return begun + fault.delay + later if begun else None
+
+            def resume(later: float = fault.seconds, due: Callable[[float], float | None] = due) -> float | None:
+                return due(later)
+
+            def send(number: int, victim: int = victim) -> None:
+                self.table.mark(victim, STRUCK)
+                os.kill(int(self.table.get(victim, PID)), number)
+
+            if fault.kind.startswith("kill"):
+                signals.append((due, lambda send=send: send(signal.SIGKILL)))
+            else:
+                signals.append((due, lambda send=send: send(signal.SIGSTOP)))
+                signals.append((resume, lambda send=send: send(signal.SIGCONT)))
+        return signals
+
+    @staticmethod
+    def _sent(due: float | None, now: float, send: Callable[[], None]) -> bool:
+        if due is None or now < due:
+            return False
+        send()
+        return True
+
+    def _check_ends(self, program: draw.Program) -> None:
+        fault = program.fault
+        if fault.kind in draw.LETHAL:
+            codes = {"code 0": 0, "code 3": 3, "in order": 0, "segfault": -signal.SIGSEGV}
+            wanted = codes[fault.variant] if fault.kind == "exit" else -signal.SIGKILL
+            for victim in fault.victims:
+                process = self.processes[program.order[victim]]
+                process.join()
+                if process.exitcode != wanted:
+                    raise Violation(f"rank {victim} ended with {process.exitcode}, should be {wanted}")
+        for number in range(self.world):
+            if child := int(self.table.get(number, CHILD)):
+                os.kill(child, signal.SIGKILL)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Buries children of ranks that have died."""
+        own = {process.pid for process in self.processes if process is not None}
+        deadline = time.monotonic() + 5
+        while strangers := set(_children()) - own:
+            for stranger in strangers:
+                os.waitpid(stranger, os.WNOHANG)
+            if time.monotonic() > deadline:
+                raise Violation(f"processes {strangers} were left by their ranks")
+
+    def _check_remains(self) -> None:
+        if left := [entry.name for entry in self.temporary.iterdir()]:
+            raise Violation(f"left in TMPDIR: {left}")
+        if left := sorted(name for name in _shared() - self.shared if "symm" in name):
+            raise Violation(f"left in /dev/shm: {left}")
+
+    def _stacks(self) -> str:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        logs = [(number, self.folder / f"log-{number}") for number in range(self.world)]
+        return "\n".join(f"--- process {n}\n{log.read_text()[-6000:]}" for n, log in logs if log.exists())
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process, orders in zip(self.processes, self.orders, strict=True):
+            if process is not None and process.is_alive():
+                try:
+                    orders.send(None)
+                    process.join(2)
+                except OSError:
+                    pass
+                process.kill()
+                process.join()
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+def _shared() -> set[str]:
+    place = Path("/dev/shm")
+    return {entry.name for entry in place.iterdir()} if place.exists() else set()
