@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from expected import FLOATS, assert_same_bits, name, seeded
+from expected import FLOATS, assert_same, name, seeded
 from pool import device
 
 #: Above this, values are made with fewer steps.
@@ -24,14 +24,6 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.empty(count, dtype=torch.float32).uniform_(-4, 4, generator=generator).to(dtype)
     return seeded(dtype, (count,), seed)
-
-
-def assert_same(got: torch.Tensor, wanted: torch.Tensor, about: object) -> None:
-    """Bit for bit; but a NaN that the processor made and one that the GPU made may differ in their bits."""
-    if wanted.dtype in FLOATS and bool((both := got.float().isnan() & wanted.float().isnan()).any()):
-        zero = torch.zeros((), dtype=wanted.dtype)
-        got, wanted = torch.where(both, zero, got), torch.where(both, zero, wanted)
-    assert_same_bits(got, wanted, about)
 
 
 #: How many elements the memory has, and where in it the tensor lies.

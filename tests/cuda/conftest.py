@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "pyt
 from limits import ends_after  # noqa: E402 - needs the path
 from pool import Pool  # noqa: E402
 from torch_symm.bench.machine import MULTICAST_SETTINGS  # noqa: E402
+
+# Groups fail on purpose here: their dumps go where nobody else looks for any.
+dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
+os.environ["SYMM_TRACE_DIR"] = dumps.name
 
 #: Seconds that any single test may take; the ranks' own limits are shorter.
 LIMIT_S = 300.0

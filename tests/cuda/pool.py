@@ -11,11 +11,9 @@ SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -30,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from ranks import log_to
 
 DEVICE = os.environ.get("SYMM_TEST_DEVICE", "cuda")
 
@@ -183,13 +182,7 @@ def _serve(rank: int, connection: Connection, place: str) -> None:
     """The life of a rank process."""
     global scratch, scenario
     scratch = Path(place)
-    log = os.open(scratch / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    log_to(scratch / f"log-{rank}")
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

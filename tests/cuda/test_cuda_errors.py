@@ -106,6 +106,36 @@ def test_wrong_arguments(pool: Pool) -> None:
     pool.run(arguments, 2, group_timeout=TIMEOUT_S)
 
 
+def refused_on_one(rank: int, world: int, launched: int) -> str:
+    """Rank 1 refuses a call that the others have launched."""
+    for _ in range(launched):
+        dist.all_reduce(torch.ones(5, device=device()))
+    settle()
+    dist.barrier()
+    gathered = torch.ones(3 * world + int(rank == 1), device=device())
+    error, seconds = failure_of(
+        lambda: dist.all_gather_into_tensor(gathered, torch.ones(3, device=device())), TIMEOUT_S
+    )
+    if rank == 1:
+        assert isinstance(error, ValueError), repr(error)
+    else:
+        assert isinstance(error, torch_symm.SymmMismatch) and seconds < 2, (repr(error), seconds)
+    meet("told", rank, world)
+    with pytest.raises(torch_symm.SymmMismatch) as told:
+        dist.all_reduce(torch.ones(5, device=device()))
+    still_usable(rank, world)
+    return str(told.value)
+
+
+@needs_ranks
+@pytest.mark.parametrize("launched", [1, 40])
+def test_a_wrong_argument_on_one_rank_is_told_to_the_others(pool: Pool, launched: int) -> None:
+    texts = set(pool.run(refused_on_one, max(WORLDS), launched, group_timeout=TIMEOUT_S))
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "rank 1 (pid" in text and "refused" in text and "elements" in text, text
+
+
 def other_gpu(rank: int, world: int) -> str:
     """A tensor on a GPU that is another rank's."""
     dist.all_reduce(torch.ones(5, device=device()))
