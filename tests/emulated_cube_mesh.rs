@@ -265,7 +265,7 @@ impl Tensors {
         let spans = |data: &[Vec<u8>]| data.iter().map(|d| Span { addr: d.as_ptr() as usize + shift, bytes: d.len() - shift }).collect();
         let inputs: Vec<Span> = spans(&self.inputs);
         let outputs = if self.case.in_place { inputs.clone() } else { spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(0), factor: 0.5, inputs, outputs }
+        Call { op, dtype, reduce_op, root: Rank(0), factor: 0.5, inputs, outputs, site: None }
     }
 
     fn input(&self, i: usize) -> &[u8] {

@@ -206,6 +206,7 @@ impl Scene {
                 factor: factor(me),
                 inputs: spans(&inputs),
                 outputs: spans(&outputs),
+                site: None,
             };
             let replaces = match op {
                 Op::AllReduce | Op::Reduce => Some((0, 0)),

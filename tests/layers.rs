@@ -1,4 +1,4 @@
-//! The module tree has a direction: `bridge → group → {engine, watch, coll, p2p, boot} → {sync, kernels, topo, mem, store} → sys → leaves`.
+//! The module tree has a direction: `bridge → group → {engine, watch, trace, coll, p2p, boot} → {sync, kernels, topo, mem, store} → sys → leaves`.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::path::Path;
@@ -6,12 +6,12 @@ use std::path::Path;
 /// Modules by height; a module may use those below it, and its own kind.
 fn height(module: &str) -> u32 {
     match module {
-        "error" | "dtype" | "rank" | "config" | "done" => 0,
+        "error" | "dtype" | "op" | "rank" | "config" | "done" => 0,
         "sys" => 1,
         "mem" | "kernels" | "store" | "topo" => 2,
         "sync" => 3,
         "boot" | "watch" | "coll" => 4,
-        "p2p" => 5,
+        "p2p" | "trace" => 5,
         "engine" => 6,
         "group" => 7,
         "bridge" => 8,

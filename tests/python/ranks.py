@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -31,14 +32,21 @@ import torch_symm
 #: Where the ranks of this run meet and leave files; set in ranks only.
 scratch: Path
 
+#: The line that a rank logs when a group fails.
+DUMPED = re.compile(r"^.*the last calls of this process are in (.*)\n", re.MULTILINE)
+
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
 
 
 class Results(list[Any]):
-    """What the function returned, by rank; ``None`` for ranks that were killed. ``logs``: what each rank printed."""
+    """What the function returned, by rank; ``None`` for ranks that were killed.
+
+    ``logs``: what each rank printed, but for where its trace is, which is in ``dumps``.
+    """
 
     logs: list[str]
+    dumps: list[list[Path]]
     seconds: float
 
 
@@ -186,10 +194,12 @@ def _collect(
     results = Results([None] * len(processes))
     results.seconds = seconds
     results.logs = []
+    results.dumps = []
     failures = []
     for rank, process in enumerate(processes):
         log = (place / f"log-{rank}").read_text(errors="replace") if (place / f"log-{rank}").exists() else ""
-        results.logs.append(log)
+        results.dumps.append([Path(path) for path in DUMPED.findall(log)])
+        results.logs.append(DUMPED.sub("", log))
         killed = rank in expect_killed
         if rank in late:
             failures.append((float("inf"), f"rank {rank} did not end; its threads:\n{log[-8000:]}"))
@@ -211,6 +221,19 @@ def _collect(
     return results
 
 
+def log_to(path: Path) -> None:
+    """From now on this process prints into ``path``, and at SIGUSR1 the stacks of its threads."""
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    # pytest's capture holds other objects than the descriptors.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
 def _rank(
     fn: Callable[..., Any],
     rank: int,
@@ -223,15 +246,7 @@ def _rank(
     global scratch
     scratch = place
     signal.setitimer(signal.ITIMER_REAL, 0)
-    log = os.open(place / f"log-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    # pytest's capture holds other objects than the descriptors.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    log_to(place / f"log-{rank}")
     torch.set_num_threads(1)
     try:
         if backend is not None:

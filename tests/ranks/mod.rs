@@ -9,6 +9,7 @@ use symm::rank::Rank;
 use symm::sync::board::Identity;
 
 /// Runs `body` on `n` ranks, each in a thread of its own.
+#[allow(dead_code, reason = "not every test that needs spans runs groups this way")]
 pub(crate) fn with_ranks(n: u32, tuning: Tuning, body: impl Fn(&Group, u32) + Sync) {
     let bytes = Layout::new(n as usize).total_bytes();
     let file = Segment::create(bytes).expect("memfd");

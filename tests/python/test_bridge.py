@@ -1,0 +1,48 @@
+"""The border between the languages, read as text: what no program can provoke from outside."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+BRIDGE = Path(__file__).parents[2] / "src"
+
+#: Functions that only hand out what is there, or make an empty object: nothing in them can panic.
+READS = {
+    *("add", "admit", "count", "crowd", "get", "no_pieces", "share", "store_memory", "store_through", "version"),
+    *("blocking_wait", "own_profiles", "sequence", "set_timeout", "timeout"),
+    *("buffer_table", "buffers", "bytes", "global_ranks", "is_current", "pad_table", "pads", "rank_table"),
+    *("gb_per_s", "origin", "trip_us"),
+}
+
+
+def block(text: str, start: int) -> str:
+    """From the brace at ``start`` to the one that closes it."""
+    depth = 0
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start : end + 1]
+    raise AssertionError("a brace is not closed")
+
+
+def test_p23_a_panic_is_caught_before_it_reaches_the_bridge() -> None:
+    """A panic that crosses cxx ends the process, so every function that C++ may call catches it or cannot panic."""
+    texts = [path.read_text() for path in (BRIDGE / "bridge.rs", *sorted((BRIDGE / "bridge").glob("*.rs")))]
+    offered = {
+        name
+        for text in texts
+        for begin in re.finditer(r'extern "Rust" \{', text)
+        for name in re.findall(r"\bfn (\w+)\(", block(text, begin.end() - 1))
+    }
+    assert len(offered) > 50, "the bridge is read"
+    for name in sorted(offered - READS):
+        bodies = [
+            block(text, begin.end() - 1)
+            for text in texts
+            for begin in re.finditer(rf"\bfn {name}(?:<[^>]*>)?\([^;{{]*\)[^;{{]*\{{", text)
+        ]
+        assert any(re.search(r"\b(guarded|started|opened)\(", body) for body in bodies), (
+            f"{name} neither goes through `guarded` nor stands in the list of those that cannot panic"
+        )
+    assert offered >= READS, f"not in the bridge any more: {READS - offered}"

@@ -1,0 +1,103 @@
+"""P7 with ``SYMM_DEBUG=site``: calls that look alike but stand on different lines of the program are told apart."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import init, run_ranks
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+SITE = {"SYMM_DEBUG": "site"}
+
+
+def first(tensor: torch.Tensor, asynchronous: bool) -> None:
+    work = dist.all_reduce(tensor, async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+
+
+def second(tensor: torch.Tensor, asynchronous: bool) -> None:
+    work = dist.all_reduce(tensor, async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+
+
+def line(function: object) -> str:
+    code = function.__code__  # type: ignore[attr-defined]
+    return f"test_call_sites.py:{code.co_firstlineno + 1}"
+
+
+def swapped(rank: int, world: int, asynchronous: bool) -> None:
+    for call in (second, first) if rank else (first, second):
+        call(torch.ones(4), asynchronous)
+
+
+def swapped_and_told(rank: int, world: int, asynchronous: bool) -> str:
+    tensor = torch.ones(4)
+    dist.barrier()
+    with pytest.raises(torch_symm.SymmMismatch) as error:
+        swapped(rank, world, asynchronous)
+    assert bool((tensor == 1).all())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
+    texts = run_ranks(swapped_and_told, 2, asynchronous, env=SITE)
+    assert texts[0] == texts[1]
+    for rank, function in enumerate((first, second)):
+        expected = rf"rank {rank} \(pid \d+\) called all_reduce\(4 .*?, SUM\) at \S*{re.escape(line(function))}"
+        assert re.search(expected, texts[0]), (expected, texts[0])
+
+
+def test_without_it_swapped_equal_calls_are_not_told_apart() -> None:
+    run_ranks(swapped, 2, False)
+
+
+def on_some(rank: int, world: int) -> str:
+    if rank == 0:
+        os.environ.update(SITE)
+    init(rank, world)
+    with pytest.raises(torch_symm.SymmMismatch) as error:
+        dist.all_reduce(torch.ones(4))
+    return str(error.value)
+
+
+def test_ranks_with_and_without_it_hear_of_that() -> None:
+    texts = run_ranks(on_some, 2, backend=None)
+    assert texts[0] == texts[1] and "some were started with SYMM_DEBUG=site, others were not" in texts[0], texts
+
+
+def ordinary(rank: int, world: int) -> float:
+    """Loops, subgroups, coalesced calls, hooks on autograd's threads, training."""
+    for _ in range(50):
+        dist.all_reduce(torch.ones(10))
+    group = dist.new_group()
+    dist.barrier(group=group)
+    group.monitored_barrier()
+    dist.all_gather_object([None] * world, rank)
+    with _coalescing_manager(async_ops=True) as manager:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(5))
+    manager.wait()
+    from torch.distributed import nn
+
+    value = torch.ones(3, requires_grad=True)
+    nn.functional.all_reduce(value).sum().backward()
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((2, 8), float(rank + step))).sum().backward()
+        optimizer.step()
+    return float(sum(parameter.sum() for parameter in model.parameters()))
+
+
+def test_programs_that_agree_run_as_ever() -> None:
+    assert len(set(run_ranks(ordinary, 2, env=SITE))) == 1
