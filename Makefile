@@ -1,4 +1,4 @@
-# make demo | test | test-kernels | bench | bench-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | test-kernels | bench | bench-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCHVISION := 0.26.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-kernels test-python bench bench-gpu bench-stores bench-mpi lint fmt loom fuzz headers build tools clean
+.PHONY: demo test test-rust test-kernels test-python bench bench-gpu bench-stores bench-mpi lint fmt loom fuzz soak faults tsan asan mutants headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -68,14 +68,36 @@ HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 FUZZ_FLAGS := --cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
 	-Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
 	-Cllvm-args=-sanitizer-coverage-trace-compares
+FUZZ_JOBS ?= $(shell nproc)
+FUZZ_TARGETS ?= $(basename $(notdir $(wildcard fuzz/targets/*.rs)))
 fuzz: tools
 	RUSTC_BOOTSTRAP=1 RUSTFLAGS="$(FUZZ_FLAGS)" CARGO_TARGET_DIR=target/fuzz cargo build --quiet --release --manifest-path fuzz/Cargo.toml --target $(HOST)
-	@for target in fuzz/targets/*.rs; do \
-		name=$$(basename $$target .rs); log=target/corpus/$$name.log; mkdir -p target/corpus/$$name; \
-		target/fuzz/$(HOST)/release/$$name -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -rss_limit_mb=512 -malloc_limit_mb=64 \
-			-artifact_prefix=target/corpus/ -print_final_stats=1 target/corpus/$$name > $$log 2>&1 || { tail -60 $$log; exit 1; }; \
-		echo "fuzz $$name: $$(sed -n 's/stat::number_of_executed_units: *//p' $$log) inputs, no fault"; \
-	done
+	@printf '%s\n' $(FUZZ_TARGETS) | xargs -P $(FUZZ_JOBS) -n 1 fuzz/run target/fuzz/$(HOST)/release $(FUZZ_SECONDS)
+
+# What ranks share on CPU, with real threads on one mapping, under ThreadSanitizer.
+tsan: tools
+	RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=thread -Cunsafe-allow-abi-mismatch=sanitizer" CARGO_TARGET_DIR=target/tsan \
+		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/races/suppressions.txt exitcode=66" \
+		cargo test --quiet --target $(HOST) --test races
+
+# torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. By hand: the build alone takes minutes.
+asan: build
+	tests/asan $(BIN)/python $(ASAN_TESTS)
+
+# Which changes of the protocols' code no unit test notices; fails if fewer than MUTANTS_FLOOR of 100 are caught. By hand: it takes an hour.
+MUTANTS_FLOOR ?= 75
+mutants: tools
+	@test -x target/tools/bin/cargo-mutants || CARGO_TARGET_DIR=target/tools/build cargo install --quiet --locked cargo-mutants --root target/tools
+	tests/mutants target/tools/bin/cargo-mutants $(MUTANTS_FLOOR) $(MUTANTS_FLAGS)
+
+# Random collectives and faults on real processes, each result and each failure checked. SOAK_FLAGS="--seed 1 --ranks 6", --help tells more.
+SOAK_MINUTES ?= 60
+soak: build
+	$(BIN)/python tests/punisher --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
+
+# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--help tells the rest.
+faults: build
+	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 
 # Compiles torch_backend/ against the headers of other versions of torch (downloads their wheels).
 headers: build
