@@ -193,9 +193,9 @@ add(
         "SIGKILL under torchrun",
         torchrun,
         Promise(
-            sees=("error",), names=(1,), says=("SymmPeerError",), within=1.5, at_most={"error_files_without_reason": 0}
+            sees=("error",), names=(1,), says=("SymmPeerError",), within=0.7, at_most={"error_files_without_reason": 0}
         ),
-        "the job ends within 1.5 s, the reason in its output and in every error file",
+        "the job ends within 0.7 s, the reason in its output and in every error file",
         "seconds until torchrun itself has ended, its own exit included",
     )
 )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .case import RIGHT, Case, Outcome, Promise, Saw, add
-from .stage import WORLD, Stage, play
+from .stage import WORLD, Stage, free_port, play
 
 TIMEOUT_S = 3.0
 #: What a rank that cannot join may see: a named reason, in the class of whoever noticed.
@@ -45,12 +45,6 @@ def join_by(stage: Stage, address: str, rank: int, world: int | None = None) -> 
     )
     dist.all_reduce(tensor := torch.ones(4))
     return bool((tensor == world).all())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def missing(side: str, kind: str, absent: int) -> Outcome:

@@ -51,9 +51,10 @@ add(
     Case(
         "200 groups",
         "200 groups at once",
-        partial(play, many_groups, timeout=60, limit=60),
+        partial(play, many_groups, timeout=60, limit=60, over_tcp=True),
         Promise(at_most={"fds_a_group": 2.0, "threads_a_group": 1.0, "ms_a_group": 2.0}, stretches=("ms_a_group",)),
         "at most 2 descriptors, 1 thread, 2 ms a group",
+        "over torch's TCPStore",
     )
 )
 

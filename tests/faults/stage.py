@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -27,11 +28,13 @@ WORLD = 4
 class Stage:
     """What the ranks of one play share. Made before they are forked."""
 
-    def __init__(self, side: str, world: int, place: Path, timeout: float) -> None:
+    def __init__(self, side: str, world: int, place: Path, timeout: float, port: int | None = None) -> None:
         self.side = side
         self.world = world
         self.place = place
         self.timeout = timeout
+        self.port = port
+        self._store: dist.Store | None = None
         # The moment of the fault, by the clock that all processes share.
         self._moment = RawArray("d", 1)
         self.pids = RawArray("i", world)
@@ -46,15 +49,21 @@ class Stage:
         return time.monotonic() - self._moment[0] if self._moment[0] else 0.0
 
     def join(self, rank: int, world: int | None = None, name: str = "default", timeout: float | None = None) -> None:
-        """``init_process_group`` over a fresh FileStore of torch's."""
+        """``init_process_group`` over a fresh FileStore of torch's, or over the TCPStore where one was opened."""
         world = self.world if world is None else world
         dist.init_process_group(
             self.side,
-            store=dist.FileStore(str(self.place / f"store-{name}"), world),
+            store=self._store or dist.FileStore(str(self.place / f"store-{name}"), world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=self.timeout if timeout is None else timeout),
         )
+
+    def open_store(self, rank: int) -> None:
+        """Torch's TCPStore where the play asks for it; before what a rank has is counted, since torch keeps it open."""
+        if self.port is not None:
+            limit = timedelta(seconds=self.timeout)
+            self._store = dist.TCPStore("127.0.0.1", self.port, self.world, rank == 0, timeout=limit)
 
     def meet(self, name: str, rank: int, others: Iterable[int], limit: float = 30.0) -> bool:
         """Whether all of ``others`` have come here, too, before the limit; needs no group."""
@@ -72,6 +81,10 @@ class Stage:
         if pid == 0:
             time.sleep(seconds)
             os._exit(0)
+        self.spare(pid)
+
+    def spare(self, pid: int) -> None:
+        """A child that may outlive its rank: it is no leftover."""
         (self.place / f"bystander-{pid}").touch()
 
     def observe(self, call: Callable[[], object]) -> Saw:
@@ -89,6 +102,13 @@ class Stage:
         )
 
 
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 Body = Callable[[Stage, int], Saw | None]
 
 
@@ -103,18 +123,20 @@ def play(
     victims: Collection[int] = (),
     before: Callable[[Path], None] | None = None,
     env: dict[str, str] | None = None,
+    over_tcp: bool = False,
 ) -> Outcome:
     """Runs ``body`` on forked ranks and says what each that is no victim saw.
 
     ``timeout``: of the group. ``limit``: seconds for everything; who has not ended then hangs. ``join``: whether the
-    ranks make the default group first. ``before`` gets the folder of the play before the ranks start.
+    ranks make the default group first. ``before`` gets the folder of the play before the ranks start. ``over_tcp``: the
+    default group's store is torch's TCPStore, as under torchrun; its FileStore looks for news every 10 ms only.
     """
     with leftovers.fresh_folder() as place, leftovers.adopting_orphans():
         for name in ("tmp", "run"):
             (place / name).mkdir(0o700)
         if before is not None:
             before(place)
-        stage = Stage(side, world, place, timeout)
+        stage = Stage(side, world, place, timeout, free_port() if over_tcp else None)
         names, adopted = leftovers.shared_names(), leftovers.children()
         deadline = time.monotonic() + limit
         pids = [_start(stage, body, rank, join, env or {}) for rank in range(world)]
@@ -159,6 +181,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     tempfile.tempdir = None
     torch.set_num_threads(1)
     stage.pids[rank] = os.getpid()
+    stage.open_store(rank)
     had = leftovers.own()
     saw: Saw | None = None
     if join:

@@ -26,6 +26,7 @@ def _stopped(stage: Stage, rank: int, seconds: float) -> Saw:
             time.sleep(seconds)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
+        stage.spare(child)
         os.kill(os.getpid(), signal.SIGSTOP)
     dist_sum = torch.full((1 << 18,), float(rank))
 
