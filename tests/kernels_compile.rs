@@ -1,11 +1,12 @@
 //! Every CUDA program compiles for every architecture, and keeps what it works on in registers. Needs NVRTC, no GPU: `make test-kernels`.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use symm::config::Config;
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, compile};
@@ -28,7 +29,7 @@ const ELEMENTS: [(DType, ReduceOp); 6] = [
 ];
 
 /// What one kernel needs, as ptxas says.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Needs {
     kernel: String,
     registers: u32,
@@ -36,11 +37,18 @@ struct Needs {
     memory: [u32; 3],
 }
 
+#[derive(Serialize, Deserialize)]
 struct Outcome {
-    variant: Variant,
-    arch: Arch,
+    /// The variant, in words.
+    title: String,
+    program: String,
+    gated: bool,
+    arch: String,
     kernels: Result<Vec<Needs>, String>,
 }
+
+/// Tells a process of this test which part of the programs is its own: "part parts file".
+const PART: &str = "KERNELS_COMPILE_PART";
 
 /// Whether `text`, or a header that it includes, mentions `word`.
 fn mentions(text: &str, word: &str) -> bool {
@@ -103,41 +111,57 @@ fn outcomes() -> Option<&'static [Outcome]> {
     }
     static ALL: OnceLock<Vec<Outcome>> = OnceLock::new();
     Some(ALL.get_or_init(|| {
-        let work: Vec<(Variant, Arch)> = PROGRAMS.iter().flat_map(variants).collect();
-        let next = AtomicUsize::new(0);
-        let take = || {
-            let mut done = Vec::new();
-            while let Some(&(variant, arch)) = work.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let compiled = compile(&variant, arch, &["--ptxas-options=-v"]);
-                let kernels = compiled.map(|compiled| parse(&compiled.log)).map_err(|error| error.message);
-                done.push(Outcome { variant, arch, kernels });
-            }
-            done
+        // Processes, not threads: the compiler holds a lock of its process.
+        let parts = std::thread::available_parallelism().map_or(1, usize::from);
+        let folder = tempfile::tempdir().unwrap();
+        let file = |part: usize| folder.path().join(part.to_string());
+        let start = |part: usize| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            command.args(["--exact", "a_part_of_the_programs", "--ignored", "--quiet"]);
+            command.env(PART, format!("{part} {parts} {}", file(part).display())).stdout(Stdio::null()).spawn().unwrap()
         };
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(take)).collect();
-            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
-        })
+        let compilers: Vec<_> = (0..parts).map(start).collect();
+        let finish = |(part, mut compiler): (usize, std::process::Child)| {
+            assert!(compiler.wait().unwrap().success(), "part {part} of {parts}");
+            serde_json::from_slice::<Vec<Outcome>>(&std::fs::read(file(part)).unwrap()).unwrap()
+        };
+        compilers.into_iter().enumerate().flat_map(finish).collect()
     }))
+}
+
+#[test]
+#[ignore = "the tests start it"]
+fn a_part_of_the_programs() {
+    let Ok(told) = std::env::var(PART) else { return };
+    let [part, parts, file] = told.splitn(3, ' ').collect::<Vec<_>>().try_into().unwrap();
+    let compiled = |(variant, arch): (Variant, Arch)| Outcome {
+        title: variant.to_string(),
+        program: variant.program.into(),
+        gated: variant.gated,
+        arch: arch.to_string(),
+        kernels: compile(&variant, arch, &["--ptxas-options=-v"]).map(|done| parse(&done.log)).map_err(|error| error.message),
+    };
+    let own = PROGRAMS.iter().flat_map(variants).skip(part.parse().unwrap()).step_by(parts.parse().unwrap());
+    let outcomes: Vec<Outcome> = own.map(compiled).collect();
+    std::fs::write(file, serde_json::to_vec(&outcomes).unwrap()).unwrap();
 }
 
 #[test]
 fn every_program_compiles() {
     let Some(outcomes) = outcomes() else { return };
-    let mut registers: BTreeMap<(&str, bool, String), u32> = BTreeMap::new();
+    let mut registers: BTreeMap<(&str, bool, &str), u32> = BTreeMap::new();
     let mut failures: Vec<String> = Vec::new();
-    for Outcome { variant, arch, kernels } in outcomes {
+    for Outcome { title, program, gated, arch, kernels } in outcomes {
         match kernels {
             // Then what ptxas prints has changed, and spills would not be seen either.
             Ok(kernels) if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) => {
-                failures.push(format!("{variant} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
+                failures.push(format!("{title} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
             }
             Ok(kernels) => {
-                let most = registers.entry((variant.program, variant.gated, arch.to_string())).or_default();
+                let most = registers.entry((program, *gated, arch)).or_default();
                 *most = kernels.iter().map(|kernel| kernel.registers).fold(*most, u32::max);
             }
-            Err(message) => failures.push(format!("{variant} for {arch}: {message}")),
+            Err(message) => failures.push(format!("{title} for {arch}: {message}")),
         }
     }
     let mut report = format!("{} variants of {} programs; most registers of a thread:\n", outcomes.len(), PROGRAMS.len());
@@ -154,11 +178,11 @@ fn every_program_compiles() {
 fn no_program_spills() {
     let Some(outcomes) = outcomes() else { return };
     let mut offenders: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for Outcome { variant, arch, kernels } in outcomes {
+    for Outcome { title, program, arch, kernels, .. } in outcomes {
         for kernel in kernels.iter().flatten().filter(|kernel| kernel.memory != [0; 3]) {
             let [stack, stores, loads] = kernel.memory;
-            let line = format!("{variant} for {arch}: {stack} bytes of stack, {stores} spilled, {loads} read back");
-            offenders.entry(format!("{} of {}", kernel.kernel, variant.program)).or_default().push(line);
+            let line = format!("{title} for {arch}: {stack} bytes of stack, {stores} spilled, {loads} read back");
+            offenders.entry(format!("{} of {program}", kernel.kernel)).or_default().push(line);
         }
     }
     let show = |(name, lines): (&String, &mut Vec<String>)| {

@@ -60,6 +60,9 @@ pub struct Identity {
     pub global: u32,
 }
 
+/// How far the calls of a rank have come that kernels make, in words.
+pub type Progress = fn(&Board, Rank) -> String;
+
 /// A member's view of its group.
 #[derive(Debug)]
 pub struct Board {
@@ -70,8 +73,8 @@ pub struct Board {
     members: Vec<Identity>,
     gone: Vec<OnceLock<String>>,
     any_gone: AtomicBool,
-    /// Kernels wait for peers without looking at this process: whoever dies fails the group at once.
-    unattended: AtomicBool,
+    /// Set once kernels wait for peers without looking at this process: whoever dies fails the group at once. Says how far a rank's have come.
+    unattended: OnceLock<Progress>,
     spins: u32,
     /// How often this rank found itself in a peer's way.
     crowded: AtomicU32,
@@ -143,7 +146,7 @@ impl Board {
             members,
             gone,
             any_gone: AtomicBool::new(false),
-            unattended: AtomicBool::new(false),
+            unattended: OnceLock::new(),
             spins,
             crowded: AtomicU32::new(0),
             warned: AtomicBool::new(false),
@@ -332,18 +335,22 @@ impl Board {
         let _ = self.gone[rank.index()].set(how);
         self.any_gone.store(true, Ordering::Release);
         self.words(self.rank).bell.0.ring();
-        if self.unattended.load(Ordering::Acquire)
-            && let Some(error) = self.dead()
-        {
-            self.fail(error);
-        }
+        self.fail_if_unattended();
     }
 
-    /// From now on a member's death fails the group even if no call waits for it here: kernels may.
-    pub fn wait_unattended(&self) {
-        self.unattended.store(true, Ordering::Release);
-        if let Some(error) = self.dead() {
-            self.fail(error);
+    /// From now on a member's death fails the group even if no call waits for it here: kernels may. `progress` is for the message.
+    pub fn wait_unattended(&self, progress: Progress) {
+        // Who was first has said the same.
+        let _ = self.unattended.set(progress);
+        self.fail_if_unattended();
+    }
+
+    fn fail_if_unattended(&self) {
+        if let Some(progress) = self.unattended.get()
+            && let Some((rank, error)) = self.first_dead()
+        {
+            let (theirs, me, own) = (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
+            self.fail(Error::peer(format!("{}, {theirs}; {me} is alive, {own}", error.message)));
         }
     }
 
@@ -366,11 +373,15 @@ impl Board {
 
     /// The first member whose process ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
+        self.first_dead().map(|(_, error)| error)
+    }
+
+    fn first_dead(&self) -> Option<(Rank, Error)> {
         if !self.any_gone.load(Ordering::Acquire) {
             return None;
         }
         let (rank, how) = self.ranks().find_map(|rank| Some((rank, self.died(rank)?)))?;
-        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
+        Some((rank, Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name))))
     }
 
     /// How the process of `rank` ended, if it did so without leaving the group.

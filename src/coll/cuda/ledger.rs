@@ -107,6 +107,12 @@ pub fn last(board: &Board, rank: Rank) -> Option<Description> {
     read(ledger(board, rank), number).filter(|_| number > 0).map(|said| said.description)
 }
 
+/// "17 CUDA collectives launched, the last all_reduce of ..."
+pub fn progress(board: &Board, rank: Rank) -> String {
+    let last = last(board, rank).map_or_else(String::new, |last| format!(", the last {last}"));
+    format!("{} CUDA collectives launched{last}", launched(board, rank))
+}
+
 /// Notes that this rank launches `call` as its launch `number`, and compares with those who have launched theirs. Fails the group where
 /// they differ.
 pub fn compare(board: &Board, number: u64, call: &Call, channel: Channel) -> Result<()> {
@@ -319,6 +325,26 @@ mod tests {
         compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
         compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
         assert_eq!(last(&two, Rank(0)), Some(Description::of(&sum(8))));
+    }
+
+    #[test]
+    fn p3_a_death_that_kernels_wait_through_says_how_far_both_ranks_had_come() {
+        let [one, two] = boards();
+        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
+        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
+        one.note_gone(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
+        assert_eq!(one.failure(), None, "no kernel waits");
+        one.wait_unattended(progress);
+        let error = one.failure().expect("told at once");
+        assert_eq!(error.kind, Kind::Peer);
+        for part in [
+            "rank 1 (pid ",
+            "SIGKILL)), 1 CUDA collectives launched, the last all_reduce",
+            "is alive, 2 CUDA collectives launched, the last all_reduce",
+        ] {
+            assert!(error.message.contains(part), "{error}");
+        }
     }
 
     #[test]

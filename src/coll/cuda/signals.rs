@@ -7,6 +7,7 @@ pub use asked::{GaveUp, Place, REPORT_WORDS, Signal};
 
 use super::args::MAX_PEERS;
 use super::kernels::load;
+use super::ledger;
 use super::plane::NOTICE;
 use super::stop::Stop;
 use crate::error::{Error, Result};
@@ -71,7 +72,7 @@ impl Signals {
         let kernel = load(Arch { major, minor }, &variant, symbol)?;
         let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(board)?, stream: OwnStream::new()? };
         drop(entered);
-        board.wait_unattended();
+        board.wait_unattended(ledger::progress);
         Ok(Self { board: Arc::clone(board), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
     }
 

@@ -88,11 +88,7 @@ impl Report {
         let about = recent.iter().find(|(known, _)| *known == number).map(|(_, description)| description.to_string());
         drop(recent);
         let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });
-        let doing = |rank: &Rank| {
-            let (launched, last) = (ledger::launched(&self.board, *rank), ledger::last(&self.board, *rank));
-            let last = last.map_or_else(String::new, |last| format!(", the last {last}"));
-            format!("{}, {launched} CUDA collectives launched{last}", self.board.process_state(*rank))
-        };
+        let doing = |rank: &Rank| format!("{}, {}", self.board.process_state(*rank), ledger::progress(&self.board, *rank));
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(
             "{me} waited {seconds:.1} s until its timeout in {about}, CUDA collective #{number} of group \"{}\", for {} ({})",

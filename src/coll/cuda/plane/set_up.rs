@@ -106,7 +106,7 @@ impl Plane {
             None
         };
         drop(entered);
-        board.wait_unattended();
+        board.wait_unattended(ledger::progress);
         let state = State {
             kernels: Kernels::new(&device, n, me, tuning.overlap != 0),
             last: [None; 4],
