@@ -185,6 +185,10 @@ impl Clock for Stages<'_> {
         }
         Ok(())
     }
+
+    fn look(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 struct Sum<'a> {

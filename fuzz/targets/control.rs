@@ -100,7 +100,7 @@ fuzz_target!(|data: &[u8]| {
         word(post + 8).store(Description::of(&call).fingerprint(&call), Ordering::Relaxed);
     }
     word(post).publish(1);
-    board.stage(PEER).publish(stage.into());
+    board.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
     let (limit, begun) = (Limit::from(Instant::now(), Duration::ZERO), Instant::now());
     let outcome = Runner::new(Arc::clone(&board), Thresholds::DEFAULT).run(&call, &limit);
     assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);

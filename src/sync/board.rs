@@ -37,6 +37,8 @@ struct MemberWords {
     probe: AtomicU64,
     /// The last collective begun, see [`Doing`]; 0: none.
     doing: AtomicU64,
+    /// The message that a thread sleeps for, see [`Awaited`]; 0: none.
+    awaited: AtomicU64,
     attending: AtomicU32,
     /// 1 + the core where it last began something; 0: nothing begun yet.
     core: AtomicU32,
@@ -109,6 +111,24 @@ impl std::fmt::Display for Doing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (op, number) = (self.op.name(), self.number);
         if self.finished { write!(f, "finished {op} #{number} and began nothing since") } else { write!(f, "in {op} #{number}") }
+    }
+}
+
+/// A message that a member waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Awaited {
+    /// It waits in a send; else in a receive.
+    pub send: bool,
+    /// To or from whom.
+    pub peer: Rank,
+    /// The message's.
+    pub tag: i32,
+}
+
+impl Awaited {
+    // One word, never 0.
+    fn word(self) -> u64 {
+        u64::from(self.tag as u32) << 32 | u64::from(self.peer.0) << 2 | u64::from(self.send) << 1 | 1
     }
 }
 
@@ -280,6 +300,17 @@ impl Board {
         self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
 
+    /// Tells peers which message a thread of this rank is about to sleep for. To be taken back before anything is read that might end the wait:
+    /// whoever has seen that this rank has read all that was written to it sees that too.
+    pub fn await_message(&self, awaited: Option<Awaited>) {
+        self.words(self.rank).awaited.store(awaited.map_or(0, Awaited::word), Ordering::Relaxed);
+    }
+
+    /// Whether a thread of `rank` sleeps for this message.
+    pub fn awaits(&self, rank: Rank, awaited: Awaited) -> bool {
+        self.words(rank).awaited.load(Ordering::Relaxed) == awaited.word()
+    }
+
     /// Process id of `rank`.
     pub fn pid(&self, rank: Rank) -> u32 {
         self.members[rank.index()].pid
@@ -347,10 +378,10 @@ impl Board {
 
     fn fail_if_unattended(&self) {
         if let Some(progress) = self.unattended.get()
-            && let Some((rank, error)) = self.first_dead()
+            && let Some(((rank, _), dead)) = self.casualty().zip(self.dead())
         {
             let (theirs, me, own) = (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
-            self.fail(Error::peer(format!("{}, {theirs}; {me} is alive, {own}", error.message)));
+            self.fail(Error::peer(format!("{}, {theirs}; {me} is alive, {own}", dead.message)));
         }
     }
 
@@ -371,23 +402,19 @@ impl Board {
         }
     }
 
-    /// The first member whose process ended without leaving the group.
+    /// That a member's process has ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
-        self.first_dead().map(|(_, error)| error)
+        let (rank, how) = self.casualty()?;
+        Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
     }
 
-    fn first_dead(&self) -> Option<(Rank, Error)> {
+    /// The first member whose process ended without leaving the group, and how it ended.
+    pub fn casualty(&self) -> Option<(Rank, &String)> {
         if !self.any_gone.load(Ordering::Acquire) {
             return None;
         }
-        let (rank, how) = self.ranks().find_map(|rank| Some((rank, self.died(rank)?)))?;
-        Some((rank, Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name))))
-    }
-
-    /// How the process of `rank` ended, if it did so without leaving the group.
-    fn died(&self, rank: Rank) -> Option<&String> {
-        let gone = if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get() } else { None };
-        gone.filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0)
+        let died = |rank: Rank| self.gone[rank.index()].get().filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
+        self.ranks().find_map(|rank| Some((rank, died(rank)?)))
     }
 
     /// Returns once no peer is `missing`. What a peer published before it stopped being missing is visible then.
@@ -461,6 +488,18 @@ impl Board {
         self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
     }
 
+    /// For a call that goes on without a wait: fails once the group has, and fails the group at the limit.
+    pub fn look(&self, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
+        if let Some(failure) = self.failure() {
+            return Err(failure);
+        }
+        if limit.left().is_some() {
+            return Ok(());
+        }
+        let (me, seconds) = (self.describe(self.rank), limit.waited().as_secs_f32());
+        Err(self.fail(Error::timeout(format!("{me} was {seconds:.1} s until its timeout in {}; no rank was late", about()))))
+    }
+
     /// Why waiting for the `missing` members is pointless, if it is.
     fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let any_missing = || self.peers().any(missing);
@@ -491,7 +530,7 @@ impl Board {
 
     /// Who has died in a wait that some are still missing from.
     fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
-        let (peer, how) = self.peers().find_map(|peer| Some((peer, self.died(peer)?)))?;
+        let (peer, how) = self.casualty()?;
         // Asked again after the death was seen: else that rank may have come through before it died.
         self.peers().any(missing).then(|| {
             let (seconds, late) = (limit.waited().as_secs_f32(), self.late(missing));

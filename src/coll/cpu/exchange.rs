@@ -32,6 +32,11 @@ impl Clock for Stages<'_, '_> {
         let missing = |peer| step.board.stage(peer).observe() < stage;
         step.board.wait_for_peers(step.limit, &|| step.about(), missing)
     }
+
+    fn look(&mut self) -> Result<()> {
+        let step = &self.0;
+        step.board.look(step.limit, &|| step.about())
+    }
 }
 
 /// The bytes of chunk `t`.

@@ -16,7 +16,13 @@ pub trait Clock {
     fn tick(&mut self);
     /// Returns once every peer has finished `stage` stages; acquires what they wrote.
     fn wait_for(&mut self, stage: u64) -> Result<()>;
+    /// Fails once the group has, or when the call's time is up, though no peer is missing. Asked only while none can have finished the call:
+    /// what makes a later call fail must not end this one.
+    fn look(&mut self) -> Result<()>;
 }
+
+/// Stages between two looks. How many there are may be a peer's word, and its counter may say that it has finished them all.
+const LOOK_EVERY: u64 = 64;
 
 /// What a collective does with a chunk.
 pub trait Chunks {
@@ -60,6 +66,10 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
                 chunks.finish(t - 2, result(stage - 1));
             }
         }
+        // A peer is one stage ahead at most, so it can have finished the call only while this rank is in the last one.
+        if t % LOOK_EVERY == LOOK_EVERY - 1 && t + 1 < stages {
+            clock.look()?;
+        }
         clock.tick();
     }
     Ok(())
@@ -68,9 +78,10 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Error;
 
-    #[derive(Default)]
-    struct Alone(u64);
+    /// Its stage, and the stage from which on a look fails.
+    struct Alone(u64, u64);
 
     impl Clock for Alone {
         fn stage(&self) -> u64 {
@@ -81,6 +92,9 @@ mod tests {
         }
         fn wait_for(&mut self, _stage: u64) -> Result<()> {
             Ok(())
+        }
+        fn look(&mut self) -> Result<()> {
+            if self.0 < self.1 { Ok(()) } else { Err(Error::timeout("time is up")) }
         }
     }
 
@@ -109,7 +123,7 @@ mod tests {
 
     #[test]
     fn every_chunk_passes_once_in_order_from_its_own_slot() {
-        let mut clock = Alone::default();
+        let mut clock = Alone(0, u64::MAX);
         for count in [0, 1, 2, 3, 10] {
             for phases in [Phases::One, Phases::Two] {
                 let mut log = Log::default();
@@ -118,6 +132,15 @@ mod tests {
                 assert_eq!(log.consumed, all);
                 assert_eq!(log.finished, if phases == Phases::Two { all } else { Vec::new() });
             }
+        }
+    }
+    #[test]
+    fn a_call_that_never_waits_is_looked_at_but_not_in_its_last_stage() {
+        for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false), (u64::MAX - 1, false)] {
+            let mut clock = Alone(0, 0);
+            let outcome = run(&mut clock, Phases::One, count, &mut Log::default());
+            assert_eq!(outcome.is_ok(), passes, "{count} chunks");
+            assert_eq!(clock.0, if passes { count + 1 } else { LOOK_EVERY - 1 });
         }
     }
 }
