@@ -14,7 +14,7 @@ use symm::done::Done;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::{Error, Kind, Result};
 use symm::group::{Group, Tuning};
-use symm::mem::layout::{LINE_PAIR, Layout, RING_HEAD};
+use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
 use symm::mem::shm::Segment;
 use symm::p2p::Message;
 use symm::rank::Rank;
@@ -112,6 +112,13 @@ impl Ring<'_> {
         // SAFETY: the first word of a ring is its tail.
         unsafe { self.forger.at::<AtomicU64>(base) }.store(self.tail, Ordering::Release);
     }
+
+    /// Bytes that rank 0 has read.
+    fn read(&self) -> u64 {
+        let base = Layout::new(2).ring(Rank(1), Rank(0));
+        // SAFETY: the second counter of a ring is its head.
+        unsafe { self.forger.at::<AtomicU64>(base + LINE_PAIR) }.load(Ordering::Acquire)
+    }
 }
 
 #[test]
@@ -187,6 +194,62 @@ fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
     }
 }
 
+#[test]
+fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() {
+    const CAP: u64 = 64 << 20;
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let offer = |tag: u64| [2 | tag << 32, 1, 1, 0];
+    let flood = |ring: &mut Ring<'_>, frames: u64| {
+        let begun = ring.read();
+        for _ in 0..frames {
+            if ring.tail - ring.read() > 256 << 10 {
+                victim.progress();
+                if ring.tail - ring.read() > 256 << 10 {
+                    break;
+                }
+            }
+            ring.say(offer(5), 32);
+        }
+        (ring.read() - begun) / 32
+    };
+    // An offer takes no fewer bytes here than in the ring.
+    let taken = flood(&mut ring, 2 * CAP / 32);
+    assert!((100_000..CAP / 32).contains(&taken), "{taken} offers");
+    assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
+    // A receive of another tag has to look behind all of them.
+    let mut room = [0u8; 16];
+    let (done, outcome) = heard();
+    victim.recv(message(1, 6, span(&mut room)), done).unwrap();
+    ring.say([1 | 6 << 32, 1, 16, 0], 64);
+    until("the message behind the flood", || {
+        victim.progress();
+        outcome()
+    })
+    .unwrap();
+    assert_eq!(ring.read(), ring.tail);
+    assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
+}
+
+#[test]
+fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender() {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let (done, outcome) = heard();
+    victim.recv(message(1, 3, span(&mut [0u8; 16])), done).unwrap();
+    for _ in 0..1024 {
+        ring.say([1, 1, 0, 0], 32);
+    }
+    victim.progress();
+    assert!(outcome().is_none(), "so many an honest sender may have on their way");
+    ring.say([1, 1, 0, 0], 32);
+    victim.progress();
+    let error = outcome().expect("an outcome").expect_err("one too many");
+    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+}
+
 /// A generator of the same numbers in every run.
 struct Dice(u64);
 
@@ -226,6 +289,51 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
         outcome().unwrap_or(Ok(()))?;
     }
     Ok(())
+}
+
+/// Rank 1's part of the first collective, as rank 0 has begun it: the same call, but a message to itself of `longest` bytes, and all stages done.
+fn forge_an_all_to_all(forger: &Segment, bytes: u64, longest: u64) {
+    let layout = Layout::new(2);
+    let word = |offset: usize| {
+        // SAFETY: atomics may be written anywhere within the segment.
+        unsafe { forger.at::<AtomicU64>(offset) }
+    };
+    let [real, forged] = [Rank(0), Rank(1)].map(|rank| layout.post(rank, 1));
+    until("the post of rank 0", || (word(real).load(Ordering::Acquire) == 1).then_some(()));
+    let table = |place: usize| word(forged + POST_HEAD + INLINE_BYTES + 8 * place);
+    // Behind 8 words: what it sends to each rank, then what it expects of each.
+    for (place, length) in [bytes, longest, bytes, longest].into_iter().enumerate() {
+        table(8 + place).store(length, Ordering::Relaxed);
+    }
+    word(layout.member(Rank(1))).store(u64::MAX, Ordering::Relaxed);
+    for place in [8, 16] {
+        word(forged + place).store(word(real + place).load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+    word(forged).store(1, Ordering::Release);
+}
+
+#[test]
+fn stages_without_end_end_at_the_deadline_or_with_the_group() {
+    for (timeout, aborted) in [(Duration::from_millis(300), false), (PATIENCE, true)] {
+        let (file, forger) = memory(2);
+        let [victim, _silent] = pair(&file, timeout, false);
+        let mut room = vec![0u8; 4 * 4096];
+        let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
+        let (inputs, outputs) = (parts[..2].to_vec(), parts[2..].to_vec());
+        let begun = Instant::now();
+        let error = thread::scope(|scope| {
+            let running = scope.spawn(|| victim.run(vec![call(Op::AllToAll, 0, inputs, outputs)], None));
+            forge_an_all_to_all(&forger, 4096, 1 << 60);
+            if aborted {
+                thread::sleep(Duration::from_millis(100));
+                victim.abort();
+            }
+            running.join().unwrap().expect_err("it never ends")
+        });
+        assert_eq!(error.kind, if aborted { Kind::Aborted } else { Kind::Timeout }, "{error}");
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}: {error}", begun.elapsed());
+        assert!(aborted || error.message.contains("until its timeout in all_to_all"), "{error}");
+    }
 }
 
 #[test]

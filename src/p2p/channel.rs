@@ -33,11 +33,13 @@ pub(super) struct Channel {
     outbox: VecDeque<Outgoing>,
     /// Short messages sent; the peer counts those it has matched.
     eager: u64,
+    /// Short messages that have come, and those of them that were matched.
+    came: u64,
     matched: u64,
 }
 
-/// Short messages that the peer has not matched yet; beyond it they are offered, so a sender cannot fill the receiver's memory.
-const EAGER_WINDOW: u64 = 1024;
+/// Short messages that the peer has not matched yet; beyond it they are offered.
+pub(super) const EAGER_WINDOW: u64 = 1024;
 
 struct Side<'a> {
     ring: Ring<'a, AtomicU64>,
@@ -55,7 +57,7 @@ fn side(board: &Board, from: Rank, to: Rank) -> Side<'_> {
 
 impl Channel {
     pub(super) fn new(peer: Rank) -> Self {
-        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, matched: 0 }
+        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0 }
     }
 
     /// Whether another short message may go without being asked for.
@@ -82,11 +84,20 @@ impl Channel {
         side(board, self.peer, board.rank()).matched.publish(self.matched);
     }
 
-    /// Whether the peer has sent something, or has made room for what waits here.
-    pub(super) fn stirs(&self, board: &Board) -> bool {
-        let (inward, outward) = (side(board, self.peer, board.rank()), side(board, board.rank(), self.peer));
-        let room = |item: &Outgoing| outward.ring.room(self.tail, next_frame(item).footprint()).is_some();
-        inward.ring.oldest(self.head).is_some() || self.outbox.front().is_some_and(room)
+    /// Whether the peer has sent something.
+    pub(super) fn has_come(&self, board: &Board) -> bool {
+        side(board, self.peer, board.rank()).ring.oldest(self.head).is_some()
+    }
+
+    /// Whether the peer has made room for what waits here.
+    pub(super) fn has_room(&self, board: &Board) -> bool {
+        let room = |item: &Outgoing| side(board, board.rank(), self.peer).ring.room(self.tail, next_frame(item).footprint()).is_some();
+        self.outbox.front().is_some_and(room)
+    }
+
+    /// Whether the peer has read all that was to be sent to it.
+    pub(super) fn is_drained(&self, board: &Board) -> bool {
+        self.outbox.is_empty() && side(board, board.rank(), self.peer).ring.head.observe() == self.tail
     }
 
     /// Writes what fits; `sent` hears the ids of messages that need their memory no longer. Returns whether anything was written.
@@ -151,7 +162,9 @@ impl Channel {
             // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
             let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
             let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
-            let Some(frame) = frame.filter(|frame| fits(frame) && ahead <= capacity) else {
+            // No more short messages than may go unasked, so that they cannot fill the memory here.
+            let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
+            let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && ahead <= capacity) else {
                 return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
             };
             if frame.kind == Kind::Padding {
@@ -161,6 +174,7 @@ impl Channel {
             // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
             let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), frame.payload()) };
             take(frame, payload)?;
+            self.came += u64::from(frame.kind == Kind::Eager);
             self.head += frame.footprint();
             side.ring.release(self.head);
             // Only a producer that ran out of room waits for this.

@@ -38,18 +38,45 @@ pub(super) enum Content {
 }
 
 /// Both queues, oldest first. At most one of a matching pair is in them.
-#[derive(Default)]
 pub(super) struct Matching {
     pub posted: VecDeque<Posted>,
-    pub unexpected: VecDeque<Unexpected>,
+    unexpected: VecDeque<Unexpected>,
+    /// Bytes that the unexpected messages of each rank take here.
+    backlog: Vec<usize>,
+}
+
+impl Unexpected {
+    fn footprint(&self) -> usize {
+        let content = match &self.content {
+            Content::Eager(bytes) => bytes.len(),
+            Content::Offer { .. } | Content::Own { .. } => 0,
+        };
+        size_of::<Self>() + content
+    }
 }
 
 impl Matching {
+    /// Of a group of `size` ranks.
+    pub(super) fn new(size: usize) -> Self {
+        Self { posted: VecDeque::new(), unexpected: VecDeque::new(), backlog: vec![0; size] }
+    }
+
+    /// Keeps a message until it is asked for.
+    pub(super) fn keep(&mut self, message: Unexpected) {
+        self.backlog[message.from.index()] += message.footprint();
+        self.unexpected.push_back(message);
+    }
+
+    /// Bytes that messages from `rank` take which nobody has asked for.
+    pub(super) fn backlog(&self, rank: Rank) -> usize {
+        self.backlog[rank.index()]
+    }
+
     /// The message for a receive from `peer` with `tag`, if it has come.
     pub(super) fn take_message(&mut self, peer: Option<Rank>, tag: i32) -> Option<Unexpected> {
         let fits = |message: &Unexpected| message.tag == tag && peer.is_none_or(|peer| peer == message.from);
         let place = self.unexpected.iter().position(fits)?;
-        self.unexpected.remove(place)
+        self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
 
     /// The receive for a message from `from` with `tag`, if it is posted.
@@ -72,7 +99,7 @@ mod tests {
 
     #[test]
     fn receives_match_in_order_by_tag_and_sender() {
-        let mut queues = Matching::default();
+        let mut queues = Matching::new(4);
         queues.posted.extend([posted(1, Some(2), 7), posted(2, None, 7), posted(3, Some(1), 7)]);
         let ticket = |taken: Option<Posted>| taken.map(|posted| posted.ticket);
         assert_eq!(ticket(queues.take_receive(Rank(1), 8)), None, "other tag");
@@ -84,14 +111,25 @@ mod tests {
 
     #[test]
     fn messages_match_in_order_of_arrival() {
-        let mut queues = Matching::default();
+        let mut queues = Matching::new(4);
         for (from, tag, ticket) in [(1, 0, 10), (2, 0, 11), (1, 0, 12)] {
-            queues.unexpected.push_back(Unexpected { from: Rank(from), tag, bytes: 0, content: Content::Own { ticket } });
+            queues.keep(Unexpected { from: Rank(from), tag, bytes: 0, content: Content::Own { ticket } });
         }
         let from = |message: Option<Unexpected>| message.map(|m| (m.from.0, matches!(m.content, Content::Own { ticket: 12 })));
         assert_eq!(from(queues.take_message(Some(Rank(2)), 0)), Some((2, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, false)));
         assert_eq!(from(queues.take_message(None, 0)), Some((1, true)));
         assert_eq!(from(queues.take_message(None, 0)), None);
+    }
+
+    #[test]
+    fn what_is_kept_is_counted_for_its_sender_until_it_is_taken() {
+        let mut queues = Matching::new(2);
+        let head = size_of::<Unexpected>();
+        queues.keep(Unexpected { from: Rank(1), tag: 0, bytes: 5, content: Content::Eager([0; 5].into()) });
+        queues.keep(Unexpected { from: Rank(1), tag: 1, bytes: 1 << 30, content: Content::Offer { id: 1, addr: 0 } });
+        assert_eq!((queues.backlog(Rank(0)), queues.backlog(Rank(1))), (0, 2 * head + 5));
+        assert!(queues.take_message(None, 0).is_some());
+        assert_eq!(queues.backlog(Rank(1)), head);
     }
 }

@@ -12,7 +12,9 @@ use crate::p2p::message::Message;
 use crate::rank::Rank;
 use crate::sync::board::{Board, YIELDS};
 use crate::sync::limit::Limit;
+use state::Lost;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -28,6 +30,7 @@ pub struct Transfers {
     /// The progress thread waits here while nothing is open.
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
+    asked: AtomicU64,
 }
 
 struct State {
@@ -40,6 +43,8 @@ struct State {
     open: BTreeSet<u64>,
     next: u64,
     waiting_threads: usize,
+    /// Peers are told what a thread waits for.
+    announced: bool,
     parked: bool,
     stopping: bool,
 }
@@ -83,23 +88,32 @@ impl Transfers {
     pub fn new(board: Arc<Board>, direct: bool) -> Arc<Self> {
         let state = State {
             channels: board.ranks().map(Channel::new).collect(),
-            matching: Matching::default(),
+            matching: Matching::new(board.size()),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
             finished: Vec::new(),
             open: BTreeSet::new(),
             next: TICKET_BIT,
             waiting_threads: 0,
+            announced: false,
             parked: false,
             stopping: false,
         };
-        Arc::new(Self { board, direct, state: Mutex::new(state), begun: Condvar::new(), worker: Mutex::new(None) })
+        let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
+        Arc::new(Self { board, direct, state, begun, worker, asked: AtomicU64::new(0) })
     }
 
     /// Starts a send.
     pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, done: Done) -> Result<u64> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         self.check_peer(peer)?;
+        // A short one would be done before anybody looks; a receive may still find what had come.
+        if let Some((dead, how)) = self.board.casualty() {
+            let what = state::about(&self.board, "send", message.span.bytes, message.tag);
+            let (dead, me, peer) = (self.board.describe(dead), self.board.describe(self.board.rank()), self.board.describe(peer));
+            return Err(self.board.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
+        }
         let mut state = self.lock();
         let ticket = state.ticket();
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
@@ -110,7 +124,7 @@ impl Transfers {
                     let delivered = state.deliver_own(&self.board, posted, ticket);
                     self.absorb(&mut state, delivered.map(|()| true));
                 }
-                None => state.matching.unexpected.push_back(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } }),
+                None => state.matching.keep(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } }),
             }
         } else {
             let channel = &mut state.channels[peer.index()];
@@ -127,6 +141,7 @@ impl Transfers {
 
     /// Starts a receive.
     pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, done: Done) -> Result<u64> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         if let Some(peer) = message.peer {
             self.check_peer(peer)?;
         }
@@ -214,7 +229,8 @@ impl Transfers {
             }
             let left = left.min(self.soonest_deadline());
             self.board.sleep(left, || {
-                let state = self.lock();
+                let mut state = self.lock();
+                state.announce(&self.board, ticket);
                 !state.open.contains(&ticket) || state.stirs(&self.board) || self.board.failure().is_some()
             });
         };
@@ -226,7 +242,20 @@ impl Transfers {
     fn attend(&self, change: isize) {
         let mut state = self.lock();
         state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
+        state.take_back(&self.board);
         self.board.attend(state.waiting_threads > 0);
+    }
+
+    /// Number of sends and receives asked for.
+    pub fn asked(&self) -> u64 {
+        self.asked.load(Ordering::Relaxed)
+    }
+
+    /// Which of `peers` sleeps for a message that this rank has not begun: `send`s of theirs, or receives, with this tag. Never waits: while
+    /// something is moved along here, nobody is said to.
+    pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
+        let state = self.state.try_lock().ok()?;
+        peers.find(|&peer| state.is_awaited(&self.board, peer, send, tag))
     }
 
     /// Completes everything that is open with `error`.
@@ -292,7 +321,7 @@ impl Transfers {
         if state.open.is_empty() {
             return;
         }
-        let lost: Vec<(Rank, String)> = self.board.peers().filter_map(|peer| Some((peer, self.board.absence(peer)?))).collect();
+        let lost = Lost::among(&self.board);
         // What a peer wrote before it ended is still served.
         self.advance(&mut state);
         let failure = self.board.failure().or_else(|| state.hopeless(&self.board, &lost).map(|error| self.board.fail(error)));

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
+import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import expected
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
 from expected import DTYPES, assert_same_bits, name, seeded
-from ranks import run_ranks
+from ranks import meet, run_ranks
 
 SIZES = (8, 64, 4096, 4100, 100_000, 1 << 20, 8 << 20)
 
@@ -235,3 +240,166 @@ def too_long(rank: int, world: int, size: int) -> None:
 @pytest.mark.parametrize("size", (10, 100_000))
 def test_a_message_of_another_size_is_an_error_on_both_sides(size: int) -> None:
     run_ranks(too_long, 2, size)
+
+
+def exchange(peer: int) -> None:
+    receive = dist.P2POp(dist.irecv, torch.zeros(4), peer, tag=3)
+    operations = [receive, dist.P2POp(dist.isend, torch.zeros(3 << 20), peer, tag=4)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def polled(peer: int) -> None:
+    """Nobody waits: the progress thread hears of it."""
+    work = dist.irecv(torch.zeros(4), peer)
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+
+
+#: What two ranks wait in for each other, neither of which ever makes the other's part of it.
+WAITS: dict[str, Callable[[int], object]] = {
+    "recv": lambda peer: dist.recv(torch.zeros(4), peer),
+    "recv from any": lambda peer: dist.recv(torch.zeros(4), None),
+    "long send": lambda peer: dist.send(torch.zeros(3 << 20), peer),
+    "irecv": lambda peer: dist.irecv(torch.zeros(4), peer).wait(),
+    "isend": lambda peer: dist.isend(torch.zeros(3 << 20), peer).wait(),
+    "batch": exchange,
+    "irecv without a wait": polled,
+}
+
+
+def die() -> None:
+    (ranks.scratch / "killed").write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_third_rank_dies(rank: int, world: int, name: str) -> tuple[float, str]:
+    dist.barrier()
+    if rank == 2:
+        time.sleep(0.3)
+        die()
+    with pytest.raises(torch_symm.SymmPeerError) as error:
+        WAITS[name](1 - rank)
+    return time.time() - float((ranks.scratch / "killed").read_text()), str(error.value)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_p2_the_death_of_a_third_rank_ends_what_two_ranks_wait_in(name: str) -> None:
+    heard = run_ranks(a_third_rank_dies, 3, name, expect_killed=(2,))[:2]
+    print(f"{name}: {', '.join(f'{took * 1000:.0f} ms' for took, _ in heard)}")
+    for took, text in heard:
+        assert took < 1 and "rank 2 (pid" in text and "SIGKILL" in text, (took, text)
+        assert ("send(" in text or "recv(" in text) and "had waited 0." in text, text
+
+
+LATER: dict[str, Callable[[int], object]] = {
+    "short send": lambda peer: dist.send(torch.zeros(4), peer),
+    "short isend": lambda peer: dist.isend(torch.zeros(4), peer).wait(),
+    **{name: call for name, call in WAITS.items() if name != "batch"},
+}
+
+
+def after_a_death(rank: int, world: int, name: str) -> str:
+    """Rank 2's last message was complete when it died: it is delivered; nothing that was begun after that succeeds."""
+    if rank == 2:
+        dist.send(numbers(1000, 5), 0, tag=1)
+        meet("sent", rank, world)
+        die()
+    meet("sent", rank, world)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    until = time.monotonic() + 5
+    while "SUCCESS" in str(backend.get_error()):
+        assert time.monotonic() < until, "the death is not heard"
+        time.sleep(0.001)
+    if rank == 0:
+        got = torch.zeros(1000, dtype=torch.int32)
+        assert dist.recv(got, 2, tag=1) == 2
+        assert torch.equal(got, numbers(1000, 5))
+        (ranks.scratch / "received").touch()
+    while not (ranks.scratch / "received").exists():
+        assert time.monotonic() < until, "rank 0 has received nothing"
+        time.sleep(0.001)
+    start = time.monotonic()
+    with pytest.raises(torch_symm.SymmPeerError) as error:
+        LATER[name](1 - rank)
+    assert time.monotonic() - start < 1
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_p2_what_had_come_from_the_dead_is_delivered_and_no_later_message_is(name: str) -> None:
+    for text in run_ranks(after_a_death, 3, name, expect_killed=(2,))[:2]:
+        assert "rank 2 (pid" in text and "SIGKILL" in text, text
+
+
+def one_leaves(rank: int, world: int) -> None:
+    dist.barrier()
+    if rank == 2:
+        return
+    time.sleep(0.3)
+    got = torch.zeros(4, dtype=torch.int32)
+    if rank == 0:
+        dist.send(numbers(4, 1), 1)
+    else:
+        dist.recv(got, 0)
+        assert torch.equal(got, numbers(4, 1))
+        with pytest.raises(torch_symm.SymmPeerError, match=r"rank 2.*left.*recv"):
+            dist.recv(got, 2)
+
+
+def test_a_rank_that_has_left_ends_only_messages_with_itself() -> None:
+    run_ranks(one_leaves, 3)
+
+
+def unasked(rank: int, world: int) -> None:
+    """More than rank 0 takes in unasked, then messages both ways that stand behind it."""
+    count, piece = 1200, torch.zeros(64 << 10, dtype=torch.uint8)
+    long, short = torch.arange(1 << 18), torch.zeros(4)
+    if rank == 1:
+        works = [dist.isend(piece.clone().fill_(i % 251), 0, tag=i) for i in range(count)]
+        meet("sent", rank, world)
+        dist.recv(got := torch.zeros_like(long), 0, tag=count)
+        assert torch.equal(got, long)
+        for work in works:
+            work.wait()
+    elif rank == 2:
+        meet("sent", rank, world)
+        time.sleep(0.5)
+        dist.send(short, 0)
+    else:
+        meet("sent", rank, world)
+        dist.recv(short, 2)
+        dist.send(long, 1, tag=count)
+        for i in reversed(range(count)):
+            dist.recv(piece, 1, tag=i)
+            assert bool((piece == i % 251).all()), i
+
+
+@DIRECT
+def test_more_than_a_receiver_takes_unasked_holds_nobody_up(direct: str) -> None:
+    run(unasked, 3, direct)
+
+
+def never_asked_for(rank: int, world: int) -> int:
+    """Rank 1 floods rank 0, which waits for rank 2; how many KiB rank 0 took in is returned."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=1.5 if rank == 1 else 30))
+    dist.barrier()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if rank < 2:
+        # The first to give up is the sender.
+        told = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
+        with pytest.raises(torch_symm.SymmTimeout, match=told):
+            if rank == 0:
+                dist.recv(torch.zeros(4), 2)
+            piece = torch.zeros(64 << 10, dtype=torch.uint8)
+            for work in [dist.isend(piece, 0, tag=i % 50) for i in range(3000)]:
+                work.wait()
+    meet("given up", rank, world)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def test_a_receiver_keeps_a_bounded_amount_of_what_it_did_not_ask_for() -> None:
+    grown = run_ranks(never_asked_for, 3)[0]
+    assert 40 << 10 < grown < 100 << 10, f"{grown} KiB"

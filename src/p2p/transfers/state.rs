@@ -4,13 +4,62 @@ use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
 use crate::done::Done;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
-use crate::p2p::channel::{Channel, Outgoing};
-use crate::p2p::frame::{Frame, Kind};
+use crate::p2p::channel::{Channel, EAGER_WINDOW, Outgoing};
+use crate::p2p::frame::{EAGER_BYTES, Frame, Kind};
 use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
-use crate::sync::board::Board;
+use crate::sync::board::{Awaited, Board};
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
+
+/// Unasked messages of one sender beyond which it is not heard. All short ones that a sender may have on their way fit.
+const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * EAGER_BYTES;
+
+/// A transfer under way, as messages tell it.
+struct Pending<'a> {
+    name: &'static str,
+    /// `None`: anybody.
+    peer: Option<Rank>,
+    tag: i32,
+    bytes: usize,
+    limit: &'a Limit,
+}
+
+impl Pending<'_> {
+    /// `end`: whose end is that of this transfer; else its time is up.
+    fn given_up(&self, board: &Board, end: Option<&(Rank, String)>) -> Error {
+        let what = about(board, self.name, self.bytes, self.tag);
+        let (me, seconds) = (board.describe(board.rank()), self.limit.waited().as_secs_f32());
+        if let Some((end, how)) = end {
+            let whom = self.peer.filter(|peer| peer != end).map_or_else(|| "it".into(), |peer| board.describe(peer));
+            return Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", board.describe(*end)));
+        }
+        let whom = self.peer.map_or_else(|| "any rank".into(), |peer| state_of(board, peer));
+        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {whom}"))
+    }
+}
+
+/// Who takes part in nothing further, and how each became so. To be asked before what they wrote is read: else some of it may be missed.
+pub(super) struct Lost {
+    absent: Vec<(Rank, String)>,
+    dead: Option<(Rank, String)>,
+}
+
+impl Lost {
+    pub(super) fn among(board: &Board) -> Self {
+        let absent = board.peers().filter_map(|peer| Some((peer, board.absence(peer)?))).collect();
+        Self { absent, dead: board.casualty().map(|(rank, how)| (rank, how.clone())) }
+    }
+
+    /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others nothing.
+    fn ends(&self, board: &Board, peer: Option<Rank>) -> Option<&(Rank, String)> {
+        let needed = match peer {
+            Some(peer) => self.absent.iter().find(|(rank, _)| *rank == peer),
+            None => self.absent.first().filter(|_| self.absent.len() + 1 == board.size()),
+        };
+        needed.or(self.dead.as_ref())
+    }
+}
 
 impl State {
     pub(super) fn ticket(&mut self) -> u64 {
@@ -21,12 +70,27 @@ impl State {
     }
 
     pub(super) fn stirs(&self, board: &Board) -> bool {
-        board.peers().any(|peer| self.channels[peer.index()].stirs(board))
+        board.peers().any(|peer| {
+            let channel = &self.channels[peer.index()];
+            channel.has_room(board) || (channel.has_come(board) && self.listens(peer))
+        })
+    }
+
+    /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it could
+    /// complete: a receive from it or from anybody, or a send whose answer stands behind the rest. It then runs out of room.
+    fn listens(&self, peer: Rank) -> bool {
+        self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
 
     pub(super) fn limits(&self) -> impl Iterator<Item = &Limit> {
+        self.pending().map(|pending| pending.limit)
+    }
+
+    fn pending(&self) -> impl Iterator<Item = Pending<'_>> {
         let receives = self.matching.posted.iter().chain(self.streams.values().map(|stream| &stream.posted));
-        receives.map(|posted| &posted.limit).chain(self.sends.values().map(|send| &send.limit))
+        let receives = receives.map(|Posted { peer, tag, span, limit, .. }| ("recv", *peer, *tag, span.bytes, limit));
+        let sends = self.sends.values().map(|Sending { peer, tag, span, limit, .. }| ("send", Some(*peer), *tag, span.bytes, limit));
+        receives.chain(sends).map(|(name, peer, tag, bytes, limit)| Pending { name, peer, tag, bytes, limit })
     }
 
     fn finish(&mut self, ticket: u64, done: Done, outcome: Result<()>, source: Option<Rank>) {
@@ -39,10 +103,39 @@ impl State {
         }
     }
 
+    /// Tells peers, until the next step, what `ticket` waits for.
+    pub(super) fn announce(&mut self, board: &Board, ticket: u64) {
+        let awaited = match self.sends.get(&ticket) {
+            Some(send) => Some(Awaited { send: true, peer: send.peer, tag: send.tag }),
+            None => self
+                .matching
+                .posted
+                .iter()
+                .find(|posted| posted.ticket == ticket)
+                .and_then(|posted| Some(Awaited { send: false, peer: posted.peer?, tag: posted.tag })),
+        };
+        self.announced = awaited.is_some();
+        board.await_message(awaited);
+    }
+
+    pub(super) fn take_back(&mut self, board: &Board) {
+        if std::mem::take(&mut self.announced) {
+            board.await_message(None);
+        }
+    }
+
+    /// Whether `peer` sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the two is open here.
+    pub(super) fn is_awaited(&self, board: &Board, peer: Rank, send: bool, tag: i32) -> bool {
+        let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer));
+        // In this order: see `await_message`.
+        !open() && self.channels[peer.index()].is_drained(board) && board.awaits(peer, Awaited { send, peer: board.rank(), tag })
+    }
+
     pub(super) fn advance(&mut self, board: &Board, direct: bool) -> Result<bool> {
+        self.take_back(board);
         let mut moved = false;
         for peer in board.peers() {
-            loop {
+            while self.listens(peer) {
                 let mut incoming = None;
                 let took = self.channels[peer.index()].receive(board, |frame, payload| {
                     incoming = Some((frame, place(&mut self.matching, &mut self.streams, peer, frame, payload)));
@@ -172,46 +265,12 @@ impl State {
         error
     }
 
-    /// Why some open transfer can never complete, if so.
-    pub(super) fn hopeless(&self, board: &Board, lost: &[(Rank, String)]) -> Option<Error> {
-        let me = board.describe(board.rank());
-        let find = |peer: Rank| lost.iter().find(|(rank, _)| *rank == peer);
-        let receives = self.matching.posted.iter().chain(self.streams.values().map(|stream| &stream.posted));
-        for Posted { peer, tag, span, limit, .. } in receives {
-            let gone = match peer {
-                Some(peer) => find(*peer),
-                None => lost.first().filter(|_| lost.len() + 1 == board.size()),
-            };
-            let what = || format!("recv({} bytes, tag {tag}) of group \"{}\"", span.bytes, board.name());
-            if let Some((peer, how)) = gone {
-                let (peer, seconds) = (board.describe(*peer), limit.waited().as_secs_f32());
-                return Some(Error::peer(format!("{peer} {how}; {me} had waited {seconds:.1} s for it in {}", what())));
-            }
-            if limit.left().is_none() {
-                let from = peer.map_or_else(|| "any rank".into(), |peer| state_of(board, peer));
-                return Some(Error::timeout(format!(
-                    "{me} waited {:.1} s until its timeout in {} for {from}",
-                    limit.waited().as_secs_f32(),
-                    what()
-                )));
-            }
-        }
-        for Sending { peer, tag, span, limit, .. } in self.sends.values() {
-            let what = || format!("send({} bytes, tag {tag}) of group \"{}\"", span.bytes, board.name());
-            if let Some((peer, how)) = find(*peer) {
-                let (peer, seconds) = (board.describe(*peer), limit.waited().as_secs_f32());
-                return Some(Error::peer(format!("{peer} {how}; {me} had waited {seconds:.1} s for it in {}", what())));
-            }
-            if limit.left().is_none() {
-                let to = state_of(board, *peer);
-                return Some(Error::timeout(format!(
-                    "{me} waited {:.1} s until its timeout in {} for {to}",
-                    limit.waited().as_secs_f32(),
-                    what()
-                )));
-            }
-        }
-        None
+    /// Why some open transfer can never complete, or must not, if so.
+    pub(super) fn hopeless(&self, board: &Board, lost: &Lost) -> Option<Error> {
+        self.pending().find_map(|pending| {
+            let end = lost.ends(board, pending.peer);
+            (end.is_some() || pending.limit.left().is_none()).then(|| pending.given_up(board, end))
+        })
     }
 
     pub(super) fn fail_all(&mut self, error: &Error) {
@@ -246,7 +305,7 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
                             Content::Offer { id: frame.id, addr: frame.value }
                         }
                     };
-                    matching.unexpected.push_back(Unexpected { from, tag: frame.tag, bytes: frame.bytes, content });
+                    matching.keep(Unexpected { from, tag: frame.tag, bytes: frame.bytes, content });
                 }
             }
             posted
@@ -268,6 +327,11 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
         }
         Kind::Padding | Kind::Ask | Kind::Taken => None,
     }
+}
+
+/// Names a transfer in messages.
+pub(super) fn about(board: &Board, name: &str, bytes: usize, tag: i32) -> String {
+    format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", board.name())
 }
 
 fn state_of(board: &Board, peer: Rank) -> String {
