@@ -320,7 +320,7 @@ pub mod ffi {
         /// Sets up the group's memory on CUDA device `device`: blocks until all ranks have called it or launched; idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
-        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool) -> Status;
+        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, site: u32) -> Status;
 
         /// Collective: what every rank has at an `address` of its own, as this rank reaches it, each with a signal pad of at least
         /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
@@ -328,6 +328,8 @@ pub mod ffi {
 
         /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
         fn refuse(self: &GroupHandle, text: &str);
+        /// As `refuse`, for a send or receive, of which the span counts for nothing.
+        fn refuse_message(self: &GroupHandle, transfer: &Transfer, text: &str);
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.

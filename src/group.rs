@@ -24,10 +24,11 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::board::{Board, Identity};
 use crate::sync::limit::Limit;
+use crate::sync::site::Site;
 use crate::sys::{fork, remote};
 use crate::trace::{self, Recorder};
 use crate::watch;
-use refusal::Refusals;
+use refusal::{Refusals, Refused};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -152,10 +153,11 @@ impl Group {
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
         let recorder = Recorder::new(&board, timeout);
         let engine = Engine::new(Runner::new(Arc::clone(&board), tuning.thresholds), Arc::clone(&recorder));
+        let transfers = Transfers::new(Arc::clone(&board), direct);
         Ok(Self {
-            refusals: Refusals::new(&board, &engine),
+            refusals: Refusals::new(&board, &engine, &transfers),
             engine,
-            transfers: Transfers::new(Arc::clone(&board), direct),
+            transfers,
             board,
             recorder,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
@@ -210,7 +212,14 @@ impl Group {
     /// no other call within 80 ms, the group fails: they hear so within 100 ms of their call or of this one, whichever is later.
     pub fn refuse(&self, text: String) {
         if self.check_alive().and_then(|()| self.check_kernels()).is_ok() {
-            self.refusals.add(text, self.plane().is_some());
+            self.refusals.add(text, Refused::Collective { on_device: self.plane().is_some() });
+        }
+    }
+
+    /// As `refuse`, for a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it hears so.
+    pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
+        if self.check_alive().is_ok() {
+            self.refusals.add(text, Refused::Message { send, peer, tag });
         }
     }
 
@@ -222,7 +231,7 @@ impl Group {
     }
 
     /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool) -> Result<()> {
+    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, site: Option<&'static Site>) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         if timeout.is_zero() {
             return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.board.rank())));
@@ -235,7 +244,7 @@ impl Group {
             factor: 1.0,
             inputs: Vec::new(),
             outputs: Vec::new(),
-            site: None,
+            site,
         };
         self.run(vec![barrier], Some(timeout)).map_err(|error| {
             let (me, cause) = (self.board.rank(), &error.message);

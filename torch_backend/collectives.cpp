@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "arguments.hpp"
+#include "call_site.hpp"
 #include "errors.hpp"
 
 namespace symm {
@@ -209,7 +210,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions
 }
 
 void ProcessGroupSymm::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) try {
-  check((*group_)->monitored_barrier(opts.timeout.count(), wait_all_ranks));
+  check((*group_)->monitored_barrier(opts.timeout.count(), wait_all_ranks, call_site()));
 } catch (...) {
   refused();
 }

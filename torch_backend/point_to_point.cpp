@@ -12,7 +12,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     const at::Tensor& tensor,
     int peer,
     int tag,
-    bool send) {
+    bool send) try {
   TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupSymm::", operation->name(), ": Tag must be nonnegative, got ", tag);
   Transfer transfer;
   transfer.peer = peer;
@@ -35,6 +35,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     work->set_ticket(send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done)));
     return remember(work);
   });
+} catch (...) {
+  refused(peer, tag, send);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::send(Tensors& tensors, int destination, int tag) {

@@ -128,6 +128,15 @@ void ProcessGroupSymm::refused() const {
   throw;
 }
 
+void ProcessGroupSymm::refused(int peer, int tag, bool send) const {
+  Transfer transfer{};
+  transfer.peer = peer;
+  transfer.tag = tag;
+  transfer.send = send;
+  (*group_)->refuse_message(transfer, status_of(std::current_exception()).message);
+  throw;
+}
+
 Caller ProcessGroupSymm::caller(uint64_t sequence) const {
   return {options_->group_name, getGroupDesc(), options_->global_ranks_in_group, getSize(), getRank(), sequence, false};
 }

@@ -137,9 +137,10 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
   // The group's on that device; mutex_ must be held.
   std::shared_ptr<DeviceStream> streams_on(at::Device device);
-  // Within the handler of a collective's exception: tells the ranks that wait for the call, and throws on. Sends and receives have none:
-  // who waits for a message may get it later.
+  // Within the handler of a collective's exception: tells the ranks that wait for the call, and throws on.
   [[noreturn]] void refused() const;
+  // The same for a send or receive.
+  [[noreturn]] void refused(int peer, int tag, bool send) const;
   // Where a barrier is to be waited for; none: on the host.
   std::optional<at::Device> barrier_device(const ::c10d::BarrierOptions& opts) const;
   Caller caller(uint64_t sequence) const;

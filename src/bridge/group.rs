@@ -49,14 +49,22 @@ impl GroupHandle {
         });
     }
 
-    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool) -> ffi::Status {
+    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, site: u32) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks))
+        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks, Site::known(site)))
     }
 
     pub(super) fn refuse(&self, text: &str) {
         guarded(|| {
             self.group()?.refuse(text.to_owned());
+            Ok(())
+        });
+    }
+
+    pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
+        guarded(|| {
+            let peer = u32::try_from(transfer.peer).ok().map(Rank);
+            self.group()?.refuse_message(transfer.send, peer, transfer.tag, text.to_owned());
             Ok(())
         });
     }

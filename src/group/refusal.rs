@@ -1,11 +1,13 @@
 //! A call that was refused on this rank alone: who waits for it hears so, long before a timeout.
 //!
-//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not. A rank
-//! that has made another call by then, or peers that were refused alike, disturb nobody. Waiting ranks do nothing for this.
+//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or sleeps
+//! for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike, disturb
+//! nobody. Waiting ranks do no more for this than to say which message they sleep for.
 
 use crate::coll::cuda::ledger;
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::p2p::Transfers;
 use crate::rank::{Rank, name_ranks};
 use crate::sync::board::Board;
 use crate::watch::{self, Subscription};
@@ -21,28 +23,38 @@ const NEXT_LOOK: Duration = Duration::from_millis(50);
 pub(super) struct Refusals {
     board: Arc<Board>,
     engine: Arc<Engine>,
+    transfers: Arc<Transfers>,
     note: Mutex<Option<Note>>,
+}
+
+/// What was refused.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Refused {
+    /// A collective. On a device: kernels were in use, so that a launch may be waiting for this rank.
+    Collective { on_device: bool },
+    /// A send to `peer`, or a receive; `None`: from anybody.
+    Message { send: bool, peer: Option<Rank>, tag: i32 },
 }
 
 struct Note {
     text: String,
+    refused: Refused,
     /// What this rank had been asked for by then.
     asked: u64,
-    /// Kernels were in use, so that a launch may be waiting for this rank.
-    on_device: bool,
     look: Option<Subscription>,
 }
 
 /// A peer that has begun what this rank has not.
 struct Waiting {
     rank: Rank,
-    /// "all_gather, collective #3"
+    /// "all_gather, collective #3", "recv, tag 7,"
     call: String,
 }
 
 impl Refusals {
-    pub(super) fn new(board: &Arc<Board>, engine: &Arc<Engine>) -> Arc<Self> {
-        Arc::new(Self { board: Arc::clone(board), engine: Arc::clone(engine), note: Mutex::new(None) })
+    pub(super) fn new(board: &Arc<Board>, engine: &Arc<Engine>, transfers: &Arc<Transfers>) -> Arc<Self> {
+        let (board, engine, transfers) = (Arc::clone(board), Arc::clone(engine), Arc::clone(transfers));
+        Arc::new(Self { board, engine, transfers, note: Mutex::new(None) })
     }
 
     fn note(&self) -> MutexGuard<'_, Option<Note>> {
@@ -50,13 +62,21 @@ impl Refusals {
     }
 
     /// Notes that a call was refused because of `text`. The last refusal counts.
-    pub(super) fn add(self: &Arc<Self>, text: String, on_device: bool) {
+    pub(super) fn add(self: &Arc<Self>, text: String, refused: Refused) {
         if self.board.size() == 1 {
             return;
         }
         let mut note = self.note();
         let look = self.look_after(FIRST_LOOK);
-        *note = Some(Note { text, asked: self.engine.sequence(), on_device, look });
+        *note = Some(Note { text, refused, asked: self.asked(refused), look });
+    }
+
+    /// Counts the calls that make up for what was refused: a collective for a collective, anything for a message.
+    fn asked(&self, refused: Refused) -> u64 {
+        match refused {
+            Refused::Collective { .. } => self.engine.sequence(),
+            Refused::Message { .. } => self.engine.sequence() + self.transfers.asked(),
+        }
     }
 
     /// This rank leaves: nobody is told any more.
@@ -78,14 +98,13 @@ impl Refusals {
     fn look(self: &Arc<Self>) {
         let mut note = self.note();
         let Some(refused) = note.as_mut() else { return };
-        let waiting = self.waiting(refused.on_device);
-        // After the peers, and in this order: whoever was ahead of a rank that has nothing queued and has not moved since waits for it.
-        let idle = self.engine.idle();
-        if self.engine.sequence() != refused.asked || self.board.failure().is_some() {
+        let waiting = self.waiting(refused.refused);
+        // After the peers: who waited for a rank that has not moved since waits for it now.
+        if self.asked(refused.refused) != refused.asked || self.board.failure().is_some() {
             *note = None;
             return;
         }
-        if waiting.is_empty() || !idle {
+        if waiting.is_empty() {
             refused.look = self.look_after(NEXT_LOOK);
             return;
         }
@@ -101,7 +120,18 @@ impl Refusals {
         self.board.fail(Error::mismatch(text));
     }
 
-    fn waiting(&self, on_device: bool) -> Vec<Waiting> {
+    fn waiting(&self, refused: Refused) -> Vec<Waiting> {
+        match refused {
+            Refused::Collective { on_device } => self.in_collectives(on_device),
+            Refused::Message { send, peer, tag } => {
+                let peers = self.board.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
+                let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
+                self.transfers.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
+            }
+        }
+    }
+
+    fn in_collectives(&self, on_device: bool) -> Vec<Waiting> {
         let (me, board) = (self.board.rank(), &self.board);
         let on_host = board.peers().filter_map(|rank| {
             let doing = board.doing(rank)?;
@@ -115,7 +145,8 @@ impl Refusals {
         let mut all: Vec<Waiting> = on_host.chain(on_devices).collect();
         all.sort_by_key(|waiting| waiting.rank);
         all.dedup_by_key(|waiting| waiting.rank);
-        all
+        // After the peers: one that is ahead of a rank with something queued may be waiting for that.
+        if self.engine.idle() { all } else { Vec::new() }
     }
 }
 
@@ -126,8 +157,10 @@ mod tests {
     use crate::coll::cpu::Runner;
     use crate::coll::cuda::layout::Channel;
     use crate::coll::plan::Thresholds;
+    use crate::done::Done;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
+    use crate::p2p::Message;
     use crate::sync::board::tests::boards;
     use crate::trace::Recorder;
     use std::time::Instant;
@@ -137,7 +170,8 @@ mod tests {
         let rank = |board: Board| {
             let board = Arc::new(board);
             let recorder = Recorder::new(&board, Duration::from_secs(1));
-            Refusals::new(&board, &Engine::new(Runner::new(Arc::clone(&board), Thresholds::default()), recorder))
+            let engine = Engine::new(Runner::new(Arc::clone(&board), Thresholds::default()), recorder);
+            Refusals::new(&board, &engine, &Transfers::new(Arc::clone(&board), false))
         };
         boards(3).into_iter().map(rank).collect()
     }
@@ -160,13 +194,14 @@ mod tests {
         None
     }
 
+    const ON_HOST: Refused = Refused::Collective { on_device: false };
     const QUIET: Duration = Duration::from_millis(250);
 
     #[test]
     fn peers_that_wait_for_a_refused_call_are_told_now_or_later() {
         for later in [false, true] {
             let ranks = ranks();
-            ranks[1].add("no such dtype".into(), false);
+            ranks[1].add("no such dtype".into(), ON_HOST);
             if later {
                 assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
             }
@@ -187,7 +222,7 @@ mod tests {
     fn a_launch_that_waits_for_a_refused_one_is_told() {
         let ranks = ranks();
         ranks.iter().for_each(|rank| launch(rank, 1));
-        ranks[1].add("no such dtype".into(), true);
+        ranks[1].add("no such dtype".into(), Refused::Collective { on_device: true });
         launch(&ranks[0], 2);
         let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("told");
         assert!(failure.message.contains("rank 0 waits for it in CUDA collective #2"), "{failure}");
@@ -196,16 +231,75 @@ mod tests {
     #[test]
     fn peers_that_do_not_wait_are_left_alone() {
         let (forgetful, moved_on, alike) = (ranks(), ranks(), ranks());
-        forgetful[1].add("left".into(), false);
+        forgetful[1].add("left".into(), ON_HOST);
         forgetful[1].forget();
-        moved_on[1].add("made up for".into(), false);
+        moved_on[1].add("made up for".into(), ON_HOST);
         moved_on[1].engine.count(1);
         for ranks in [&forgetful, &moved_on] {
             ranks[0].board.begin(1, Op::Barrier);
             assert_eq!(failure_within(&ranks[0], QUIET), None);
         }
         alike.iter().for_each(|rank| rank.board.begin(1, Op::Barrier));
-        alike.iter().for_each(|rank| rank.add("all alike".into(), true));
+        alike.iter().for_each(|rank| rank.add("all alike".into(), Refused::Collective { on_device: true }));
         assert_eq!(failure_within(&alike[0], QUIET), None);
+    }
+
+    fn message(peer: Rank) -> Message {
+        let span = Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 };
+        Message { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None }
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    #[test]
+    fn a_peer_that_sleeps_for_a_refused_message_is_told() {
+        // What rank 1 refused, whom rank 0 waits for, and whether that is the same.
+        let refused = |peer, tag| Refused::Message { send: true, peer, tag };
+        for (refused, peer, told) in [
+            (refused(Some(Rank(0)), 7), Rank(1), true),
+            (refused(Some(Rank(0)), 8), Rank(1), false),
+            (refused(Some(Rank(2)), 7), Rank(1), false),
+            (refused(Some(Rank(0)), 7), Rank(2), false),
+            (Refused::Message { send: false, peer: None, tag: 7 }, Rank(1), false),
+        ] {
+            let ranks = ranks();
+            let first = &ranks[0].transfers;
+            std::thread::scope(|scope| {
+                let ticket = first.recv(message(peer), PATIENCE, Done::new(|_, _| {})).expect("begun");
+                let waiting = scope.spawn(move || first.wait(ticket, None));
+                ranks[1].add("too short".into(), refused);
+                let failure = failure_within(&ranks[2], if told { PATIENCE } else { QUIET });
+                assert_eq!(failure.is_some(), told, "{refused:?}, from {peer}");
+                if let Some(failure) = failure {
+                    let pid = std::process::id();
+                    let text = format!(
+                        "rank 1 (pid {pid}) refused a call and made no other; rank 0 waits for it in recv, tag 7, of group \"test\": too short"
+                    );
+                    assert_eq!((failure.kind, failure.message), (Kind::Mismatch, text));
+                }
+                ranks[0].board.fail(Error::aborted("over"));
+                waiting.join().expect("no panic").expect("its completion was called");
+                ranks.iter().for_each(|rank| rank.transfers.stop());
+            });
+        }
+    }
+
+    #[test]
+    fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
+        let ranks = ranks();
+        let quiet = || Done::new(|_, _| {});
+        let transfers = &ranks[0].transfers;
+        std::thread::scope(|scope| {
+            ranks[1].add("too short".into(), Refused::Message { send: true, peer: Some(Rank(0)), tag: 7 });
+            ranks[1].transfers.send(message(Rank(0)), PATIENCE, quiet()).expect("sent");
+            let receive = |_| transfers.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
+            let [first, second] = [(); 2].map(receive);
+            transfers.wait(first, None).expect("it came");
+            let waiting = scope.spawn(move || transfers.wait(second, None));
+            assert_eq!(failure_within(&ranks[0], QUIET), None);
+            ranks[0].board.fail(Error::aborted("over"));
+            waiting.join().expect("no panic").expect("its completion was called");
+            ranks.iter().for_each(|rank| rank.transfers.stop());
+        });
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -53,6 +54,27 @@ def test_swapped_equal_calls_name_both_lines(asynchronous: bool) -> None:
     for rank, function in enumerate((first, second)):
         expected = rf"rank {rank} \(pid \d+\) called all_reduce\(4 .*?, SUM\) at \S*{re.escape(line(function))}"
         assert re.search(expected, texts[0]), (expected, texts[0])
+
+
+def monitored(rank: int, world: int) -> tuple[str, int]:
+    """One line on all ranks passes; a plain barrier on one rank and a monitored one on the other do not."""
+    dist.group.WORLD.monitored_barrier()
+    here = sys._getframe().f_lineno
+    with pytest.raises(torch_symm.SymmMismatch) as error:
+        if rank:
+            dist.barrier()
+        else:
+            dist.group.WORLD.monitored_barrier()
+    return str(error.value), here
+
+
+def test_a_monitored_barrier_has_a_site_of_its_own() -> None:
+    for text, here in run_ranks(monitored, 2, env=SITE):
+        for rank, below in enumerate((5, 3)):
+            place = (
+                rf"rank {rank} \(pid \d+\) called barrier.* at \S*{re.escape(f'test_call_sites.py:{here + below}')}\b"
+            )
+            assert re.search(place, text), (place, text)
 
 
 def test_without_it_swapped_equal_calls_are_not_told_apart() -> None:

@@ -206,3 +206,79 @@ def queued_before(rank: int, world: int) -> None:
 
 def test_a_refusal_behind_queued_calls_disturbs_nobody() -> None:
     run_ranks(queued_before, 2)
+
+
+def overlapping() -> torch.Tensor:
+    return torch.zeros(1).expand(4)
+
+
+#: What one of two ranks refuses, and what the other waits in meanwhile.
+MESSAGES: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
+    "send of freed memory": (lambda: dist.send(freed(), 0), lambda: dist.recv(torch.zeros(4), 1), "recv, tag 0,"),
+    "isend of freed memory": (
+        lambda: dist.isend(freed(), 0, tag=3),
+        lambda: dist.irecv(torch.zeros(4), 1, tag=3).wait(),
+        "recv, tag 3,",
+    ),
+    "receive into overlapping memory": (
+        lambda: dist.recv(overlapping(), 0),
+        lambda: dist.send(torch.zeros(1 << 20), 1),
+        "send, tag 0,",
+    ),
+    "receive from any into overlapping memory": (
+        lambda: dist.recv(overlapping(), None),
+        lambda: dist.isend(torch.zeros(1 << 20), 1).wait(),
+        "send, tag 0,",
+    ),
+    "batch with freed memory": (
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, freed(), 0)]),
+        lambda: [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(4), 1)])],
+        "recv, tag 0,",
+    ),
+}
+
+
+def refused_message(rank: int, world: int, name: str) -> tuple[str, float]:
+    wrong, right, _ = MESSAGES[name]
+    # Something has passed both ways before.
+    dist.send(torch.zeros(3), 1) if rank == 0 else dist.recv(torch.zeros(3), 0)
+    dist.send(torch.zeros(3), 0) if rank == 1 else dist.recv(torch.zeros(3), 1)
+    dist.barrier()
+    start = time.monotonic()
+    with pytest.raises(REFUSALS) as error:
+        (wrong if rank == 1 else right)()
+    took = time.monotonic() - start
+    meet("told", rank, world)
+    return str(error.value), took
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_p9_a_refused_message_is_told_to_the_rank_that_waits_for_it(name: str) -> None:
+    (told, took), (refusal, _) = run_ranks(refused_message, 2, name)
+    print(f"{name}: told after {took * 1000:.0f} ms")
+    assert took < 1
+    for word in (
+        "rank 1 (pid",
+        "refused",
+        f"rank 0 waits for it in {MESSAGES[name][2]} of group",
+        refusal.splitlines()[0],
+    ):
+        assert word in told, (word, told)
+
+
+def refused_and_sent(rank: int, world: int) -> None:
+    """Rank 1 makes up for what it refused at once; that the next message is long in coming disturbs nobody then."""
+    for turn in range(5):
+        got = torch.zeros(4)
+        if rank == 1:
+            with pytest.raises(REFUSALS):
+                dist.send(freed(), 0)
+            dist.send(torch.full((4,), float(turn)), 0)
+            time.sleep(0.3)
+        else:
+            dist.recv(got, 1)
+            assert bool((got == turn).all())
+
+
+def test_p9_a_message_that_is_repeated_rightly_disturbs_nobody() -> None:
+    run_ranks(refused_and_sent, 2)
