@@ -42,6 +42,7 @@ pub mod ffi {
         size: i32,
         /// Ranks of the members in the default group; empty: the same as in this group.
         global_ranks: Vec<i32>,
+        is_default: bool,
         timeout_ms: i64,
     }
 

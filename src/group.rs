@@ -44,6 +44,8 @@ pub struct JoinOptions {
     pub size: i32,
     /// Ranks of the members in the default group; empty: the same as here.
     pub global_ranks: Vec<i32>,
+    /// Whether this is the job's first group, of which a rank that is taken is refused also once it has formed (`boot::Place`).
+    pub is_default: bool,
     /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
     pub timeout: Option<Duration>,
 }
@@ -77,6 +79,7 @@ pub struct Group {
     /// Of the process that made the group.
     generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
+    place: Mutex<Option<boot::Place>>,
     /// Since the first call on a GPU.
     plane: Arc<device::Slot>,
     /// Held by whoever sets the plane up.
@@ -101,9 +104,19 @@ impl Group {
             size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
         let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
         let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
-        let segment_bytes = Layout::new(size).total_bytes();
+        let layout = Layout::new(size);
+        let segment_bytes = layout.total_bytes();
         let (group, restart) = (options.group.as_str(), config.restart.as_str());
-        let spec = JoinSpec { group, rank, size: size as u32, restart, timeout, segment_bytes: segment_bytes as u64 };
+        let spec = JoinSpec {
+            group,
+            rank,
+            size: size as u32,
+            restart,
+            timeout,
+            segment_bytes: segment_bytes as u64,
+            reserved_bytes: layout.control_bytes(),
+            keep_place: options.is_default,
+        };
         let joined = boot::join(store, &spec)?;
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
         let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
@@ -111,11 +124,14 @@ impl Group {
         let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
         let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
         let segment = Segment::map(joined.segment, segment_bytes)?;
-        Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)
+        let mut made = Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)?;
+        made.place = Mutex::new(joined.place);
+        Ok(made)
     }
 
     /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
     pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
+        segment.reserve(0, Layout::new(members.len()).control_bytes(), format_args!("group \"{name}\""))?;
         Self::with_watched(segment, name, rank, members, &[], timeout, tuning)
     }
 
@@ -131,7 +147,6 @@ impl Group {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
         let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
-        board.segment().reserve(0, board.layout().control_bytes(), format_args!("group \"{name}\""))?;
         let plane = Arc::<device::Slot>::default();
         let watching = if watched.is_empty() {
             None
@@ -146,7 +161,8 @@ impl Group {
                     device::bury(&slot, rank);
                 }
             });
-            Some(watch::watch(watched, on_exit)?)
+            let told = |error: Error| board.fail(Error { message: format!("{}: {}", board.describe(rank), error.message), ..error });
+            Some(watch::watch(watched, on_exit).map_err(told)?)
         };
         let limit = Limit::from(Instant::now(), timeout);
         let direct = meet(&board, &limit, tuning.direct)?;
@@ -164,6 +180,7 @@ impl Group {
             closed: AtomicBool::new(false),
             generation: fork::generation(),
             watching: Mutex::new(watching),
+            place: Mutex::default(),
             plane,
             setting_up: Mutex::new(()),
             places: window::Places::default(),
@@ -302,6 +319,7 @@ impl Group {
             ledger::abandon(&self.board);
         }
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.place.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.recorder.leave();
     }
 

@@ -32,7 +32,7 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
-    JoinSpec { group: "g", rank: Rank(rank), size: 2, restart: "0", timeout, segment_bytes: BYTES }
+    JoinSpec { group: "g", rank: Rank(rank), size: 2, restart: "0", timeout, segment_bytes: BYTES, reserved_bytes: 4096, keep_place: false }
 }
 
 /// Rank 0's record, as it publishes it.

@@ -16,6 +16,7 @@ use symm::store::memory::MemoryStore;
 use symm::store::request::{Op, Request};
 use symm::store::table::Reply;
 use symm::sys::process::{self, ProcessId};
+use symm::sys::socket;
 use symm::watch::watch;
 
 const SHORT: Duration = Duration::from_millis(400);
@@ -40,13 +41,18 @@ impl Flat {
 impl Drop for Flat {
     fn drop(&mut self) {
         if !thread::panicking() {
+            // A watcher that has not yet taken its name is not seen to end, and ends in a moment.
+            let give_up = Instant::now() + Duration::from_secs(1);
+            while process::descriptors().1 != self.open && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(1));
+            }
             assert_eq!(process::descriptors().1, self.open, "descriptors leaked");
         }
     }
 }
 
 fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> JoinSpec<'_> {
-    JoinSpec { group, rank: Rank(rank), size, restart: "0", timeout, segment_bytes: 8192 }
+    JoinSpec { group, rank: Rank(rank), size, restart: "0", timeout, segment_bytes: 8192, reserved_bytes: 4096, keep_place: false }
 }
 
 /// The outcomes of `ranks` threads, in their order, each given its number.
@@ -222,6 +228,21 @@ fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
 }
 
 #[test]
+fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
+    let _flat = Flat::start();
+    let store = MemoryStore::new();
+    let started = Instant::now();
+    let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { reserved_bytes: 1 << 60, ..spec("g", rank, 3, LONG) }));
+    assert!(started.elapsed() < Duration::from_secs(3));
+    let expected =
+        format!("out of memory: rank 0 (pid {}), to join group \"g\" of 3 ranks, needs {} bytes, ", std::process::id(), 1u64 << 60);
+    for outcome in &outcomes {
+        let error = error(outcome);
+        assert!(error.kind == Kind::Config && error.message.starts_with(&expected) && error.message.contains(" are free "), "{error}");
+    }
+}
+
+#[test]
 fn one_of_two_threads_that_claim_a_rank_is_refused() {
     let _flat = Flat::start();
     let store = MemoryStore::new();
@@ -289,8 +310,55 @@ fn a_record_counts_as_long_as_its_process_lives() {
     put(&store, 1, &record);
     let outcome = join(&store, &spec("g", 0, 2, SHORT));
     assert_eq!(error(&outcome).kind, Kind::Timeout);
-    let expected = format!("rank 1 (pid {}) had come before this rank", child.id());
-    assert!(error(&outcome).message.contains(&expected), "{outcome:?}");
+    let expected = format!("; rank 1 (pid {}) had come before this rank, and has ended since", child.id());
+    assert!(error(&outcome).message.ends_with(&expected), "{outcome:?}");
+
+    // With what it had to say.
+    let store = MemoryStore::new();
+    record["failure"] = json!({ "kind": Kind::Config as u8, "message": "no room here" });
+    put(&store, 1, &record);
+    let outcome = join(&store, &spec("g", 0, 2, SHORT));
+    assert!(error(&outcome).message.ends_with(", and has failed: no room here"), "{outcome:?}");
+}
+
+#[test]
+fn a_place_counts_as_long_as_a_living_process_keeps_it() {
+    let _flat = Flat::start();
+    let (mut child, start_time) = sleeper();
+    let name = format!("symm-test-place-{}", std::process::id());
+    let store = MemoryStore::new();
+    let held = json!({ "host": record_of(1, 2)["host"], "pid": child.id(), "start_time": start_time, "socket": name });
+    store.set("symm/g/0/1/place", &serde_json::to_vec(&held).unwrap()).unwrap();
+    let placed = |rank, timeout| JoinSpec { keep_place: true, ..spec("g", rank, 2, timeout) };
+    let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
+
+    let listener = socket::listen_at(&name, 1).unwrap();
+    // More often than its queue has room.
+    for _ in 0..4 {
+        let started = Instant::now();
+        let outcome = join(&store, &placed(1, LONG));
+        let expected =
+            format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
+        assert_eq!(*error(&outcome), Error::config(expected));
+        assert!(started.elapsed() < Duration::from_secs(1));
+        assert_eq!(store.num_keys().unwrap(), 1, "nothing is left of who was refused");
+    }
+    // Left while somebody waits for it.
+    let outcomes = thread::scope(|scope| {
+        let waiting = scope.spawn(pair);
+        thread::sleep(Duration::from_millis(100));
+        drop(listener);
+        waiting.join().unwrap()
+    });
+    assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.place.is_some())), "{outcomes:?}");
+    drop(outcomes);
+
+    // A listener alone does not count: a forked child may have it still, when the process has ended.
+    store.set("symm/g/0/1/place", &serde_json::to_vec(&held).unwrap()).unwrap();
+    let _listener = socket::listen_at(&name, 1).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(pair().iter().all(Result::is_ok));
 }
 
 #[test]

@@ -103,8 +103,14 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
 
 impl Role {
     fn join(&self, store: &dyn Store, timeout: Duration) -> symm::error::Result<Group> {
-        let options =
-            JoinOptions { group: "g".into(), rank: self.rank as i32, size: RANKS as i32, global_ranks: Vec::new(), timeout: Some(timeout) };
+        let options = JoinOptions {
+            group: "g".into(),
+            rank: self.rank as i32,
+            size: RANKS as i32,
+            global_ranks: Vec::new(),
+            is_default: false,
+            timeout: Some(timeout),
+        };
         Group::join(store, &options)
     }
 

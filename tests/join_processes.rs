@@ -36,6 +36,7 @@ struct Role {
     timeout_ms: u64,
     /// How long this rank sleeps before it connects.
     sleep_ms: u64,
+    keep_place: bool,
     /// Descriptors that it may open beyond those it has.
     spare: Option<usize>,
     /// Once joined: kill itself, or wait for the news of it.
@@ -117,6 +118,8 @@ fn rank_process() {
         restart: "0",
         timeout: Duration::from_millis(role.timeout_ms),
         segment_bytes: 1 << 20,
+        reserved_bytes: 4096,
+        keep_place: role.keep_place,
     };
     let started = Instant::now();
     let outcome = join(&store, &spec);
@@ -151,8 +154,9 @@ fn rank_process() {
         }
     }
     std::fs::write(dir.join(format!("report.{rank}")), serde_json::to_vec(&report).unwrap()).unwrap();
-    // Neither a rank that reports nor one that exits early may look like a failure to those who are still joining.
-    std::thread::sleep(Duration::from_millis(300));
+    // Neither a rank that reports nor one that exits early may look like a failure to those who are still joining, and who come late
+    // hear of a failure from those who live.
+    std::thread::sleep(Duration::from_millis(if role.spare.is_some() { 2500 } else { 300 }));
 }
 
 /// A directory of its own, removed at the end; and the processes, killed at the end.
@@ -173,7 +177,7 @@ impl Job {
 
     fn role(&self, rank: u32) -> Role {
         let dir = self.dir.clone();
-        Role { dir, rank, size: 4, timeout_ms: 2000, sleep_ms: 0, spare: None, then: Then::Exit }
+        Role { dir, rank, size: 4, timeout_ms: 2000, sleep_ms: 0, keep_place: false, spare: None, then: Then::Exit }
     }
 
     fn start(&mut self, role: &Role) {
@@ -316,21 +320,68 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
 }
 
 #[test]
+fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
+    let mut job = Job::new("late");
+    let placed = Role { keep_place: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
+    let holder = |job: &Job, rank: u32| {
+        let held = job.store.get(&format!("symm/g/0/{rank}/place"), Some(Duration::from_secs(20))).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)
+    };
+    let formed = |job: &Job| (0..4).all(|rank| holder(job, rank)) && job.keys() == 4;
+    // The second time in place of the killed ranks of the first.
+    for _ in 0..2 {
+        for rank in 0..4 {
+            job.start(&Role { rank, ..placed.clone() });
+        }
+        while !formed(&job) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        for rank in [0, 1] {
+            let mut late = Job::new("late-fifth");
+            let own = std::mem::replace(&mut late.dir, job.dir.clone());
+            late.start(&Role { rank, ..placed.clone() });
+            let expected =
+                format!("rank {rank} of group \"g\" of 4 ranks is claimed twice: by pid {} and by pid {}", job.pid(rank), late.pid(rank));
+            let refused = late.finish();
+            assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
+            assert!(refused[0].1.seconds < 1.0 && refused[0].1.leaked == 0, "{refused:?}");
+            assert!(formed(&job), "the late one has left something");
+            late.dir = own;
+        }
+        for (_, child) in &mut job.ranks {
+            child.kill().unwrap();
+        }
+        job.finish();
+    }
+}
+
+#[test]
 fn too_few_descriptors_are_named_by_all() {
-    for (victim, spare) in [(0, 2), (0, 3), (0, 4), (2, 1), (2, 2)] {
+    let cases = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (2, 0), (2, 1), (2, 2)];
+    let jobs = cases.map(|(victim, spare)| {
         let mut job = Job::new(&format!("nofile-{victim}-{spare}"));
         for rank in 0..4 {
             let spare = (rank == victim).then_some(spare);
             job.start(&Role { spare, timeout_ms: 10_000, ..job.role(rank) });
         }
+        job
+    });
+    for (mut job, (victim, spare)) in jobs.into_iter().zip(cases) {
         let pid = job.pid(victim);
         let reports = job.finish();
         assert_eq!(reports.len(), 4);
         for (rank, report) in reports {
             let case = format!("rank {rank}, {spare} spare on rank {victim}: {report:?}");
-            assert_eq!(report.kind, Kind::Config as u8, "{case}");
-            assert!(report.message.starts_with("RLIMIT_NOFILE "), "{case}");
-            assert!(report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")), "{case}");
+            if spare == 0 {
+                // It cannot even find out which kernel it runs on.
+                let expected = format!("rank {victim} (pid {pid}) cannot join group \"g\" of 4 ranks: /proc/");
+                assert!(report.kind == Kind::Internal as u8 && report.message.starts_with(&expected), "{case}");
+                assert!(report.message.contains("Too many open files"), "{case}");
+            } else {
+                assert_eq!(report.kind, Kind::Config as u8, "{case}");
+                assert!(report.message.starts_with("RLIMIT_NOFILE "), "{case}");
+                assert!(report.message.contains(&format!(" of rank {victim} (pid {pid}) is too low: ")), "{case}");
+            }
             assert!(report.seconds < 3.0, "{case}");
             assert_eq!(report.leaked, 0, "{case}");
         }

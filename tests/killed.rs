@@ -44,6 +44,7 @@ fn rank() {
         rank: rank.parse().unwrap(),
         size: 3,
         global_ranks: Vec::new(),
+        is_default: false,
         timeout: Some(Duration::from_secs_f64(seconds)),
     };
     let say = |text: String| {

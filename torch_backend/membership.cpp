@@ -115,7 +115,7 @@ Group joined(
     TORCH_CHECK_VALUE(store, "symmetric memory: group \"", name, "\" has no store through which its ranks could meet");
     options->group_name = "symm_mem/" + name;
     side.group =
-        join_group(c10::make_intrusive<::c10d::PrefixStore>(options->group_name, store), rank, size, *options);
+        join_group(c10::make_intrusive<::c10d::PrefixStore>(options->group_name, store), rank, size, *options, false);
   }
   return side.group;
 }

@@ -41,7 +41,8 @@ Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
     int size,
-    const ProcessGroupSymm::Options& options) {
+    const ProcessGroupSymm::Options& options,
+    bool is_default) {
   JoinSpec spec;
   spec.group = options.group_name;
   spec.rank = rank;
@@ -49,6 +50,7 @@ Group join_group(
   for (const auto global : options.global_ranks_in_group) {
     spec.global_ranks.push_back(static_cast<int32_t>(global));
   }
+  spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
   auto joined = join(std::make_unique<TorchStore>(store), spec);
   check(joined.status);
@@ -66,7 +68,8 @@ ProcessGroupSymm::ProcessGroupSymm(
     int size,
     c10::intrusive_ptr<Options> options)
     : Backend(rank, size), store_(store), options_(std::move(options)) {
-  group_ = join_group(store_, rank, size, *options_);
+  // torch lists the ranks of every group but the default one.
+  group_ = join_group(store_, rank, size, *options_, options_->global_ranks_in_group.empty());
 }
 
 ProcessGroupSymm::~ProcessGroupSymm() {

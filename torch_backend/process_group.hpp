@@ -181,7 +181,8 @@ Group join_group(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
     int size,
-    const ProcessGroupSymm::Options& options);
+    const ProcessGroupSymm::Options& options,
+    bool is_default);
 
 // Leaves every group of this process, all within `limit`; calls that are not done by then fail.
 void leave_all(std::chrono::milliseconds limit);

@@ -49,6 +49,7 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         ValueError: the URL or the environment lacks something or has something unknown; the message names it.
         DistStoreError: not all ranks came within ``timeout``; the message on every rank names those who did not.
         DistNetworkError: rank 0 cannot be reached; the message says so.
+        SymmConfigError: another process has met here as this rank, and lives; the message names both.
     """
     parts = urlsplit(url)
     query, rank, world_size = _query(parts, "symm", {"secret_env"})
@@ -198,6 +199,7 @@ def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None
     """Returns once all ranks have come. At the deadline of rank 0 all who have come hear who has not."""
     from torch.distributed import DistNetworkError, DistStoreError
 
+    _refuse_taken(store, rank, world_size)
     # The same processes may meet again in the same store, as `init_rpc` does after `init_process_group`.
     turn = store.add(f"symm/turn/{rank}", 1)
     here = [f"symm/here/{turn}/{other}" for other in range(world_size)]
@@ -237,6 +239,34 @@ def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None
     store.set(told, "")
     for key in here:
         store.delete_key(key)
+
+
+def _refuse_taken(store: Store, rank: int, world_size: int) -> None:
+    """One living process for each rank of the store; those who have met here may meet again in another order."""
+    from torch_symm._native import load
+
+    mine = _process(os.getpid())
+    keys = [f"symm/process/{other}" for other in range(world_size)]
+    if mine is None or (found := store.compare_set(keys[rank], "", mine).decode()) == mine:
+        return
+    pid = int(found.split()[-2])
+    known_here = any(store.get(key).decode() == mine for key in keys if store.check([key]))
+    if _process(pid) == found and not known_here:
+        text = f"rank {rank} of {world_size} is claimed twice: by pid {pid} and by pid {os.getpid()}"
+        raise load().SymmConfigError(text)
+    store.set(keys[rank], mine)
+
+
+def _process(pid: int) -> str | None:
+    """Kernel, namespace, pid and start time, which together are never used again; ``None`` if it has ended."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot, open(f"/proc/{pid}/stat") as stat:
+            # The name in field 2 may hold spaces and parentheses.
+            fields = stat.read().rpartition(")")[2].split()
+            where = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else f"{where} {pid} {fields[19]}"
 
 
 def _named(ranks: list[int]) -> str:

@@ -1,6 +1,7 @@
 //! One rank's key in the store: taken, changed and given back by its owner only.
 
 use super::Attempt;
+use super::place::{self, Place};
 use super::record::Record;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -26,6 +27,8 @@ pub(super) struct Claim<'a> {
     bytes: Vec<u8>,
     /// Whether a record of an earlier attempt stood here.
     pub(super) again: bool,
+    /// Announced when the record goes.
+    pub(super) place: Option<Place>,
 }
 
 impl<'a> Claim<'a> {
@@ -34,11 +37,15 @@ impl<'a> Claim<'a> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
         joining().insert(record.nonce);
-        let mut claim = Self { attempt, key, record, bytes, again: false };
+        let mut claim = Self { attempt, key, record, bytes, again: false, place: None };
         let mut expected = Vec::new();
         loop {
             let standing = attempt.store.compare_set(&claim.key, &expected, &claim.bytes)?;
             if standing == claim.bytes {
+                if attempt.spec.keep_place {
+                    // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked before.
+                    place::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
+                }
                 return Ok(claim);
             }
             if attempt.clock.remaining().is_zero() {
@@ -80,13 +87,7 @@ impl<'a> Claim<'a> {
             return Ok(());
         }
         let place = if other.host == attempt.host { String::new() } else { format!(" on host {:?}", other.host_name) };
-        Err(Error::config(format!(
-            "rank {} of {} is claimed twice: by pid {}{place} and by pid {}",
-            self.record.rank,
-            attempt.group(),
-            other.pid,
-            attempt.own.pid
-        )))
+        Err(attempt.twice(other.pid, &place))
     }
 
     /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
@@ -100,8 +101,15 @@ impl<'a> Claim<'a> {
         }
     }
 
-    /// Removes the key: all others have read it.
+    /// Removes the key, since all others have read it; what says who has the rank from now on stands before that.
     pub(super) fn withdraw(&self) {
+        if let Some(place) = &self.place {
+            place.announce(self.attempt);
+        }
+        self.remove();
+    }
+
+    fn remove(&self) {
         if let Err(error) = self.attempt.store.delete(&self.key) {
             log::warn!("{}: its record of {} could not be removed: {error}", self.attempt.me(), self.attempt.group());
         }

@@ -164,7 +164,9 @@ fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {
             Some(Standing::Left(record, _)) => {
                 absent.push(rank);
                 let pid = record.pid;
-                remarks.push_str(&format!("; rank {rank} (pid {pid}) had come before this rank, and has ended or failed since"));
+                let how =
+                    record.failure.as_ref().map_or_else(|| "has ended since".into(), |failure| format!("has failed: {}", failure.error()));
+                remarks.push_str(&format!("; rank {rank} (pid {pid}) had come before this rank, and {how}"));
             }
             None => absent.push(rank),
         }

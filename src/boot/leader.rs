@@ -5,7 +5,7 @@ use super::gather::{Gathered, LOOK, LOOK_MAX, read};
 use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, Joined, Member, REAP};
 use crate::error::{Error, Result};
-use crate::mem::shm::Segment;
+use crate::mem::shm::{Segment, reserve};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::{random, socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -21,7 +21,9 @@ const GUESTS: usize = 32;
 
 /// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
-    Segment::create_or(attempt.spec.segment_bytes, |what, errno| attempt.os(what, errno))
+    let file = Segment::create_or(attempt.spec.segment_bytes, |what, errno| attempt.os(what, errno))?;
+    reserve(&file, 0, attempt.spec.reserved_bytes, format_args!("{}, to join {},", attempt.me(), attempt.group()))?;
+    Ok(file)
 }
 
 /// What rank 0 holds before it publishes.
@@ -35,7 +37,7 @@ pub(super) struct Seat {
 impl Seat {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
         let segment = segment(attempt)?;
-        let name = random::bytes::<16>()?.iter().fold(String::from("symm-"), |name, byte| name + &format!("{byte:02x}"));
+        let name = random::name("symm-")?;
         let listener = socket::listen_at(&name, 2 * attempt.spec.size as i32 + GUESTS as i32)
             .map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
         Ok(Self { name, listener, segment })
@@ -62,7 +64,7 @@ impl Seat {
         if let Err(error) = &outcome {
             reception.refuse_all(error);
         }
-        outcome.map(|()| Joined { segment: self.segment, members, token })
+        outcome.map(|()| Joined { segment: self.segment, members, token, place: None })
     }
 }
 

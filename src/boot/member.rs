@@ -33,7 +33,7 @@ impl Seat {
         loop {
             if let Some(segment) = ask(attempt, &leader, &members[0], &mut place)? {
                 claim.withdraw();
-                return Ok(Joined { segment, members, token: leader.nonce });
+                return Ok(Joined { segment, members, token: leader.nonce, place: None });
             }
             // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
             (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;

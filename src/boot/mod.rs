@@ -4,7 +4,7 @@
 //!    of them and reads all of them (`gather`): a fixed number of store round trips, whatever the size.
 //! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket (`leader`, `member`).
 //!    It has listened since before it published, under a random name that stands in its record.
-//! 3. Each rank removes its key.
+//! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`place`).
 //!
 //! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
 //! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
@@ -16,6 +16,7 @@ pub mod heard;
 mod leader;
 mod member;
 pub mod pass;
+mod place;
 mod record;
 mod wire;
 
@@ -27,6 +28,7 @@ use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::random;
 use claim::Claim;
+pub use place::Place;
 use record::Record;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -58,6 +60,11 @@ pub struct JoinSpec<'a> {
     pub timeout: Duration,
     /// Size of the shared memory, the same on all ranks.
     pub segment_bytes: u64,
+    /// Bytes at its begin of which rank 0 allocates the pages, so that all hear why where they cannot be had.
+    pub reserved_bytes: usize,
+    /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
+    /// a descriptor.
+    pub keep_place: bool,
 }
 
 /// A rank's process.
@@ -80,6 +87,8 @@ pub struct Joined {
     pub members: Vec<Member>,
     /// Random; the same on all ranks, different for each group ever joined.
     pub token: [u8; 16],
+    /// This rank's place, as long as it is not dropped.
+    pub place: Option<Place>,
 }
 
 /// When this call began and when it must end.
@@ -148,6 +157,12 @@ impl Attempt<'_> {
         format!("group {:?} of {} ranks", self.spec.group, self.spec.size)
     }
 
+    /// The error of a rank that somebody else has already.
+    fn twice(&self, other: u32, place: &str) -> Error {
+        let (rank, group, own) = (self.spec.rank, self.group(), self.own.pid);
+        Error::config(format!("rank {rank} of {group} is claimed twice: by pid {other}{place} and by pid {own}"))
+    }
+
     fn ended(&self, rank: Rank, pid: u32, cause: &str) -> Error {
         let group = self.group();
         Error::peer(format!("rank {rank} (pid {pid}) ended while joining {group}: {cause}"))
@@ -175,9 +190,9 @@ impl Attempt<'_> {
             return Error::os(&format!("{} could not {what} to join {}", self.me(), self.group()), errno);
         }
         let (limit, open) = process::descriptors();
-        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two.
+        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two. And a place.
         let others = self.spec.size as usize - 1;
-        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2;
+        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.keep_place);
         let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
         Error::config(format!(
             "RLIMIT_NOFILE {limit} of {} is too low: {open} descriptors are open and joining {} needs up to {need} more",
@@ -215,15 +230,27 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         return Err(Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports ({MAX_SIZE})", spec.group)));
     }
     let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), store);
-    let attempt = Attempt { store: &store, spec, clock: Clock::start(spec.timeout), own: process::own()?, host: Host::own()? };
-    let token = random::bytes()?;
+    let clock = Clock::start(spec.timeout);
+    let known = process::own().and_then(|own| Ok((own, Host::own()?, random::bytes()?)));
+    // Who cannot find out about itself still says so in a record, which is of no host.
+    let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, Host::default(), [0; 16]);
+    let (own, host, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
+    let attempt = Attempt { store: &store, spec, clock, own, host };
+    let known = known.map_err(|error| Error { message: format!("{} cannot join {}: {error}", attempt.me(), attempt.group()), ..error });
     if size == 1 {
+        known?;
         let segment = leader::segment(&attempt)?;
         let ProcessId { pid, start_time } = attempt.own;
-        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token });
+        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, place: None });
     }
-    let seat =
-        if rank == Rank(0) { leader::Seat::take(&attempt).map(Seat::Leader) } else { member::Seat::take(&attempt).map(Seat::Member) };
+    if spec.keep_place && known.is_ok() {
+        place::refuse_taken(&attempt, true)?;
+    }
+    let seat = known.and_then(|_| {
+        let leads = rank == Rank(0);
+        let seat = if leads { Seat::Leader(leader::Seat::take(&attempt)?) } else { Seat::Member(member::Seat::take(&attempt)?) };
+        Ok((seat, spec.keep_place.then(|| Place::take(&attempt)).transpose()?))
+    });
     let mut record = Record {
         protocol: record::PROTOCOL,
         version: record::VERSION.into(),
@@ -242,20 +269,24 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         failure: None,
     };
     match &seat {
-        Ok(Seat::Leader(seat)) => record.socket.clone_from(&seat.name),
-        Ok(Seat::Member(_)) => {}
+        Ok((Seat::Leader(seat), _)) => record.socket.clone_from(&seat.name),
+        Ok((Seat::Member(_), _)) => {}
         Err(error) => record.fail(error),
     }
-    let claim = Claim::publish(&attempt, record)?;
-    let outcome = seat.and_then(|seat| {
+    let mut claim = Claim::publish(&attempt, record).map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
+    let outcome = seat.and_then(|(seat, place)| {
+        claim.place = place;
         let gathered = gather::gather(&attempt, &claim);
         match seat {
             Seat::Leader(seat) => seat.hand_out(&attempt, &claim, gathered?),
             Seat::Member(seat) => seat.receive(&attempt, &claim, gathered?),
         }
     });
-    if let Err(error) = &outcome {
-        claim.fail(error);
+    match outcome {
+        Ok(joined) => Ok(Joined { place: claim.place.take(), ..joined }),
+        Err(error) => {
+            claim.fail(&error);
+            Err(error)
+        }
     }
-    outcome
 }

@@ -121,6 +121,7 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec
             rank: spec.rank,
             size: spec.size,
             global_ranks: spec.global_ranks.clone(),
+            is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
         };
         group = Group::join(&TorchStore::new(store), &options);

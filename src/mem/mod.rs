@@ -4,5 +4,6 @@ pub mod device;
 pub mod heap;
 pub mod layout;
 pub mod pinned;
+pub mod room;
 pub mod shm;
 pub mod vmm;

@@ -1,5 +1,6 @@
 //! One mapped piece of anonymous shared memory.
 
+use super::room::room;
 use crate::error::{Error, Result};
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -83,18 +84,10 @@ impl Segment {
         rustix::fs::fstat(&self.mapping.file).map_or(0, |stat| stat.st_ino)
     }
 
-    /// Allocates the pages of a range, so that a full machine is an error here and not SIGBUS at the first touch.
+    /// Allocates the pages of a range, as [`reserve`] does.
     pub fn reserve(&self, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
         self.check(offset, bytes);
-        loop {
-            match rustix::fs::fallocate(&self.mapping.file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
-                Ok(()) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(e) => {
-                    return Err(Error::config(format!("{bytes} bytes of shared memory for {purpose} could not be reserved: {e}")));
-                }
-            }
-        }
+        reserve(&self.mapping.file, offset, bytes, purpose)
     }
 
     /// Address of a range within the mapping; valid while `self` lives.
@@ -123,6 +116,21 @@ impl Segment {
             self.bytes
         );
     }
+}
+
+/// Allocates pages of `file` that it does not have yet: a full machine is an error here and not SIGBUS at the first touch, and a full
+/// control group is one and not the end of a process that the kernel picks.
+pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
+    let room = room();
+    let none = |reason: &str| {
+        let free = room.as_ref().map_or_else(String::new, |room| format!(", {room}"));
+        Error::config(format!("out of memory: {purpose} needs {bytes} bytes{free}{reason}"))
+    };
+    if room.as_ref().is_some_and(|room| room.free < bytes as u64) {
+        return Err(none(""));
+    }
+    let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
+    rustix::io::retry_on_intr(allocate).map_err(|errno| none(&format!(": {errno}")))
 }
 
 impl Drop for Mapping {

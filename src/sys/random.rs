@@ -13,6 +13,11 @@ pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
+/// `prefix` and 32 hexadecimal digits.
+pub fn name(prefix: &str) -> Result<String> {
+    Ok(bytes::<16>()?.iter().fold(String::from(prefix), |name, byte| name + &format!("{byte:02x}")))
+}
+
 #[cfg(test)]
 mod tests {
     #[test]

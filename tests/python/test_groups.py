@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from collections import Counter
 from datetime import timedelta
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import file_store, init, on_threads, run_ranks, spawn_rank
+from ranks import file_store, init, meet, on_threads, run_ranks, spawn_rank
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -192,6 +193,12 @@ def test_a_symm_group_in_a_gloo_job() -> None:
     run_ranks(new_groups_of_a_gloo_job, 2, backend="gloo")
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def over_store(rank: int, world: int, kind: str, port: int) -> None:
     store: dist.Store
     if kind == "tcp":
@@ -216,13 +223,7 @@ def over_store(rank: int, world: int, kind: str, port: int) -> None:
 
 @pytest.mark.parametrize("kind", ("tcp", "file", "prefix"))
 def test_stores(kind: str) -> None:
-    port = 0
-    if kind == "tcp":
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    port = free_port() if kind == "tcp" else 0
     run_ranks(over_store, 3, kind, port, backend=None)
 
 
@@ -299,6 +300,43 @@ def duplicates(rank: int, world: int) -> str:
 
 def test_a_rank_that_joins_twice_is_named() -> None:
     assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
+
+
+def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
+    """The last process says that it is rank 1 of a group that has formed; the two others then form one in another order."""
+    late = rank == world - 1
+
+    def join(number: int) -> None:
+        ways = {
+            "file": lambda: {"store": file_store("late", 2)},
+            "torch": lambda: {"store": dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)},
+            "symm": lambda: {"init_method": f"symm://127.0.0.1:{port}"},
+        }
+        dist.init_process_group("symm", rank=number, world_size=2, timeout=timedelta(seconds=20), **ways[how]())
+
+    if not late:
+        join(rank)
+    meet("formed", rank, world)
+    if late:
+        begun = time.monotonic()
+        with pytest.raises(
+            torch_symm.SymmConfigError, match=rf"rank 1 of .*claimed twice: by pid \d+ and by pid {os.getpid()}$"
+        ):
+            join(1)
+        assert time.monotonic() - begun < 1
+    meet("refused", rank, world)
+    if not late:
+        check_group()
+        dist.destroy_process_group()
+        if how == "file":
+            join(1 - rank)
+            check_group()
+    return os.getpid()
+
+
+@pytest.mark.parametrize("how", ("file", "torch", "symm"))
+def test_p15_a_rank_of_a_group_that_lives_is_refused_to_others(how: str) -> None:
+    run_ranks(late_duplicate, 3, how, free_port(), backend=None)
 
 
 def missing(rank: int, world: int) -> None:

@@ -2,10 +2,9 @@
 
 use super::addresses::{Addresses, Piece, Range};
 use crate::error::{Error, Result};
-use crate::mem::shm::Segment;
+use crate::mem::shm::{Segment, reserve};
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
-use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -110,14 +109,7 @@ impl Range for HostRange {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
-        // Pages now: a full machine is an error here and not SIGBUS at the first touch, in whatever process.
-        let reserved = loop {
-            match fallocate(&*file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64) {
-                Err(Errno::INTR) => {}
-                other => break other,
-            }
-        };
-        reserved.map_err(|error| Error::config(format!("out of memory: {bytes} bytes of symmetric memory of the host: {error}")))?;
+        reserve(&file, offset, bytes, "symmetric memory of the host")?;
         self.map(offset, bytes, &file)?;
         Ok(Arc::new(Part(file)))
     }

@@ -1,0 +1,99 @@
+//! A rank's place in a group that has formed: whoever comes later and says to be that rank is refused while the group lives.
+//!
+//! Joining withdraws all records, so a place has a key of its own, which stays: only groups with a name that recurs, as the default group's
+//! does, keep places, so that their number does not grow. A key counts as long as somebody listens at the name in it, and nobody ever
+//! answers there: the listener goes with the group, or with the process, however that ends.
+
+use super::Attempt;
+use crate::error::{Error, Result};
+use crate::sys::fork::Unshared;
+use crate::sys::host::Host;
+use crate::sys::process::{self, ProcessId};
+use crate::sys::{random, socket};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use std::time::{Duration, Instant};
+
+/// How long a place may take to be left: ranks leave one after another, and those who did may come back under other numbers.
+const LEAVING: Duration = Duration::from_millis(500);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What stands in the store.
+#[derive(Debug, Serialize, Deserialize)]
+struct Held {
+    host: Host,
+    pid: u32,
+    start_time: u64,
+    socket: String,
+}
+
+/// Held until it is dropped.
+#[derive(Debug)]
+pub struct Place {
+    name: String,
+    /// A forked child does not hold its parent's place.
+    _unshared: Option<Unshared>,
+    _listener: OwnedFd,
+}
+
+impl Place {
+    pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
+        let name = random::name("symm-place-")?;
+        let listener = socket::listen_at(&name, 1).map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
+        Ok(Self { name, _unshared: Unshared::new(listener.as_fd()), _listener: listener })
+    }
+
+    /// Says in the store that it is taken. Best effort: the group has formed.
+    pub(super) fn announce(&self, attempt: &Attempt<'_>) {
+        let ProcessId { pid, start_time } = attempt.own;
+        let held = Held { host: attempt.host.clone(), pid, start_time, socket: self.name.clone() };
+        let written = serde_json::to_vec(&held)
+            .map_err(|error| Error::internal(error.to_string()))
+            .and_then(|bytes| attempt.store.set(&key(attempt), &bytes));
+        if let Err(error) = written {
+            log::warn!("{}: its place in {} could not be stored: {error}", attempt.me(), attempt.group());
+        }
+    }
+}
+
+fn key(attempt: &Attempt<'_>) -> String {
+    format!("{}/place", attempt.spec.rank)
+}
+
+/// Returns once nobody else holds this rank's place; fails if somebody still does in a while, or, not `patient`, does now.
+pub(super) fn refuse_taken(attempt: &Attempt<'_>, patient: bool) -> Result<()> {
+    let give_up = Instant::now() + LEAVING.min(attempt.clock.remaining());
+    loop {
+        let Some(pid) = holder(attempt)? else { return Ok(()) };
+        if !patient || Instant::now() >= give_up {
+            return Err(attempt.twice(pid, ""));
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// The process that holds this rank's place, if it is another one.
+fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
+    let key = key(attempt);
+    if !attempt.store.check(&[&key])? {
+        return Ok(None);
+    }
+    // Written by another version, or not by us: no reason to refuse anybody.
+    let Ok(held) = serde_json::from_slice::<Held>(&attempt.store.get(&key, Some(attempt.clock.remaining()))?) else { return Ok(None) };
+    let process = ProcessId { pid: held.pid, start_time: held.start_time };
+    // Of another host nothing can be known, and joining refuses it. A process may make its group anew before it has left the old one.
+    if held.host != attempt.host || process == attempt.own {
+        return Ok(None);
+    }
+    let pidfd = process::open(process).map_err(|errno| attempt.os("open a process descriptor", errno))?;
+    if pidfd.is_none_or(|pidfd| process::ended(&pidfd)) {
+        return Ok(None);
+    }
+    match socket::connect_to(&held.socket) {
+        // Its queue holds those who have asked before.
+        Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
+        Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
+        Err(errno) => Err(attempt.os("connect to who holds this rank's place", errno)),
+    }
+}
