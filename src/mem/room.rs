@@ -1,7 +1,9 @@
 //! How much more memory this process may have: of the machine, and of each control group that limits it.
 
+use crate::sys::fork::PerProcess;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Memory that can still be had, at most: what the kernel would drop or swap out to give it counts as free.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +26,12 @@ pub fn room() -> Option<Room> {
     let meminfo = read(Path::new("/proc/meminfo"))?;
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
     let machine = field(&meminfo, "MemAvailable:").map(|kib| Room { free: kib * 1024 + swap, of: "on this machine".into() });
-    let groups = folders(&read(Path::new("/proc/self/cgroup"))?, &read(Path::new("/proc/self/mountinfo"))?);
+    // Looked up once: whoever moves processes between groups does so before they begin.
+    static GROUPS: PerProcess<OnceLock<Vec<(Version, PathBuf)>>> = PerProcess::new(OnceLock::new);
+    let groups = GROUPS.get().get_or_init(|| {
+        let own = |name: &str| read(&Path::new("/proc/self").join(name)).unwrap_or_default();
+        folders(&own("cgroup"), &own("mountinfo"))
+    });
     let limited = groups.iter().flat_map(|(version, folder)| {
         let free = version.free(swap, |name| read(&folder.join(name)));
         free.map(|free| Room { free, of: format!("in the memory cgroup {}", folder.display()) })
@@ -49,8 +56,11 @@ impl Version {
     /// What one group still allows, where it sets a limit. `read` reads one of its files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-        let stat = read("memory.stat").unwrap_or_default();
-        let sum = |names: &[&str]| names.iter().filter_map(|name| field(&stat, name)).sum::<u64>();
+        // Read last: the kernel gathers what stands there from all cores.
+        let sum = |names: &[&str]| {
+            let stat = read("memory.stat").unwrap_or_default();
+            names.iter().filter_map(|name| field(&stat, name)).sum::<u64>()
+        };
         // `used` without `cache` is what stays; more may only go to swap.
         let left = |limit: u64, used: u64, cache: u64| limit.saturating_sub(used.saturating_sub(cache));
         match self {

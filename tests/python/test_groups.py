@@ -303,7 +303,7 @@ def test_a_rank_that_joins_twice_is_named() -> None:
 
 
 def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
-    """The last process says that it is rank 1 of a group that has formed; the two others then form one in another order."""
+    """The last process says that it is rank 1 of a group that has formed; the others then form one in another order."""
     late = rank == world - 1
 
     def join(number: int) -> None:
