@@ -81,6 +81,7 @@ def test_p10_a_second_thread_releases_a_blocked_call(way: str) -> None:
         "rank 0 missing, by port",
         "file of a killed run",
         "duplicate rank while forming",
+        "duplicate rank after forming",
         "silent stranger on the port",
         "file in a missing folder",
         "RLIMIT_NOFILE 5 above what is open",
