@@ -49,8 +49,9 @@ void bind(py::module_ module) {
   });
 
   // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
-  py::module_::import("atexit").attr("register")(
-      py::cpp_function([] { leave_all(std::chrono::seconds(5)); }, py::call_guard<py::gil_scoped_release>()));
+  module.def(
+      "_leave_all", [] { leave_all(std::chrono::seconds(5)); }, py::call_guard<py::gil_scoped_release>());
+  py::module_::import("atexit").attr("register")(module.attr("_leave_all"));
 
   py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
       .def(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import parent_process, util
 from typing import Any
 
 import torch
@@ -36,11 +37,25 @@ def create_group(options: Any, group_options: Any) -> Any:
     _dtensor.announce()
     _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
+    _leave_with_multiprocessing(native)
     try:
         return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
     except BaseException:
         _forget_failed_start()
         raise
+
+
+#: Of the process whose end was arranged for.
+_leaving: int | None = None
+
+
+def _leave_with_multiprocessing(native: Any) -> None:
+    """Lets a process of ``multiprocessing``, which ends without ``atexit``, leave its groups in order all the same."""
+    global _leaving
+    if parent_process() is not None and _leaving != os.getpid():
+        _leaving = os.getpid()
+        # Negative: once its own children have been waited for, which may use the groups' memory.
+        util.Finalize(None, native._leave_all, exitpriority=-1)
 
 
 def _forget_failed_start() -> None:

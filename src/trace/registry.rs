@@ -90,7 +90,9 @@ fn peers(board: &Board, cuda: bool) -> Vec<Peer> {
     let peer = |rank: Rank| {
         let (begun, launched) = reached(board, rank, cuda);
         let process = process::state(board.pid(rank));
-        Peer { place: place(board, rank), process, begun, launched, absence: board.absence(rank) }
+        // Another rank may have told of a death that this one's watcher has yet to see.
+        let over = || process.is_none_or(|state| state == "exited").then(|| "has ended".into());
+        Peer { place: place(board, rank), process, begun, launched, absence: board.absence(rank).or_else(over) }
     };
     board.ranks().map(peer).collect()
 }

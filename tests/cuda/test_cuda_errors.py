@@ -240,5 +240,7 @@ def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, coun
             message, seconds = found
             assert "rank 1" in message, message
             # How far both had come: the one that died, and the one that tells.
-            assert len(re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)) == 2, message
+            assert len(re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)) == 2, (
+                message
+            )
             assert seconds < 3, f"noticed after {seconds:.1f} s"

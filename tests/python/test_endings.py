@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -282,6 +284,39 @@ def test_ending_releases_a_blocked_call(way: str) -> None:
         return type(info.value).__name__
 
     assert run_ranks(body, 2, group_timeout=3)[0] == "SymmAborted"
+
+
+def ends_early(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("symm", init_method=f"symm+file://{folder}/store", rank=rank, world_size=3)
+    pids: list[int] = [0] * 3
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 2:
+        return
+    with suppress(FileNotFoundError):
+        while " Z " not in Path(f"/proc/{pids[2]}/stat").read_text():
+            time.sleep(0.01)
+    # Long enough for the news to come.
+    time.sleep(0.2)
+    tensor = torch.full((3,), float(rank))
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+        assert tensor.tolist() == [0.0] * 3
+    (folder / f"right-{rank}").touch()
+
+
+def test_a_process_of_multiprocessing_that_ends_without_destroying_leaves_in_order(tmp_path: Path) -> None:
+    """Such a process ends by `os._exit`: what others still say to each other must not fail for it."""
+    context = get_context("fork")
+    processes = [context.Process(target=ends_early, args=(rank, tmp_path)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(path.name for path in tmp_path.glob("right-*")) == ["right-0", "right-1"]
 
 
 def test_destroy_with_work_outstanding() -> None:

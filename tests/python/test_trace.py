@@ -42,6 +42,8 @@ def killed(rank: int, world: int) -> int:
             dist.all_reduce(zeros(1000))
     failure = torch_symm.trace()["groups"][0]["failure"]
     assert (failure["kind"], failure["message"]) == ("SymmPeerError", str(error.value))
+    # Else the first to leave has left, in the dump of the other.
+    meet("told", rank, 2)
     return os.getpid()
 
 
