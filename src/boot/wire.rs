@@ -120,11 +120,27 @@ mod tests {
 
     #[test]
     fn long_sentences_are_cut_between_characters() {
-        let answer = Answer { token: [3; 16], failure: Some(Error::config("é".repeat(TEXT))) };
-        let bytes = answer.encode();
-        assert!(bytes.len() < BUFFER);
-        let failure = Answer::decode(&bytes).and_then(|answer| answer.failure);
-        assert_eq!(failure.map(|error| error.message.len()), Some(TEXT));
+        for (text, kept) in [("é".repeat(TEXT), TEXT), ("a".to_owned() + &"é".repeat(TEXT), TEXT - 1)] {
+            let answer = Answer { token: [3; 16], failure: Some(Error::config(text)) };
+            let bytes = answer.encode();
+            assert_eq!(bytes.len() + 1, BUFFER - (TEXT - kept));
+            let failure = Answer::decode(&bytes).and_then(|answer| answer.failure);
+            assert_eq!(failure.map(|error| error.message.len()), Some(kept));
+        }
+    }
+
+    #[test]
+    fn strangers_are_refused() {
+        let hello = Hello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] }.encode();
+        // A longer one, a shorter one, another program's, another protocol's.
+        let changes: [fn(&mut Vec<u8>); 4] = [|b| b.push(0), |b| b.truncate(b.len() - 1), |b| b[0] ^= 1, |b| b[4] ^= 1];
+        for change in changes {
+            let mut bytes = hello.clone();
+            change(&mut bytes);
+            assert_eq!(Hello::decode(&bytes), None);
+        }
+        let answer = Answer { token: [3; 16], failure: None }.encode();
+        assert_eq!(Answer::decode(&[&answer[..], b"text without a failure"].concat()), None);
     }
 
     proptest! {

@@ -85,6 +85,13 @@ mod tests {
         assert_eq!((frame.payload(), frame.footprint()), (33, 96));
         assert_eq!(Frame::decode([9, 0, 0, 0]), None);
         assert_eq!(Frame::decode(Frame { bytes: 1 << 40, ..frame }.encode()), None);
+        assert_eq!(Frame::decode(Frame { bytes: EAGER_BYTES as u64, ..frame }.encode()).map(|frame| frame.payload()), Some(EAGER_BYTES));
         assert_eq!(Frame { kind: Kind::Data, value: 30, ..frame }.payload(), 3);
+        for (value, sound) in [(32, true), (33, false), (34, false)] {
+            let data = Frame { kind: Kind::Data, value, ..frame };
+            assert_eq!(Frame::decode(data.encode()), sound.then_some(data));
+        }
+        let long = Frame { kind: Kind::Data, bytes: 1 << 40, value: 0, ..frame };
+        assert_eq!((long.payload(), long.footprint()), (DATA_BYTES, UNIT + DATA_BYTES as u64));
     }
 }

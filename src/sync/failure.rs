@@ -101,18 +101,38 @@ mod tests {
     #[test]
     fn the_first_failure_stands() {
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
-        assert_eq!(failure.read(Rank(0)), None);
+        assert_eq!((failure.stands(), failure.read(Rank(0))), (false, None));
         failure.record(Rank(1), &Error::aborted("rank 1 aborted"));
         failure.record(Rank(2), &Error::peer("later"));
         assert_eq!(failure.read(Rank(1)), Some(Error::aborted("rank 1 aborted")));
         assert_eq!(failure.read(Rank(0)), Some(Error::peer("rank 1 aborted")));
+        assert!(failure.stands());
+    }
+
+    #[test]
+    fn only_an_abort_reads_differently_for_others() {
+        let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
+        failure.record(Rank(1), &Error::timeout("too late"));
+        for reader in [Rank(0), Rank(1)] {
+            assert_eq!(failure.read(reader), Some(Error::timeout("too late")));
+        }
+    }
+
+    #[test]
+    fn an_author_who_never_ends_is_given_up() {
+        let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
+        failure.state.store(WRITING, Ordering::Relaxed);
+        assert_eq!((failure.stands(), failure.look(Rank(0))), (true, Look::Writing));
+        let start = Instant::now();
+        assert_eq!(failure.read(Rank(0)).map(|error| error.kind), Some(Kind::Peer));
+        assert!(start.elapsed() >= Duration::from_millis(100));
     }
 
     #[test]
     fn long_texts_are_cut_between_characters() {
         let failure: FirstFailure = FirstFailure::blank(AtomicU32::new, AtomicU8::new);
-        failure.record(Rank(0), &Error::peer("é".repeat(TEXT_BYTES)));
+        failure.record(Rank(0), &Error::peer("a".to_owned() + &"é".repeat(TEXT_BYTES)));
         let text = failure.read(Rank(0)).expect("recorded").message;
-        assert_eq!(text, "é".repeat(TEXT_BYTES / 2));
+        assert_eq!(text, "a".to_owned() + &"é".repeat(TEXT_BYTES / 2 - 1));
     }
 }

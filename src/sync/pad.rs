@@ -174,6 +174,7 @@ mod tests {
     use crate::mem::layout::Layout;
     use crate::mem::shm::Segment;
     use crate::sync::board::Identity;
+    use crate::sync::board::tests::{boards, rung};
     use std::sync::atomic::AtomicU64;
 
     const BYTES: usize = 256;
@@ -254,6 +255,44 @@ mod tests {
         });
     }
 
+    /// Runs `body` on the pads of `n` ranks, all of this thread.
+    fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[Board])) {
+        let boards = boards(N as u32);
+        let memory: [[AtomicU32; BYTES / 4]; N] = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
+        let pads = memory.each_ref().map(|pad| pad.as_ptr() as u64);
+        // SAFETY: the words live longer than `body` runs and are atomics.
+        body(std::array::from_fn(|rank| unsafe { SignalPads::new(&boards[rank], &pads, BYTES) }), &boards);
+    }
+
+    #[test]
+    fn whoever_sleeps_is_told() {
+        alone(|[zero, one], boards| {
+            let told = |act: &dyn Fn() -> Result<()>| {
+                let rings = || [0, 1].map(|rank| rung(&boards[rank], Rank(rank as u32)));
+                let before = rings();
+                // Asked once rank 1 has announced that it sleeps.
+                boards[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
+                let after = rings();
+                [after[0] - before[0], after[1] - before[1]]
+            };
+            assert_eq!(told(&|| zero.put(Rank(1), 1, LONG)), [0, 1]);
+            assert_eq!(told(&|| one.wait(Rank(0), 1, LONG)), [1, 0]);
+            assert_eq!(told(&|| one.put(Rank(1), 1, LONG)), [0, 0], "a signal to itself");
+            one.put(Rank(0), 2, LONG).expect("clear");
+            assert_eq!(told(&|| zero.barrier(2, LONG)), [2, 2], "on arrival and when the words are clear again");
+        });
+    }
+
+    #[test]
+    fn a_barrier_names_who_has_not_taken_the_signal_before() {
+        alone(|[zero, _, _], _| {
+            zero.put(Rank(1), 3, LONG).expect("clear");
+            let error = zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
+            assert!(error.kind == Kind::Timeout && error.message.contains("for rank 1 ("), "{error}");
+            assert!(error.message.contains("a barrier on channel 3"), "{error}");
+        });
+    }
+
     #[test]
     fn a_rank_does_not_wait_for_itself() {
         with_ranks(1, |pads, me| {
@@ -261,6 +300,17 @@ mod tests {
             pads.put(me, 0, LONG).expect("clear");
             pads.wait(me, 0, LONG).expect("set");
             pads.barrier(0, LONG).expect("all are here");
+        });
+    }
+
+    #[test]
+    fn each_channel_has_a_word_of_each_source() {
+        alone(|[zero, _, _], _| {
+            let index = |channel, source| {
+                let word: *const AtomicU32 = zero.word(Rank(1), channel, Rank(source));
+                (word as u64 - zero.pads[1]) as usize / SignalPads::WORD
+            };
+            assert_eq!([index(0, 0), index(0, 2), index(1, 0), index(5, 1)], [0, 2, 3, 16]);
         });
     }
 

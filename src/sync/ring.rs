@@ -78,5 +78,21 @@ mod tests {
         ring.release(3 * UNIT);
         let second = ring.room(first.tail, 2 * UNIT).expect("all is free");
         assert_eq!(second, Room { padding: Some(3 * UNIT), place: 0, tail: 6 * UNIT });
+        ring.publish(second.tail);
+        assert_eq!(ring.oldest(4 * UNIT), Some(0));
+        assert_eq!(ring.oldest(5 * UNIT), Some(UNIT));
+        assert_eq!(ring.oldest(6 * UNIT), None);
+    }
+
+    #[test]
+    fn a_frame_may_end_where_the_ring_does() {
+        let (tail, head) = (AtomicU64::new(0), AtomicU64::new(9 * UNIT));
+        let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
+        let room = |from, units| ring.room(from * UNIT, units * UNIT).map(|room| (room.padding, room.place / UNIT, room.tail / UNIT));
+        assert_eq!(room(9, 3), Some((None, 1, 12)));
+        assert_eq!(room(9, 4), None, "with the padding it would take seven");
+        assert_eq!(room(10, 2), Some((None, 2, 12)));
+        assert_eq!(room(12, 1), Some((None, 0, 13)));
+        assert_eq!(room(12, 2), None, "three are taken");
     }
 }

@@ -102,6 +102,7 @@ mod tests {
     struct Log {
         inputs: [Option<u64>; INPUT_SLOTS],
         results: [Option<u64>; RESULT_SLOTS],
+        produced: Vec<u64>,
         finished: Vec<u64>,
         consumed: Vec<u64>,
     }
@@ -109,6 +110,7 @@ mod tests {
     impl Chunks for Log {
         fn produce(&mut self, t: u64, slot: usize) {
             self.inputs[slot] = Some(t);
+            self.produced.push(t);
         }
         fn consume(&mut self, t: u64, slot: usize, result: usize) {
             assert_eq!(self.inputs[slot], Some(t));
@@ -129,7 +131,7 @@ mod tests {
                 let mut log = Log::default();
                 run(&mut clock, phases, count, &mut log).expect("alone");
                 let all: Vec<u64> = (0..count).collect();
-                assert_eq!(log.consumed, all);
+                assert_eq!((&log.produced, &log.consumed), (&all, &all));
                 assert_eq!(log.finished, if phases == Phases::Two { all } else { Vec::new() });
             }
         }

@@ -14,6 +14,11 @@ pub(crate) fn boards(n: u32) -> Vec<Board> {
     (0..n).map(board).collect()
 }
 
+/// How often the bell of `rank` was rung.
+pub(crate) fn rung(board: &Board, rank: Rank) -> u32 {
+    board.words(rank).bell.0.rung()
+}
+
 /// Rank 0 of a group whose other ranks are `pids`.
 fn board(pids: &[u32]) -> Board {
     let members: Vec<Identity> =
