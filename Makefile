@@ -80,7 +80,7 @@ tsan: tools
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/races/suppressions.txt exitcode=66" \
 		cargo test --quiet --target $(HOST) --test races
 
-# torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. By hand: it takes half an hour.
+# torch_backend/ under AddressSanitizer and UndefinedBehaviorSanitizer, inside torch. By hand: it takes 25 minutes.
 asan: build
 	tests/asan $(BIN)/python $(ASAN_TESTS)
 
