@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import init, run_ranks
+from ranks import file_store, meet, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -102,10 +103,13 @@ def test_p18_outsiders_are_refused_and_the_address_is_the_one_told() -> None:
 
 def with_little_memory(rank: int, world: int) -> str:
     """Rank 0's files, of which shared memory is one, may not be longer than 1 MiB."""
+    store = file_store("default", world)
+    # Else rank 0 may have come and gone before the others open the store, who then begin a new run in it.
+    meet("open", rank, world)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     with pytest.raises(dist.DistBackendError) as error:
-        init(rank, world, timeout=3)
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=3))
     return str(error.value)
 
 
