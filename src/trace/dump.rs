@@ -196,15 +196,16 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
 }
 
 /// Writes the dump of the process of global rank `global` on a thread of its own: a folder that does not answer must not hold up who failed.
-/// `None` if there is no such thread.
-pub(super) fn begin(journal: &'static Journal, global: u32) -> Option<Receiver<()>> {
+/// `None` if there is no such thread. The log says where it is, and `cause`: whoever watches the job may end this process before it can.
+pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Option<Receiver<()>> {
     let (done, written) = channel();
+    let cause = format!("{}: {cause}", kind_name(cause.kind));
     let thread = std::thread::Builder::new().name("symm-trace".into()).spawn(move || {
         crate::sys::thread::block_signals();
         match write(journal, global) {
-            Ok(path) if tell(&path) => log::warn!("the last calls of this process are in {}", path.display()),
+            Ok(path) if tell(&path) => log::warn!("{cause}; the last calls of this process are in {}", path.display()),
             Ok(_) => {}
-            Err(error) => log::warn!("the last calls of this process could not be written: {error}"),
+            Err(error) => log::warn!("{cause}; the last calls of this process could not be written: {error}"),
         }
         // Nobody may wait any more.
         let _ = done.send(());

@@ -176,7 +176,7 @@ impl Recorder {
         }
         self.journal.groups().note_failure(self.group, &self.board, error);
         let global = self.board.global(self.board.rank());
-        let written = dump::begin(self.journal, global);
+        let written = dump::begin(self.journal, global, error);
         let late = written.as_ref().is_some_and(|written| written.recv_timeout(PATIENCE).is_err());
         if late {
             *self.writing.lock().unwrap_or_else(PoisonError::into_inner) = written;

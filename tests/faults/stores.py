@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,6 +117,8 @@ Attack = Callable[[str, Server], None]
 
 def under(attack: Attack, side: str, descriptors: int | None = None, client: bool = True) -> Outcome:
     """An attack on a server that has an honest client; what the server uses before, at most and after."""
+    # Attacker and client share an interpreter: by default one waits 5 ms for the other to give its lock away.
+    sys.setswitchinterval(1e-4)
     with serving(side, descriptors=descriptors) as server:
         honest = Honest(side, server.port) if client else None
         time.sleep(0.2)

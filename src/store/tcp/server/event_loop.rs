@@ -13,11 +13,13 @@ use crate::store::tcp::address::Listeners;
 use crate::store::tcp::frame::Answer;
 use crate::store::tcp::limits::{Limits, MAX_FRAME};
 use crate::store::tcp::proof::{self, HELLO, Nonce, Refusal};
+use crate::sys::process;
 use bytes::Bytes;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token};
+use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::io::Errno;
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::net::{Shutdown, shutdown};
 use slab::Slab;
 use std::collections::{HashMap, VecDeque};
@@ -33,6 +35,13 @@ const CROWD: usize = 8;
 
 /// How many connections are accepted before others have their turn.
 const ACCEPT_TURN: usize = 64;
+
+/// How many connections that have more to do have their turn before new events are looked at.
+const ROUND: usize = 64;
+
+/// From this many connections on, the process gets room for [`ROOM`] descriptors.
+const MANY: usize = 16;
+const ROOM: u64 = 4096;
 
 /// How long to wait before accepting again when descriptors have run out.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
@@ -130,8 +139,8 @@ impl EventLoop {
                     }
                 }
             }
-            // Those who come in meanwhile have their turn in the next round.
-            for _ in 0..self.busy.len() {
+            // Those who come in meanwhile have their turn in the next round, and new events are looked at between rounds.
+            for _ in 0..self.busy.len().min(ROUND) {
                 if let Some(key) = self.busy.pop_front() {
                     self.turn(key);
                 }
@@ -195,6 +204,9 @@ impl EventLoop {
             return;
         }
         let connection = entry.insert(Connection::new(socket, nonce));
+        if key == MANY {
+            make_room();
+        }
         self.strangers.push_back(key);
         self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
         self.send(key, [Bytes::copy_from_slice(&words)]);
@@ -233,6 +245,9 @@ impl EventLoop {
             connection.ended |= ended;
             if ended && matches!(connection.phase, Phase::Waiting { .. } | Phase::Leaving) {
                 self.close(key);
+            } else if ended {
+                // Not now: a thousand that leave at once would keep who has come meanwhile waiting for 10 ms.
+                self.busy.push_back(key);
             } else {
                 self.turn(key);
             }
@@ -415,4 +430,17 @@ impl EventLoop {
             self.busy.extend(self.paused.drain(..));
         }
     }
+}
+
+/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the 256th
+/// and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
+fn make_room() {
+    let grow = || {
+        crate::sys::thread::block_signals();
+        let allowed = process::descriptors().0.unwrap_or(ROOM);
+        let highest = i32::try_from(allowed.min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
+        // Where it cannot be had, clients wait.
+        let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
+    };
+    let _ = std::thread::Builder::new().name("symm-room".into()).spawn(grow);
 }
