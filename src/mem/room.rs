@@ -73,8 +73,8 @@ impl Version {
                 Some(both.map_or(free, |(limit, used)| left(limit, used, cache).min(free)))
             }
             Self::Two => {
-                let cache = sum(&["active_file", "inactive_file", "slab_reclaimable"]);
-                let free = left(number("memory.max")?, number("memory.current")?, cache);
+                let (limit, used) = (number("memory.max")?, number("memory.current")?);
+                let free = left(limit, used, sum(&["active_file", "inactive_file", "slab_reclaimable"]));
                 let swap_left = number("memory.swap.max").map(|max| max.saturating_sub(number("memory.swap.current").unwrap_or(0)));
                 Some(free.saturating_add(swap_left.unwrap_or(swap).min(swap)))
             }
