@@ -10,7 +10,8 @@ use crate::done::Done;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::trace::{Place, Recorder};
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -24,9 +25,19 @@ const PARTING: Duration = Duration::from_millis(50);
 /// How long a second worker stays without work.
 const SPARE: Duration = Duration::from_secs(1);
 
+/// So long a worker leaves a job to its submitter, who then runs it in `wait` without a change of threads: where every core has a rank, one takes
+/// longer than a short collective. The longer, the more often submitters came [`SOON`], as torch's functional collectives do; not at all once one came
+/// late or not at all, as one does that computes meanwhile. `docs/algorithms.md` has the figures.
+const GRACE: RangeInclusive<Duration> = Duration::from_micros(200)..=Duration::from_millis(2);
+const SOON: Duration = Duration::from_micros(400);
+
 /// A group's queue.
 pub struct Engine {
     state: Mutex<State>,
+    /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of all
+    /// where every core has a rank.
+    work: Condvar,
+    /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
     runner: Mutex<Runner>,
     workers: Mutex<Vec<JoinHandle<()>>>,
@@ -36,8 +47,8 @@ pub struct Engine {
 
 struct State {
     queue: VecDeque<Job>,
-    /// Tickets whose completion has not been called.
-    open: BTreeSet<u64>,
+    /// Tickets whose completion has not been called, and since when they are there.
+    open: BTreeMap<u64, Instant>,
     next: u64,
     /// Somebody holds the runner.
     busy: bool,
@@ -46,8 +57,18 @@ struct State {
     callers: usize,
     /// Workers that are not inside a completion.
     ready: usize,
-    /// Threads asleep on `changed`: waking nobody costs a system call too.
-    sleepers: usize,
+    /// Within [`GRACE`].
+    grace: Duration,
+    /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
+    asleep: Asleep,
+}
+
+#[derive(Default)]
+struct Asleep {
+    workers: usize,
+    /// Workers that leave a job to its submitter.
+    patient: usize,
+    waiters: usize,
 }
 
 struct Job {
@@ -77,16 +98,18 @@ impl Engine {
     pub fn new(runner: Runner, recorder: Arc<Recorder>) -> Arc<Self> {
         let state = State {
             queue: VecDeque::new(),
-            open: BTreeSet::new(),
+            open: BTreeMap::new(),
             next: 1,
             busy: false,
             stopping: false,
             callers: 0,
             ready: 0,
-            sleepers: 0,
+            grace: Duration::ZERO,
+            asleep: Asleep::default(),
         };
         Arc::new(Self {
             state: Mutex::new(state),
+            work: Condvar::new(),
             changed: Condvar::new(),
             runner: Mutex::new(runner),
             workers: Mutex::new(Vec::new()),
@@ -130,8 +153,7 @@ impl Engine {
         let done = Done::new(move |result, _| *lock(&slot) = result);
         let number = self.recorder.schedule(&calls, timeout, false, Place::Host);
         let ticket = state.push(calls, number, timeout, done);
-        drop(state);
-        self.wait(ticket, None)?;
+        self.finish(state, ticket, None)?;
         lock(&outcome).clone()
     }
 
@@ -144,17 +166,31 @@ impl Engine {
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let number = self.recorder.schedule(&calls, timeout, true, Place::Host);
         let ticket = state.push(calls, number, timeout, done);
-        self.notify(&state);
+        // The submitter of several waits for none of them yet.
+        if !state.busy && (state.asleep.patient == 0 || state.queue.len() > 1) {
+            self.wake_workers(&state);
+        }
         Ok(ticket)
     }
 
     /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let mut state = lock(&self.state);
+        if let Some(submitted) = state.open.get(&ticket) {
+            let runs_it = limit.is_none() && submitted.elapsed() < SOON;
+            state.grace = if runs_it { (2 * state.grace).clamp(*GRACE.start(), *GRACE.end()) } else { Duration::ZERO };
+            if limit.is_some() && state.asleep.patient > 0 {
+                self.wake_workers(&state);
+            }
+        }
+        self.finish(state, ticket, limit)
+    }
+
+    fn finish<'a>(&'a self, mut state: MutexGuard<'a, State>, ticket: u64, limit: Option<Duration>) -> Result<()> {
         state.callers += 1;
         let limit = limit.map(|limit| (limit, Instant::now()));
         let outcome = loop {
-            if !state.open.contains(&ticket) {
+            if !state.open.contains_key(&ticket) {
                 break Ok(());
             }
             state = match limit {
@@ -195,7 +231,7 @@ impl Engine {
     pub fn stop(&self) {
         let mut state = lock(&self.state);
         state.stopping = true;
-        self.notify(&state);
+        self.wake_workers(&state);
         drop(state);
         let workers = std::mem::take(&mut *lock(&self.workers));
         // A completion may drop the last handle of the group on the worker itself.
@@ -216,11 +252,23 @@ impl Engine {
 
     /// Runs jobs until the engine stops. Two workers stay where completions overlap with further jobs, the second for a while.
     fn work(self: &Arc<Self>) {
+        // Else the kernel adds its 50 µs to the shortest grace.
+        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         let mut state = lock(&self.state);
         loop {
             if !state.busy
+                && let Some(left) = state.patience()
+            {
+                state.asleep.patient += 1;
+                state = self.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+                state.asleep.patient -= 1;
+                continue;
+            } else if !state.busy
                 && let Some(job) = state.queue.pop_front()
             {
+                if state.queue.is_empty() {
+                    state.grace = Duration::ZERO;
+                }
                 let finished = self.run_job(state, job);
                 self.leave_queue();
                 finished.tell(self);
@@ -231,7 +279,9 @@ impl Engine {
                 }
             } else if !state.stopping || !state.queue.is_empty() {
                 let (since, limit) = (Instant::now(), if state.ready > 1 { SPARE } else { FOREVER });
-                state = self.sleep(state, limit);
+                state.asleep.workers += 1;
+                state = self.work.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+                state.asleep.workers -= 1;
                 if state.ready == 1 || since.elapsed() < SPARE {
                     continue;
                 }
@@ -254,14 +304,20 @@ impl Engine {
     }
 
     fn sleep<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
-        state.sleepers += 1;
+        state.asleep.waiters += 1;
         let mut state = self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
-        state.sleepers -= 1;
+        state.asleep.waiters -= 1;
         state
     }
 
-    fn notify(&self, state: &State) {
-        if state.sleepers > 0 {
+    fn wake_workers(&self, state: &State) {
+        if state.asleep.workers + state.asleep.patient > 0 {
+            self.work.notify_all();
+        }
+    }
+
+    fn wake_waiters(&self, state: &State) {
+        if state.asleep.waiters > 0 {
             self.changed.notify_all();
         }
     }
@@ -304,7 +360,10 @@ impl Engine {
 
     fn rest(&self, state: &mut State) {
         state.busy = false;
-        self.notify(state);
+        self.wake_waiters(state);
+        if !state.queue.is_empty() {
+            self.wake_workers(state);
+        }
     }
 }
 
@@ -314,16 +373,22 @@ impl Finished {
         self.done.call(self.outcome, None);
         let mut state = lock(&engine.state);
         state.open.remove(&self.ticket);
-        engine.notify(&state);
+        engine.wake_waiters(&state);
     }
 }
 
 impl State {
+    /// How much longer the only job is left to its submitter.
+    fn patience(&self) -> Option<Duration> {
+        let job = self.queue.front().filter(|_| self.queue.len() == 1 && !self.stopping)?;
+        self.grace.checked_sub(job.submitted.elapsed())
+    }
+
     fn push(&mut self, calls: Vec<Call>, number: u64, timeout: Duration, done: Done) -> u64 {
-        let ticket = self.next;
+        let (ticket, submitted) = (self.next, Instant::now());
         self.next += 1;
-        self.open.insert(ticket);
-        self.queue.push_back(Job { ticket, calls, number, submitted: Instant::now(), timeout, done });
+        self.open.insert(ticket, submitted);
+        self.queue.push_back(Job { ticket, calls, number, submitted, timeout, done });
         ticket
     }
 }

@@ -101,3 +101,22 @@ fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
         over.wait();
     });
 }
+
+#[test]
+fn an_asynchronous_call_needs_nobody_who_waits() {
+    with_ranks(2, |group, _| {
+        let submit = |done| group.submit(vec![call(Op::Barrier, vec![], vec![])], None, done).expect("queued");
+        // Waited for at once, so often that a worker leaves the next one to its submitter for a while.
+        for _ in 0..20 {
+            group.wait(submit(Done::new(|outcome, _| outcome.expect("a barrier"))), None).expect("done");
+        }
+        for limit in [None, Some(Duration::from_secs(20))] {
+            let (told, hears) = std::sync::mpsc::channel();
+            let ticket = submit(Done::new(move |outcome, _| told.send(outcome).expect("heard")));
+            if limit.is_some() {
+                group.wait(ticket, limit).expect("done");
+            }
+            assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok(Ok(())), "{limit:?}");
+        }
+    });
+}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from .pattern import Pattern, pieces
 
@@ -88,6 +89,17 @@ def _all_reduce(shape: Shape) -> Work:
         lambda calls: total.check(tensor, "all_reduce", float(shape.world ** (calls - 1))),
         checks_chain=exact,
     )
+
+
+def _functional_all_reduce(shape: Shape) -> Work:
+    own = shape.pattern([shape.rank], 0, shape.count)
+    total = shape.pattern(range(shape.world), 0, shape.count)
+    tensor, results = shape.empty(shape.count), [shape.empty(0)]
+
+    def call(group: dist.ProcessGroup) -> None:
+        results[0] = funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
+
+    return Work(lambda: own.fill(tensor), call, lambda _calls: total.check(results[0], "functional all_reduce"))
 
 
 def _all_gather(shape: Shape) -> Work:
@@ -230,6 +242,10 @@ def _one(_n: int) -> float:
 # Derivation of `floor` and `staged`: docs/benchmark.md, "Memory limit".
 OPS: dict[str, Op] = {
     "all_reduce": Op(_all_reduce, lambda n: 2 * _others(n), lambda n: 2.0 * n, lambda n: 5.0 * n - 2),
+    # As DTensor and torch.compile call it: asynchronous, into a new tensor, which is awaited at once.
+    "functional_all_reduce": Op(
+        _functional_all_reduce, lambda n: 2 * _others(n), lambda n: 4.0 * n, lambda n: 7.0 * n - 2
+    ),
     "all_gather": Op(_all_gather, _others, lambda n: 1.0 + n, lambda n: 2.0 * n + 1, divided=True),
     "reduce_scatter": Op(_reduce_scatter, _others, lambda n: 1.0 + n, lambda n: 3.0 * n - 1, divided=True),
     "all_to_all": Op(_all_to_all, _others, lambda n: 2.0 * n, lambda n: 4.0 * n - 2, divided=True),
