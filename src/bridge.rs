@@ -164,6 +164,14 @@ pub mod ffi {
         basis: String,
     }
 
+    /// `coll::cost::profile::Local`; nothing costs anything where it was not measured.
+    struct LocalCost {
+        known: bool,
+        step_us: f64,
+        slice_us: f64,
+        copy_gb_per_s: f64,
+    }
+
     /// New symmetric memory, or why there is none.
     struct Allocated {
         status: Status,
@@ -275,10 +283,14 @@ pub mod ffi {
         fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost;
         /// Of the collective `op` on `bytes` along dimension `dim`.
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
+        /// What steps of a redistribution take beside their collectives.
+        fn local(self: &CostModel) -> LocalCost;
         /// GB/s of each dimension's link.
         fn gb_per_s(self: &CostModel) -> Vec<f64>;
         /// Microseconds of a trip over each dimension's link.
         fn trip_us(self: &CostModel) -> Vec<f64>;
+        /// Of the profile; 0: none.
+        fn reference_us(self: &CostModel) -> f64;
         /// Where prices come from, for people.
         fn origin(self: &CostModel) -> String;
         /// JSON: the hardware that a profile of a job of `ranks` is keyed by, and the name of its file; `null` if it cannot be told.

@@ -63,8 +63,18 @@ void bind_cost(py::module_& module) {
           py::arg("op"),
           py::arg("bytes"),
           py::arg("dim"))
+      .def_property_readonly(
+          "local",
+          [](const Prices& self) -> std::optional<std::tuple<double, double, double>> {
+            const auto local = self.model->local();
+            if (!local.known) {
+              return std::nullopt;
+            }
+            return std::make_tuple(local.step_us, local.slice_us, local.copy_gb_per_s);
+          })
       .def_property_readonly("gb_per_s", [](const Prices& self) { return listed(self.model->gb_per_s()); })
       .def_property_readonly("us", [](const Prices& self) { return listed(self.model->trip_us()); })
+      .def_property_readonly("reference_us", [](const Prices& self) { return self.model->reference_us(); })
       .def_property_readonly("origin", [](const Prices& self) { return std::string(self.model->origin()); });
 
   module.def(

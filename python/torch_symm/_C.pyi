@@ -137,6 +137,14 @@ class _Prices:
     @property
     def us(self) -> list[float]: ...
     @property
+    def reference_us(self) -> float:
+        """Of the profile, 0 without one: in what state of the machine it was measured."""
+
+    @property
+    def local(self) -> tuple[float, float, float] | None:
+        """µs of a step with a collective and of one without, beside collective and copies, and GB/s of copies."""
+
+    @property
     def origin(self) -> str: ...
     def price(self, op: str, bytes: float, dim: int) -> tuple[float, str, str]:
         """Microseconds, the algorithm, and where the price comes from.

@@ -1,9 +1,9 @@
 //! Prices of collectives, as C++ sees them.
 
-use super::ffi::{CostMesh, OpenedCost, Price, TopologyReport};
+use super::ffi::{CostMesh, LocalCost, OpenedCost, Price, TopologyReport};
 use super::guarded;
 use crate::coll::cost::hardware::{Device, Hardware};
-use crate::coll::cost::profile::{self, Profile};
+use crate::coll::cost::profile::{self, Local, Profile};
 use crate::coll::cost::{Basis, Mesh, Model};
 use crate::error::{Error, Result};
 use crate::topo::cost::Link;
@@ -68,12 +68,23 @@ impl CostModel {
         Price { status, us, algorithm, basis: basis.into() }
     }
 
+    pub(super) fn local(&self) -> LocalCost {
+        let local = self.model().ok().and_then(Model::local);
+        let Local { step_us, slice_us, copy_gb_per_s } =
+            local.unwrap_or(Local { step_us: 0.0, slice_us: 0.0, copy_gb_per_s: f64::INFINITY });
+        LocalCost { known: local.is_some(), step_us, slice_us, copy_gb_per_s }
+    }
+
     pub(super) fn gb_per_s(&self) -> Vec<f64> {
         self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.gb_per_s).collect())
     }
 
     pub(super) fn trip_us(&self) -> Vec<f64> {
         self.model().map_or_else(|_| Vec::new(), |model| model.dim_links().map(|link| link.us).collect())
+    }
+
+    pub(super) fn reference_us(&self) -> f64 {
+        self.model().map_or(0.0, Model::reference_us)
     }
 
     pub(super) fn origin(&self) -> String {

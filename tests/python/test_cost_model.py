@@ -108,20 +108,20 @@ def our_rules(rank: int, world: int) -> None:
     size = (64, 64, 64)
     rows, columns = specs(mesh, (Shard(0), Replicate()), size), specs(mesh, (Shard(1), Replicate()), size)
     full, partial = specs(mesh, (Replicate(), Replicate()), size), specs(mesh, (Partial(), Replicate()), size)
-    topo = ours.MeshTopoInfo.build_from_mesh(mesh)
+    topo = ours.MeshTopoInfo.build_from_mesh(mesh, "links")
     assert ours.redistribute_cost(rows, specs(other, (Shard(0),), size)) == math.inf
     assert ours.redistribute_cost(rows, partial) == math.inf
     assert "impossible" in str(ours.explain_redistribute(rows, partial))
     assert ours.redistribute_cost(rows, rows) == ours.redistribute_cost(full, rows) == 0.0
     # A rank holds half of 1 MiB.
-    assert ours.redistribute_cost(rows, columns) == ours.all_to_all_cost(1 << 19, topo, 0)
-    assert ours.redistribute_cost(rows, full) == ours.allgather_cost(1 << 20, topo, 0)
-    assert ours.redistribute_cost(partial, full) == ours.allreduce_cost(1 << 20, topo, 0)
-    assert ours.redistribute_cost(partial, columns) == ours.reduce_scatter_cost(1 << 20, topo, 0)
+    assert ours.redistribute_cost(rows, columns, topo) == ours.all_to_all_cost(1 << 19, topo, 0)
+    assert ours.redistribute_cost(rows, full, topo) == ours.allgather_cost(1 << 20, topo, 0)
+    assert ours.redistribute_cost(partial, full, topo) == ours.allreduce_cost(1 << 20, topo, 0)
+    assert ours.redistribute_cost(partial, columns, topo) == ours.reduce_scatter_cost(1 << 20, topo, 0)
     explained = ours.explain_redistribute(rows, specs(mesh, (Shard(1), Shard(0)), size))
     text = str(explained)
     assert explained.us == sum(step.us for step in explained.steps) and "all_to_all" in text and "µs" in text
-    assert {step.basis for step in explained.steps if step.us} <= {"links", "measured"}
+    assert {step.basis for step in explained.steps if step.collective_us} <= {"links", "measured"}
     tensor = distribute_tensor(torch.zeros(size), mesh, [Shard(0), Replicate()])
     assert ours.explain_redistribute(tensor, columns).us == ours.redistribute_cost(rows, columns)
     with pytest.raises(ValueError, match="no tensor's shape"):
@@ -159,8 +159,7 @@ def installed(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     foreign = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     rows, full = (specs(mesh, (kind,), (512, 512)) for kind in (Shard(0), Replicate()))
-    topo = ours.MeshTopoInfo.build_from_mesh(mesh)
-    theirs, mine = torchs.redistribute_cost(rows, full), ours.allgather_cost(1 << 20, topo, 0)
+    theirs, mine = torchs.redistribute_cost(rows, full), ours.redistribute_cost(rows, full)
     assert theirs != mine
     ours.install_cost_model()
     ours.install_cost_model()
@@ -257,6 +256,39 @@ def test_a_profile_is_believed(tmp_path: Path) -> None:
     assert found[2] == "links" and found[0] != pytest.approx(500.0)
 
 
+LOCAL = {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0}
+
+
+def steps(rank: int, world: int) -> list[tuple[str, float, float]]:
+    """What single steps on 1 MB cost beside their collectives, and the sum of one that only cuts."""
+    from torch_symm import tensor as ours
+
+    mesh = init_device_mesh("cpu", (world,))
+    size = (500, 500)
+    rows, columns, partial, full = (specs(mesh, (kind,), size) for kind in (Shard(0), Shard(1), Partial(), Replicate()))
+    found = []
+    pairs = [(rows, full), (columns, full), (partial, full), (partial, rows), (partial, columns)]
+    for source, target in [*pairs, (rows, columns), (columns, rows)]:
+        (step,) = ours.explain_redistribute(source, target).steps
+        assert step.collective_us == ours.MeshTopoInfo.build_from_mesh(mesh).price(step.collective, step.bytes, 0)[0]
+        found.append((f"{step.source} {step.target}", step.us - step.collective_us, step.us))
+        assert "of them" in str(step)
+    return [*found, ("cut", ours.redistribute_cost(full, rows), 0.0)]
+
+
+def test_what_a_step_takes_beside_its_collective_is_priced(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(profile(local=LOCAL)))
+    answers = run_ranks(steps, 2, env={"SYMM_PROFILE": str(path)})
+    assert answers[0] == answers[1]
+    # 1 MB takes 100 µs to copy; a rank has half of it where it is cut.
+    copied = {"S(0) R": 0, "S(1) R": 100, "P(sum) R": 100, "P(sum) S(0)": 0, "P(sum) S(1)": 100}
+    expected = {**copied, "S(0) S(1)": 100, "S(1) S(0)": 100}
+    for name, local, _ in answers[0][:-1]:
+        assert local == pytest.approx(50 + expected[name]), name
+    assert answers[0][-1][1] == 0.0, "nothing moves"
+
+
 def test_a_profile_in_the_cache_is_found(tmp_path: Path) -> None:
     name = json.loads(load()._profile_key("cpu", 2))["file"]
     (tmp_path / "profiles").mkdir()
@@ -279,6 +311,7 @@ FAULTS: list[tuple[str, dict[str, Any] | str, str]] = [
     ("negative", {"us": [-1.0, 1.0]}, "a time of -1 µs"),
     ("huge", {"us": [1.0, 1e300]}, "must be above 0 and at most 1000000000"),
     ("missing", {"groups": [{"ranks": 2}]}, "missing field `curves`"),
+    ("no speed", {"local": {**LOCAL, "copy_gb_per_s": 0.0}}, "local: copy_gb_per_s is 0; it must be above 0"),
 ]
 
 

@@ -14,8 +14,19 @@ import pytest
 import torch_symm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch_symm.tune import plans, profile
-from torch_symm.tune.points import LARGEST, OPS, SMALLEST, Point, calibrated, checked, group_sizes, rounded, switches
+from torch_symm.tune import launch, plans, profile, thresholds
+from torch_symm.tune.points import (
+    LARGEST,
+    OPS,
+    SMALLEST,
+    STEP,
+    Point,
+    calibrated,
+    checked,
+    group_sizes,
+    rounded,
+    switches,
+)
 
 
 def tune(*arguments: str, expect: int = 0, env: dict[str, str] | None = None) -> str:
@@ -83,6 +94,9 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     assert {1024, 2048, 4096, 8192, 16384} <= set(sizes) and len(sizes) == 7, "and both sides of the switch"
     times = {(curve["op"], size): us for curve in curves for size, us in zip(curve["bytes"], curve["us"], strict=True)}
     assert all(0.1 < us < 1e6 for us in times.values())
+    local = written["local"]
+    assert 0 < local["step_us"] < 1e5 and 0 < local["slice_us"] < 1e5 and 0.01 < local["copy_gb_per_s"] < 1000
+    assert 0 < written["measured"]["reference_us"] < 1e6 and "of the visits count" in said
     answers = priced_afresh({"SYMM_PROFILE": str(path)})
     assert answers[0] == answers[1] == [[times[op, 2048], "measured"] for op in OPS]
 
@@ -91,7 +105,8 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     said = tune(*small, "--check", "--profile", str(path), "--json", str(figures))
     assert "wanted: median ≤ 10%" in said and "torch" in said
     found = json.loads(figures.read_text())["points"]
-    assert len(found) == 2 * 4 and not {point["bytes"] for point in found} & {size for _, size in times}
+    assert 0 < len(found) <= 2 * 4, "those at which the machine was as when the profile was measured"
+    assert not {point["bytes"] for point in found} & {size for _, size in times}
     assert all(point["measured"] > 0 and point["predicted"] > 0 and point["torch"] > 6.6 for point in found)
 
     said = tune("--ranks", "2", "--plans", "2", "--profile", str(path), "--json", str(figures))
@@ -131,7 +146,11 @@ def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> N
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     here = profile.key("cpu", 4)
     times = {Point(4, "all_reduce", 1024): 5.0, Point(4, "all_reduce", 1 << 20): 70.0}
-    value = profile.assemble(here, times, "a test", [0.5], {4: {"stream_bytes": 1 << 20}})
+    known = {ranks: profile.prices("cpu", ranks, 4, "links") for ranks in (2, 4)}
+    bare = profile.bare(here, {4: {"stream_bytes": 1 << 20}})
+    value = profile.assemble(bare, times, profile.measured("a test", [0.5], 81.0), known)
+    assert [(group["ranks"], len(group["curves"])) for group in value["groups"]] == [(2, 0), (4, 2)]
+    assert value["groups"][1]["stream_bytes"] == 1 << 20 and "local" not in value
     path = tmp_path / "profile.json"
     profile.write(path, value)
     before = path.read_text()
@@ -140,6 +159,44 @@ def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(torch_symm.SymmConfigError, match="its version is 7"):
         profile.write(path, faulty)
     assert path.read_text() == before and [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_only_visits_in_one_state_of_the_machine_count() -> None:
+    point, other = Point(4, "broadcast", 1024), Point(4, STEP, 1024)
+
+    def visits(*pairs: tuple[float, float]) -> list[launch.Visit]:
+        return [launch.Visit(0, us, reference_us) for us, reference_us in pairs]
+
+    launches = [
+        {point: visits((10.0, 80.0), (6.0, 50.0)), other: visits((30.0, 84.0))},
+        {point: visits((12.0, 82.0), (11.0, 78.0)), other: visits((20.0, 83.0), (5.0, 50.0))},
+    ]
+    assert 78.0 <= launch.state(launches) <= 84.0, "five of seven references"
+    assert launch.times(launches, 81.0) == ({point: 11.0, other: 20.0}, 5 / 7), "the median; of a step the least"
+    assert launch.times(launches, 50.0) == ({point: 6.0, other: 5.0}, 2 / 7)
+    assert launch.times(launches, 200.0) == ({}, 0.0), "never seen in this state"
+    assert launch.all_times(launches, 200.0) == ({point: 10.5, other: 20.0}, 0.0)
+
+
+def test_the_threshold_is_where_the_caches_stop_helping() -> None:
+    sizes = [1 << 20, 4 << 20, 16 << 20, 64 << 20]
+    own = [Point(4, "broadcast", size) for size in sizes]
+    assert [thresholds.touched(point) >> 20 for point in own] == [4, 16, 64, 256]
+    assert (
+        thresholds.touched(Point(4, "all_gather", 100)) == 500
+        and thresholds.touched(Point(2, "all_reduce", 100)) == 400
+    )
+
+    def chosen(*ratios: float) -> int | None:
+        """Of these times past the cache, times through it being 1."""
+        cached = dict.fromkeys(own, 100.0)
+        return thresholds.choose(own, cached, {p: 100.0 * ratio for p, ratio in zip(own, ratios, strict=True)})
+
+    assert chosen(2.0, 2.0, 0.5, 0.5) is None, "that is the default"
+    assert chosen(2.0, 0.5, 0.5, 0.5) == 8 << 20
+    assert chosen(2.0, 2.0, 2.0, 0.5) == 128 << 20
+    assert (chosen(0.5, 0.5, 0.5, 0.5), chosen(2.0, 2.0, 2.0, 2.0)) == (thresholds.ALWAYS, 1 << 50)
+    assert chosen(2.0, 1.02, 0.5, 0.5) is None and chosen(2.0, 0.99, 0.5, 0.5) is None, "not worth it"
 
 
 def test_an_earlier_check_is_drawn_and_anything_else_refused(tmp_path: Path) -> None:

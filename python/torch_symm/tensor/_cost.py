@@ -79,10 +79,23 @@ class MeshTopoInfo:
         Raises:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
         """
+        return self._prices.price(op, bytes, self._dim(mesh_dim))
+
+    def local_us(self, copied: float, collective: bool) -> float:
+        """µs of a step of a redistribution beside its collective: the host's time, and copies of ``copied`` bytes.
+
+        ``collective``: whether it has one. 0 where that was not measured, as in torch's model.
+        """
+        if self._prices.local is None:
+            return 0.0
+        step_us, slice_us, copy_gb_per_s = self._prices.local
+        return (step_us if collective else slice_us) + copied / copy_gb_per_s / 1e3
+
+    def _dim(self, mesh_dim: int) -> int:
         dims = len(self.mesh_dim_devices)
         if not -dims <= mesh_dim < dims:
             raise ValueError(f"mesh dimension {mesh_dim} of {dims}")
-        return self._prices.price(op, bytes, mesh_dim % dims)
+        return mesh_dim % dims
 
 
 @lru_cache(maxsize=256)

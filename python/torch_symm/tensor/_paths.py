@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.tensor import DTensor, Placement
@@ -20,7 +20,8 @@ class Step:
     """One step of a redistribution.
 
     ``collective``: torch's name, or ``"slice"`` where every rank keeps a part of what it has. ``bytes``: of the longest
-    tensor that a rank gives or gets. ``us``: infinite where there is no such step. ``basis``: of the price.
+    tensor that a rank gives or gets. ``us``: with local copies and the host's time where these were measured;
+    infinite where there is no such step. ``collective_us``: without them. ``basis``: of the price.
     """
 
     mesh_dim: int
@@ -31,14 +32,16 @@ class Step:
     us: float
     algorithm: str
     basis: str
+    collective_us: float = 0.0
 
     def __str__(self) -> str:
         where = f"mesh dimension {self.mesh_dim}: {self.source} → {self.target}"
         if self.collective == "slice":
-            return f"{where}  slice, nothing moves"
+            return f"{where}  slice, nothing moves" + (f", {self.us:.1f} µs" if self.us else "")
         if math.isinf(self.us):
             return f"{where}  impossible"
-        return f"{where}  {self.collective} ({self.algorithm}), {self.bytes:,.0f} bytes, {self.us:.1f} µs"
+        shown = f"{where}  {self.collective} ({self.algorithm}), {self.bytes:,.0f} bytes, {self.us:.1f} µs"
+        return shown if self.us == self.collective_us else f"{shown}, the collective {self.collective_us:.1f} of them"
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,10 @@ class Explanation:
 
 
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo: MeshTopoInfo | None = None) -> float:
-    """µs of the collectives that redistribute from ``current_spec`` to ``target_spec``.
+    """µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
 
-    Infinite between meshes and from ``Shard`` to ``Partial``, zero where nothing moves or this rank is outside the
-    mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo``: in place of the mesh's own.
+    Infinite between meshes and from ``Shard`` to ``Partial``, zero where nothing moves between ranks or this one is
+    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo``: in place of the mesh's own.
 
     Raises:
         ValueError: a spec has no tensor's shape and type.
@@ -92,6 +95,8 @@ def explain_redistribute(
         return Explanation((), 0.0, "nothing moves", "this rank is outside the mesh")
     topo = topo or MeshTopoInfo.build_from_mesh(source.mesh)
     steps = tuple(_steps(source, target, topo))
+    if all(step.collective == "slice" for step in steps):
+        return Explanation(tuple(replace(step, us=0.0) for step in steps), 0.0, "nothing moves")
     us = 0.0
     # Not `sum`, which since Python 3.12 is more exact than torch's loop.
     for step in steps:
@@ -161,5 +166,26 @@ def price_step(before: Placement, after: Placement, mesh_dim: int, held: float, 
         collective, moved = "slice", 0.0
     if not collective:
         return Step(mesh_dim, before, after, "", moved, math.inf, "", "")
-    us, algorithm, basis = (0.0, "", "") if collective == "slice" else topo.price(collective, moved, mesh_dim)
-    return Step(mesh_dim, before, after, collective, moved, us, algorithm, basis)
+    alone, algorithm, basis = (0.0, "", "") if collective == "slice" else topo.price(collective, moved, mesh_dim)
+    local = topo.local_us(_copied(before, after, held, topo.mesh_dim_devices[mesh_dim]), collective != "slice")
+    us = 0.0 if before == after else alone + local
+    return Step(mesh_dim, before, after, collective, moved, us, algorithm, basis, alone)
+
+
+def _copied(before: Placement, after: Placement, held: float, ranks: int) -> float:
+    """Bytes that a rank copies for a step beside what the collective moves, if it had ``held`` before.
+
+    By the code of torch 2.11: parts of another dimension than the first are put in order before or after the
+    collective, an all-reduce works on a copy, a part is cut out as a copy; an all-to-all is packed and unpacked.
+    """
+    if before.is_replicate():
+        return held / ranks if _cut(after) else held
+    if _cut(before) and _cut(after):
+        return 2 * held
+    if _cut(before):
+        return 0.0 if _is_first(before) else held * ranks
+    return 0.0 if _cut(after) and _is_first(after) else held
+
+
+def _is_first(placement: Placement) -> bool:
+    return getattr(placement, "dim", 0) == 0

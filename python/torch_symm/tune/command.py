@@ -9,10 +9,11 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_symm.bench.units import parse_size
 
@@ -20,12 +21,16 @@ from . import points as sizes
 from .points import LARGEST, OPS, SMALLEST, Point
 from .report import progress, say, table
 
-SECONDS = 45.0
-#: Times that all ranks are started anew: some launches are faster than others by a factor of two, for tensors at the
-#: edge of the caches.
+if TYPE_CHECKING:
+    from .launch import Launches
+
+SECONDS = 60.0
+#: Of them, the share that goes to the search for thresholds.
+SEARCH = 0.2
+#: Times that all ranks are started anew: memory lies elsewhere each time.
 LAUNCHES = 3
 #: Visits of each point in each.
-VISITS = 3
+VISITS = 6
 #: Ranks on CPU if nobody says how many.
 CPU_RANKS = 4
 
@@ -89,17 +94,17 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return 130
 
 
-def _measure(title: str, device: str, world: int, points: list[Point], seconds: float) -> dict[Point, float]:
+def _measure(title: str, device: str, world: int, points: list[Point], seconds: float, path: Path | None) -> Launches:
     from .launch import measure
 
     distinct = list(dict.fromkeys(points))
     with progress(title, LAUNCHES * VISITS * len(distinct)) as heard:
-        runs = [measure(world, device, distinct, seconds / LAUNCHES, VISITS, heard) for _ in range(LAUNCHES)]
-    return {point: statistics.median(times[point] for times in runs) for point in distinct}
+        return [measure(world, device, distinct, seconds / LAUNCHES, VISITS, heard, path) for _ in range(LAUNCHES)]
 
 
 def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
-    from . import profile
+    from . import profile, thresholds
+    from .launch import all_times, state
 
     here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
     path = given.output or profile.own_path(here)
@@ -108,17 +113,38 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
         return 1
     say(f"{here.says}; load {load[0]}")
     started = time.monotonic()
-    todo = []
-    for ranks in sizes.group_sizes(world):
-        known = profile.prices(device, ranks, world, "links")
-        for op in ops:
-            grid = sizes.points([ranks], [op], sizes.calibrated(largest))
-            todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known)]
-    times = _measure("calibrating", device, world, todo, given.seconds)
+    settings, left = _in_force(device, world), given.seconds
+    if device == "cpu":
+        with progress("comparing", 2 * thresholds.count(world, ops, largest)) as heard:
+            settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, heard)
+        left -= SEARCH * given.seconds
+    with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
+        bare = Path(folder) / "bare.json"
+        profile.write(bare, profile.bare(here, settings))
+        known = {ranks: profile.prices(device, ranks, world, "measured", bare) for ranks in sizes.group_sizes(world)}
+        todo = []
+        for ranks in sizes.group_sizes(world):
+            for op in ops:
+                grid = sizes.points([ranks], [op], sizes.calibrated(largest))
+                todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known[ranks])]
+        if len(ops) == len(OPS):
+            todo += sizes.local(world)
+        launches = _measure("calibrating", device, world, todo, left, bare)
+    reference_us = state(launches)
+    found, share = all_times(launches, reference_us)
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
-    profile.write(path, profile.assemble(here, times, command, load, _in_force(device, world)))
-    say(f"{len(times)} points in {time.monotonic() - started:.0f} s, written to {path}")
+    measured = profile.measured(command, load, reference_us)
+    profile.write(path, profile.assemble(profile.bare(here, settings), found, measured, known))
+    for ranks, setting in settings.items():
+        say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
+    _say_state(reference_us, share)
+    say(f"{len(found)} points in {time.monotonic() - started:.0f} s, written to {path}")
     return 0
+
+
+def _say_state(reference_us: float, share: float) -> None:
+    if reference_us:
+        say(f"{share:.0%} of the visits count: those in which the machine's reference took about {reference_us:.0f} µs")
 
 
 def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
@@ -142,6 +168,7 @@ def _shown(given: argparse.Namespace) -> list[str]:
 def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
     from . import profile
     from .check import GOAL_MEDIAN, GOAL_WORST, HEADINGS, compare, summary
+    from .launch import all_times, state, times
 
     here, load = profile.key(device, world), os.getloadavg()[0]
     known = profile.prices(device, world, world, "measured", given.profile)
@@ -150,13 +177,24 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
         return 1
     say(f"{here.says}; load {load:.2f}; {known.origin}")
     todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
-    times = _measure("checking", device, world, todo, given.seconds)
-    compared = compare(device, world, times, given.profile)
+    launches = _measure("checking", device, world, todo, given.seconds, given.profile)
+    # Profiles of before there were states count as of the one that is there now.
+    reference_us = known.reference_us or state(launches)
+    found, share = times(launches, reference_us)
+    if not found:
+        found, _ = all_times(launches, reference_us)
+    compared = compare(device, world, found, given.profile)
     table(f"relative errors at {len(compared)} points that calibration did not measure", HEADINGS, summary(compared))
     errors = [one.error for one in compared]
     median, worst = statistics.median(errors), max(errors)
     met = median <= GOAL_MEDIAN and worst <= GOAL_WORST
     verdict = "met" if met else "NOT met"
+    if share == 0.0:
+        say(f"the machine was never in the profile's state (reference {reference_us:.0f} µs): all visits count")
+    else:
+        _say_state(reference_us, share)
+    if len(found) < len(launches[0]):
+        say(f"{len(launches[0]) - len(found)} points were never visited in that state")
     say(f"wanted: median ≤ {GOAL_MEDIAN:.0%}, worst ≤ {GOAL_WORST:.0%}: {verdict} ({median:.1%}, {worst:.0%})")
     for one in sorted(compared, key=lambda one: -one.error)[:5]:
         where = f"{one.op} of {one.bytes:,} bytes, {one.ranks} ranks ({one.algorithm})"

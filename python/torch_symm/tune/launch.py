@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
@@ -12,7 +17,13 @@ from torch.multiprocessing.spawn import spawn
 from torch_symm.bench.launch import reported
 
 from . import rank as rank_process
-from .points import Point
+from .points import SLICE, STEP, Point
+from .rank import Visit
+
+#: The visits of each point, launch by launch.
+Launches: TypeAlias = Sequence[Mapping[Point, Sequence[Visit]]]
+#: References that differ by no more than this factor are of one state.
+SAME = 1.1
 
 
 def measure(
@@ -22,25 +33,75 @@ def measure(
     seconds: float,
     visits: int,
     heard: Callable[[Point, float], None],
-) -> dict[Point, float]:
-    """µs of each point, the least of its visits; ``heard`` is told of each visit.
+    profile: Path | None = None,
+) -> dict[Point, list[Visit]]:
+    """The visits of each point; ``heard`` is told of each.
 
-    ``world`` processes visit every point ``visits`` times, once at least, within about ``seconds``.
+    ``world`` processes visit every point ``visits`` times, once at least, within about ``seconds``. ``profile``: whose
+    thresholds hold, in place of those that are found.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
     """
     results = mp.get_context("spawn").Queue()
-    found: dict[Point, list[float]] = {point: [] for point in points}
+    found: dict[Point, list[Visit]] = {point: [] for point in points}
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous)
-        processes = spawn(rank_process.main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        with following(profile):
+            processes = spawn(rank_process.main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
         for message in reported(processes, results, 1, rank_process.Done):
-            if isinstance(message, rank_process.Visit):
-                found[distinct[message.index]].append(message.us)
+            if isinstance(message, Visit):
+                found[distinct[message.index]].append(message)
                 heard(distinct[message.index], message.us)
-    # What else the machine does only adds time, and seldom during all visits.
-    return {point: min(us) for point, us in found.items()}
+    return found
+
+
+@contextmanager
+def following(profile: Path | None) -> Iterator[None]:
+    """Processes started meanwhile go by ``profile``, if there is one."""
+    before = os.environ.get("SYMM_PROFILE")
+    if profile is not None:
+        os.environ["SYMM_PROFILE"] = str(profile)
+    try:
+        yield
+    finally:
+        if profile is not None:
+            os.environ.pop("SYMM_PROFILE")
+            os.environ.update({} if before is None else {"SYMM_PROFILE": before})
+
+
+def state(launches: Launches) -> float:
+    """The reference of the state in which the machine was most: the middle of where most references lie, in µs."""
+    references = sorted(visit.reference_us for launch in launches for visits in launch.values() for visit in visits)
+
+    def alike(reference: float) -> int:
+        return bisect_right(references, reference * SAME) - bisect_left(references, reference / SAME)
+
+    return max(references, key=alike)
+
+
+def times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
+    """µs of each point that was visited while the machine was in a state, and the share of visits in which it was.
+
+    The median of these visits; of steps the least: whatever else the host does only adds to its time. ``reference_us``:
+    what the reference takes in that state.
+    """
+    found, alike, total = {}, 0, 0
+    for point in launches[0]:
+        visits = [visit for launch in launches for visit in launch[point]]
+        counting = [v.us for v in visits if reference_us / SAME <= v.reference_us <= reference_us * SAME]
+        alike, total = alike + len(counting), total + len(visits)
+        if counting:
+            found[point] = min(counting) if point.op in (STEP, SLICE) else statistics.median(counting)
+    return found, alike / total
+
+
+def all_times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
+    """As :func:`times`; a point that was never visited in that state has the median of its visits in others."""
+    found, share = times(launches, reference_us)
+    for point in launches[0].keys() - found.keys():
+        found[point] = statistics.median(visit.us for launch in launches for visit in launch[point])
+    return {point: found[point] for point in launches[0]}, share

@@ -33,13 +33,14 @@ from torch_symm.bench.launch import reported
 from torch_symm.tensor._cost import Basis, MeshTopoInfo, from_prices
 from torch_symm.tensor._paths import local_bytes, price_step
 
+from .launch import following
 from .points import Point
 from .rank import GROUP_TIMEOUT
 
 State: TypeAlias = tuple[Placement, ...]
 #: Sizes of the tensors as powers of two.
 SMALLEST, LARGEST = 16, 25
-MOST_PLANS, REPEATS = 16, 5
+MOST_PLANS, REPEATS = 16, 15
 MODELS: tuple[Basis, ...] = ("measured", "links", "torch")
 #: Plans so much slower than the fastest are as good.
 AS_GOOD = 1.1
@@ -88,7 +89,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = Task(world, device, cases, profile, rendezvous)
-        processes = spawn(main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        with following(profile):
+            processes = spawn(main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
         for case in reported(processes, results, cases):
             found.append(case)
             heard(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))

@@ -10,7 +10,11 @@ from typing import Protocol
 
 #: torch's names of the collectives that have a price.
 OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
+#: What steps of a redistribution take beside their collectives: a short one with a collective, a short one without, a
+#: copy of what a rank has while all ranks copy.
+STEP, SLICE, COPY = "P -> R", "R -> S(0)", "copy"
 SMALLEST, LARGEST = 1 << 10, 256 << 20
+STEP_BYTES, COPY_BYTES = 1 << 10, 4 << 20
 #: Where the tensors of all ranks grow out of a last-level cache, times rise tenfold within a few doublings.
 CACHE_EDGE = range(1 << 20, 64 << 20)
 ITEM = 4
@@ -53,6 +57,12 @@ def points(worlds: Iterable[int], ops: Iterable[str], sizes: Iterable[int]) -> l
     """Every size with every collective and group, in whole elements for each rank."""
     sizes = list(sizes)
     return [Point(ranks, op, rounded(size, ranks)) for ranks in worlds for op in ops for size in sizes]
+
+
+def local(world: int) -> list[Point]:
+    """What :data:`STEP`, :data:`SLICE` and :data:`COPY` are measured at, and the collective of the step."""
+    sizes = {STEP: STEP_BYTES, SLICE: STEP_BYTES, "all_reduce": STEP_BYTES, COPY: COPY_BYTES}
+    return [Point(world, op, rounded(size, world)) for op, size in sizes.items()]
 
 
 def rounded(size: int, ranks: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch_symm._native import load
 from torch_symm._version import __version__
 
-from .points import OPS, Point, Priced
+from .points import COPY_BYTES, OPS, Point, Priced, group_sizes, local
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,51 @@ def prices(device: str, ranks: int, world: int, basis: str, profile: Path | None
     return load()._prices(device, [ranks], world, world, basis, profile=path)
 
 
-def assemble(
-    here: Key,
-    times: Mapping[Point, float],
-    command: str,
-    load_before: list[float],
-    settings: Mapping[int, dict[str, Any]],
-) -> dict[str, Any]:
-    """The profile of ``times``. ``settings``: thresholds, by ranks of a group."""
-    device, world = here.hardware["device"], here.hardware["ranks"]
-    groups = []
-    for ranks in sorted({point.ranks for point in times}):
-        known = prices(device, ranks, world, "links")
-        curves = [curve for op in OPS for curve in _curves(ranks, op, times, known)]
-        groups.append({"ranks": ranks, **settings.get(ranks, {}), "curves": curves})
+def measured(command: str, load_before: list[float], reference_us: float) -> dict[str, Any]:
+    """When and how a profile is measured: now. ``reference_us``: what the reference takes in the state that counts."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     software = f"torch_symm {__version__}, torch {torch.__version__}"
-    measured = {"date": now, "software": software, "command": command, "load": load_before}
+    state = {"reference_us": round(reference_us, 3)} if reference_us else {}
+    return {"date": now, "software": software, "command": command, "load": load_before, **state}
+
+
+def bare(here: Key, settings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """A profile without times. ``settings``: thresholds, by ranks of a group."""
+    groups = [
+        {"ranks": ranks, **settings.get(ranks, {}), "curves": list[Any]()}
+        for ranks in group_sizes(here.hardware["ranks"])
+    ]
     return {
         "format": "torch_symm profile",
         "version": 1,
-        "measured": measured,
+        "measured": measured("", [], 0.0),
         "hardware": here.hardware,
         "groups": groups,
     }
+
+
+def assemble(
+    profile: dict[str, Any], times: Mapping[Point, float], measured: dict[str, Any], known: Mapping[int, Priced]
+) -> dict[str, Any]:
+    """``profile``, a bare one, with ``times``. ``measured``: as :func:`measured`. ``known``: algorithms, by ranks."""
+    groups = [
+        {
+            **group,
+            "curves": [curve for op in OPS for curve in _curves(group["ranks"], op, times, known[group["ranks"]])],
+        }
+        for group in profile["groups"]
+    ]
+    return {**profile, "measured": measured, "groups": groups, **_local(profile["hardware"]["ranks"], times)}
+
+
+def _local(world: int, times: Mapping[Point, float]) -> dict[str, dict[str, float]]:
+    """The entry of that name, if it was measured."""
+    points = local(world)
+    if not all(point in times for point in points):
+        return {}
+    step, slice, collective, copy = (times[point] for point in points)
+    found = {"step_us": max(step - collective, 0.001), "slice_us": slice, "copy_gb_per_s": COPY_BYTES / copy / 1e3}
+    return {"local": {name: round(value, 3) for name, value in found.items()}}
 
 
 def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) -> list[dict[str, Any]]:

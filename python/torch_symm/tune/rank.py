@@ -13,8 +13,12 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
-from .points import ITEM, Point
+from .points import COPY, ITEM, SLICE, STEP, Point
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 #: A batch is at least so long: reading the clock, or an event, must not count.
@@ -22,6 +26,8 @@ BATCH_US, MOST_BATCH = 100.0, 16
 FEWEST, MOST = 3, 100
 #: Calls that take so long are made less often, and the skew of their start is nothing beside them.
 LONG_US, FEWEST_LONG = 20_000.0, 2
+#: A broadcast that tells in what state the machine is: batches, calls of each. ``docs/cost-model.md``.
+REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit of the point with number ``index``: the median of its bursts in µs."""
+    """One visit of the point with number ``index``: the median of its bursts in µs.
+
+    ``reference_us``: what the reference took before or after it, the longer; 0 on GPUs.
+    """
 
     index: int
     us: float
+    reference_us: float
 
 
 @dataclass(frozen=True)
@@ -66,13 +76,16 @@ def main(rank: int, task: Task, results: Queue[Message]) -> None:
     started = time.monotonic()
     caller = _Caller(rank, task, device)
     left = [(turn, index) for turn in range(task.visits) for index in range(len(task.points))]
+    before = caller.reference()
     for number, (turn, index) in enumerate(left):
         budget_s = (task.seconds - (time.monotonic() - started)) / (len(left) - number)
         us = caller.visit(index, task.points[index], budget_s, must=turn == 0)
         if us is None:
             break
+        after = caller.reference()
         if rank == 0:
-            results.put(Visit(index, us))
+            results.put(Visit(index, us, max(before, after)))
+        before = after
     if rank == 0:
         results.put(Done())
     dist.destroy_process_group()
@@ -84,17 +97,27 @@ class _Caller:
     def __init__(self, rank: int, task: Task, device: torch.device) -> None:
         self._device = device
         self._groups: dict[int, dist.ProcessGroup] = {}
+        self._meshes: dict[int, DeviceMesh] = {}
         for ranks in dict.fromkeys(point.ranks for point in task.points):
             for first in range(0, task.world, ranks):
                 members = list(range(first, first + ranks))
                 group = dist.new_group(members, timeout=GROUP_TIMEOUT)
                 if rank in members:
                     self._groups[ranks] = group
+                    self._meshes[ranks] = DeviceMesh.from_group(group, device.type)
         count = max(point.bytes for point in task.points) // ITEM
         # Written once: the system gives memory only then.
         self._given = torch.zeros(count, dtype=torch.float32, device=device)
         self._got = torch.zeros(count, dtype=torch.float32, device=device)
         self._estimates: dict[int, float] = {}
+
+    def reference(self) -> float:
+        """µs of a fixed exchange among all ranks, the same on all; 0 on GPUs, which are nobody else's."""
+        if self._device.type != "cpu":
+            return 0.0
+        tensor = self._given[: REFERENCE_BYTES // ITEM]
+        found = self._burst(lambda: (dist.broadcast(tensor, 0), None)[1], REFERENCE_BATCHES, REFERENCE_CALLS)
+        return self._agreed(statistics.median(found))[0]
 
     def visit(self, index: int, point: Point, budget_s: float, must: bool) -> float | None:
         """Median µs of a call, the slowest rank of all groups counting, within about ``budget_s``.
@@ -111,6 +134,9 @@ class _Caller:
         if budget_us <= 0 and not must:
             return None
         batch = int(min(MOST_BATCH, max(1.0, BATCH_US / max(estimate, 0.1))))
+        if point.op in (STEP, SLICE):
+            # The host's time, which differs from call to call and from rank to rank.
+            batch = MOST_BATCH
         fewest = FEWEST_LONG if estimate > LONG_US else FEWEST
         samples = int(min(MOST, max(fewest, budget_us / (estimate * batch) - 1)))
         dist.barrier()
@@ -150,6 +176,8 @@ class _Caller:
         return [before.elapsed_time(after) * 1e3 / batch for before, after in pairwise(events)]
 
     def _call(self, point: Point) -> Callable[[], None]:
+        if point.op in (STEP, SLICE):
+            return self._step(point)
         group, count = self._groups[point.ranks], point.bytes // ITEM
         given, got, part = self._given[:count], self._got[:count], count // point.ranks
         first = dist.get_global_rank(group, 0)
@@ -159,6 +187,15 @@ class _Caller:
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(got[:part], given, group=group),
             "all_to_all": lambda: dist.all_to_all_single(got, given, group=group),
             "broadcast": lambda: dist.broadcast(given, first, group=group),
+            COPY: lambda: got.copy_(given),
         }
         call = calls[point.op]
         return lambda: (call(), None)[1]
+
+    def _step(self, point: Point) -> Callable[[], None]:
+        placements: dict[str, Placement] = {"P": Partial(), "R": Replicate(), "S(0)": Shard(0)}
+        local = self._given[: point.bytes // ITEM].view(point.ranks, -1)
+        meta = TensorMeta(local.shape, local.stride(), local.dtype)
+        mesh = self._meshes[point.ranks]
+        source, target = (DTensorSpec(mesh, (placements[name],), meta) for name in point.op.split(" -> "))
+        return lambda: (redistribute_local_tensor(local, source, target), None)[1]

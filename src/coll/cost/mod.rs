@@ -18,7 +18,7 @@ use crate::topo;
 use crate::topo::cost::{self, Link, Way};
 use algorithms::Algorithms;
 use hardware::{Device, Hardware};
-use profile::{Group, Profile};
+use profile::{Group, Local, Profile};
 use std::path::PathBuf;
 
 /// Where prices come from.
@@ -51,6 +51,8 @@ pub struct Model {
     basis: Basis,
     dims: Vec<Dim>,
     origin: String,
+    reference_us: f64,
+    local: Option<Local>,
 }
 
 #[derive(Debug)]
@@ -98,7 +100,8 @@ impl Model {
     pub fn of_profile(mesh: &Mesh, (profile, path): (Profile, PathBuf)) -> Result<Self> {
         let (links, _) = detected(mesh)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
-        Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
+        let made = Self::new(Basis::Measured, mesh, links, Some(&profile), origin)?;
+        Ok(Self { reference_us: profile.measured.reference_us, local: profile.local, ..made })
     }
 
     fn new(basis: Basis, mesh: &Mesh, links: Vec<Link>, profile: Option<&Profile>, origin: String) -> Result<Self> {
@@ -112,7 +115,7 @@ impl Model {
             )));
         }
         let dims = mesh.ranks.iter().zip(links).map(|(&ranks, link)| dim(mesh, ranks, link, profile)).collect::<Result<_>>()?;
-        Ok(Self { basis, dims, origin })
+        Ok(Self { basis, dims, origin, reference_us: 0.0, local: None })
     }
 
     fn dim(&self, dim: usize) -> Result<&Dim> {
@@ -159,6 +162,16 @@ impl Model {
     /// What each dimension runs over.
     pub fn dim_links(&self) -> impl Iterator<Item = Link> {
         self.dims.iter().map(|dim| dim.link)
+    }
+
+    /// [`Measured::reference_us`](profile::Measured::reference_us) of the profile; 0 without one.
+    pub fn reference_us(&self) -> f64 {
+        self.reference_us
+    }
+
+    /// What steps of a redistribution take beside their collectives, if that was measured.
+    pub fn local(&self) -> Option<Local> {
+        self.local
     }
 
     /// Where it all comes from, for people.

@@ -35,6 +35,9 @@ pub struct Profile {
     pub hardware: Hardware,
     /// By number of ranks in a group.
     pub groups: Vec<Group>,
+    /// If it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub local: Option<Local>,
 }
 
 /// When and how a profile was made.
@@ -49,6 +52,9 @@ pub struct Measured {
     pub command: String,
     /// Load averages before it.
     pub load: Vec<f64>,
+    /// What calibration's reference took, in microseconds, while the machine was in the state that was measured; 0 where there are no states.
+    #[serde(default)]
+    pub reference_us: f64,
 }
 
 /// Times of groups of one size, all groups of the job at work at once.
@@ -65,6 +71,18 @@ pub struct Group {
     pub stream_bytes: Option<u64>,
     /// One for each collective and algorithm.
     pub curves: Vec<Curve>,
+}
+
+/// What the steps of a redistribution take beside their collectives, as DTensor makes them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Local {
+    /// The host's time for a step with a collective, in microseconds.
+    pub step_us: f64,
+    /// For one that cuts a part from what every rank has.
+    pub slice_us: f64,
+    /// What a rank copies in its own memory while all do, in GB/s.
+    pub copy_gb_per_s: f64,
 }
 
 impl Profile {
@@ -100,6 +118,15 @@ impl Profile {
         }
         if self.groups.is_empty() {
             return refused("it has no groups".into());
+        }
+        let figures = self
+            .local
+            .iter()
+            .flat_map(|local| [("step_us", local.step_us), ("slice_us", local.slice_us), ("copy_gb_per_s", local.copy_gb_per_s)]);
+        for (name, value) in figures {
+            if !(value > 0.0 && value <= 1e9) {
+                return refused(format!("local: {name} is {value}; it must be above 0 and at most 1000000000"));
+            }
         }
         for (index, group) in self.groups.iter().enumerate() {
             if !(2..=ranks).contains(&group.ranks) {

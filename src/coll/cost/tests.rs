@@ -14,8 +14,9 @@ fn profile() -> (Profile, PathBuf) {
     let curves =
         vec![curve("all_reduce", "inline", &[(1024, 4.0), (8128, 6.0)]), curve("all_reduce", "staged", &[(8192, 9.0), (1 << 20, 70.0)])];
     let groups = vec![Group { ranks: 4, cuda_tuning: String::new(), stream_bytes: None, curves }];
-    let measured = Measured { date: "2026-11-21".into(), software: String::new(), command: String::new(), load: vec![] };
-    (Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups }, "here.json".into())
+    let measured =
+        Measured { date: "2026-11-21".into(), software: String::new(), command: String::new(), load: vec![], reference_us: 81.0 };
+    (Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups, local: None }, "here.json".into())
 }
 
 #[test]
@@ -25,6 +26,7 @@ fn a_measured_point_is_its_own_price() {
     assert_eq!(model.us("all_reduce", 1048576.0, 0), Ok(70.0));
     assert_eq!(model.algorithm("all_reduce", 1024.0, 0), Ok("inline"));
     assert_eq!((model.basis("all_reduce", 0), model.basis("broadcast", 0)), (Ok(Basis::Measured), Ok(Basis::Links)));
+    assert_eq!((model.reference_us(), model.local()), (81.0, None));
     assert!(model.origin().contains("2026-11-21") && model.origin().contains("here.json"), "{}", model.origin());
 }
 

@@ -16,6 +16,7 @@ fn right() -> Value {
         "version": VERSION,
         "measured": {"date": "2026-11-21", "software": "torch 2.11", "command": "tune", "load": [0.1]},
         "hardware": hardware(4),
+        "local": {"step_us": 50.0, "slice_us": 20.0, "copy_gb_per_s": 10.0},
         "groups": [{
             "ranks": 4,
             "stream_bytes": 1000,
@@ -62,7 +63,7 @@ fn the_algorithm_chooses_the_curve() {
 
 #[test]
 fn faults_are_sentences() {
-    let cases: [(&str, Change); 17] = [
+    let cases: [(&str, Change); 19] = [
         ("it is not a profile: its \"format\" is not \"torch_symm profile\"", |v| v["format"] = json!("bench")),
         ("its version is 2, this torch_symm reads 1", |v| v["version"] = json!(2)),
         ("its version is -1, this torch_symm reads 1", |v| v["version"] = json!(-1)),
@@ -72,6 +73,8 @@ fn faults_are_sentences() {
         ("unknown field `speed`", |v| v["hardware"]["speed"] = json!(1)),
         ("a job of 1 ranks; from 2 to 128 are possible", |v| v["hardware"]["ranks"] = json!(1)),
         ("a group of 8 ranks in a job of 4", |v| v["groups"][0]["ranks"] = json!(8)),
+        ("local: slice_us is -1; it must be above 0 and at most 1000000000", |v| v["local"]["slice_us"] = json!(-1.0)),
+        ("missing field `step_us`", |v| drop(v["local"].as_object_mut().map(|o| o.remove("step_us")))),
         ("it has no groups", |v| v["groups"] = json!([])),
         ("two entries for groups of 4 ranks", |v| v["groups"] = json!([v["groups"][0], v["groups"][0]])),
         ("groups of 4 ranks: \"sum\" is no collective", |v| v["groups"][0]["curves"][0]["op"] = json!("sum")),
