@@ -12,7 +12,7 @@ READS = {
     *("add", "admit", "count", "crowd", "get", "no_pieces", "share", "store_memory", "store_through", "version"),
     *("blocking_wait", "own_profiles", "sequence", "set_timeout", "timeout"),
     *("buffer_table", "buffers", "bytes", "global_ranks", "is_current", "pad_table", "pads", "rank_table"),
-    *("gb_per_s", "origin", "trip_us"),
+    *("gb_per_s", "local", "origin", "reference_us", "trip_us"),
 }
 
 
