@@ -260,6 +260,9 @@ class Round:
         """Whether this is how the fault must look from here."""
         fault, text = self.program.fault, str(failure.error)
         felt = self.victim and fault.kind in faults.FELT
+        if fault.kind == "argument" and failure.where.startswith("pending"):
+            # The refused call made the group fail, on this rank as on others, while a call before it was under way.
+            felt = False
         types = faults.FELT[fault.kind] if felt else faults.HEARD[fault.kind]
         if failure.where == "joining":
             types = faults.JOINING
