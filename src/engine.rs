@@ -57,7 +57,7 @@ struct State {
     callers: usize,
     /// Workers that are not inside a completion.
     ready: usize,
-    /// Within [`GRACE`].
+    /// None, or within [`GRACE`].
     grace: Duration,
     /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
     asleep: Asleep,

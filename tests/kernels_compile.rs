@@ -20,6 +20,8 @@ const THOROUGH: Arch = ARCHS[1];
 
 /// Numbers of ranks. Programs unroll over them, so that each may need another number of registers.
 const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
+/// Its ends and one between.
+const FEW_WORLDS: [u32; 3] = [2, 3, 8];
 
 /// For programs that look at elements: each width, and each kind of accumulator.
 const ELEMENTS: [(DType, ReduceOp); 6] = [
@@ -74,11 +76,11 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     };
     let mut all = Vec::new();
     for (arch, variant) in ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant))) {
-        // Every number of ranks on one architecture, on the others the ends and one between, for time's sake.
+        // Every number of ranks on one architecture, on the others a few, for time's sake.
         let thorough = arch == THOROUGH;
-        for world in WORLDS.filter(|world| thorough || [2, 3, 8].contains(world)) {
+        for world in WORLDS.filter(|world| thorough || FEW_WORLDS.contains(world)) {
             // The last rank where the order of visits wraps around.
-            let ranks = if thorough && [2, 3, 8].contains(&world) { vec![0, world - 1] } else { vec![0] };
+            let ranks = if thorough && FEW_WORLDS.contains(&world) { vec![0, world - 1] } else { vec![0] };
             let gates: &[bool] = if mentions(program.text, "#ifdef SYMM_GATED") { &[false, true] } else { &[false] };
             let with = |(rank, gated)| (Variant { world, rank, gated, ..variant }, arch);
             all.extend(ranks.into_iter().flat_map(|rank| gates.iter().map(move |&gated| (rank, gated))).map(with));

@@ -86,9 +86,10 @@ class MeshTopoInfo:
 
         ``collective``: whether it has one. 0 where that was not measured, as in torch's model.
         """
-        if self._prices.local is None:
+        local = self._prices.local
+        if local is None:
             return 0.0
-        step_us, slice_us, copy_gb_per_s = self._prices.local
+        step_us, slice_us, copy_gb_per_s = local
         return (step_us if collective else slice_us) + copied / copy_gb_per_s / 1e3
 
     def _dim(self, mesh_dim: int) -> int:

@@ -118,10 +118,11 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
         with progress("comparing", 2 * thresholds.count(world, ops, largest)) as heard:
             settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, heard)
         left -= SEARCH * given.seconds
+    bare = profile.bare(here, settings)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
-        bare = Path(folder) / "bare.json"
-        profile.write(bare, profile.bare(here, settings))
-        known = {ranks: profile.prices(device, ranks, world, "measured", bare) for ranks in sizes.group_sizes(world)}
+        draft = Path(folder) / "bare.json"
+        profile.write(draft, bare)
+        known = {ranks: profile.prices(device, ranks, world, "measured", draft) for ranks in sizes.group_sizes(world)}
         todo = []
         for ranks in sizes.group_sizes(world):
             for op in ops:
@@ -129,12 +130,12 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
                 todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known[ranks])]
         if len(ops) == len(OPS):
             todo += sizes.local(world)
-        launches = _measure("calibrating", device, world, todo, left, bare)
+        launches = _measure("calibrating", device, world, todo, left, draft)
     reference_us = state(launches)
     found, share = all_times(launches, reference_us)
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
-    profile.write(path, profile.assemble(profile.bare(here, settings), found, measured, known))
+    profile.write(path, profile.assemble(bare, found, measured, known))
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)

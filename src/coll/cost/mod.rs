@@ -100,8 +100,7 @@ impl Model {
     pub fn of_profile(mesh: &Mesh, (profile, path): (Profile, PathBuf)) -> Result<Self> {
         let (links, _) = detected(mesh)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
-        let made = Self::new(Basis::Measured, mesh, links, Some(&profile), origin)?;
-        Ok(Self { reference_us: profile.measured.reference_us, local: profile.local, ..made })
+        Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
     }
 
     fn new(basis: Basis, mesh: &Mesh, links: Vec<Link>, profile: Option<&Profile>, origin: String) -> Result<Self> {
@@ -115,7 +114,8 @@ impl Model {
             )));
         }
         let dims = mesh.ranks.iter().zip(links).map(|(&ranks, link)| dim(mesh, ranks, link, profile)).collect::<Result<_>>()?;
-        Ok(Self { basis, dims, origin, reference_us: 0.0, local: None })
+        let reference_us = profile.map_or(0.0, |profile| profile.measured.reference_us);
+        Ok(Self { basis, dims, origin, reference_us, local: profile.and_then(|profile| profile.local) })
     }
 
     fn dim(&self, dim: usize) -> Result<&Dim> {
