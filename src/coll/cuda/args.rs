@@ -55,7 +55,7 @@ pub struct Staging {
     pub slots: u64,
     /// Distance of slots.
     pub slot_bytes: u32,
-    /// Bytes of a chunk in this call.
+    /// Bytes of a chunk in this call, but in exchanges.
     pub chunk_bytes: u32,
     /// Blocks of each role.
     pub lanes: u32,

@@ -13,10 +13,8 @@ pub enum Plan {
     Exchange {
         /// Blocks of the low-latency protocol.
         ll_blocks: u32,
-        /// Lanes of staging.
+        /// Lanes of staging. Each message has chunks by its own length.
         lanes: u32,
-        /// Bytes of a chunk.
-        chunk: u32,
     },
     /// One trip, flags in the data.
     ReduceLowLatency {
@@ -96,10 +94,10 @@ impl Plan {
 impl Plan {
     /// The plan for the kernel number `index` of a call that takes several: only the first has a low-latency part.
     pub fn of_segment(self, index: usize) -> Self {
-        if let Plan::Exchange { lanes, chunk, .. } = self
+        if let Plan::Exchange { lanes, .. } = self
             && index > 0
         {
-            return Plan::Exchange { ll_blocks: 0, lanes, chunk };
+            return Plan::Exchange { ll_blocks: 0, lanes };
         }
         self
     }
@@ -211,7 +209,7 @@ impl Tuning {
 
 /// Blocks of the low-latency protocol where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
-/// Shorter chunks are not worth a fence.
+/// Shorter chunks are not worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
 
 /// Whether a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
@@ -264,14 +262,10 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
         Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll => Plan::Exchange {
-            ll_blocks: UNKNOWN_LL_BLOCKS,
-            lanes: tuning.lanes.min(layout.few_lanes()) as u32,
-            chunk: layout.slot_bytes() as u32,
-        },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0, chunk: 0 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes, chunk },
-        Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0, chunk: 0 },
+        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: tuning.lanes.min(layout.few_lanes()) as u32 },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes },
+        Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Broadcast => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk },
@@ -286,7 +280,7 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
 
 /// The plan for sends and receives: nobody but the two ends knows of them.
 pub fn transfers(layout: &Layout, tuning: &Tuning) -> Plan {
-    Plan::Exchange { ll_blocks: 0, lanes: tuning.lanes.min(layout.lanes()) as u32, chunk: layout.slot_bytes() as u32 }
+    Plan::Exchange { ll_blocks: 0, lanes: tuning.lanes.min(layout.lanes()) as u32 }
 }
 
 /// Longest message that `plan` sends with flags in the data.
@@ -350,12 +344,8 @@ mod tests {
                         let units = bytes.div_ceil(UNIT);
                         match choose(&call(*op, DType::BF16, bytes), &facts) {
                             Plan::Nothing => panic!("{op:?} of {bytes} bytes"),
-                            Plan::Exchange { ll_blocks, lanes, chunk } => {
-                                assert!(
-                                    ll_blocks as usize <= layout.ll_blocks()
-                                        && lanes as usize <= layout.lanes()
-                                        && chunk as usize <= layout.slot_bytes()
-                                );
+                            Plan::Exchange { ll_blocks, lanes } => {
+                                assert!(ll_blocks as usize <= layout.ll_blocks() && lanes as usize <= layout.lanes());
                                 assert!(lanes > 0 || units <= ll_blocks as usize * LL_UNITS);
                             }
                             Plan::ReduceLowLatency { blocks } => {

@@ -358,10 +358,10 @@ impl Site<'_> {
     }
 
     fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, gated: bool, gate: Gate) -> Launch {
-        let Plan::Exchange { ll_blocks, lanes, chunk } = plan else {
+        let Plan::Exchange { ll_blocks, lanes } = plan else {
             unreachable!("only exchanges come here");
         };
-        let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, chunk));
+        let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, gate };
         let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
         let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);

@@ -173,10 +173,10 @@ KERNEL(exchange, ExchangeArgs) {
     // A block of the low-latency protocol alone.
   } else if (role == 0) {
     Stage stage(args.common, args.staging, lane);
-    send_pieces(stage, args.out, to, [](Unit v) { return v; });
+    send_pieces(stage, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
   } else if (role == 1) {
     Stage stage(args.common, args.staging, lane);
-    take_pieces(stage, args.bytes, from, CopyOut{args.to, args.bytes});
+    take_pieces(stage, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut{args.to, args.bytes});
   } else {
     keep_own(args, lane, lanes);
   }

@@ -10,28 +10,31 @@ struct Outgoing {
 };
 
 // Sends every message in chunks. `lift` is what happens to a unit on its way.
-template <typename Lift>
-DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, Lift lift) {
+template <typename ChunkOf, typename Lift>
+DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
   u32* counts = stage.words(RANK)->sent;
   u32 sent[WORLD], credit[WORLD];
   stage.load_counts(counts, sent);
   stage.load_credit(credit);
+  u32 chunk[WORLD];
   u64 steps = 0;
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
-    steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r])) : steps;
+    chunk[r] = chunk_of(out.bytes[r]);
+    steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r], chunk[r])) : steps;
   }
   for (u64 step = 0; step < steps; ++step) {
-    const u64 start = stage.start(step);
     u32 peers = 0;
     u32 longest = 0;
     u32 units[WORLD];
+    u64 start[WORLD];
     Unit* slot[WORLD];
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
-      units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step)) : 0;
+      units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
+      start[r] = stage.start(step, chunk[r]);
       slot[r] = stage.slot(r, RANK, sent[r]);
       longest = units[r] > longest ? units[r] : longest;
       if (units[r] > 0) {
@@ -46,7 +49,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, Lift lift) {
 #pragma unroll
         for (u32 u = 0; u < AT; ++u) {
           const u32 at = i + u * threads();
-          const u64 offset = start + (u64)at * 16;
+          const u64 offset = start[(RANK + 1) % WORLD] + (u64)at * 16;
           if (at < longest) {
             v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
           }
@@ -69,10 +72,10 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, Lift lift) {
 #pragma unroll
         for (u32 u = 0; u < AT_ONCE; ++u) {
           const u32 at = i + u * threads();
-          const u64 offset = start + (u64)at * 16;
 #pragma unroll
           for (u32 k = 1; k < WORLD; ++k) {
             const u32 r = (RANK + k) % WORLD;
+            const u64 offset = start[r] + (u64)at * 16;
             if (at < units[r]) {
               v[u][r] = load_unit(out.from[r] + offset, out.bytes[r] - offset);
             }
@@ -98,34 +101,39 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, Lift lift) {
   stage.save_counts(counts, sent);
 }
 
-// Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(offset, units, slot)` reads the chunk that begins at
-// byte `offset` of each message, `units[r]` units at `slot[r]`.
-template <typename Take>
-DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, Take take) {
+// Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
+// byte `start[r]` of each message, `units[r]` units at `slot[r]`.
+template <typename ChunkOf, typename Take>
+DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
   u32* counts = stage.words(RANK)->taken;
   u32 taken[WORLD];
   stage.load_counts(counts, taken);
+  u32 chunk[WORLD];
   u64 steps = 0;
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
-    steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r])) : steps;
+    chunk[r] = chunk_of(bytes[r]);
+    steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps;
   }
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 units[WORLD];
+    u64 start[WORLD];
     const Unit* slot[WORLD];
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
-      units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step)) : 0;
+      units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step, chunk[r])) : 0;
+      start[r] = stage.start(step, chunk[r]);
       slot[r] = stage.slot(RANK, r, taken[r]);
       peers |= units[r] > 0 ? 1u << r : 0;
     }
     units[RANK] = 0;
+    start[RANK] = 0;
     slot[RANK] = nullptr;
     stage.await_arrival(taken, peers);
-    take(stage.start(step), units, slot);
+    take(start, units, slot);
     sync_block();
     stage.give_back(taken, peers);
     advance(taken, peers);
@@ -138,7 +146,7 @@ struct CopyOut {
   u8* const* to;
   const u64* bytes;
 
-  DEVICE void operator()(u64 start, const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+  DEVICE void operator()(const u64 (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
     u32 longest = 0;
 #pragma unroll
     for (u32 r = 0; r < WORLD; ++r) {
@@ -158,10 +166,10 @@ struct CopyOut {
       }
 #pragma unroll
       for (u32 u = 0; u < AT_ONCE; ++u) {
-        const u64 offset = start + (u64)(i + u * threads()) * 16;
 #pragma unroll
         for (u32 k = 1; k < WORLD; ++k) {
           const u32 r = (RANK + k) % WORLD;
+          const u64 offset = start[r] + (u64)(i + u * threads()) * 16;
           if (i + u * threads() < units[r]) {
             store_unit(to[r] + offset, v[u][r], bytes[r] - offset);
           }

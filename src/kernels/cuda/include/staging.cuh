@@ -25,10 +25,13 @@ struct Staging {
   u64 words;
   u64 slots;
   u32 slot_bytes;
-  // Bytes of a chunk in this call, at most a slot.
+  // Bytes of a chunk in this call, at most a slot; in exchanges each message has its own (`ChunkOfMessage`).
   u32 chunk_bytes;
   u32 lanes;
 };
+
+// Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
+#define MIN_CHUNK 4096u
 
 // What a block of a staged kernel does. Blocks of a lane stand side by side: a device that has no room for all blocks of all kernels at
 // once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
@@ -59,19 +62,19 @@ struct Stage {
     return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
   }
 
-  // Chunks of a message that are this lane's.
-  DEVICE u64 chunks(u64 bytes) const {
-    const u64 all = (bytes + staging.chunk_bytes - 1) / staging.chunk_bytes;
+  // Of a message of `bytes` in chunks of `chunk`, how many are this lane's.
+  DEVICE u64 chunks(u64 bytes, u32 chunk) const {
+    const u64 all = (bytes + chunk - 1) / chunk;
     return all <= lane ? 0 : (all - lane + staging.lanes - 1) / staging.lanes;
   }
 
   // Where the lane's chunk `step` begins in its message.
-  DEVICE u64 start(u64 step) const { return (step * staging.lanes + lane) * (u64)staging.chunk_bytes; }
+  DEVICE u64 start(u64 step, u32 chunk) const { return (step * staging.lanes + lane) * (u64)chunk; }
 
   // How many of `bytes` lie in the lane's chunk `step`.
-  DEVICE u64 length(u64 bytes, u64 step) const {
-    const u64 first = start(step);
-    return first >= bytes ? 0 : smaller(bytes - first, staging.chunk_bytes);
+  DEVICE u64 length(u64 bytes, u64 step, u32 chunk) const {
+    const u64 first = start(step, chunk);
+    return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
   // Every thread for itself: until `peer` has read the chunk that lies where chunk `number` goes. `seen` is the credit last seen.
@@ -161,3 +164,24 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 
 // Units that a thread moves at once for each peer, so that some 8 loads are under way.
 #define AT_ONCE (WORLD >= 8 ? 1u : WORLD >= 4 ? 2u : 4u)
+
+// Every message has chunks of the same length.
+struct ChunkOfCall {
+  u32 bytes;
+
+  DEVICE u32 operator()(u64) const { return bytes; }
+};
+
+// Messages differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too long. Both ends compute
+// the same.
+struct ChunkOfMessage {
+  const Staging& staging;
+
+  DEVICE u32 operator()(u64 bytes) const {
+    const u32 lanes = staging.lanes;
+    const u32 part = ((u32)smaller(bytes, (u64)staging.slot_bytes * lanes) + lanes - 1) / lanes;
+    const u32 chunk = (part + 511) / 512 * 512;
+    const u32 least = staging.slot_bytes < MIN_CHUNK ? staging.slot_bytes : MIN_CHUNK;
+    return chunk < least ? least : chunk < staging.slot_bytes ? chunk : staging.slot_bytes;
+  }
+};

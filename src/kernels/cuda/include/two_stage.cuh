@@ -46,7 +46,7 @@ DEVICE void scatter(const TwoStageArgs& args, u32 lane, Lift lift) {
   }
   out.same = 0;
   Stage stage(args.common, args.scatter, lane);
-  send_pieces(stage, out, ~0u, lift);
+  send_pieces(stage, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
 // Where results go other than into slots: for the ranks in `ranks`, a bit each, into their tensors, which begin at `at`.
@@ -68,10 +68,11 @@ DEVICE void spread_to(const TwoStageArgs& args, u32 lane, u32 sources, u32 targe
   in.load_counts(in.words(RANK)->taken, taken);
   out.load_counts(out.words(RANK)->sent, sent);
   out.load_credit(credit);
-  const u64 steps = in.chunks(bytes);
+  const u32 chunk = args.scatter.chunk_bytes;
+  const u64 steps = in.chunks(bytes, chunk);
   for (u64 step = 0; step < steps; ++step) {
-    const u32 units = (u32)units_of(in.length(bytes, step));
-    const u64 first = own + in.start(step);
+    const u32 units = (u32)units_of(in.length(bytes, step, chunk));
+    const u64 first = own + in.start(step, chunk);
     const Unit* slot[WORLD];
     Unit* to[WORLD];
 #pragma unroll
@@ -130,5 +131,5 @@ DEVICE void gather(const TwoStageArgs& args, u32 lane) {
     to[r] = args.to + start[r];
   }
   Stage stage(args.common, args.spread, lane);
-  take_pieces(stage, length, ~0u, CopyOut{to, length});
+  take_pieces(stage, length, ~0u, ChunkOfCall{args.spread.chunk_bytes}, CopyOut{to, length});
 }

@@ -64,7 +64,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   if (role == 0) {
     Stage stage(args.common, args.staging, lane);
     const double factor = args.factor;
-    send_pieces(stage, args.out, everybody, [factor](Unit v) { return lift(v, factor); });
+    send_pieces(stage, args.out, everybody, ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
     return;
   }
   if (args.to == nullptr) {
@@ -77,10 +77,11 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
     bytes[r] = args.bytes;
   }
   const u8* own = args.out.from[RANK];
-  take_pieces(stage, bytes, everybody, [&](u64 start, const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
+  const ChunkOfCall chunk_of{args.staging.chunk_bytes};
+  take_pieces(stage, bytes, everybody, chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
     const u32 count = units[(RANK + 1) % WORLD];
     for (u32 i = thread(); i < count; i += threads()) {
-      const u64 offset = start + (u64)i * 16;
+      const u64 offset = start[(RANK + 1) % WORLD] + (u64)i * 16;
       store_unit(args.to + offset, sum_of(slot, i, load_unit(own + offset, args.bytes - offset), args.factor), args.bytes - offset);
     }
   });
