@@ -206,6 +206,7 @@ pub mod ffi {
     /// What `coll::fused::gather` says, or why there is nothing.
     struct GatherPlan {
         status: Status,
+        own_early: bool,
         products: Vec<ShardRun>,
     }
 

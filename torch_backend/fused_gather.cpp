@@ -42,6 +42,9 @@ class GatherCall {
     // Copies go ahead of the products by one group, so that the host enqueues them before the link has nothing to do.
     auto arrived = pull(turn, count == 0 ? 0 : plan_.products[0].arrived);
     multiply(workspace_.rank(), 1, shard_);
+    if (own_rows_too && plan_.own_early) {
+      copy_own_rows();
+    }
     while (next < count) {
       const auto of = plan_.products[next].arrived;
       lanes_.after(Lane::Main, arrived);
@@ -57,8 +60,8 @@ class GatherCall {
         multiply(run.first, run.count, rows(gathered_, run.first, run.count));
       }
     }
-    if (own_rows_too) {
-      lanes_.on(Lane::Pull, [&] { rows(gathered_, workspace_.rank(), 1).copy_(shard_); });
+    if (own_rows_too && !plan_.own_early) {
+      lanes_.on(Lane::Pull, [&] { copy_own_rows(); });
     }
   }
 
@@ -102,6 +105,10 @@ class GatherCall {
       }
     });
     return lanes_.mark(Lane::Pull);
+  }
+
+  void copy_own_rows() const {
+    rows(gathered_, workspace_.rank(), 1).copy_(shard_);
   }
 
   void multiply(size_t first, size_t count, const at::Tensor& left) {

@@ -18,14 +18,16 @@ fn product(spec: &ProductSpec) -> Result<(Product, Facts)> {
 }
 
 pub(super) fn plan_gather(spec: &ProductSpec) -> GatherPlan {
-    let mut products = Vec::new();
+    let (mut own_early, mut products) = (false, Vec::new());
     let status = guarded(|| {
         let (product, facts) = product(spec)?;
         let plan = fused::gather(spec.size, spec.rank, &product, &facts);
-        products = plan.iter().map(|run| ShardRun { first: run.ranks.start, count: run.ranks.len(), arrived: run.arrived }).collect();
+        own_early = plan.own_early;
+        products =
+            plan.products.iter().map(|run| ShardRun { first: run.ranks.start, count: run.ranks.len(), arrived: run.arrived }).collect();
         Ok(())
     });
-    GatherPlan { status, products }
+    GatherPlan { status, own_early, products }
 }
 
 pub(super) fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status {

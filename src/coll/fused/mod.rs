@@ -11,7 +11,7 @@ mod scatter;
 mod tests;
 
 pub use facts::of_device;
-pub use gather::{Shards, gather};
+pub use gather::{Gather, Shards, gather};
 pub use scatter::pulled;
 
 /// The product of one rank's rows: `rows × depth` times `depth × columns`.

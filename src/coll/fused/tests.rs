@@ -45,7 +45,7 @@ fn every_shard_is_multiplied_once_and_not_before_it_came() {
     for n in 2..=16 {
         for rank in 0..n {
             for rows in [1, 128, 512, 2048] {
-                let plan = gather(n, rank, &bf16(rows, 1024, 8192), &H200);
+                let plan = gather(n, rank, &bf16(rows, 1024, 8192), &H200).products;
                 let mut seen = vec![false; n];
                 let mut before = 0;
                 for Shards { ranks, arrived } in &plan {
@@ -66,7 +66,8 @@ fn every_shard_is_multiplied_once_and_not_before_it_came() {
 fn groups_of_the_shapes_that_are_measured() {
     // Few rows: the link takes longer than all products. Many: products do, and larger groups fill their waves.
     for (rows, columns, bound_by_link) in [(512, 1024, true), (2048, 1024, true), (1024, 3584, false)] {
-        let plan = gather(8, 3, &bf16(rows, columns, 8192), &H200);
+        let Gather { own_early, products: plan } = gather(8, 3, &bf16(rows, columns, 8192), &H200);
+        assert!(own_early || !bound_by_link, "{plan:?}");
         let groups = groups(&plan);
         assert_eq!(groups.iter().sum::<usize>(), 7, "{plan:?}");
         assert!(groups.last() <= groups.iter().max(), "a large last group: {groups:?}");
@@ -79,13 +80,20 @@ fn groups_of_the_shapes_that_are_measured() {
 }
 
 #[test]
+fn the_own_rows_are_copied_while_the_link_is_waited_for() {
+    let product = bf16(1024, 3584, 8192);
+    assert!(gather(8, 3, &product, &Facts { link: 100.0, ..H200 }).own_early);
+    assert!(!gather(8, 3, &product, &Facts { link: 1e9, ..H200 }).own_early);
+}
+
+#[test]
 fn a_group_that_wraps_is_two_products() {
     // On a link so fast that nothing is worth waiting less for.
-    let plan = gather(4, 2, &bf16(128, 256, 64), &Facts { link: 1e9, ..H200 });
+    let plan = gather(4, 2, &bf16(128, 256, 64), &Facts { link: 1e9, ..H200 }).products;
     let of = |ranks, arrived| Shards { ranks, arrived };
     let wrapped = plan.iter().all(|shards| shards.ranks.start == 3 || shards.ranks.end <= 2);
     assert!(wrapped, "{plan:?}");
-    assert_eq!(gather(2, 1, &bf16(128, 256, 64), &H200), [of(0..1, 1)]);
+    assert_eq!(gather(2, 1, &bf16(128, 256, 64), &H200).products, [of(0..1, 1)]);
 }
 
 #[test]
