@@ -97,14 +97,14 @@ def test_the_best_peer_is_never_our_own() -> None:
 
 def test_host_time_is_told_apart() -> None:
     figures = {
-        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5),
+        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5, launch_us=5.0),
         "nccl": Figure(eager_us=30.0, host_us=25.0, group_us=22.0, backend_us=21.0),
         "torch two-shot": Figure(eager_us=10.0),
     }
     text = io.StringIO()
     write_tables([Measured(Cell("all_reduce", "bf16", 4, 64 * KB, 64 * KB), 20, figures)], text)
     lines = [line.split() for line in text.getvalue().splitlines()]
-    assert ["symm", "12.00", "3.00", "1.50", "7.50"] in lines
+    assert ["symm", "12.00", "3.00", "1.50", "7.50", "5.00"] in lines
     assert ["nccl", "25.00", "3.00", "1.00", "21.00"] in lines
     assert lines[-1][0] == "nccl"
 

@@ -1,4 +1,4 @@
-"""One all-reduce entered at three levels, so that the host's time can be told apart."""
+"""One all-reduce entered at three levels, and the launch at its end, so that the host's time can be told apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .calls import OPS, Call, Setting
+from .driver import empty_launch
 
 
 def entrances(at: Setting) -> dict[str, Call]:
@@ -15,7 +16,8 @@ def entrances(at: Setting) -> dict[str, Call]:
 
     * ``host``: ``dist.all_reduce``, as users call it;
     * ``group``: the method of ``ProcessGroup``: without the Python code of torch.distributed, through the dispatcher;
-    * ``backend``: the method of the backend itself, with the translation of its arguments from Python.
+    * ``backend``: the method of the backend itself, with the translation of its arguments from Python;
+    * ``launch``: on GPUs, the driver's launch of a kernel, which ends each of them.
     """
     tensors = [at.given(at.inputs.count)]
     options = dist.AllreduceOptions()
@@ -33,4 +35,7 @@ def entrances(at: Setting) -> dict[str, Call]:
 
     # Its stub lacks the collectives.
     backend: Any = at.group._get_backend(at.inputs.device)
-    return {"host": whole, "group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
+    calls = {"host": whole, "group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
+    if at.inputs.device.type == "cuda":
+        calls["launch"] = Call(lambda: None, empty_launch(), lambda _calls: None)
+    return calls

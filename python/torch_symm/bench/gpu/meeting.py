@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Barrier
 import torch
 
 MAX_TURNS = 16
-MODES = ("graph", "eager", "host", "group", "backend")
+MODES = ("graph", "eager", "host", "group", "backend", "launch")
 TEXT_BYTES = 1200
 # Longer than the launcher lets a run stand still.
 PATIENCE_S = 200.0

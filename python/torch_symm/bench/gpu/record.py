@@ -19,7 +19,8 @@ OURS = ("symm", "symm pool")
 class Figure:
     """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing.
 
-    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered (`host`).
+    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered (`host`);
+    ``launch_us``: in the driver's launch of an empty kernel.
     """
 
     graph_us: float | None = None
@@ -27,6 +28,7 @@ class Figure:
     host_us: float | None = None
     group_us: float | None = None
     backend_us: float | None = None
+    launch_us: float | None = None
     graph_turns: list[float] = field(default_factory=list)
     eager_turns: list[float] = field(default_factory=list)
     note: str | None = None

@@ -35,12 +35,13 @@ def write_tables(cells: Sequence[Measured], stream: TextIO | None = None) -> Non
 
 def _write_host(measured: Measured, stream: TextIO) -> None:
     """What the host spends in a call, and what of it is whose; differences of medians may be negative."""
-    headings = ["side", "dist.*", "its Python", "dispatcher", "backend"]
+    headings = ["side", "dist.*", "its Python", "dispatcher", "backend", "of that a launch"]
     lines = []
     for side, figure in measured.figures.items():
         host, group, backend = figure.host_us, figure.group_us, figure.backend_us
         if host is not None and group is not None and backend is not None:
-            lines.append([side, *(f"{us:.2f}" for us in (host, host - group, group - backend, backend))])
+            launch = "" if figure.launch_us is None else f"{figure.launch_us:.2f}"
+            lines.append([side, *(f"{us:.2f}" for us in (host, host - group, group - backend, backend)), launch])
     cell = measured.cell
     title = f"host time of a call, {cell.op} {cell.dtype} {format_size(cell.size)}, {cell.world} ranks, µs"
     write_table(title, headings, lines, stream)
