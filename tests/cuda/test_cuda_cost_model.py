@@ -14,6 +14,7 @@ import torch_symm
 from pool import WORLDS, Pool, device, needs_gpus, settle
 from torch.distributed.device_mesh import DeviceMesh
 from torch_symm.tensor import MeshTopoInfo
+from torch_symm.tune import profile, thresholds_cuda
 
 pytestmark = needs_gpus
 
@@ -62,3 +63,18 @@ def test_calibration_writes_a_profile_of_these_gpus(tmp_path: Path) -> None:
     curves = written["groups"][0]["curves"]
     assert {"one_shot", "exchange_low_latency"} <= {curve["algorithm"] for curve in curves}
     assert all(0.5 < us < 1e5 for curve in curves for us in curve["us"])
+    prices = profile.prices("cuda", 2, 2, "measured", path)
+    for curve in curves:
+        assert {prices.price(curve["op"], size, 0)[1] for size in curve["bytes"]} == {curve["algorithm"]}, curve
+
+
+def test_the_search_times_every_kernel_in_graphs() -> None:
+    heard: dict[tuple[str, int], list[float]] = {}
+    ops, largest = ("all_reduce", "broadcast"), 64 << 10
+    found = thresholds_cuda.search(
+        profile.key("cuda", 2), ops, largest, 3.0, lambda p, us: heard.setdefault((p.op, p.bytes), []).append(us)
+    )
+    assert set(found) <= {2} and set(heard) == {(op, size) for op in ops for size in (16 << 10, 32 << 10, 64 << 10)}
+    for (op, size), times in heard.items():
+        assert len(times) >= (3 if op == "all_reduce" else 2), "each way's"
+        assert all(0.5 < us < 1e5 for us in times), (op, size, times)

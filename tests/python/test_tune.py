@@ -15,7 +15,7 @@ import pytest
 import torch_symm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch_symm.tune import launch, plans, profile, thresholds
+from torch_symm.tune import launch, plans, profile, thresholds_cpu
 from torch_symm.tune.points import (
     LARGEST,
     OPS,
@@ -28,6 +28,7 @@ from torch_symm.tune.points import (
     rounded,
     switches,
 )
+from torch_symm.tune.thresholds import choose
 
 
 def tune(*arguments: str, expect: int = 0, env: dict[str, str] | None = None) -> str:
@@ -75,9 +76,9 @@ def priced(rank: int, world: int) -> list[tuple[float, str]]:
 
 def priced_afresh(env: dict[str, str]) -> list[list[list[object]]]:
     """What ``priced`` says on 2 ranks whose settings nobody has read before: tests may have done so in this process."""
-    here = str(Path(__file__).parent)
+    folders = os.pathsep.join(map(str, (Path(__file__).parent, Path(torch_symm.__file__).parents[1])))
     code = "import json, ranks, test_tune; print(json.dumps(ranks.run_ranks(test_tune.priced, 2)))"
-    environment = {**os.environ, "PYTHONPATH": here, **env}
+    environment = {**os.environ, "PYTHONPATH": folders, **env}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     answers: list[list[list[object]]] = json.loads(result.stdout.splitlines()[-1])
@@ -185,30 +186,30 @@ def test_only_visits_in_one_state_of_the_machine_count() -> None:
 def test_tensors_are_added_up_as_plans_do_it(ranks: int, op: str) -> None:
     known = profile.prices("cpu", ranks, 4, "links")
     default, unit = 48 << 20, 4 * ranks
-    edge = default // thresholds.touched(Point(ranks, op, 1)) // unit * unit
+    edge = default // thresholds_cpu.touched(Point(ranks, op, 1)) // unit * unit
     for size in (edge, edge + unit):
         streams = known.price(op, size, 0)[1] == "staged_streaming"
-        assert streams == (thresholds.touched(Point(ranks, op, size)) > default), size
+        assert streams == (thresholds_cpu.touched(Point(ranks, op, size)) > default), size
+        assert streams != thresholds_cpu.usual(ranks)(Point(ranks, op, size))
 
 
 def test_the_threshold_is_where_the_caches_stop_helping() -> None:
     sizes = [1 << 20, 4 << 20, 16 << 20, 64 << 20]
     own = [Point(4, "broadcast", size) for size in sizes]
-    assert [thresholds.touched(point) >> 20 for point in own] == [4, 16, 64, 256]
-    assert (
-        thresholds.touched(Point(4, "all_gather", 100)) == 500
-        and thresholds.touched(Point(2, "all_reduce", 100)) == 400
-    )
+    touched, edges = thresholds_cpu.touched, (thresholds_cpu.ALWAYS, thresholds_cpu.NEVER)
+    assert [touched(point) >> 20 for point in own] == [4, 16, 64, 256]
+    assert touched(Point(4, "all_gather", 100)) == 500 and touched(Point(2, "all_reduce", 100)) == 400
 
     def chosen(*ratios: float) -> int | None:
         """Of these times past the cache, times through it being 1."""
         cached = dict.fromkeys(own, 100.0)
-        return thresholds.choose(own, cached, {p: 100.0 * ratio for p, ratio in zip(own, ratios, strict=True)})
+        streamed = {point: 100.0 * ratio for point, ratio in zip(own, ratios, strict=True)}
+        return choose(own, touched, cached, streamed, thresholds_cpu.usual(4), edges)
 
     assert chosen(2.0, 2.0, 0.5, 0.5) is None, "that is the default"
     assert chosen(2.0, 0.5, 0.5, 0.5) == 8 << 20
     assert chosen(2.0, 2.0, 2.0, 0.5) == 128 << 20
-    assert (chosen(0.5, 0.5, 0.5, 0.5), chosen(2.0, 2.0, 2.0, 2.0)) == (thresholds.ALWAYS, 1 << 50)
+    assert (chosen(0.5, 0.5, 0.5, 0.5), chosen(2.0, 2.0, 2.0, 2.0)) == (1, 1 << 50)
     assert chosen(2.0, 1.02, 0.5, 0.5) is None and chosen(2.0, 0.99, 0.5, 0.5) is None, "not worth it"
 
 

@@ -9,7 +9,6 @@ import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -103,7 +102,7 @@ def _measure(title: str, device: str, world: int, points: list[Point], seconds: 
 
 
 def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
-    from . import profile, thresholds
+    from . import profile, thresholds_cpu, thresholds_cuda
     from .launch import all_times, state
 
     here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
@@ -114,14 +113,12 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
     say(f"{here.says}; load {load[0]}")
     started = time.monotonic()
     settings, left = _in_force(device, world), given.seconds
-    if device == "cpu":
-        with progress("comparing", 2 * thresholds.count(world, ops, largest)) as heard:
+    if not settings:
+        thresholds = thresholds_cuda if device == "cuda" else thresholds_cpu
+        with progress("comparing", thresholds.count(world, ops, largest)) as heard:
             settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, heard)
         left -= SEARCH * given.seconds
-    bare = profile.bare(here, settings)
-    with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
-        draft = Path(folder) / "bare.json"
-        profile.write(draft, bare)
+    with profile.draft(here, settings) as draft:
         known = {ranks: profile.prices(device, ranks, world, "measured", draft) for ranks in sizes.group_sizes(world)}
         todo = []
         for ranks in sizes.group_sizes(world):
@@ -135,7 +132,7 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
     found, share = all_times(launches, reference_us)
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
-    profile.write(path, profile.assemble(bare, found, measured, known))
+    profile.write(path, profile.assemble(profile.bare(here, settings), found, measured, known))
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)

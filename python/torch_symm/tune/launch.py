@@ -34,11 +34,12 @@ def measure(
     visits: int,
     heard: Callable[[Point, float], None],
     profile: Path | None = None,
+    graphs: bool = False,
 ) -> dict[Point, list[Visit]]:
     """The visits of each point; ``heard`` is told of each.
 
     ``world`` processes visit every point ``visits`` times, once at least, within about ``seconds``. ``profile``: whose
-    thresholds hold, in place of those that are found.
+    thresholds hold, in place of those that are found. ``graphs``: see :class:`torch_symm.tune.rank.Task`.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
@@ -49,7 +50,7 @@ def measure(
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
-        task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous)
+        task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
         with following(profile):
             processes = spawn(rank_process.main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
         for message in reported(processes, results, 1, rank_process.Done):

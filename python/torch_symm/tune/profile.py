@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -71,6 +72,15 @@ def bare(here: Key, settings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         "hardware": here.hardware,
         "groups": groups,
     }
+
+
+@contextmanager
+def draft(here: Key, settings: Mapping[int, dict[str, Any]]) -> Iterator[Path]:
+    """The file of a profile without times, for as long as it is measured under."""
+    with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
+        path = Path(folder) / "draft.json"
+        write(path, bare(here, settings))
+        yield path
 
 
 def assemble(

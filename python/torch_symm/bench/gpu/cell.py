@@ -104,7 +104,7 @@ class _Bench:
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def capture() -> None:
-            graphs.append(self._clock.capture(call, self._calls))
+            graphs.append(self._clock.capture(call.run, self._calls))
 
         def replay() -> str | None:
             call.reset()

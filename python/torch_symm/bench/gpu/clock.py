@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -21,14 +22,14 @@ class GpuClock:
 
     has_graphs = True
 
-    def capture(self, call: Call, calls: int) -> torch.cuda.CUDAGraph:
-        """A graph of ``calls`` calls."""
+    def capture(self, run: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        """A graph in which ``run`` is called ``calls`` times; it must have been called before."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Only this thread's doings count: the groups have threads that ask the driver for the state of events.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(calls):
-                call.run()
+                run()
         return graph
 
     def settle(self) -> None:

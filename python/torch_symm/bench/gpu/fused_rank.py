@@ -152,7 +152,7 @@ class Process:
             return wrong
         graph = None
         if self.clock.has_graphs:
-            graph = self.clock.capture(call, CALLS)
+            graph = self.clock.capture(call.run, CALLS)
             results[0].zero_()
             graph.replay()
             wrong = check(CALLS)
