@@ -36,12 +36,10 @@ struct Wait {
   bool over = false;
 };
 
-// Looks at the clock and at the host's memory once in so many turns of 0.3 to 0.7 µs: the first warp of a block after some milliseconds, the
-// others, which may be left waiting alone, after tens of them. Looks of a whole kernel at once take 0.3 ms, as they cross the host's bus one by
-// one. Peers wait for a kernel that is held up by that: if that made them look as well, each would hold up the other from then on.
-DEVICE u32 look_every() {
-  return thread() < 32 ? 1u << 13 : 1u << 15;
-}
+// Looks at the clock and at the host's memory once in so many turns of 0.3 to 0.7 µs. Those of a whole kernel take 0.3 ms, as they cross the
+// host's bus one by one. Peers wait for a kernel that is held up by that: if that made them look as well, each would hold up the other from
+// then on.
+#define LOOK_EVERY (1u << 14)
 
 // Whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
 // of the call are worthless then, and the host says why.
@@ -49,7 +47,7 @@ DEVICE bool patient(Wait& wait, const Common& common, u32 missing) {
   if (wait.over) {
     return false;
   }
-  if (++wait.turns % look_every() != 0) {
+  if (++wait.turns % LOOK_EVERY != 0) {
     return true;
   }
   const u64 now = clock_ns();
