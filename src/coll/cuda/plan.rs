@@ -131,8 +131,9 @@ impl Tuning {
     pub fn of(ranks: usize) -> Self {
         let one_shot_bytes = match ranks {
             0..=2 => 1 << 20,
-            3..=4 => 64 << 10,
-            _ => 32 << 10,
+            3..=4 => 192 << 10,
+            // By what travels, in proportion; not measured.
+            _ => 64 << 10,
         };
         Self {
             one_shot_bytes,
@@ -254,27 +255,28 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
         Op::AllGather | Op::ReduceScatter => !gated,
         Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => false,
     };
-    let (lanes, chunk) = lanes_of(longest, even, layout, tuning);
+    let lanes = lanes_of(longest, even, layout, tuning);
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
-    let (piece_lanes, piece_chunk) = lanes_of(longest.div_ceil(parts), even, layout, tuning);
+    let piece = longest.div_ceil(parts);
+    let piece_lanes = lanes_of(piece, even, layout, tuning);
+    // Two: the first is on its way in the second stage while the other is in the first.
+    let two_stage = Plan::TwoStage { lanes: piece_lanes, chunk: chunk_of(piece, piece_lanes, 2, layout) };
     match call.op {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
-        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => two_stage,
         Op::Broadcast if n == 1 => Plan::Nothing,
         Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: tuning.lanes.min(layout.few_lanes()) as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes },
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Broadcast => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+        Op::Broadcast => two_stage,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk },
+        Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) },
         Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
-        Op::AllReduce if can_be_marked(call.dtype) => {
-            on_marked_slots(longest, n, layout, tuning, gated).unwrap_or(Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk })
-        }
+        Op::AllReduce if can_be_marked(call.dtype) => on_marked_slots(longest, n, layout, tuning, gated).unwrap_or(two_stage),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::AllReduce | Op::Reduce => Plan::TwoStage { lanes: piece_lanes, chunk: piece_chunk },
+        Op::AllReduce | Op::Reduce => two_stage,
     }
 }
 
@@ -312,13 +314,16 @@ fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, gat
 /// full sooner. Shorter ones, and those of a broadcast, go through fewer lanes faster.
 const WIDE_BYTES: usize = 2 << 20;
 
-/// Lanes and chunk for messages of at most `bytes`: enough lanes to fill the link, chunks short enough that the first is read while the
-/// second is on its way.
-fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> (u32, u32) {
+/// Lanes for messages of at most `bytes`: enough to fill the link.
+fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> u32 {
     let most = if even && bytes >= WIDE_BYTES { layout.lanes() } else { layout.few_lanes() };
-    let lanes = bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(most));
-    let chunk = bytes.div_ceil(lanes * 2).next_multiple_of(512).clamp(MIN_CHUNK.min(layout.slot_bytes()), layout.slot_bytes());
-    (lanes as u32, chunk as u32)
+    bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(most)) as u32
+}
+
+/// Bytes of a chunk of such messages, so many of them for each lane if they are not too short or too long for that.
+fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &Layout) -> u32 {
+    let slot = layout.slot_bytes();
+    bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(slot), slot) as u32
 }
 
 #[cfg(test)]
