@@ -94,27 +94,24 @@ def _room(device: torch.device, size: int) -> Place:
     return Place(*(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)))
 
 
-def _new(backend: str) -> dist.ProcessGroup:
+def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
+    """A group that is set up: all ranks must come to the first call, as all do not when two exchange messages."""
     group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT)
-    return group
-
-
-def _first_call(group: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL makes its communicator at the first call."""
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()
+    return group
 
 
 def _ordinary(backend: str) -> Maker:
     def make(device: torch.device, size: int) -> Side:
-        return Side(backend, _new(backend), _room(device, size), remake=lambda: _new(backend))
+        return Side(backend, _new(backend, device), _room(device, size), remake=lambda: _new(backend, device))
 
     return make
 
 
 def _symm_pool(device: torch.device, size: int) -> Side:
-    group = _new("symm")
+    group = _new("symm", device)
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         raise NotThere("the group allocates no tensors on this device")
@@ -125,15 +122,13 @@ def _symm_pool(device: torch.device, size: int) -> Side:
 
 
 def _nccl(device: torch.device, size: int) -> Side:
-    group = _new("nccl")
-    _first_call(group, device)
+    group = _new("nccl", device)
     return Side("nccl", group, _room(device, size), builders=NCCL)
 
 
 def _nccl_window(device: torch.device, size: int) -> Side:
     # A group of its own: should registering fail half way, the other one is not harmed.
-    group = _new("nccl")
-    _first_call(group, device)
+    group = _new("nccl", device)
     backend = group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):
@@ -149,7 +144,7 @@ def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = N
         import torch.distributed._symmetric_memory as symmetric
 
         # Only its name and store are used, so NCCL never makes a communicator for it.
-        group = _new("nccl")
+        group: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=GROUP_TIMEOUT)
         room = symmetric.empty(size if limit is None else min(size, limit), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(room, group)
         place = Place(room, room)
