@@ -126,7 +126,7 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
                 grid = sizes.points([ranks], [op], sizes.calibrated(largest))
                 todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known[ranks])]
         if len(ops) == len(OPS):
-            todo += sizes.local(world)
+            todo += sizes.local(device, world)
         launches = _measure("calibrating", device, world, todo, left, draft)
     reference_us = state(launches)
     found, share = all_times(launches, reference_us)

@@ -14,7 +14,9 @@ OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 #: copy of what a rank has while all ranks copy.
 STEP, SLICE, COPY = "P -> R", "R -> S(0)", "copy"
 SMALLEST, LARGEST = 1 << 10, 256 << 20
-STEP_BYTES, COPY_BYTES = 1 << 10, 4 << 20
+STEP_BYTES = 1 << 10
+#: So long that beginning it does not count.
+COPY_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 #: Where the tensors of all ranks grow out of a last-level cache, times rise tenfold within a few doublings.
 CACHE_EDGE = range(1 << 20, 64 << 20)
 ITEM = 4
@@ -59,9 +61,9 @@ def points(worlds: Iterable[int], ops: Iterable[str], sizes: Iterable[int]) -> l
     return [Point(ranks, op, rounded(size, ranks)) for ranks in worlds for op in ops for size in sizes]
 
 
-def local(world: int) -> list[Point]:
+def local(device: str, world: int) -> list[Point]:
     """What :data:`STEP`, :data:`SLICE` and :data:`COPY` are measured at, and the collective of the step."""
-    sizes = {STEP: STEP_BYTES, SLICE: STEP_BYTES, "all_reduce": STEP_BYTES, COPY: COPY_BYTES}
+    sizes = {STEP: STEP_BYTES, SLICE: STEP_BYTES, "all_reduce": STEP_BYTES, COPY: COPY_BYTES[device]}
     return [Point(world, op, rounded(size, world)) for op, size in sizes.items()]
 
 

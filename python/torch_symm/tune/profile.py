@@ -17,7 +17,7 @@ import torch
 from torch_symm._native import load
 from torch_symm._version import __version__
 
-from .points import COPY_BYTES, OPS, Point, Priced, group_sizes, local
+from .points import OPS, Point, Priced, group_sizes, local
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,17 @@ def assemble(
         }
         for group in profile["groups"]
     ]
-    return {**profile, "measured": measured, "groups": groups, **_local(profile["hardware"]["ranks"], times)}
+    return {**profile, "measured": measured, "groups": groups, **_local(profile["hardware"], times)}
 
 
-def _local(world: int, times: Mapping[Point, float]) -> dict[str, dict[str, float]]:
+def _local(hardware: Mapping[str, Any], times: Mapping[Point, float]) -> dict[str, dict[str, float]]:
     """The entry of that name, if it was measured."""
-    points = local(world)
+    points = local(hardware["device"], hardware["ranks"])
     if not all(point in times for point in points):
         return {}
     step, slice, collective, copy = (times[point] for point in points)
-    found = {"step_us": max(step - collective, 0.001), "slice_us": slice, "copy_gb_per_s": COPY_BYTES / copy / 1e3}
+    rate = points[-1].bytes / copy / 1e3
+    found = {"step_us": max(step - collective, 0.001), "slice_us": slice, "copy_gb_per_s": rate}
     return {"local": {name: round(value, 3) for name, value in found.items()}}
 
 
