@@ -40,10 +40,16 @@ def _gpus() -> int:
     return there if visible is None else min(there, len([each for each in visible.split(",") if each.strip()]))
 
 
+def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of ranks in SYMM_TEST_WORLDS ("3,5,8"), if it is set."""
+    named = os.environ.get("SYMM_TEST_WORLDS")
+    return tuple(int(world) for world in named.split(",")) if named else usual
+
+
 GPUS = _gpus()
 FULL = min(8, GPUS) if DEVICE == "cuda" else 3
-#: All ranks, and sub-worlds whose sizes take other paths.
-WORLDS = tuple(sorted({world for world in (2, 3, FULL) if world <= max(2, FULL)}))
+#: All ranks, and sub-worlds whose sizes take other paths; or those that SYMM_TEST_WORLDS names.
+WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, FULL)}))
 
 needs_ranks = pytest.mark.skipif(
     DEVICE == "cuda" and GPUS < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)"

@@ -269,7 +269,9 @@ def test_p21_a_graph_replayed_after_a_death_leaves_the_context_usable(pool: Pool
 
 
 def taken(gpu: int) -> int:
-    """Bytes in use on a GPU, by whomever."""
+    """Bytes in use on one of the GPUs that this process may see, by whomever."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpu = gpu if visible is None else int(visible.split(",")[gpu])
     command = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * MB
 
