@@ -1,4 +1,4 @@
-# make demo | test | test-kernels | bench | bench-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCHVISION := 0.26.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-kernels test-python bench bench-gpu bench-stores bench-mpi lint fmt loom fuzz soak faults tsan asan mutants headers build tools clean
+.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt loom fuzz soak faults tsan asan mutants headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -34,6 +34,16 @@ bench: build
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
 bench-gpu: build
 	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
+
+# Everything that needs the GPUs at hand: tests, all benchmarks against torch and NCCL, a profile and how exact it is. Figures go to out/.
+check-gpu: build
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
+	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
+	$(BIN)/python -m torch_symm.bench.gpu.fused
+	$(BIN)/python -m torch_symm.bench.gpu.first_call
+	$(BIN)/python -m torch_symm tune --device cuda --output out/profile.json
+	$(BIN)/python -m torch_symm tune --device cuda --check --profile out/profile.json --json out/check.json
+	$(BIN)/python -m torch_symm tune --device cuda --plans 40 --profile out/profile.json --json out/plans.json
 
 # The stores against torch's.
 bench-stores: build
