@@ -28,13 +28,13 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     u32 peers = 0;
     u32 longest = 0;
     u32 units[WORLD];
-    u64 start[WORLD];
+    typename ChunkOf::Start start[WORLD];
     Unit* slot[WORLD];
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
       units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
-      start[r] = stage.start(step, chunk[r]);
+      set_start(start[r], stage.index(step), chunk[r]);
       slot[r] = stage.slot(r, RANK, sent[r]);
       longest = units[r] > longest ? units[r] : longest;
       if (units[r] > 0) {
@@ -49,7 +49,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
         for (u32 u = 0; u < AT; ++u) {
           const u32 at = i + u * threads();
-          const u64 offset = start[(RANK + 1) % WORLD] + (u64)at * 16;
+          const u64 offset = offset_behind(start[(RANK + 1) % WORLD], at);
           if (at < longest) {
             v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
           }
@@ -75,7 +75,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
           for (u32 k = 1; k < WORLD; ++k) {
             const u32 r = (RANK + k) % WORLD;
-            const u64 offset = start[r] + (u64)at * 16;
+            const u64 offset = offset_behind(start[r], at);
             if (at < units[r]) {
               v[u][r] = load_unit(out.from[r] + offset, out.bytes[r] - offset);
             }
@@ -102,7 +102,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 }
 
 // Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
-// byte `start[r]` of each message, `units[r]` units at `slot[r]`.
+// `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`.
 template <typename ChunkOf, typename Take>
 DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
   u32* counts = stage.words(RANK)->taken;
@@ -119,13 +119,13 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 units[WORLD];
-    u64 start[WORLD];
+    typename ChunkOf::Start start[WORLD];
     const Unit* slot[WORLD];
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
       units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step, chunk[r])) : 0;
-      start[r] = stage.start(step, chunk[r]);
+      set_start(start[r], stage.index(step), chunk[r]);
       slot[r] = stage.slot(RANK, r, taken[r]);
       peers |= units[r] > 0 ? 1u << r : 0;
     }
@@ -146,7 +146,8 @@ struct CopyOut {
   u8* const* to;
   const u64* bytes;
 
-  DEVICE void operator()(const u64 (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+  template <typename Start>
+  DEVICE void operator()(const Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
     u32 longest = 0;
 #pragma unroll
     for (u32 r = 0; r < WORLD; ++r) {
@@ -169,7 +170,7 @@ struct CopyOut {
 #pragma unroll
         for (u32 k = 1; k < WORLD; ++k) {
           const u32 r = (RANK + k) % WORLD;
-          const u64 offset = start[r] + (u64)(i + u * threads()) * 16;
+          const u64 offset = offset_behind(start[r], i + u * threads());
           if (i + u * threads() < units[r]) {
             store_unit(to[r] + offset, v[u][r], bytes[r] - offset);
           }

@@ -68,8 +68,9 @@ struct Stage {
     return all <= lane ? 0 : (all - lane + staging.lanes - 1) / staging.lanes;
   }
 
-  // Where the lane's chunk `step` begins in its message.
-  DEVICE u64 start(u64 step, u32 chunk) const { return (step * staging.lanes + lane) * (u64)chunk; }
+  // The number of the lane's chunk `step` in its message, and where that begins.
+  DEVICE u64 index(u64 step) const { return step * staging.lanes + lane; }
+  DEVICE u64 start(u64 step, u32 chunk) const { return index(step) * chunk; }
 
   // How many of `bytes` lie in the lane's chunk `step`.
   DEVICE u64 length(u64 bytes, u64 step, u32 chunk) const {
@@ -163,10 +164,12 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 }
 
 // Units that a thread moves at once for each peer, so that some 8 loads are under way.
-#define AT_ONCE (WORLD >= 8 ? 1u : WORLD >= 4 ? 2u : 4u)
+#define AT_ONCE (WORLD >= 7 ? 1u : WORLD >= 4 ? 2u : 4u)
 
 // Every message has chunks of the same length.
 struct ChunkOfCall {
+  // Where a chunk begins, in bytes.
+  typedef u64 Start;
   u32 bytes;
 
   DEVICE u32 operator()(u64) const { return bytes; }
@@ -175,6 +178,8 @@ struct ChunkOfCall {
 // Messages differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too long. Both ends compute
 // the same.
 struct ChunkOfMessage {
+  // In units: there is one for each rank, and registers are scarce.
+  typedef u32 Start;
   const Staging& staging;
 
   DEVICE u32 operator()(u64 bytes) const {
@@ -185,3 +190,17 @@ struct ChunkOfMessage {
     return chunk < least ? least : chunk < staging.slot_bytes ? chunk : staging.slot_bytes;
   }
 };
+
+// The offset of unit `at` behind a chunk's begin.
+DEVICE u64 offset_behind(u64 start, u32 at) {
+  return start + (u64)at * 16;
+}
+DEVICE u64 offset_behind(u32 start, u32 at) {
+  return (u64)(start + at) * 16;
+}
+DEVICE void set_start(u64& start, u64 index, u32 chunk) {
+  start = index * chunk;
+}
+DEVICE void set_start(u32& start, u64 index, u32 chunk) {
+  start = (u32)index * (chunk / 16);
+}
