@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
-
 from torch_symm.bench.launch import reported
 
+from . import processes
 from . import rank as rank_process
 from .points import SLICE, STEP, Point
 from .rank import Visit
@@ -45,33 +41,18 @@ def measure(
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
     """
-    results = mp.get_context("spawn").Queue()
+    results = processes.queue()
     found: dict[Point, list[Visit]] = {point: [] for point in points}
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
-        with following(profile):
-            processes = spawn(rank_process.main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
-        for message in reported(processes, results, 1, rank_process.Done):
+        started = processes.start(rank_process.main, (task, results), world, profile)
+        for message in reported(started, results, 1, rank_process.Done):
             if isinstance(message, Visit):
                 found[distinct[message.index]].append(message)
                 heard(distinct[message.index], message.us)
     return found
-
-
-@contextmanager
-def following(profile: Path | None) -> Iterator[None]:
-    """Processes started meanwhile go by ``profile``, if there is one."""
-    before = os.environ.get("SYMM_PROFILE")
-    if profile is not None:
-        os.environ["SYMM_PROFILE"] = str(profile)
-    try:
-        yield
-    finally:
-        if profile is not None:
-            os.environ.pop("SYMM_PROFILE")
-            os.environ.update({} if before is None else {"SYMM_PROFILE": before})
 
 
 def state(launches: Launches) -> float:

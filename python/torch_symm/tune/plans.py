@@ -22,18 +22,16 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.multiprocessing.spawn import spawn
 
 from torch_symm.bench.launch import reported
 from torch_symm.tensor._cost import Basis, MeshTopoInfo, from_prices
 from torch_symm.tensor._paths import local_bytes, price_step
 
-from .launch import following
+from . import processes
 from .points import Point
 from .rank import GROUP_TIMEOUT
 
@@ -84,14 +82,13 @@ def measure(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed, for want of a profile among others.
     """
-    results = mp.get_context("spawn").Queue()
+    results = processes.queue()
     found: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = Task(world, device, cases, profile, rendezvous)
-        with following(profile):
-            processes = spawn(main, (task, results), nprocs=world, join=False)  # type: ignore[no-untyped-call]
-        for case in reported(processes, results, cases):
+        started = processes.start(main, (task, results), world, profile)
+        for case in reported(started, results, cases):
             found.append(case)
             heard(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
     return found
