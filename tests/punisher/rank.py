@@ -85,6 +85,8 @@ class Round:
         if failure is None:
             if fault.phase != "join":
                 self._run(program.before)
+                # Messages between others may still be under way when this rank has done with its own.
+                self.table.meet(self.rank, range(program.world), 2)
             failure = self._storm(pending)
         if fault.kind not in draw.HARMLESS:
             self._aftermath(failure, pending)
@@ -213,7 +215,7 @@ class Round:
         joining = fault.kind == "stop joining" and failure is not None and failure.where == "joining"
         if not gone and not joining:
             self._others_fail_too(failure, pending)
-        self.table.meet(self.rank, program.survivors, 2)
+        self.table.meet(self.rank, program.survivors, 3)
         if failure is not None:
             self._note(failure)
         if fault.phase != "join":
@@ -225,7 +227,7 @@ class Round:
                     for call in program.after:
                         root = call.root % place.size
                         self._finish(calls.begin(place, draw.moved(call, number, root)))
-        self.table.meet(self.rank, program.survivors, 3)
+        self.table.meet(self.rank, program.survivors, 4)
 
     def _others_fail_too(self, failure: Failure | None, pending: deque[Started]) -> None:
         fault = self.program.fault
@@ -320,7 +322,7 @@ class Round:
     def _again(self) -> None:
         """Whoever is left makes a new group, which works."""
         members = self.program.survivors
-        self.table.meet(self.rank, members, 4)
+        self.table.meet(self.rank, members, 5)
         me = members.index(self.rank)
         began = time.monotonic()
         init("file", self.folder, "again", me, len(members), timedelta(seconds=40))
