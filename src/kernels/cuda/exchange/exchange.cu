@@ -176,7 +176,7 @@ KERNEL(exchange, ExchangeArgs) {
     send_pieces(stage, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
   } else if (role == 1) {
     Stage stage(args.common, args.staging, lane);
-    take_pieces(stage, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut{args.to, args.bytes});
+    take_pieces(stage, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut<ChunkOfMessage>{args.to, args.bytes});
   } else {
     keep_own(args, lane, lanes);
   }

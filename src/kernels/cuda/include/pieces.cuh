@@ -34,7 +34,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
       units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
-      set_start(start[r], stage.index(step), chunk[r]);
+      start[r] = ChunkOf::start(stage.index(step), chunk[r]);
       slot[r] = stage.slot(r, RANK, sent[r]);
       longest = units[r] > longest ? units[r] : longest;
       if (units[r] > 0) {
@@ -49,7 +49,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
         for (u32 u = 0; u < AT; ++u) {
           const u32 at = i + u * threads();
-          const u64 offset = offset_behind(start[(RANK + 1) % WORLD], at);
+          const u64 offset = ChunkOf::offset(start[(RANK + 1) % WORLD], at);
           if (at < longest) {
             v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
           }
@@ -75,7 +75,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
           for (u32 k = 1; k < WORLD; ++k) {
             const u32 r = (RANK + k) % WORLD;
-            const u64 offset = offset_behind(start[r], at);
+            const u64 offset = ChunkOf::offset(start[r], at);
             if (at < units[r]) {
               v[u][r] = load_unit(out.from[r] + offset, out.bytes[r] - offset);
             }
@@ -125,7 +125,7 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
       units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step, chunk[r])) : 0;
-      set_start(start[r], stage.index(step), chunk[r]);
+      start[r] = ChunkOf::start(stage.index(step), chunk[r]);
       slot[r] = stage.slot(RANK, r, taken[r]);
       peers |= units[r] > 0 ? 1u << r : 0;
     }
@@ -142,12 +142,12 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
 }
 
 // What `take_pieces` calls where every message has a place of its own.
+template <typename ChunkOf>
 struct CopyOut {
   u8* const* to;
   const u64* bytes;
 
-  template <typename Start>
-  DEVICE void operator()(const Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+  DEVICE void operator()(const typename ChunkOf::Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
     u32 longest = 0;
 #pragma unroll
     for (u32 r = 0; r < WORLD; ++r) {
@@ -170,7 +170,7 @@ struct CopyOut {
 #pragma unroll
         for (u32 k = 1; k < WORLD; ++k) {
           const u32 r = (RANK + k) % WORLD;
-          const u64 offset = offset_behind(start[r], i + u * threads());
+          const u64 offset = ChunkOf::offset(start[r], i + u * threads());
           if (i + u * threads() < units[r]) {
             store_unit(to[r] + offset, v[u][r], bytes[r] - offset);
           }

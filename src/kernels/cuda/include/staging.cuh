@@ -30,9 +30,6 @@ struct Staging {
   u32 lanes;
 };
 
-// Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
-#define MIN_CHUNK 4096u
-
 // What a block of a staged kernel does. Blocks of a lane stand side by side: a device that has no room for all blocks of all kernels at
 // once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
 // and make room. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
@@ -166,6 +163,9 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 // Units that a thread moves at once for each peer, so that some 8 loads are under way.
 #define AT_ONCE (WORLD >= 7 ? 1u : WORLD >= 4 ? 2u : 4u)
 
+// Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
+#define MIN_CHUNK 4096u
+
 // Every message has chunks of the same length.
 struct ChunkOfCall {
   // Where a chunk begins, in bytes.
@@ -173,6 +173,9 @@ struct ChunkOfCall {
   u32 bytes;
 
   DEVICE u32 operator()(u64) const { return bytes; }
+  DEVICE static Start start(u64 index, u32 chunk) { return index * chunk; }
+  // The offset of unit `at` of the chunk.
+  DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
 
 // Messages differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too long. Both ends compute
@@ -189,18 +192,6 @@ struct ChunkOfMessage {
     const u32 least = staging.slot_bytes < MIN_CHUNK ? staging.slot_bytes : MIN_CHUNK;
     return chunk < least ? least : chunk < staging.slot_bytes ? chunk : staging.slot_bytes;
   }
+  DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / 16); }
+  DEVICE static u64 offset(Start start, u32 at) { return (u64)(start + at) * 16; }
 };
-
-// The offset of unit `at` behind a chunk's begin.
-DEVICE u64 offset_behind(u64 start, u32 at) {
-  return start + (u64)at * 16;
-}
-DEVICE u64 offset_behind(u32 start, u32 at) {
-  return (u64)(start + at) * 16;
-}
-DEVICE void set_start(u64& start, u64 index, u32 chunk) {
-  start = index * chunk;
-}
-DEVICE void set_start(u32& start, u64 index, u32 chunk) {
-  start = (u32)index * (chunk / 16);
-}

@@ -131,5 +131,5 @@ DEVICE void gather(const TwoStageArgs& args, u32 lane) {
     to[r] = args.to + start[r];
   }
   Stage stage(args.common, args.spread, lane);
-  take_pieces(stage, length, ~0u, ChunkOfCall{args.spread.chunk_bytes}, CopyOut{to, length});
+  take_pieces(stage, length, ~0u, ChunkOfCall{args.spread.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
 }

@@ -81,7 +81,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   take_pieces(stage, bytes, everybody, chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
     const u32 count = units[(RANK + 1) % WORLD];
     for (u32 i = thread(); i < count; i += threads()) {
-      const u64 offset = start[(RANK + 1) % WORLD] + (u64)i * 16;
+      const u64 offset = ChunkOfCall::offset(start[(RANK + 1) % WORLD], i);
       store_unit(args.to + offset, sum_of(slot, i, load_unit(own + offset, args.bytes - offset), args.factor), args.bytes - offset);
     }
   });
