@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -40,11 +39,6 @@ class _Config(ctypes.Structure):
     )
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _check(result: int) -> None:
     if result:
         raise RuntimeError(f"the CUDA driver says {result}")
@@ -58,7 +52,7 @@ def empty_launch() -> Callable[[], None]:
     Raises:
         RuntimeError: the driver refuses it.
     """
-    driver = _driver()
+    driver = ctypes.CDLL("libcuda.so.1")
     module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
     _check(driver.cuModuleLoadData(ctypes.byref(module), _PTX))
     _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, b"nothing"))
