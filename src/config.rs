@@ -36,10 +36,12 @@ pub struct Config {
     pub spin: Option<u32>,
     /// `SYMM_CMA`: `0` forbids single-copy transfers by `process_vm_readv`. Default on.
     pub cma: bool,
-    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 256.
+    /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 512.
     pub workspace_mb: usize,
     /// `SYMM_P2P`: `0` keeps GPUs from mapping each other's memory: they exchange through the host's. Default on.
     pub p2p: bool,
+    /// `SYMM_SHARED_GPUS`: `1` lets ranks of a group use one GPU, for tests: their kernels take turns, some milliseconds each. Default off.
+    pub shared_gpus: bool,
     /// `SYMM_CUDA_TUNING`: where one algorithm ends and the next begins (`coll::cuda::plan::Tuning`), the same on all ranks.
     pub cuda_tuning: String,
     /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` for none; absent: searched for (`docs/cost-model.md`).
@@ -90,7 +92,7 @@ impl Config {
             }
         };
         let (cma, p2p) = (switch("SYMM_CMA", true), switch("SYMM_P2P", true));
-        let blocking_wait = switch("SYMM_BLOCKING_WAIT", false);
+        let (blocking_wait, shared_gpus) = (switch("SYMM_BLOCKING_WAIT", false), switch("SYMM_SHARED_GPUS", false));
         // The rules for XDG's variables say to ignore a relative path.
         let absolute = |name: &str| set(name).map(PathBuf::from).filter(|path| path.is_absolute());
         let usual = || absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")));
@@ -125,6 +127,7 @@ impl Config {
             cma,
             workspace_mb,
             p2p,
+            shared_gpus,
             cuda_tuning: set("SYMM_CUDA_TUNING").unwrap_or_default(),
             profile: match set("SYMM_PROFILE").as_deref() {
                 None => ProfileChoice::Search,
@@ -179,6 +182,7 @@ mod tests {
             store_bytes: None,
             workspace_mb: 512,
             p2p: true,
+            shared_gpus: false,
             cuda_tuning: String::new(),
             profile: ProfileChoice::Search,
             nvrtc: None,
@@ -204,6 +208,7 @@ mod tests {
             ("SYMM_CACHE_DIR", "/scratch/kernels"),
             ("SYMM_WORKSPACE_MB", "64"),
             ("SYMM_P2P", "0"),
+            ("SYMM_SHARED_GPUS", "1"),
             ("SYMM_CUDA_TUNING", "lanes=8"),
             ("SYMM_PROFILE", "/etc/profile.json"),
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
@@ -219,6 +224,7 @@ mod tests {
             cma: false,
             workspace_mb: 64,
             p2p: false,
+            shared_gpus: true,
             cuda_tuning: "lanes=8".into(),
             profile: ProfileChoice::At("/etc/profile.json".into()),
             store_bytes: Some(4096),

@@ -5,7 +5,8 @@ module, ``fn(rank, world, *args)``; it runs on the first ``world`` processes. Af
 a rank, all processes are replaced. Every wait has a limit: ranks that do not answer print the stacks of all their
 threads and are killed.
 
-SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one.
+SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one. With SYMM_SHARED_GPUS=1 there may be
+more ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
 
 
 GPUS = _gpus()
-FULL = min(8, GPUS) if DEVICE == "cuda" else 3
+#: Ranks that there can be.
+PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and os.environ.get("SYMM_SHARED_GPUS") == "1" else GPUS
+FULL = min(8, PLACES)
 #: All ranks, and sub-worlds whose sizes take other paths; or those that SYMM_TEST_WORLDS names.
-WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, FULL)}))
+WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))
 
 needs_ranks = pytest.mark.skipif(
-    DEVICE == "cuda" and GPUS < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)"
+    PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)"
 )
-needs_gpus = pytest.mark.skipif(DEVICE != "cuda" or GPUS < 2, reason="needs two GPUs")
+needs_gpus = pytest.mark.skipif(DEVICE != "cuda" or PLACES < 2, reason="needs two GPUs")
 
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
@@ -195,7 +198,7 @@ def _serve(rank: int, connection: Connection, place: str) -> None:
             try:
                 fn, scenario, rank, world, args, backend, group_timeout = connection.recv()
                 if DEVICE == "cuda":
-                    torch.cuda.set_device(rank)
+                    torch.cuda.set_device(rank % GPUS)
                 if backend is not None:
                     init(rank, world, backend, group_timeout)
                 result = fn(rank, world, *args)

@@ -76,7 +76,7 @@ def objects(rank: int, world: int) -> None:
     share: list[object] = [None]
     dist.scatter_object_list(share, [f"for {other}" for other in range(world)] if rank == 0 else None, src=0)
     assert share == [f"for {rank}"]
-    dist.barrier(device_ids=[rank] if DEVICE == "cuda" else None)
+    dist.barrier(device_ids=[device().index] if DEVICE == "cuda" else None)
 
 
 @pytest.mark.parametrize("world", WORLDS)

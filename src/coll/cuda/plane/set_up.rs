@@ -70,7 +70,9 @@ impl Plane {
         let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
         let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
         let Opened { stream, entered, capture: _capture, mailbox, heap, device } = opened?;
-        refuse_shared(board, &peers)?;
+        if !config.shared_gpus {
+            refuse_shared(board, &peers)?;
+        }
         refuse_other_tunings(board, &peers)?;
         let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
         let layout = Layout::new(n, bytes)?;
