@@ -115,8 +115,12 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     // Never more than the peer has room for, even if the ranks disagree.
     bytes[r] = smaller(args.out.bytes[r], said[r].first);
   }
-  place[RANK] = nullptr;
-  bytes[RANK] = 0;
+  // Where nothing is staged, the rank's own message goes along with the others', behind whose stores it hides.
+  u8* const own = args.to[RANK];
+  const bool along = !staged && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
+  place[RANK] = along ? own : nullptr;
+  bytes[RANK] = along && args.out.from[RANK] != nullptr ? args.out.bytes[RANK] : 0;
+  const u32 targets = bytes[RANK] > 0 ? put | 1u << RANK : put;
   if (args.out.same) {
     u64 length = args.out.bytes[(RANK + 1) % WORLD];
 #pragma unroll
@@ -124,15 +128,17 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
       const u32 r = (RANK + k) % WORLD;
       length = put >> r & 1 ? smaller(length, bytes[r]) : length;
     }
-    put_same(args.out.from[(RANK + 1) % WORLD], place, put, length);
+    put_same(args.out.from[(RANK + 1) % WORLD], place, targets, length);
   } else {
-    put_each(args.out.from, place, put, bytes);
+    put_each(args.out.from, place, targets, bytes);
   }
   if (direct) {
     count_direct(args.common, gate, block() == 0);
   }
   if (!staged) {
-    keep_own(args, block(), blocks());
+    if (targets == put) {
+      keep_own(args, block(), blocks());
+    }
     lanes = 0;
   }
   to &= ~put;

@@ -71,7 +71,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
   u64 units[WORLD];
   u64 longest = 0;
 #pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
+  for (u32 k = 1; k <= WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
     units[r] = targets >> r & 1 ? bytes[r] / 16 : 0;
     longest = larger(longest, units[r]);
@@ -83,7 +83,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
 #pragma unroll
-      for (u32 k = 1; k < WORLD; ++k) {
+      for (u32 k = 1; k <= WORLD; ++k) {
         const u32 r = (RANK + k) % WORLD;
         if (at < units[r]) {
           v[u][r] = load_unit(from[r] + at * 16, 16);
@@ -94,7 +94,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
 #pragma unroll
-      for (u32 k = 1; k < WORLD; ++k) {
+      for (u32 k = 1; k <= WORLD; ++k) {
         const u32 r = (RANK + k) % WORLD;
         if (at < units[r]) {
           ((Unit*)to[r])[at] = v[u][r];
@@ -103,7 +103,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
     }
   }
 #pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
+  for (u32 k = 1; k <= WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
     if ((targets >> r & 1) && moves_the_rest(bytes[r])) {
       store_unit(to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);
