@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symm::coll::call::Op;
 use symm::coll::cuda::plan::{Plan, Tuning};
-use symm::coll::cuda::prepare::{Args, segment};
+use symm::coll::cuda::prepare::Args;
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 
@@ -41,10 +41,8 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
                         let call = tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
                         call.validate(Rank(me as u32), n).expect("a valid call");
                         let plan = host.plan(&call);
-                        for (index, part) in (0..).map_while(|index| segment(&call, n, index).map(|part| (index, part))) {
-                            if let Some(launch) = host.site(me, i as u64).prepare(&part, plan.of_segment(index)) {
-                                host.run(me, &launch, case.dtype, case.reduce_op);
-                            }
+                        if let Some(launch) = host.site(me, i as u64).prepare(&call, plan) {
+                            host.run(me, &launch, case.dtype, case.reduce_op);
                         }
                     }
                 });

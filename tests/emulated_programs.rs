@@ -123,8 +123,6 @@ struct Asked {
     reduce_op: ReduceOp,
     /// Of what one rank has for another, mostly, or for all.
     base: usize,
-    /// Long messages go in parts of so many bytes.
-    part: usize,
 }
 
 /// What a rank does in one step of a random program.
@@ -138,8 +136,6 @@ struct Scene {
     title: String,
     acts: Vec<Act>,
     tensors: Vec<(Guarded, Vec<u8>)>,
-    /// Long messages go in parts of so many bytes.
-    part: usize,
     dtype: DType,
     reduce_op: ReduceOp,
 }
@@ -153,17 +149,16 @@ impl Scene {
             (DType::F64, ReduceOp::PremulSum),
         ]);
         let symmetry = random.of(&[Symmetry::None, Symmetry::Some, Symmetry::All, Symmetry::All]);
-        let part = random.of(&[usize::MAX, 8192, 4096]);
         if random.below(8) == 0 {
-            return Self::transfers(random, n, part);
+            return Self::transfers(random, n);
         }
         let op = random.of(Op::ALL);
         let base = random.bytes(dtype.size());
-        Self::collective(random, heaps, symmetry, Asked { op, n, dtype, reduce_op, base, part })
+        Self::collective(random, heaps, symmetry, Asked { op, n, dtype, reduce_op, base })
     }
 
     fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, asked: Asked) -> Self {
-        let Asked { op, n, dtype, reduce_op, base, part } = asked;
+        let Asked { op, n, dtype, reduce_op, base } = asked;
         let (root, uneven) = (random.below(n), random.below(3));
         // Of what one rank has for another, or for all.
         let mut matrix = vec![vec![base; n]; n];
@@ -229,14 +224,11 @@ impl Scene {
                 tensors.push((output, kept));
             }
         }
-        let title = format!(
-            "{op:?} of {matrix:?} bytes, {}, root {root}, in place: {in_place}, symmetric: {symmetry:?}, parts of {part}",
-            dtype.name()
-        );
-        Self { title, acts, tensors, part, dtype, reduce_op }
+        let title = format!("{op:?} of {matrix:?} bytes, {}, root {root}, in place: {in_place}, symmetric: {symmetry:?}", dtype.name());
+        Self { title, acts, tensors, dtype, reduce_op }
     }
 
-    fn transfers(random: &mut Random, n: usize, part: usize) -> Self {
+    fn transfers(random: &mut Random, n: usize) -> Self {
         let (mut sends, mut receives) = (vec![vec![]; n], vec![vec![]; n]);
         let mut tensors = Vec::new();
         for (from, sends) in sends.iter_mut().enumerate() {
@@ -255,7 +247,7 @@ impl Scene {
         }
         let title = format!("transfers {sends:?}");
         let acts = sends.into_iter().zip(receives).map(|(sends, receives)| Act::Transfers { sends, receives }).collect();
-        Self { title, acts, tensors, part, dtype: DType::U8, reduce_op: ReduceOp::Sum }
+        Self { title, acts, tensors, dtype: DType::U8, reduce_op: ReduceOp::Sum }
     }
 
     fn run(&self, host: &Host, me: usize, number: u64) {
@@ -270,24 +262,12 @@ impl Scene {
         };
         call.validate(Rank(me as u32), host.n).expect("a valid call");
         let plan = host.plan(call);
-        // As `segment` does it, where the plan may come to that.
-        let in_parts =
-            matches!(plan, Plan::TwoStage { .. } | Plan::ReduceStaged { .. }) || matches!(plan, Plan::Exchange { lanes: 1.., .. });
-        let step = if in_parts { self.part } else { usize::MAX };
-        for index in 0..call.longest().div_ceil(step).max(1) {
-            let cut = |span: &Span| {
-                let first = span.bytes.min(index * step);
-                Span { addr: span.addr + first, bytes: (span.bytes - first).min(step) }
-            };
-            let part =
-                Call { inputs: call.inputs.iter().map(cut).collect(), outputs: call.outputs.iter().map(cut).collect(), ..call.clone() };
-            if let Some(launch) = site.prepare(&part, plan.of_segment(index)) {
-                run(&launch);
-            }
+        if let Some(launch) = site.prepare(call, plan) {
+            run(&launch);
         }
     }
 
-    /// Whether `me` moves something in a gated kernel, to or from a peer, without parts.
+    /// Whether `me` moves something in a gated kernel, to or from a peer.
     fn moves(&self, host: &Host, me: usize) -> bool {
         let Act::Collective(call) = &self.acts[me] else { return false };
         let plan = host.plan(call);
@@ -423,7 +403,7 @@ fn all_symmetric_goes_direct(n: usize) {
             // Longer than what flags in the data carry where nobody knows the longest message.
             let least = if *op == Op::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
-            let asked = Asked { op: *op, n, dtype, reduce_op, base, part: usize::MAX };
+            let asked = Asked { op: *op, n, dtype, reduce_op, base };
             scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, asked));
         }
     }
@@ -470,7 +450,7 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
         let mut host = Host::with_tuning(3, tuning);
         host.gate(HEAP);
         host.timeout = Duration::from_millis(300);
-        let asked = Asked { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000, part: usize::MAX };
+        let asked = Asked { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
         let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, asked);
         let before: Vec<Vec<u8>> = scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
         let begun = Instant::now();

@@ -91,18 +91,6 @@ impl Plan {
     }
 }
 
-impl Plan {
-    /// The plan for the kernel number `index` of a call that takes several: only the first has a low-latency part.
-    pub fn of_segment(self, index: usize) -> Self {
-        if let Plan::Exchange { lanes, .. } = self
-            && index > 0
-        {
-            return Plan::Exchange { ll_blocks: 0, lanes };
-        }
-        self
-    }
-}
-
 /// Where one algorithm ends and the next begins; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {

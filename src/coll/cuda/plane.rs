@@ -10,8 +10,8 @@ use super::kernels::Kernels;
 use super::layout::{Channel, Layout, MAX_RANKS};
 use super::ledger::Transfer;
 use super::memory::Memory;
-use super::plan::{self, Facts, Plan, Tuning};
-use super::prepare::{self, Launch, Site, Symmetric, segment, segment_bytes};
+use super::plan::{self, Facts, Tuning};
+use super::prepare::{self, Launch, Site, Symmetric};
 use super::stop::Stop;
 use super::{budget, cube, gate, ledger, stats};
 use crate::coll::call::{Call, Span};
@@ -106,17 +106,8 @@ impl Plane {
                 let symmetric =
                     symmetric.map(|heaps| Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, reachable: &reachable });
                 let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
-                let mut enqueue = |call: &Call, plan: Plan| match site.prepare(call, plan) {
-                    Some(launch) => state.kernels.launch(&launch, call.dtype, call.reduce_op, stream),
-                    None => Ok(()),
-                };
-                let n = plane.board.size();
-                if call.longest() <= segment_bytes(n) {
-                    enqueue(call, plan)?;
-                    continue;
-                }
-                for (index, part) in (0..).map_while(|index| segment(call, n, index).map(|part| (index, part))) {
-                    enqueue(&part, plan.of_segment(index))?;
+                if let Some(launch) = site.prepare(call, plan) {
+                    state.kernels.launch(&launch, call.dtype, call.reduce_op, stream)?;
                 }
             }
             Ok(())

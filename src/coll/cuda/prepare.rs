@@ -12,30 +12,10 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Bytes of each message that one kernel moves in a group of `n` ranks. Lanes drift apart over time, and with them the pages that they
-/// touch: on 2 GPUs an all-reduce of 256 MiB in one kernel took 10 times as long as one of 64 MiB.
-pub fn segment_bytes(n: usize) -> usize {
-    n.max(2) * (32 << 20)
-}
-
-/// Longest message between two ranks for which all lanes have as many threads as they may: with long ones, fast lanes drift apart sooner.
+/// Longest message between two ranks for which all lanes have as many threads as they may: longer ones gained nothing.
 const MANY_THREADS_BYTES: usize = 24 << 20;
 /// Threads of a lane's block otherwise.
 const FEW_THREADS: u32 = 128;
-
-/// The part of `call` that the kernel number `index` serves: the same bytes of every message; `None` after the last.
-pub fn segment(call: &Call, n: usize, index: usize) -> Option<Call> {
-    let most = segment_bytes(n);
-    let start = index * most;
-    if index > 0 && call.longest() <= start {
-        return None;
-    }
-    let part = |span: &Span| {
-        let first = span.bytes.min(start);
-        Span { addr: span.addr + first, bytes: (span.bytes - first).min(most) }
-    };
-    Some(Call { inputs: call.inputs.iter().map(part).collect(), outputs: call.outputs.iter().map(part).collect(), ..call.clone() })
-}
 
 /// The kernels, each in a program of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -250,7 +230,7 @@ impl Site<'_> {
         (to, bytes)
     }
 
-    /// The kernel for `call` under `plan`; `None`: nothing is to be done. One kernel serves at most [`segment_bytes`] of each message.
+    /// The kernel for `call` under `plan`; `None`: nothing is to be done.
     pub fn prepare(&self, call: &Call, plan: Plan) -> Option<Launch> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
@@ -263,12 +243,10 @@ impl Site<'_> {
         };
         match plan {
             Plan::Nothing => None,
-            Plan::Exchange { ll_blocks, .. } => {
+            Plan::Exchange { .. } => {
                 let (to, bytes) = self.incoming(call);
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
-                // Each rank knows only its own lengths of an all-to-all, so how many kernels follow the first: nobody can count on peers
-                // at the gate of those.
-                let gated = self.gates(plan) && (call.op != Op::AllToAll || ll_blocks > 0);
+                let gated = self.gates(plan);
                 // Messages are stored where they belong by who has them: nobody loads.
                 let takes = |r: &usize| gated && *r != self.me && bytes[*r] > 0 && self.direct(span(*r));
                 let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
