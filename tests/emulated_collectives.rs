@@ -41,7 +41,7 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
                         let call = tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
                         call.validate(Rank(me as u32), n).expect("a valid call");
                         let plan = host.plan(&call);
-                        if let Some(launch) = host.site(me, i as u64).prepare(&call, plan) {
+                        if let Some(launch) = host.site(me, i as u64, Some(&call)).prepare(&call, plan) {
                             host.run(me, &launch, case.dtype, case.reduce_op);
                         }
                     }
@@ -128,7 +128,7 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
                     std::thread::sleep(Duration::from_millis(100 * turn as u64));
                     let call = tensors.call(case.op, case.dtype, case.reduce_op, 0);
                     let plan = host.plan(&call);
-                    let launch = host.site(me, 1).prepare(&call, plan).unwrap();
+                    let launch = host.site(me, 1, Some(&call)).prepare(&call, plan).unwrap();
                     assert_eq!(launch.blocks, 3 * lanes as u32);
                     assert!(matches!(launch.args, Args::TwoStage(_)), "{plan:?}");
                     // SAFETY: memory and tensors live until all ranks are done.
@@ -161,7 +161,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
                     let call = tensors.call(op, DType::F32, ReduceOp::Sum, 0);
                     let plan = host.plan(&call);
                     assert_ne!(plan, Plan::Nothing);
-                    host.run(me, &host.site(me, 77).prepare(&call, plan).unwrap(), DType::F32, ReduceOp::Sum);
+                    host.run(me, &host.site(me, 77, Some(&call)).prepare(&call, plan).unwrap(), DType::F32, ReduceOp::Sum);
                 });
             }
         });

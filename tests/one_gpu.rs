@@ -49,8 +49,15 @@ impl<'a> Group<'a> {
     fn new(device: &'a Device, n: usize) -> Self {
         let layout = Layout::new(n, 128 << 20).unwrap();
         // All ranks' blocks must be on the GPU together.
-        let tuning =
-            Tuning { one_shot_bytes: 8 << 10, two_shot_bytes: 64 << 10, low_latency_bytes: 16 << 10, blocks: 4, lanes: 4, ..Tuning::of(n) };
+        let tuning = Tuning {
+            one_shot_bytes: 8 << 10,
+            two_shot_bytes: 64 << 10,
+            gated_bytes: 1,
+            low_latency_bytes: 16 << 10,
+            blocks: 4,
+            lanes: 4,
+            ..Tuning::of(n)
+        };
         let map = |bytes: usize| {
             let bytes = bytes.next_multiple_of(granularity(device).unwrap());
             Physical::create(device, bytes).unwrap().map(device).unwrap()
@@ -136,6 +143,7 @@ impl<'a> Group<'a> {
         let launches: Vec<_> = (0..self.n)
             .map(|me| {
                 let cube_mesh = self.cube_mesh.is_some();
+                let gated = gated && plan::worth_gating(&device[me], self.n, &self.tuning);
                 let plan = plan::choose(&device[me], &Facts { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, gated });
                 name = plan.served_as(gated);
                 let report = self.ranks[me].report.device();
@@ -143,7 +151,7 @@ impl<'a> Group<'a> {
                 let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
                 let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
                 let reachable = move |_: Span| here;
-                let symmetric = gated.then_some(Symmetric { heap, channel: 0, reachable: &reachable });
+                let symmetric = gated.then_some(Symmetric { heap, channel: 0, least: 1, reachable: &reachable });
                 Site { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();
@@ -164,7 +172,9 @@ impl<'a> Group<'a> {
         let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Op::AllToAll;
         for (me, before) in before.into_iter().enumerate() {
             let direct = self.direct(me) - before;
-            assert!(direct <= 1 && (!all || direct == u32::from(name.ends_with("_gated"))), "rank {me} in {name}: {direct} kernels");
+            // The root of a broadcast gives all through staging.
+            let moves = name.ends_with("_gated") && (case.op != Op::Broadcast || call(me).root.index() != me);
+            assert!(direct <= 1 && (!all || direct == u32::from(moves)), "rank {me} in {name}: {direct} kernels");
             for (i, expected) in case.expected(me, &tensors).iter().enumerate() {
                 let wrong = tensors[me].output(i).iter().zip(expected).position(|(a, b)| a != b);
                 let (op, count, dtype, n) = (case.op, case.count, case.dtype.name(), self.n);

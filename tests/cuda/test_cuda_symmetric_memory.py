@@ -145,13 +145,13 @@ def test_several_groups_on_one_pool(pool: Pool, world: int) -> None:
 def large(rank: int, world: int) -> None:
     """64 MB and 300 MB, in a pool that was made for smaller ones, and in one segment that torch grows."""
     memory = new_pool()
-    for size in (3, 64, 300):
+    for size in (5, 64, 300):
         count = size * MB // 4 // world * world
         with torch.cuda.use_mem_pool(memory):
             tensor = torch.empty(count, device=device())
         given = torch.arange(count, device=device(), dtype=torch.float32) % 1000 + rank
         part = tensor.view(world, -1)[rank]
-        warm(dist.broadcast, tensor, 0)
+        warm(dist.all_reduce, tensor)
         tensor.copy_(given)
         dist.all_reduce(tensor)
         dist.all_reduce(wanted := given.clone())

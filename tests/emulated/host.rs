@@ -50,6 +50,7 @@ impl Host {
             one_shot_bytes: 700,
             two_shot_bytes: 6000,
             gated_two_shot_bytes: 6000,
+            gated_bytes: 1,
             low_latency_bytes: 5000,
             block_units: 16,
             blocks: 64,
@@ -94,8 +95,8 @@ impl Host {
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
 
-    pub(crate) fn is_gated(&self) -> bool {
-        !self.heaps.is_empty() && self.n > 1
+    pub(crate) fn is_gated(&self, call: &Call) -> bool {
+        !self.heaps.is_empty() && plan::worth_gating(call, self.n, &self.tuning)
     }
 
     /// Kernels of each rank that moved something between tensors.
@@ -118,17 +119,18 @@ impl Host {
         Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    pub(crate) fn site(&self, me: usize, call: u64) -> Site<'_> {
-        let symmetric = self.reachable.get(me).map(|reachable| {
+    /// For launch `number`; of sends and receives there is no `call`.
+    pub(crate) fn site(&self, me: usize, number: u64, call: Option<&Call>) -> Site<'_> {
+        let symmetric = self.reachable.get(me).filter(|_| call.is_some_and(|call| self.is_gated(call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-            Symmetric { heap, channel: CHANNEL, reachable }
+            Symmetric { heap, channel: CHANNEL, least: self.tuning.gated_bytes as u32, reachable }
         });
-        Site { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, call), symmetric }
+        Site { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Plan {
-        plan::choose(call, &Facts { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, gated: self.is_gated() })
+        plan::choose(call, &Facts { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, gated: self.is_gated(call) })
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {

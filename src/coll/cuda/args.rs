@@ -91,6 +91,8 @@ pub struct Gate {
     pub take: u32,
     /// Index of the channel's count in the report.
     pub channel: u32,
+    /// Of exchanges: the shortest message that goes direct, not 0.
+    pub least: u32,
 }
 
 /// `ExchangeArgs` in `exchange.cu`.

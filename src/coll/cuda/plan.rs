@@ -100,6 +100,8 @@ pub struct Tuning {
     pub two_shot_bytes: usize,
     /// The same of gated calls.
     pub gated_two_shot_bytes: usize,
+    /// Shortest message between two ranks that is gated: what start and end of such a call take, it gains by this length.
+    pub gated_bytes: usize,
     /// Longest single message with flags in the data.
     pub low_latency_bytes: usize,
     /// Units of a piece for each block of a kernel on marked slots.
@@ -127,6 +129,7 @@ impl Tuning {
             one_shot_bytes,
             two_shot_bytes: 4 << 20,
             gated_two_shot_bytes: 4 << 20,
+            gated_bytes: (4 << 20) / ranks.max(1),
             low_latency_bytes: (512 << 10) / ranks.saturating_sub(1).max(1),
             block_units: 128,
             blocks: MARKED_BLOCKS,
@@ -138,13 +141,13 @@ impl Tuning {
     }
 
     /// As it travels.
-    pub const BYTES: usize = 9 * 8;
+    pub const BYTES: usize = 10 * 8;
 
     /// For the other ranks to compare.
     pub fn encode(&self) -> Vec<u8> {
-        let Self { one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes, .. } = *self;
+        let Self { one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes, .. } = *self;
         let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
-        let sizes = [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes];
+        let sizes = [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes];
         let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap]);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
@@ -153,13 +156,14 @@ impl Tuning {
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
-        let fields: [usize; 9] = fields.try_into().ok()?;
-        let [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, low_latency_bytes, block_units, blocks, lanes, threads, overlap] =
-            fields;
+        let [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes, rest @ ..] =
+            <[usize; 10]>::try_from(fields).ok()?;
+        let [block_units, blocks, lanes, threads, overlap] = rest;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
             gated_two_shot_bytes,
+            gated_bytes,
             low_latency_bytes,
             block_units,
             blocks,
@@ -178,6 +182,7 @@ impl Tuning {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
                 "gated_two_shot_bytes" => &mut self.gated_two_shot_bytes,
+                "gated_bytes" => &mut self.gated_bytes,
                 "low_latency_bytes" => &mut self.low_latency_bytes,
                 "block_units" => &mut self.block_units,
                 "blocks" => &mut self.blocks,
@@ -244,6 +249,7 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
         Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => false,
     };
     let lanes = lanes_of(longest, even, layout, tuning);
+    let lanes = if gated && call.op == Op::ReduceScatter { lanes.min(LOADING_LANES) } else { lanes };
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
@@ -266,6 +272,19 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::AllReduce | Op::Reduce => two_stage,
     }
+}
+
+/// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for itself.
+pub fn worth_gating(call: &Call, n: usize, tuning: &Tuning) -> bool {
+    let message = match call.op {
+        Op::AllToAll => return n > 1,
+        Op::AllReduce | Op::Reduce => call.longest() / n,
+        // A single other rank gets it all from the root, through staging.
+        Op::Broadcast if n <= 2 => return false,
+        Op::Broadcast => call.longest() / (n - 1),
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => call.longest(),
+    };
+    n > 1 && message >= tuning.gated_bytes
 }
 
 /// The plan for sends and receives: nobody but the two ends knows of them.
@@ -301,6 +320,9 @@ fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, gat
 /// Messages from this length on are worth all lanes where every rank sends and receives as much: with more of them under way the link is
 /// full sooner. Shorter ones, and those of a broadcast, go through fewer lanes faster.
 const WIDE_BYTES: usize = 2 << 20;
+
+/// Lanes that load from peers' tensors, at most: more wait for each other at the gate longer than they gain.
+const LOADING_LANES: u32 = 64;
 
 /// Lanes for messages of at most `bytes`: enough to fill the link.
 fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> u32 {

@@ -103,8 +103,8 @@ impl Plane {
                 stats::count(Some(call.op), plan.served_as(gated));
                 let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
                 let symmetric = plane.symmetric.as_ref().filter(|_| gated);
-                let symmetric =
-                    symmetric.map(|heaps| Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, reachable: &reachable });
+                let (channel, least) = (channel as u32, u32::try_from(plane.tuning.gated_bytes).unwrap_or(u32::MAX));
+                let symmetric = symmetric.map(|heaps| Symmetric { heap: per_rank(&heaps.bases), channel, least, reachable: &reachable });
                 let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
                 if let Some(launch) = site.prepare(call, plan) {
                     state.kernels.launch(&launch, call.dtype, call.reduce_op, stream)?;
@@ -146,8 +146,10 @@ impl Plane {
     /// Whether this rank's launch `number`, which is `call`, is gated; the same on all ranks.
     fn gated(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
-        let wanted = heaps.touches(call) && self.board.size() > 1 && plan::choose(call, &self.facts(false)).can_be_gated();
-        gate::decide(&gate::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)
+        let worth = plan::worth_gating(call, self.board.size(), &self.tuning);
+        let wanted = worth && heaps.touches(call) && plan::choose(call, &self.facts(false)).can_be_gated();
+        let agreed = gate::decide(&gate::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)?;
+        Ok(agreed && worth)
     }
 
     fn site(&self, channel: Channel, timeout: Duration) -> Site<'_> {

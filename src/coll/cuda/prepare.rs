@@ -130,6 +130,8 @@ pub struct Symmetric<'a> {
     pub heap: PerRank,
     /// Index of the call's channel.
     pub channel: u32,
+    /// Bytes of the shortest message of an all-to-all that goes direct; see [`super::plan::worth_gating`].
+    pub least: u32,
     /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
     pub reachable: &'a dyn Fn(Span) -> bool,
 }
@@ -175,9 +177,11 @@ impl Site<'_> {
     }
 
     /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
-    fn lane_threads(&self, lanes: u32, bytes: usize) -> u32 {
+    fn lane_threads(&self, program: Program, gated: bool, lanes: u32, bytes: usize) -> u32 {
         let wide = lanes as usize > self.layout.few_lanes() && bytes <= MANY_THREADS_BYTES;
-        if wide { self.threads } else { self.threads.min(FEW_THREADS) }
+        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/kernels.md).
+        let adds = self.n == 2 && (program == Program::ReduceStaged || (program == Program::AllReduceStaged && gated));
+        if wide || adds { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
     /// Whether `plan` is launched in its gated variant.
@@ -193,9 +197,9 @@ impl Site<'_> {
     /// What a gated kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
     /// store where this one takes it.
     fn gate(&self, give: u32, take: u32) -> Gate {
-        let Some(Symmetric { heap, channel, .. }) = self.symmetric else { return Gate::default() };
+        let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Gate::default() };
         let (epochs, lines) = (self.layout.gate_epochs() as u64, self.layout.gate_lines() as u64);
-        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel }
+        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel, least: least.max(1) }
     }
 
     /// What `call` sends to each rank.
@@ -238,8 +242,9 @@ impl Site<'_> {
         let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, gated: false, args });
         let staged = |program, lanes, roles, args| {
             let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
-            let threads = self.lane_threads(lanes, message);
-            Some(Launch { program, blocks: roles * lanes, threads, gated: self.gates(plan), args })
+            let gated = self.gates(plan);
+            let threads = self.lane_threads(program, gated, lanes, message);
+            Some(Launch { program, blocks: roles * lanes, threads, gated, args })
         };
         match plan {
             Plan::Nothing => None,
@@ -248,7 +253,8 @@ impl Site<'_> {
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
                 let gated = self.gates(plan);
                 // Messages are stored where they belong by who has them: nobody loads.
-                let takes = |r: &usize| gated && *r != self.me && bytes[*r] > 0 && self.direct(span(*r));
+                let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least.max(1)));
+                let takes = |r: &usize| gated && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
                 let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
                 Some(self.exchange(plan, self.outgoing(call), to, bytes, gated, gate))
             }
@@ -305,10 +311,10 @@ impl Site<'_> {
                 let broadcast = call.op == Op::Broadcast;
                 let (program, parts, first) =
                     if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
-                // Nobody loads what is added up.
-                let gives = broadcast && call.inputs.first().is_some_and(|&input| self.direct(input));
-                let takes = call.outputs.first().is_some_and(|&output| self.direct(output));
-                let (factor, gate) = (call.factor, self.gate(all(gives), all(takes)));
+                // The root of a broadcast has it all, and a single other rank gets all of it through staging.
+                let stored = !broadcast || (self.n > 2 && self.me != call.root.index());
+                let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
+                let (factor, gate) = (call.factor, self.gate(0, all(takes)));
                 let args = TwoStage { common, scatter, spread, from, to, bytes, factor, root, parts, first, targets, gate };
                 staged(program, lanes, 3, Args::TwoStage(args))
             }
@@ -343,7 +349,7 @@ impl Site<'_> {
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, gate };
         let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
         let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
-        let threads = if lanes == 0 { THREADS } else { self.lane_threads(lanes, message) };
+        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, gated, lanes, message) };
         Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, gated, args: Args::Exchange(args) }
     }
 }

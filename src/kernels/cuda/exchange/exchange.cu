@@ -160,13 +160,13 @@ KERNEL(exchange, ExchangeArgs) {
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
   }
 #ifdef SYMM_GATED
-  // Both ends know how long a message is: for a short one, or none, they need not meet here.
+  // Both ends know how long a message is: for one that is staged anyhow, or none, they need not meet here.
   Partners partners{0, 0};
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
-    partners.told |= (from >> r & 1) && args.bytes[r] > 0 ? 1u << r : 0;
-    partners.heard |= (to >> r & 1) && args.out.bytes[r] > 0 ? 1u << r : 0;
+    partners.told |= (from >> r & 1) && args.bytes[r] >= args.gate.least ? 1u << r : 0;
+    partners.heard |= (to >> r & 1) && args.out.bytes[r] >= args.gate.least ? 1u << r : 0;
   }
   const bool gated = (partners.told | partners.heard) != 0;
   const Round round = begin_round(args.common, lines_of(args.gate));

@@ -22,6 +22,8 @@ struct Gate {
   u32 take;
   // Index of this channel's count in the report.
   u32 channel;
+  // Of exchanges: shorter messages are staged, wherever they go. Not 0.
+  u32 least;
 };
 static_assert(sizeof(Gate) == 168, "");
 

@@ -122,6 +122,31 @@ DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets,
   spread_to<false>(args, lane, sources, targets, Places{}, make);
 }
 
+#ifdef SYMM_GATED
+// Who has results learns from the same block of its partners where theirs go.
+template <typename Make>
+DEVICE void spread_gated(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
+  const Gate& gate = args.gate;
+  const Round round = begin_round(args.common, lines_of(gate));
+  const auto tell = [&](u32 r) -> Line { return {told(gate, gate.take >> r & 1, args.to), 0}; };
+  Line said[WORLD];
+  if (!open_gate(args.common, round, partners, tell, said)) {
+    return;
+  }
+  Places places{};
+#pragma unroll
+  for (u32 r = 0; r < WORLD; ++r) {
+    places.at[r] = heard(gate, r, said[r].first);
+    places.ranks |= said[r].first != 0 ? targets & 1u << r : 0;
+  }
+  spread_to<true>(args, lane, sources, targets, places, make);
+  if (places.ranks != 0 || gate.take != 0) {
+    count_direct(args.common, gate, lane == 0);
+  }
+  close_gate(args.common, gate, round, partners);
+}
+#endif
+
 DEVICE void gather(const TwoStageArgs& args, u32 lane) {
   u64 start[WORLD], length[WORLD];
   u8* to[WORLD];
