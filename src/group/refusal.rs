@@ -180,7 +180,7 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
         let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
-        ledger::compare(&refusals.board, number, &call, Channel::Foreground).expect("all alike");
+        ledger::compare(&refusals.board, number, &call, Channel::Collectives).expect("all alike");
     }
 
     fn failure_within(refusals: &Refusals, limit: Duration) -> Option<Error> {

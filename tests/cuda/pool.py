@@ -5,8 +5,8 @@ module, ``fn(rank, world, *args)``; it runs on the first ``world`` processes. Af
 a rank, all processes are replaced. Every wait has a limit: ranks that do not answer print the stacks of all their
 threads and are killed.
 
-SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one. With SYMM_SHARED_GPUS=1 there may be
-more ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
+SYMM_TEST_DEVICE=cpu runs, on CPU tensors and without a GPU, what does not need one. With SYMM_SHARED_GPUS=1 there may
+be more ranks than GPUs (SYMM_TEST_WORLDS="5,8"); they share them in turn.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ FULL = min(8, PLACES)
 #: All ranks, and sub-worlds whose sizes take other paths; or those that SYMM_TEST_WORLDS names.
 WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))
 
-needs_ranks = pytest.mark.skipif(
-    PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)"
-)
+needs_ranks = pytest.mark.skipif(PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)")
 needs_gpus = pytest.mark.skipif(DEVICE != "cuda" or PLACES < 2, reason="needs two GPUs")
 
 #: Seconds that the other ranks have to end after the first has failed.

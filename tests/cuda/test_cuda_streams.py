@@ -92,6 +92,39 @@ def test_futures(pool: Pool) -> None:
     pool.run(future, max(WORLDS))
 
 
+def each_its_own_way(rank: int, world: int) -> None:
+    """Some ranks call with async_op, others without, by turns; a send may stand on the group's stream between them."""
+    total = world * (world - 1) / 2
+    token, got = torch.full((4_000_000,), 5.0, device=device()), torch.zeros(4_000_000, device=device())
+    for turn in range(60):
+        count = (7, 30_000, 1_000_000)[turn % 3]
+        asynchronous = (rank + turn) % 2 == 0
+        tensor = torch.full((count,), float(rank + turn), device=device())
+        work = dist.all_reduce(tensor, async_op=asynchronous)
+        # The first rank sends before it calls again, the next receives after: no collective may wait for that send.
+        sends = turn % 2 == 0
+        works = [dist.isend(token, 1)] if rank == 0 and sends else []
+        gathered = torch.zeros(world * 1_000, device=device())
+        second = dist.all_gather_into_tensor(
+            gathered, torch.full((1_000,), float(rank), device=device()), async_op=not asynchronous
+        )
+        if rank == 1 and sends:
+            works.append(dist.irecv(got.zero_(), 0))
+        for each in (work, second, *works):
+            if each is not None:
+                each.wait()
+        assert bool((tensor == total + world * turn).all()), f"all_reduce, turn {turn}"
+        wanted = torch.arange(world, device=device()).repeat_interleave(1_000)
+        assert torch.equal(gathered, wanted.to(gathered.dtype)), f"all_gather, turn {turn}"
+        assert rank != 1 or not sends or bool((got == 5).all()), f"received, turn {turn}"
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_async_op_is_each_ranks_own(pool: Pool, world: int) -> None:
+    pool.run(each_its_own_way, world)
+
+
 def several_groups(rank: int, world: int) -> None:
     """Groups on streams of their own do not mix up their data, whatever the order on the GPU."""
     groups = [dist.new_group(list(range(world))) for _ in range(4)]

@@ -132,7 +132,11 @@ def counted(rank: int, world: int) -> None:
         ("all_reduce, one is misaligned", lambda: dist.all_reduce(shifted), everyone),
         ("short all_reduce", lambda: dist.all_reduce(wide[:1000]), [0] * world),
         ("short all_gather", lambda: dist.all_gather_into_tensor(other[: world * 60_000], wide[:60_000]), [0] * world),
-        ("short all_to_all", lambda: dist.all_to_all_single(other[: world * 60_000], wide[: world * 60_000]), [0] * world),
+        (
+            "short all_to_all",
+            lambda: dist.all_to_all_single(other[: world * 60_000], wide[: world * 60_000]),
+            [0] * world,
+        ),
         ("send and receive", lambda: ring(rank, world, wide, other), [0] * world),
     ]
     findings = Findings()

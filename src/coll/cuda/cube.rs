@@ -93,8 +93,8 @@ mod tests {
         let edges = Edges { mesh: mesh([4, 5, 6, 7, 0, 1, 2, 3]), apart: None };
         let mut peer = [0; _];
         (0..RANKS).for_each(|rank| peer[rank] = 100 + rank as u64);
-        assert_eq!(edges.reach(2, Channel::Foreground, &peer)[..RANKS], [100, 101, 102, 103, 0, 0, 106, 0]);
-        assert_eq!(edges.reach(7, Channel::Background, &peer)[..RANKS], [0, 0, 0, 103, 104, 105, 106, 107]);
+        assert_eq!(edges.reach(2, Channel::Collectives, &peer)[..RANKS], [100, 101, 102, 103, 0, 0, 106, 0]);
+        assert_eq!(edges.reach(7, Channel::Transfers, &peer)[..RANKS], [0, 0, 0, 103, 104, 105, 106, 107]);
     }
 
     #[test]

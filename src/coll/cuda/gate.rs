@@ -139,7 +139,7 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
         let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
-        ledger::compare(board, number, &call, Channel::Foreground)?;
+        ledger::compare(board, number, &call, Channel::Collectives)?;
         decide(&OnBoard { board, number, timeout }, board.rank().0, number, wanted)
     }
 

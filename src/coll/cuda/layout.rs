@@ -46,39 +46,37 @@ const ALIGN: usize = 256;
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
-    /// Synchronous calls.
-    Foreground,
-    /// Calls on the group's own stream.
-    Background,
-    /// Synchronous calls recorded into a graph.
-    CapturedForeground,
-    /// Calls on the group's own stream, recorded into a graph.
-    CapturedBackground,
+    /// Collectives, on whatever stream.
+    Collectives,
+    /// Sends and receives.
+    Transfers,
+    /// Collectives recorded into a graph.
+    CapturedCollectives,
+    /// Sends and receives recorded into a graph.
+    CapturedTransfers,
 }
 
 impl Channel {
-    /// The channel of a call that is recorded into a graph or not, and runs on the group's own stream or not.
-    pub fn of(captured: bool, background: bool) -> Self {
-        match (captured, background) {
-            (false, false) => Channel::Foreground,
-            (false, true) => Channel::Background,
-            (true, false) => Channel::CapturedForeground,
-            (true, true) => Channel::CapturedBackground,
+    /// The channel of collectives, or of sends and receives, that are recorded into a graph or not.
+    pub fn of(captured: bool, transfers: bool) -> Self {
+        match (captured, transfers) {
+            (false, false) => Channel::Collectives,
+            (false, true) => Channel::Transfers,
+            (true, false) => Channel::CapturedCollectives,
+            (true, true) => Channel::CapturedTransfers,
         }
     }
 
-    /// What a program has to write for its calls to take it.
+    /// How calls come to take it.
     pub fn name(self) -> &'static str {
         match self {
-            Channel::Foreground => "without async_op",
-            Channel::Background => "with async_op=True",
-            Channel::CapturedForeground => "without async_op, recorded into a graph",
-            Channel::CapturedBackground => "with async_op=True, recorded into a graph",
+            Channel::Collectives | Channel::Transfers => "to run at once",
+            Channel::CapturedCollectives | Channel::CapturedTransfers => "to be recorded into a graph",
         }
     }
 
     /// Every channel.
-    pub const ALL: [Channel; 4] = [Channel::Foreground, Channel::Background, Channel::CapturedForeground, Channel::CapturedBackground];
+    pub const ALL: [Channel; 4] = [Channel::Collectives, Channel::Transfers, Channel::CapturedCollectives, Channel::CapturedTransfers];
 }
 
 /// The layout of one channel; the same on all ranks.
@@ -271,7 +269,7 @@ mod tests {
                 assert!(areas.iter().all(|(offset, _)| offset % ALIGN == 0), "{ranks} ranks: misaligned {areas:?}");
                 let (offset, bytes) = areas[areas.len() - 1];
                 assert!(offset + bytes <= layout.channel_bytes(), "{ranks} ranks, {mebibytes} MiB: outside");
-                let end = layout.channel(Channel::CapturedBackground) + layout.channel_bytes();
+                let end = layout.channel(Channel::CapturedTransfers) + layout.channel_bytes();
                 assert!(end <= mebibytes << 20);
             }
         }

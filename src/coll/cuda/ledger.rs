@@ -294,12 +294,12 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_disagree_on_async_op_hear_of_it() {
+    fn ranks_that_disagree_on_recording_hear_of_it() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4), Channel::Background).expect("alone so far");
-        let error = compare(&two, 1, &sum(4), Channel::Foreground).expect_err("on another channel");
+        compare(&one, 1, &sum(4), Channel::CapturedCollectives).expect("alone so far");
+        let error = compare(&two, 1, &sum(4), Channel::Collectives).expect_err("on another channel");
         assert_eq!(error.kind, Kind::Mismatch);
-        assert!(error.message.contains("without async_op") && error.message.contains("with async_op=True"), "{error}");
+        assert!(error.message.contains("to run at once") && error.message.contains("to be recorded into a graph"), "{error}");
         assert_eq!(one.failure().map(|failure| failure.kind), Some(Kind::Mismatch));
     }
 
@@ -308,8 +308,8 @@ mod tests {
         let at = |text: &str| Call { site: Site::known(Site::number(text)), ..sum(4) };
         let disagree = |first: Call, second: Call| {
             let [one, two] = boards();
-            compare(&one, 1, &first, Channel::Foreground).expect("alone so far");
-            compare(&two, 1, &second, Channel::Foreground).map_err(|error| error.message)
+            compare(&one, 1, &first, Channel::Collectives).expect("alone so far");
+            compare(&two, 1, &second, Channel::Collectives).map_err(|error| error.message)
         };
         disagree(at("a.py:1"), at("a.py:1")).expect("the same line");
         let text = disagree(at("a.py:1"), at("a.py:2")).expect_err("other lines");
@@ -322,17 +322,17 @@ mod tests {
     fn what_a_rank_launched_last_is_known() {
         let [one, two] = boards();
         assert_eq!(last(&two, Rank(0)), None);
-        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
-        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
+        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
         assert_eq!(last(&two, Rank(0)), Some(Description::of(&sum(8))));
     }
 
     #[test]
     fn p3_a_death_that_kernels_wait_through_says_how_far_both_ranks_had_come() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
-        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
+        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
+        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
         one.note_gone(Rank(1), "has ended (killed by signal 9 (SIGKILL))".into());
         assert_eq!(one.failure(), None, "no kernel waits");
         one.wait_unattended(progress);
@@ -380,9 +380,9 @@ mod tests {
     #[test]
     fn a_rank_that_leaves_what_others_have_launched_fails_the_group() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
-        compare(&one, 2, &sum(8), Channel::Foreground).expect("alone so far");
+        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
+        compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
         two.depart();
         abandon(&two);
         let error = one.failure().expect("rank 0 waits in vain");
@@ -393,11 +393,11 @@ mod tests {
     #[test]
     fn a_launch_without_a_rank_that_has_left_is_refused() {
         let [one, two] = boards();
-        compare(&two, 1, &sum(4), Channel::Foreground).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Collectives).expect("alone so far");
         two.depart();
         abandon(&two);
-        compare(&one, 1, &sum(4), Channel::Foreground).expect("it launched that before it left");
-        let error = compare(&one, 2, &sum(4), Channel::Foreground).expect_err("it never will");
+        compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
+        let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
         assert_eq!(error.kind, Kind::Peer);
         assert!(error.message.contains("left the group") && error.message.contains("#2"), "{error}");
     }
@@ -405,8 +405,8 @@ mod tests {
     #[test]
     fn a_rank_that_leaves_when_all_is_launched_fails_nothing() {
         let [one, two] = boards();
-        compare(&one, 1, &sum(4), Channel::Foreground).expect("alone so far");
-        compare(&two, 1, &sum(4), Channel::Foreground).expect("the same");
+        compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
+        compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
         one.depart();
         abandon(&one);
         assert_eq!(two.failure(), None);

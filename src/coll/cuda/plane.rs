@@ -32,7 +32,7 @@ pub struct CudaTarget {
     pub device: i32,
     /// The `CUstream`.
     pub stream: usize,
-    /// It is the group's own stream, beside the caller's (`async_op=True`).
+    /// It is the group's own stream, beside the caller's (`async_op=True`, sends and receives).
     pub background: bool,
 }
 
@@ -65,7 +65,8 @@ struct State {
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    edge: Event,
+    /// Of each channel: what a call on another stream than the last one waits for.
+    behind: [Event; Channel::ALL.len()],
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
     /// Some call was recorded into a graph, which may be replayed at any time.
@@ -77,6 +78,8 @@ struct Last {
     stream: Stream,
     /// The capture that it was part of.
     capture: Option<u64>,
+    /// The channel's event has been recorded behind it.
+    marked: bool,
 }
 
 impl Plane {
@@ -92,7 +95,7 @@ impl Plane {
 
     /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
-        self.enqueue(target, timeout, |plane, state, stream, channel, site| {
+        self.enqueue(target, timeout, false, |plane, state, stream, channel, site| {
             for call in calls {
                 state.launched += 1;
                 numbered(state.launched);
@@ -118,7 +121,7 @@ impl Plane {
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         let mut sends: Vec<(usize, Span)> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let mut receives: Vec<(usize, Span)> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        self.enqueue(target, timeout, |plane, state, stream, _, site| {
+        self.enqueue(target, timeout, true, |plane, state, stream, _, site| {
             let plan = plan::transfers(&plane.layout, &plane.tuning);
             keep_own(plane.board.rank(), &mut sends, &mut receives, stream)?;
             for (send, messages) in [(true, &sends), (false, &receives)] {
@@ -165,6 +168,7 @@ impl Plane {
         &self,
         target: CudaTarget,
         timeout: Duration,
+        transfers: bool,
         body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
@@ -179,15 +183,22 @@ impl Plane {
         }
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
-        let channel = Channel::of(capture.is_some(), target.background);
-        let now = Last { stream, capture };
+        let channel = Channel::of(capture.is_some(), transfers);
         if let Some(last) = state.last[channel as usize].filter(|last| last.stream != stream && last.capture == capture) {
             // Calls of one channel follow each other on the device, whatever streams they are given.
-            state.edge.record(last.stream)?;
-            stream.wait(&state.edge)?;
+            let behind = &state.behind[channel as usize];
+            if !last.marked {
+                behind.record(last.stream)?;
+            }
+            stream.wait(behind)?;
         }
-        state.last[channel as usize] = Some(now);
-        let outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
+        state.last[channel as usize] = Some(Last { stream, capture, marked: false });
+        let mut outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
+        if outcome.is_ok() && target.background && !transfers {
+            // At once: sends and receives may stand behind it by the time a collective goes elsewhere, and they wait for single ranks.
+            outcome = state.behind[channel as usize].record(stream);
+            state.last[channel as usize] = Some(Last { stream, capture, marked: true });
+        }
         drop(state);
         drop(entered);
         // Whatever failed half-way leaves peers waiting for a kernel that does not come; a bad argument was refused before.

@@ -95,10 +95,11 @@ impl Plane {
             }
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
-        let made = || Ok((Stop::of(board)?, Report::new(board)?, Event::new()?));
+        let behind = || Ok([Event::new()?, Event::new()?, Event::new()?, Event::new()?]);
+        let made = || Ok((Stop::of(board)?, Report::new(board)?, behind()?));
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
-        let (stop, report, edge) = made?;
+        let (stop, report, behind) = made?;
         let symmetric = if memory.is_direct() {
             let asked = Arc::downgrade(&report);
             let failed: heap::Failed = Arc::new(move || asked.upgrade().is_some_and(|report| report.failure().is_some()));
@@ -114,7 +115,7 @@ impl Plane {
             last: [None; 4],
             launched: 0,
             transfers: [[0; MAX_RANKS]; 2],
-            edge,
+            behind,
             closed: false,
             recorded: false,
         };
