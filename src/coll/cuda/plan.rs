@@ -447,6 +447,17 @@ mod tests {
             assert_eq!(plan.served_as(false), plan.name());
         }
         assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
+        let worth = |op, bytes, n| worth_gating(&call(op, DType::BF16, bytes), n, &Tuning { gated_bytes: 1 << 20, ..tuning });
+        for (op, n, least) in [
+            (Op::AllGather, 2, 1 << 20),
+            (Op::ReduceScatter, 8, 1 << 20),
+            (Op::AllReduce, 4, 4 << 20),
+            (Op::Broadcast, 4, 3 << 20),
+            (Op::AllToAll, 2, 0),
+        ] {
+            assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
+        }
+        assert!(!worth(Op::Broadcast, 1 << 30, 2) && !worth(Op::AllToAll, 1 << 30, 1) && !worth(Op::AllGather, 1 << 30, 1));
         // Blocks of one kernel find their words in the gate's area.
         assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").gate_blocks());
     }

@@ -150,7 +150,9 @@ impl Plane {
     fn gated(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
         let worth = plan::worth_gating(call, self.board.size(), &self.tuning);
-        let wanted = worth && heaps.touches(call) && plan::choose(call, &self.facts(false)).can_be_gated();
+        // An all-to-all of short messages is no reason to begin with it.
+        let long = worth && call.longest() >= self.tuning.gated_bytes;
+        let wanted = long && heaps.touches(call) && plan::choose(call, &self.facts(false)).can_be_gated();
         let agreed = gate::decide(&gate::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)?;
         Ok(agreed && worth)
     }
