@@ -2,6 +2,7 @@
 
 mod report;
 mod set_up;
+mod turns;
 
 pub(super) use report::Report;
 
@@ -24,6 +25,7 @@ use crate::rank::Rank;
 use crate::sync::board::Board;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use turns::{Before, Last, Turns};
 
 /// Where work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,8 +62,7 @@ pub struct Plane {
 
 struct State {
     kernels: Kernels,
-    /// Where the calls of each channel went last.
-    last: [Option<Last>; Channel::ALL.len()],
+    turns: Turns,
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
@@ -71,15 +72,6 @@ struct State {
     closed: bool,
     /// Some call was recorded into a graph, which may be replayed at any time.
     recorded: bool,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Last {
-    stream: Stream,
-    /// The capture that it was part of.
-    capture: Option<u64>,
-    /// The channel's event has been recorded behind it.
-    marked: bool,
 }
 
 impl Plane {
@@ -186,20 +178,20 @@ impl Plane {
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
         let channel = Channel::of(capture.is_some(), transfers);
-        if let Some(last) = state.last[channel as usize].filter(|last| last.stream != stream && last.capture == capture) {
-            // Calls of one channel follow each other on the device, whatever streams they are given.
-            let behind = &state.behind[channel as usize];
-            if !last.marked {
-                behind.record(last.stream)?;
-            }
+        // Calls of one channel follow each other on the device, whatever streams they are given.
+        let before = state.turns.next(channel, stream, capture);
+        let behind = &state.behind[channel as usize];
+        if let Before::EventOf(last) = before {
+            behind.record(last)?;
+        }
+        if before != Before::Nothing {
             stream.wait(behind)?;
         }
-        state.last[channel as usize] = Some(Last { stream, capture, marked: false });
         let mut outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
         if outcome.is_ok() && target.background && !transfers {
             // At once: sends and receives may stand behind it by the time a collective goes elsewhere, and they wait for single ranks.
             outcome = state.behind[channel as usize].record(stream);
-            state.last[channel as usize] = Some(Last { stream, capture, marked: true });
+            state.turns.mark(channel);
         }
         drop(state);
         drop(entered);
@@ -235,7 +227,7 @@ impl Plane {
             let state = self.state();
             // Else recording would add to what the caller captures.
             let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
-            if state.closed || state.recorded || state.last.iter().flatten().any(captured) || self.failure().is_none() {
+            if state.closed || state.recorded || state.turns.last().any(captured) || self.failure().is_none() {
                 return;
             }
             state.ends()
@@ -269,7 +261,7 @@ impl State {
     fn ends(&self) -> Vec<Event> {
         // What was recorded into a graph is not running because of us.
         let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
-        self.last.iter().flatten().filter(|last| last.capture.is_none()).filter_map(mark).collect()
+        self.turns.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }
 }
 

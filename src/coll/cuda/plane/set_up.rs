@@ -1,6 +1,6 @@
 //! How all ranks of a group set up their GPUs, step by step together.
 
-use super::{Plane, Report, State};
+use super::{Plane, Report, State, Turns};
 use crate::boot::pass::Mailbox;
 use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::kernels::Kernels;
@@ -112,7 +112,7 @@ impl Plane {
         board.wait_unattended(ledger::progress);
         let state = State {
             kernels: Kernels::new(&device, n, me, tuning.overlap != 0),
-            last: [None; 4],
+            turns: Turns::default(),
             launched: 0,
             transfers: [[0; MAX_RANKS]; 2],
             behind,
