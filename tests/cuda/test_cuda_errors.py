@@ -239,8 +239,7 @@ def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, coun
         if rank != 1:
             message, seconds = found
             assert "rank 1" in message, message
-            # How far both had come: the one that died, and the one that tells.
-            assert len(re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)) == 2, (
-                message
-            )
+            # Of kernels, how far both had come: the one that died, and the one that tells.
+            told = re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)
+            assert len(told) == (2 if DEVICE == "cuda" else 0), message
             assert seconds < 3, f"noticed after {seconds:.1f} s"
