@@ -100,7 +100,7 @@ pub struct Tuning {
     pub two_shot_bytes: usize,
     /// The same of gated calls.
     pub gated_two_shot_bytes: usize,
-    /// Shortest message between two ranks that is gated: what start and end of such a call take, it gains by this length.
+    /// Shortest message between two ranks that is gated, not 0: what start and end of such a call take, it gains by this length.
     pub gated_bytes: usize,
     /// Longest single message with flags in the data.
     pub low_latency_bytes: usize,
@@ -197,6 +197,7 @@ impl Tuning {
         self.lanes = self.lanes.clamp(1, MAX_LANES);
         self.threads = (self.threads / 32 * 32).clamp(32, 256);
         self.block_units = self.block_units.max(1);
+        self.gated_bytes = self.gated_bytes.max(1);
         Ok(self)
     }
 }
@@ -467,6 +468,7 @@ mod tests {
         let tuning = Tuning::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
         assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
         assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
+        assert_eq!(Tuning::of(4).overlaid("gated_bytes=0").expect("read").gated_bytes, 1);
         for bad in ["lanes", "lanes=x", "colour=3"] {
             assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
         }

@@ -98,8 +98,10 @@ impl Plane {
                 stats::count(Some(call.op), plan.served_as(gated));
                 let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
                 let symmetric = plane.symmetric.as_ref().filter(|_| gated);
-                let (channel, least) = (channel as u32, u32::try_from(plane.tuning.gated_bytes).unwrap_or(u32::MAX));
-                let symmetric = symmetric.map(|heaps| Symmetric { heap: per_rank(&heaps.bases), channel, least, reachable: &reachable });
+                let symmetric = symmetric.map(|heaps| {
+                    let least = u32::try_from(plane.tuning.gated_bytes).unwrap_or(u32::MAX);
+                    Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, least, reachable: &reachable }
+                });
                 let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
                 if let Some(launch) = site.prepare(call, plan) {
                     state.kernels.launch(&launch, call.dtype, call.reduce_op, stream)?;

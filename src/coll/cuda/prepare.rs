@@ -12,7 +12,8 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Longest message between two ranks for which all lanes have as many threads as they may: longer ones gained nothing.
+/// Longest message between two ranks for which all lanes have as many threads as they may. Measured when waiting threads looked at the host
+/// too often (docs/kernels.md), and not since.
 const MANY_THREADS_BYTES: usize = 24 << 20;
 /// Threads of a lane's block otherwise.
 const FEW_THREADS: u32 = 128;
@@ -130,7 +131,7 @@ pub struct Symmetric<'a> {
     pub heap: PerRank,
     /// Index of the call's channel.
     pub channel: u32,
-    /// Bytes of the shortest message of an all-to-all that goes direct; see [`super::plan::worth_gating`].
+    /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_gating`].
     pub least: u32,
     /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
     pub reachable: &'a dyn Fn(Span) -> bool,
@@ -199,7 +200,7 @@ impl Site<'_> {
     fn gate(&self, give: u32, take: u32) -> Gate {
         let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Gate::default() };
         let (epochs, lines) = (self.layout.gate_epochs() as u64, self.layout.gate_lines() as u64);
-        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel, least: least.max(1) }
+        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel, least }
     }
 
     /// What `call` sends to each rank.
@@ -253,7 +254,7 @@ impl Site<'_> {
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
                 let gated = self.gates(plan);
                 // Messages are stored where they belong by who has them: nobody loads.
-                let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least.max(1)));
+                let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least));
                 let takes = |r: &usize| gated && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
                 let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
                 Some(self.exchange(plan, self.outgoing(call), to, bytes, gated, gate))

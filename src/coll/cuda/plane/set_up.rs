@@ -95,8 +95,7 @@ impl Plane {
             }
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
-        let behind = || Ok([Event::new()?, Event::new()?, Event::new()?, Event::new()?]);
-        let made = || Ok((Stop::of(board)?, Report::new(board)?, behind()?));
+        let made = || Ok((Stop::of(board)?, Report::new(board)?, [Event::new()?, Event::new()?, Event::new()?, Event::new()?]));
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, behind) = made?;
