@@ -387,11 +387,15 @@ fn random_gated_programs_on_eight_ranks() {
     random_programs(8, true);
 }
 
+/// Under which every collective of `n` ranks that can be gated is.
+fn always_gated(n: usize) -> Tuning {
+    let long = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, gated_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
+    Tuning { lanes: 2, threads: 8, ..long }
+}
+
 /// Every collective on symmetric tensors alone goes direct, whatever its element type and operation, and whatever its tails.
 fn all_symmetric_goes_direct(n: usize) {
-    let long = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, gated_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
-    let tuning = Tuning { lanes: 2, threads: 8, ..long };
-    let mut host = Host::with_tuning(n, tuning);
+    let mut host = Host::with_tuning(n, always_gated(n));
     host.gate(HEAP);
     let mut random = Random(n as u64);
     let reductions = [
@@ -451,9 +455,7 @@ fn all_symmetric_goes_direct_on_eight_ranks() {
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
     // Not a gather: of its ranks only the root needs all others.
     for op in [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast] {
-        let long = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, gated_bytes: 1, low_latency_bytes: 0, ..Tuning::of(3) };
-        let tuning = Tuning { lanes: 2, threads: 8, ..long };
-        let mut host = Host::with_tuning(3, tuning);
+        let mut host = Host::with_tuning(3, always_gated(3));
         host.gate(HEAP);
         host.timeout = Duration::from_millis(300);
         let asked = Asked { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };

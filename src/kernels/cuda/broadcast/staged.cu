@@ -3,14 +3,13 @@
 #include "two_stage.cuh"
 
 // The entry of a rank that only the kernel knows. By masks: an index that is no constant would put the table into memory.
-template <typename Pointer>
-DEVICE u64 entry_of(Pointer const (&table)[WORLD], u32 rank) {
+DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
   u64 entry = 0;
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
     entry |= (u64)table[r] & (0 - (u64)(r == rank));
   }
-  return entry;
+  return (const Unit*)entry;
 }
 
 // Blocks: a lane's three roles side by side.
@@ -24,7 +23,7 @@ LANE_KERNEL(broadcast_staged, TwoStageArgs) {
       scatter(args, lane, [](Unit v) { return v; });
     }
   } else if (role == 1) {
-    const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) { return ((const Unit*)entry_of(slot, root))[unit]; };
+    const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) { return entry_of(slot, root)[unit]; };
 #ifdef SYMM_GATED
     // The root, which passes nothing on, counts the rounds as the others do.
     const u32 partners = root == RANK ? 0 : others;
