@@ -128,7 +128,12 @@ struct Asked {
 /// What a rank does in one step of a random program.
 enum Act {
     Collective(Call),
-    Transfers { sends: Vec<(usize, Span)>, receives: Vec<(usize, Span)> },
+    /// `apart`: the sends in one launch, the receives in another beside it.
+    Transfers {
+        sends: Vec<(usize, Span)>,
+        receives: Vec<(usize, Span)>,
+        apart: bool,
+    },
 }
 
 /// One step of a random program: what each rank does, and what each tensor holds in the end.
@@ -246,7 +251,8 @@ impl Scene {
             }
         }
         let title = format!("transfers {sends:?}");
-        let acts = sends.into_iter().zip(receives).map(|(sends, receives)| Act::Transfers { sends, receives }).collect();
+        let act = |(sends, receives)| Act::Transfers { sends, receives, apart: random.below(2) == 0 };
+        let acts = sends.into_iter().zip(receives).map(act).collect();
         Self { title, acts, tensors, dtype: DType::U8, reduce_op: ReduceOp::Sum }
     }
 
@@ -255,9 +261,16 @@ impl Scene {
         let run = |launch: &Launch| host.run(me, launch, self.dtype, self.reduce_op);
         let call = match &self.acts[me] {
             Act::Collective(call) => call,
-            Act::Transfers { sends, receives } => {
+            Act::Transfers { sends, receives, apart } => {
                 let plan = plan::transfers(&host.layout, &host.tuning);
-                return run(&site(None).transfers(sends, receives, plan).unwrap());
+                let launch = |sends: &[_], receives: &[_]| run(&site(None).transfers(sends, receives, plan).unwrap());
+                if !apart {
+                    return launch(sends, receives);
+                }
+                return std::thread::scope(|scope| {
+                    scope.spawn(|| launch(sends, &[]));
+                    launch(&[], receives);
+                });
             }
         };
         call.validate(Rank(me as u32), host.n).expect("a valid call");

@@ -2,6 +2,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
+
 #include "device_work.hpp"
 #include "errors.hpp"
 #include "process_group.hpp"
@@ -20,7 +22,7 @@ void DeviceWork::launch_gathered() {
   try {
     const c10::DeviceGuard guard(device());
     origin_ = streams_->current();
-    stream_ = background_ ? streams_->own_after(*origin_) : *origin_;
+    stream_ = background_ ? streams_->own_after(own_stream(), *origin_) : *origin_;
     enqueue();
     if (background_) {
       // Also the copies into results that are not contiguous belong before the end.
@@ -50,6 +52,14 @@ void DeviceWork::launch_gathered() {
   if (failure_) {
     std::rethrow_exception(failure_);
   }
+}
+
+Own DeviceWork::own_stream() const {
+  const auto sends = std::count_if(transfers_.begin(), transfers_.end(), [](const Transfer& transfer) { return transfer.send; });
+  if (transfers_.size() < operations_.size() || (sends > 0 && static_cast<size_t>(sends) < transfers_.size())) {
+    return Own::Calls;
+  }
+  return sends > 0 ? Own::Sends : Own::Receives;
 }
 
 void DeviceWork::enqueue() const {
@@ -132,10 +142,10 @@ void DeviceWork::release_inputs() {
   }
 }
 
-std::shared_ptr<DeviceStream> ProcessGroupSymm::streams_on(at::Device device) {
+std::shared_ptr<DeviceStreams> ProcessGroupSymm::streams_on(at::Device device) {
   auto& streams = streams_[device.index()];
   if (!streams) {
-    streams = std::make_shared<DeviceStream>(device);
+    streams = std::make_shared<DeviceStreams>(device);
   }
   return streams;
 }

@@ -25,7 +25,7 @@ constexpr std::chrono::milliseconds kKernelsFirst(1000);
 DeviceWork::DeviceWork(
     int rank,
     Group group,
-    std::shared_ptr<DeviceStream> streams,
+    std::shared_ptr<DeviceStreams> streams,
     const Operation& operation,
     uint64_t sequence)
     : Work(rank, operation.type, profiled() ? operation.title : nullptr, profiled_inputs(operation)),
@@ -33,7 +33,7 @@ DeviceWork::DeviceWork(
       streams_(std::move(streams)),
       sequence_(sequence) {}
 
-DeviceWork::DeviceWork(int rank, Group group, std::shared_ptr<DeviceStream> streams, uint64_t sequence)
+DeviceWork::DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence)
     : Work(rank, ::c10d::OpType::COALESCED, profiled() ? "symm:coalesced" : nullptr),
       group_(std::move(group)),
       streams_(std::move(streams)),

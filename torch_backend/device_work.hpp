@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "device_stream.hpp"
+#include "device_streams.hpp"
 #include "operation.hpp"
 #include "symm/src/bridge.rs.h"
 #include "work.hpp"
@@ -24,9 +24,9 @@ namespace symm {
 class DeviceWork final : public ::c10d::Work {
  public:
   // `operation` says how a profiler sees the work; it must be added like any other.
-  DeviceWork(int rank, Group group, std::shared_ptr<DeviceStream> streams, const Operation& operation, uint64_t sequence);
+  DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, const Operation& operation, uint64_t sequence);
   // Of a coalesced block.
-  DeviceWork(int rank, Group group, std::shared_ptr<DeviceStream> streams, uint64_t sequence);
+  DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence);
   ~DeviceWork() override;
 
   // Adds a collective; false if the work was launched before. `timeout` not positive: the group's.
@@ -73,6 +73,8 @@ class DeviceWork final : public ::c10d::Work {
   // mutex_ must be held for these.
   bool gather(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
   void launch_gathered();
+  // Where calls beside the caller's stream go.
+  Own own_stream() const;
   void enqueue() const;
   c10::Event& end() const;
   Progress progress() const;
@@ -84,7 +86,7 @@ class DeviceWork final : public ::c10d::Work {
   void rethrow() const;
 
   const Group group_;
-  const std::shared_ptr<DeviceStream> streams_;
+  const std::shared_ptr<DeviceStreams> streams_;
   const uint64_t sequence_;
   // All below is guarded by mutex_ of the base.
   std::vector<std::shared_ptr<Operation>> operations_;
@@ -94,7 +96,7 @@ class DeviceWork final : public ::c10d::Work {
   std::optional<std::chrono::milliseconds> timeout_;
   mutable Phase phase_ = Phase::Gathering;
   mutable std::exception_ptr failure_;
-  // Of the thread that launched, and the one with the calls: the same, or the group's own.
+  // Of the thread that launched, and the one with the calls: the same, or one of the group's own.
   std::optional<c10::Stream> origin_;
   std::optional<c10::Stream> stream_;
   // Marks the end of the calls on stream_; of calls on the caller's stream only once somebody asks.

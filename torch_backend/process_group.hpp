@@ -136,7 +136,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   template <typename... What>
   WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
   // The group's on that device; mutex_ must be held.
-  std::shared_ptr<DeviceStream> streams_on(at::Device device);
+  std::shared_ptr<DeviceStreams> streams_on(at::Device device);
   // Within the handler of a collective's exception: tells the ranks that wait for the call, and throws on.
   [[noreturn]] void refused() const;
   // The same for a send or receive.
@@ -171,7 +171,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
 
   std::mutex mutex_;
   std::optional<Coalesced> coalesced_;
-  std::map<c10::DeviceIndex, std::shared_ptr<DeviceStream>> streams_;
+  std::map<c10::DeviceIndex, std::shared_ptr<DeviceStreams>> streams_;
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
   std::atomic<bool> closed_ = false;
 };

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from cases import Case, Findings
 from collectives import COLLECTIVES, layouts_of
 from expected import DTYPES
-from pool import DEVICE, WORLDS, Pool, device, needs_ranks, settle
+from pool import DEVICE, WORLDS, Pool, device, needs_ranks
 
 pytestmark = needs_ranks
 
@@ -82,39 +82,3 @@ def objects(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_objects_and_barrier(pool: Pool, world: int) -> None:
     pool.run(objects, world)
-
-
-def point_to_point(rank: int, world: int) -> None:
-    """Tags, order, both directions at once, messages of very different sizes queued, and a message to oneself."""
-    peer = rank ^ 1
-    if peer < world:
-        sizes = (1, 4_096, 1, 3_000_000, 0, 65_537)
-        outgoing = [torch.full((size,), float(10 * rank + tag), device=device()) for tag, size in enumerate(sizes)]
-        incoming = [torch.zeros(size, device=device()) for size in sizes]
-        works = []
-        for tag in range(len(sizes)):
-            calls = [(dist.isend, outgoing), (dist.irecv, incoming)]
-            for call, tensors in calls if rank < peer else reversed(calls):
-                works.append(call(tensors[tag], peer, tag=tag))
-        for work in works:
-            work.wait()
-        settle()
-        for tag, tensor in enumerate(incoming):
-            assert bool((tensor == 10 * peer + tag).all()), f"message {tag} of {tensor.numel()}"
-        if rank < peer:
-            dist.send(outgoing[3], peer)
-        else:
-            dist.recv(incoming[3].zero_(), peer)
-            assert bool((incoming[3] == 10 * peer + 3).all())
-    everyone = [torch.zeros(777, device=device()) for _ in range(world)]
-    batch = [dist.P2POp(dist.isend, torch.full((777,), float(rank), device=device()), other) for other in range(world)]
-    batch += [dist.P2POp(dist.irecv, everyone[other], other) for other in range(world)]
-    for work in dist.batch_isend_irecv(batch):
-        work.wait()
-    settle()
-    assert [float(tensor.mean()) for tensor in everyone] == list(range(world))
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_point_to_point(pool: Pool, world: int) -> None:
-    pool.run(point_to_point, world)

@@ -25,7 +25,7 @@ use crate::rank::Rank;
 use crate::sync::board::Board;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use turns::{Before, Last, Turns};
+use turns::{Before, Last, Queue, Turns};
 
 /// Where work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub struct CudaTarget {
     pub device: i32,
     /// The `CUstream`.
     pub stream: usize,
-    /// It is the group's own stream, beside the caller's (`async_op=True`, sends and receives).
+    /// It is one of the group's own streams, beside the caller's: one for sends, one for receives, one for everything else.
     pub background: bool,
 }
 
@@ -66,8 +66,8 @@ struct State {
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    /// Of each channel: what a call on another stream than the last one waits for.
-    behind: [Event; Channel::ALL.len()],
+    /// Of each queue, eager and captured: what a call on another stream than the last one waits for.
+    behind: Vec<Event>,
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
     /// Some call was recorded into a graph, which may be replayed at any time.
@@ -87,7 +87,7 @@ impl Plane {
 
     /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
-        self.enqueue(target, timeout, false, |plane, state, stream, channel, site| {
+        self.enqueue(target, timeout, &[Queue::Collectives], |plane, state, stream, channel, site| {
             for call in calls {
                 state.launched += 1;
                 numbered(state.launched);
@@ -115,7 +115,12 @@ impl Plane {
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
         let mut sends: Vec<(usize, Span)> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let mut receives: Vec<(usize, Span)> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        self.enqueue(target, timeout, true, |plane, state, stream, _, site| {
+        let queues: &[Queue] = match (sends.is_empty(), receives.is_empty()) {
+            (false, true) => &[Queue::Sends],
+            (true, false) => &[Queue::Receives],
+            _ => &[Queue::Sends, Queue::Receives],
+        };
+        self.enqueue(target, timeout, queues, |plane, state, stream, _, site| {
             let plan = plan::transfers(&plane.layout, &plane.tuning);
             keep_own(plane.board.rank(), &mut sends, &mut receives, stream)?;
             for (send, messages) in [(true, &sends), (false, &receives)] {
@@ -164,7 +169,7 @@ impl Plane {
         &self,
         target: CudaTarget,
         timeout: Duration,
-        transfers: bool,
+        queues: &[Queue],
         body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
@@ -179,21 +184,26 @@ impl Plane {
         }
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
-        let channel = Channel::of(capture.is_some(), transfers);
-        // Calls of one channel follow each other on the device, whatever streams they are given.
-        let before = state.turns.next(channel, stream, capture);
-        let behind = &state.behind[channel as usize];
-        if let Before::EventOf(last) = before {
-            behind.record(last)?;
-        }
-        if before != Before::Nothing {
-            stream.wait(behind)?;
+        let channel = Channel::of(capture.is_some(), queues != [Queue::Collectives]);
+        // Calls of one queue follow each other on the device, whatever streams they are given.
+        for &queue in queues {
+            let before = state.turns.next(queue, stream, capture);
+            let behind = &state.behind[turns::place(queue, capture)];
+            if let Before::EventOf(last) = before {
+                behind.record(last)?;
+            }
+            if before != Before::Nothing {
+                stream.wait(behind)?;
+            }
         }
         let mut outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
-        if outcome.is_ok() && target.background && !transfers {
-            // At once: sends and receives may stand behind it by the time a collective goes elsewhere, and they wait for single ranks.
-            outcome = state.behind[channel as usize].record(stream);
-            state.turns.mark(channel);
+        let stream_of_its_own = matches!(queues, [Queue::Sends] | [Queue::Receives]);
+        if outcome.is_ok() && target.background && !stream_of_its_own {
+            // At once: calls of other queues may stand behind it by the time its queue goes on elsewhere, and wait for other ranks.
+            for &queue in queues {
+                outcome = outcome.and_then(|()| state.behind[turns::place(queue, capture)].record(stream));
+                state.turns.mark(queue, capture);
+            }
         }
         drop(state);
         drop(entered);

@@ -1,6 +1,6 @@
 //! How all ranks of a group set up their GPUs, step by step together.
 
-use super::{Plane, Report, State, Turns};
+use super::{Plane, Report, State, Turns, turns};
 use crate::boot::pass::Mailbox;
 use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::kernels::Kernels;
@@ -95,7 +95,8 @@ impl Plane {
             }
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
-        let made = || Ok((Stop::of(board)?, Report::new(board)?, [Event::new()?, Event::new()?, Event::new()?, Event::new()?]));
+        let events = || (0..turns::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
+        let made = || Ok((Stop::of(board)?, Report::new(board)?, events()?));
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, behind) = made?;

@@ -1,22 +1,37 @@
-//! In which order the calls of one channel follow each other on the device, whatever streams they are given. Pure.
+//! In which order calls follow each other on the device, whatever streams they are given. Pure.
 
-use crate::coll::cuda::layout::Channel;
 use crate::kernels::cuda::driver::Stream;
 
-/// Where the calls of each channel went last.
-#[derive(Debug, Default)]
-pub(super) struct Turns {
-    last: [Option<Last>; Channel::ALL.len()],
+/// Calls that follow each other. Those that a graph records do so among themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Queue {
+    Collectives,
+    Sends,
+    Receives,
 }
 
-/// A channel's last call.
+/// Queues of eager and of captured calls.
+pub(super) const PLACES: usize = 6;
+
+/// The number of a queue, eager or captured.
+pub(super) fn place(queue: Queue, capture: Option<u64>) -> usize {
+    2 * queue as usize + usize::from(capture.is_some())
+}
+
+/// Where the calls of each queue went last.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    last: [Option<Last>; PLACES],
+}
+
+/// A queue's last call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Last {
     /// Where it went.
     pub(super) stream: Stream,
     /// The capture that it was part of.
     pub(super) capture: Option<u64>,
-    /// The channel's event has been recorded behind it.
+    /// The queue's event has been recorded behind it.
     marked: bool,
 }
 
@@ -25,16 +40,16 @@ pub(super) struct Last {
 pub(super) enum Before {
     /// Nothing: the stream, or the graph, has what came before.
     Nothing,
-    /// The channel's event as it was recorded.
+    /// The queue's event as it was recorded.
     Event,
-    /// The channel's event, to be recorded in this stream now.
+    /// The queue's event, to be recorded in this stream now.
     EventOf(Stream),
 }
 
 impl Turns {
-    /// The next call of `channel` goes to `stream`, as part of `capture`.
-    pub(super) fn next(&mut self, channel: Channel, stream: Stream, capture: Option<u64>) -> Before {
-        let last = self.last[channel as usize].replace(Last { stream, capture, marked: false });
+    /// The next call of `queue` goes to `stream`, as part of `capture`.
+    pub(super) fn next(&mut self, queue: Queue, stream: Stream, capture: Option<u64>) -> Before {
+        let last = self.last[place(queue, capture)].replace(Last { stream, capture, marked: false });
         match last.filter(|last| last.stream != stream && last.capture == capture) {
             None => Before::Nothing,
             Some(Last { marked: true, .. }) => Before::Event,
@@ -42,14 +57,14 @@ impl Turns {
         }
     }
 
-    /// The channel's event has been recorded behind its last call.
-    pub(super) fn mark(&mut self, channel: Channel) {
-        if let Some(last) = &mut self.last[channel as usize] {
+    /// The queue's event has been recorded behind its last call.
+    pub(super) fn mark(&mut self, queue: Queue, capture: Option<u64>) {
+        if let Some(last) = &mut self.last[place(queue, capture)] {
             last.marked = true;
         }
     }
 
-    /// The last calls of all channels.
+    /// The last calls of all queues.
     pub(super) fn last(&self) -> impl Iterator<Item = &Last> {
         self.last.iter().flatten()
     }
@@ -61,8 +76,12 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Streams of a program, and the group's own.
-    const OWN: usize = 3;
+    /// Streams of a program, then the group's own: for sends, for receives, for everything else.
+    const PROGRAM: usize = 3;
+    const SENDS: usize = 3;
+    const RECEIVES: usize = 4;
+    const OWN: usize = 5;
+    const STREAMS: usize = 6;
 
     #[derive(Clone, Copy, Debug)]
     enum Call {
@@ -70,80 +89,90 @@ mod tests {
         Sync(usize),
         /// A collective on the group's own stream, from a stream of the program's.
         Async(usize),
-        /// A send or receive, likewise.
-        Transfer(usize),
+        /// Sends and receives in one, likewise.
+        Batch(usize),
+        Send(usize),
+        Receive(usize),
     }
 
-    /// What each stream, and each channel's event, comes after.
+    /// What each stream, and each queue's event, comes after.
     #[derive(Default)]
     struct Device {
-        streams: [BTreeSet<usize>; OWN + 1],
-        events: [BTreeSet<usize>; Channel::ALL.len()],
+        streams: [BTreeSet<usize>; STREAMS],
+        events: [BTreeSet<usize>; PLACES],
+        /// Each queue's last call and all before it.
+        exact: [BTreeSet<usize>; PLACES],
     }
 
     impl Device {
-        /// As `Plane::enqueue` does it; what the call comes after.
-        fn run(&mut self, turns: &mut Turns, number: usize, call: Call) -> BTreeSet<usize> {
-            let (stream, transfers) = match call {
-                Call::Sync(stream) => (stream, false),
-                Call::Async(_) => (OWN, false),
-                Call::Transfer(_) => (OWN, true),
+        /// As `Plane::enqueue` does it: what the call comes after, and what it should.
+        fn run(&mut self, turns: &mut Turns, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
+            let (from, stream, queues): (usize, usize, &[Queue]) = match call {
+                Call::Sync(from) => (from, from, &[Queue::Collectives]),
+                Call::Async(from) => (from, OWN, &[Queue::Collectives]),
+                Call::Batch(from) => (from, OWN, &[Queue::Sends, Queue::Receives]),
+                Call::Send(from) => (from, SENDS, &[Queue::Sends]),
+                Call::Receive(from) => (from, RECEIVES, &[Queue::Receives]),
             };
-            if let Call::Async(from) | Call::Transfer(from) = call {
-                let before = self.streams[from].clone();
-                self.streams[OWN].extend(before);
-            }
-            let channel = Channel::of(false, transfers);
-            let before = turns.next(channel, Stream(stream), None);
-            if let Before::EventOf(Stream(last)) = before {
-                self.events[channel as usize] = self.streams[last].clone();
-            }
-            if before != Before::Nothing {
-                let event = self.events[channel as usize].clone();
-                self.streams[stream].extend(event);
+            let before = self.streams[from].clone();
+            self.streams[stream].extend(before);
+            let mut exact = self.streams[stream].clone();
+            for &queue in queues {
+                let before = turns.next(queue, Stream(stream), None);
+                let queue = place(queue, None);
+                if let Before::EventOf(Stream(last)) = before {
+                    self.events[queue] = self.streams[last].clone();
+                }
+                if before != Before::Nothing {
+                    self.streams[stream].extend(self.events[queue].iter());
+                }
+                exact.extend(self.exact[queue].iter());
             }
             let after = self.streams[stream].clone();
             self.streams[stream].insert(number);
-            if stream == OWN && !transfers {
-                self.events[channel as usize] = self.streams[OWN].clone();
-                turns.mark(channel);
+            for &queue in queues {
+                if stream == OWN {
+                    self.events[place(queue, None)] = self.streams[OWN].clone();
+                    turns.mark(queue, None);
+                }
+                self.exact[place(queue, None)] = &exact | &BTreeSet::from([number]);
             }
-            after
+            [after, exact]
         }
     }
 
     fn calls() -> impl Strategy<Value = Vec<Call>> {
-        let call = prop_oneof![(0..OWN).prop_map(Call::Sync), (0..OWN).prop_map(Call::Async), (0..OWN).prop_map(Call::Transfer)];
-        prop::collection::vec(call, 1..40)
+        let from = || 0..PROGRAM;
+        let collective = prop_oneof![from().prop_map(Call::Sync), from().prop_map(Call::Async)];
+        let transfer = prop_oneof![from().prop_map(Call::Batch), from().prop_map(Call::Send), from().prop_map(Call::Receive)];
+        prop::collection::vec(prop_oneof![collective, transfer], 1..40)
     }
 
     proptest! {
         #[test]
-        fn collectives_follow_each_other_and_wait_for_no_later_transfer(calls in calls()) {
+        fn a_call_comes_after_its_queue_and_its_stream_and_nothing_else(calls in calls()) {
             let (mut device, mut turns) = (Device::default(), Turns::default());
-            let mut last = None;
             for (number, &call) in calls.iter().enumerate() {
-                let after = device.run(&mut turns, number, call);
-                if matches!(call, Call::Transfer(_)) {
-                    continue;
-                }
-                prop_assert!(last.is_none_or(|last| after.contains(&last)), "{number} overtakes {last:?}");
-                // On the program's streams: only sends and receives that the group's own stream had before one of its collectives.
-                let own = calls[..number].iter().rposition(|call| matches!(call, Call::Async(_)));
-                let late = |&other: &usize| matches!(calls[other], Call::Transfer(_)) && own.is_none_or(|own| other > own);
-                prop_assert!(!matches!(call, Call::Sync(_)) || !after.iter().any(late), "{number} waits for a later transfer: {after:?}");
-                last = Some(number);
+                let [after, exact] = device.run(&mut turns, number, call);
+                prop_assert_eq!(after, exact, "call {}", number);
             }
         }
     }
 
     #[test]
     fn eager_calls_and_captures_do_not_wait_for_each_other() {
-        let mut turns = Turns::default();
-        assert_eq!(turns.next(Channel::Collectives, Stream(1), None), Before::Nothing);
-        assert_eq!(turns.next(Channel::CapturedCollectives, Stream(2), Some(7)), Before::Nothing);
-        assert_eq!(turns.next(Channel::CapturedCollectives, Stream(3), Some(7)), Before::EventOf(Stream(2)));
-        assert_eq!(turns.next(Channel::CapturedCollectives, Stream(2), Some(8)), Before::Nothing);
-        assert_eq!(turns.next(Channel::Collectives, Stream(2), None), Before::EventOf(Stream(1)));
+        let (mut turns, queue) = (Turns::default(), Queue::Collectives);
+        assert_eq!(turns.next(queue, Stream(1), None), Before::Nothing);
+        assert_eq!(turns.next(queue, Stream(2), Some(7)), Before::Nothing);
+        assert_eq!(turns.next(queue, Stream(3), Some(7)), Before::EventOf(Stream(2)));
+        assert_eq!(turns.next(queue, Stream(2), Some(8)), Before::Nothing);
+        assert_eq!(turns.next(queue, Stream(2), None), Before::EventOf(Stream(1)));
+    }
+
+    #[test]
+    fn every_queue_has_a_place() {
+        let all = [Queue::Collectives, Queue::Sends, Queue::Receives];
+        let places: BTreeSet<usize> = all.iter().flat_map(|&queue| [None, Some(1)].map(|capture| place(queue, capture))).collect();
+        assert!(places.into_iter().eq(0..PLACES));
     }
 }

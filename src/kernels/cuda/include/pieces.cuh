@@ -98,7 +98,10 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     stage.announce(sent, peers);
     advance(sent, peers);
   }
-  stage.save_counts(counts, sent);
+  // Of sends and receives that run side by side, each leaves the other's counts alone.
+  if (steps > 0) {
+    stage.save_counts(counts, sent);
+  }
 }
 
 // Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
@@ -138,7 +141,9 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
     stage.give_back(taken, peers);
     advance(taken, peers);
   }
-  stage.save_counts(counts, taken);
+  if (steps > 0) {
+    stage.save_counts(counts, taken);
+  }
 }
 
 // What `take_pieces` calls where every message has a place of its own.

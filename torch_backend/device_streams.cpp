@@ -1,4 +1,4 @@
-#include "device_stream.hpp"
+#include "device_streams.hpp"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -14,10 +14,10 @@ constexpr size_t kSpareEvents = 64;
 
 } // namespace
 
-DeviceStream::DeviceStream(at::Device device)
+DeviceStreams::DeviceStreams(at::Device device)
     : device_(device), interface_(c10::impl::getDeviceGuardImpl(device.type())), ready_(device.type()) {}
 
-DeviceStream::~DeviceStream() {
+DeviceStreams::~DeviceStreams() {
   try {
     // Destroying an event goes back to the thread's device, which would make a context there if it had none.
     const c10::DeviceGuard guard(device_);
@@ -28,35 +28,36 @@ DeviceStream::~DeviceStream() {
   }
 }
 
-c10::Stream DeviceStream::own_after(const c10::Stream& stream) {
+c10::Stream DeviceStreams::own_after(Own which, const c10::Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!own_) {
-    own_ = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+  auto& own = own_.at(static_cast<size_t>(which));
+  if (!own) {
+    own = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
   }
-  if (*own_ != stream) {
+  if (*own != stream) {
     // A stream waits for what the event marks at this moment, so that the next caller may record it anew.
     ready_->record(stream);
-    ready_->block(*own_);
+    ready_->block(*own);
   }
-  return *own_;
+  return *own;
 }
 
-size_t DeviceStream::handle(const c10::Stream& stream) const {
+size_t DeviceStreams::handle(const c10::Stream& stream) const {
   return native_stream(*interface_, stream);
 }
 
-bool DeviceStream::records_graph(const c10::Stream& stream) const {
+bool DeviceStreams::records_graph(const c10::Stream& stream) const {
   const c10::DeviceGuard guard(device_);
   return capture_of(handle(stream)) != 0;
 }
 
-void DeviceStream::keep(const at::Tensor& tensor, const c10::Stream& stream) const {
+void DeviceStreams::keep(const at::Tensor& tensor, const c10::Stream& stream) const {
   if (tensor.defined() && tensor.has_storage()) {
     interface_->recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
 }
 
-c10::Event DeviceStream::take_event() {
+c10::Event DeviceStreams::take_event() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (spare_.empty()) {
     return c10::Event(device_.type());
@@ -66,7 +67,7 @@ c10::Event DeviceStream::take_event() {
   return event;
 }
 
-void DeviceStream::put_back(c10::Event event) {
+void DeviceStreams::put_back(c10::Event event) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (spare_.size() < kSpareEvents) {
     spare_.push_back(std::move(event));

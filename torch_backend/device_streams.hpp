@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <array>
 #include <cstddef>
 #include <mutex>
 #include <optional>
@@ -13,13 +14,16 @@
 
 namespace symm {
 
-// A group's stream on one device, and what is needed to order it with others. May be used from any thread.
-class DeviceStream {
+// Which of a group's own streams on a device: sends do not wait for receives, nor other calls for either.
+enum class Own { Calls, Sends, Receives };
+
+// A group's streams on one device, and what is needed to order them with others. May be used from any thread.
+class DeviceStreams {
  public:
-  explicit DeviceStream(at::Device device);
-  ~DeviceStream();
-  DeviceStream(const DeviceStream&) = delete;
-  DeviceStream& operator=(const DeviceStream&) = delete;
+  explicit DeviceStreams(at::Device device);
+  ~DeviceStreams();
+  DeviceStreams(const DeviceStreams&) = delete;
+  DeviceStreams& operator=(const DeviceStreams&) = delete;
 
   at::Device device() const {
     return device_;
@@ -28,8 +32,8 @@ class DeviceStream {
   c10::Stream current() const {
     return interface_->getStream(device_);
   }
-  // The group's own stream, of high priority, which goes on once `stream` has done what it holds now.
-  c10::Stream own_after(const c10::Stream& stream);
+  // One of the group's own, of high priority, which goes on once `stream` has done what it holds now.
+  c10::Stream own_after(Own which, const c10::Stream& stream);
   // The `CUstream`.
   size_t handle(const c10::Stream& stream) const;
   // Whether the stream records a graph: its events must not be asked then.
@@ -46,7 +50,7 @@ class DeviceStream {
   const c10::impl::DeviceGuardImplInterface* const interface_;
   std::mutex mutex_;
   // Guarded by mutex_.
-  std::optional<c10::Stream> own_;
+  std::array<std::optional<c10::Stream>, 3> own_;
   std::optional<c10::Event> ready_;
   std::vector<c10::Event> spare_;
 };

@@ -1,0 +1,163 @@
+"""Sends and receives of CUDA tensors, batched and not: who waits for whom, and in which order messages arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
+
+#: More than staging holds: the send ends when it is received.
+LONG = 12_000_000
+
+
+def point_to_point(rank: int, world: int) -> None:
+    """Tags, order, both directions at once, messages of very different sizes queued, and a message to oneself."""
+    peer = rank ^ 1
+    if peer < world:
+        sizes = (1, 4_096, 1, 3_000_000, 0, 65_537)
+        outgoing = [torch.full((size,), float(10 * rank + tag), device=device()) for tag, size in enumerate(sizes)]
+        incoming = [torch.zeros(size, device=device()) for size in sizes]
+        works = []
+        for tag in range(len(sizes)):
+            calls = [(dist.isend, outgoing), (dist.irecv, incoming)]
+            for call, tensors in calls if rank < peer else reversed(calls):
+                works.append(call(tensors[tag], peer, tag=tag))
+        for work in works:
+            work.wait()
+        settle()
+        for tag, tensor in enumerate(incoming):
+            assert bool((tensor == 10 * peer + tag).all()), f"message {tag} of {tensor.numel()}"
+        if rank < peer:
+            dist.send(outgoing[3], peer)
+        else:
+            dist.recv(incoming[3].zero_(), peer)
+            assert bool((incoming[3] == 10 * peer + 3).all())
+    everyone = [torch.zeros(777, device=device()) for _ in range(world)]
+    batch = [dist.P2POp(dist.isend, torch.full((777,), float(rank), device=device()), other) for other in range(world)]
+    batch += [dist.P2POp(dist.irecv, everyone[other], other) for other in range(world)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    settle()
+    assert [float(tensor.mean()) for tensor in everyone] == list(range(world))
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_point_to_point(pool: Pool, world: int) -> None:
+    pool.run(point_to_point, world)
+
+
+def everybody_sends_first(rank: int, world: int) -> None:
+    """Outside a batch, long messages around a ring: no send waits for a receive of its own rank."""
+    for turn in range(3):
+        out, back = torch.full((LONG,), rank + 10.0 * turn, device=device()), torch.zeros(LONG, device=device())
+        works = [dist.isend(out, (rank + 1) % world), dist.irecv(back, (rank - 1) % world)]
+        for work in works:
+            work.wait()
+        settle()
+        assert bool((back == (rank - 1) % world + 10.0 * turn).all()), f"turn {turn}"
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_everybody_sends_first(pool: Pool, world: int) -> None:
+    pool.run(everybody_sends_first, world)
+
+
+def collectives_in_between(rank: int, world: int) -> None:
+    """A collective goes past a send that nobody receives yet, and a receive that nobody sends to."""
+    token, got = torch.full((LONG,), 5.0, device=device()), torch.zeros(LONG, device=device())
+    back = torch.zeros(LONG, device=device())
+    # At first in step: a kernel that is not loaded yet may wait for those that run.
+    for crosswise, asynchronous in ((False, True), (True, True), (True, False)):
+        ahead = crosswise and rank == 0
+        works = [dist.isend(token, 1), dist.irecv(back.zero_(), 1)] if ahead else []
+        tensor = torch.full((1_000_000,), rank + 1.0, device=device())
+        work = dist.all_reduce(tensor, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+        settle_current()
+        assert bool((tensor == world * (world + 1) / 2).all())
+        if rank < 2 and not ahead:
+            works = [dist.isend(token, 1 - rank), dist.irecv((back if rank == 0 else got).zero_(), 1 - rank)]
+        for each in works:
+            each.wait()
+        settle()
+        assert rank != 0 or bool((back == 5).all())
+        assert rank != 1 or bool((got == 5).all())
+
+
+def settle_current() -> None:
+    """Returns once the current stream is done, whatever others do."""
+    if DEVICE == "cuda":
+        torch.cuda.current_stream().synchronize()
+
+
+@needs_ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_collectives_do_not_wait_for_sends_and_receives(pool: Pool, world: int) -> None:
+    pool.run(collectives_in_between, world)
+
+
+def batches_in_between(rank: int, world: int) -> None:
+    """Messages arrive in their order, whether they are sent or received in a batch or not."""
+    # A group's first call needs all ranks.
+    dist.all_reduce(torch.ones(1, device=device()))
+    if rank > 1:
+        return
+    peer = 1 - rank
+    for turn in range(20):
+        sizes = [(7, 40_000, LONG)[(turn + number) % 3] for number in range(6)]
+        outgoing = [
+            torch.full((size,), 100.0 * turn + 10 * number + rank, device=device()) for number, size in enumerate(sizes)
+        ]
+        incoming = [torch.zeros(size, device=device()) for size in sizes]
+        works = []
+        for number in range(6):
+            # The two ranks batch different messages.
+            if (number + rank + turn) % 3 == 0:
+                pair = [dist.P2POp(dist.isend, outgoing[number], peer), dist.P2POp(dist.irecv, incoming[number], peer)]
+                works += dist.batch_isend_irecv(pair)
+            else:
+                works += [dist.isend(outgoing[number], peer), dist.irecv(incoming[number], peer)]
+        for work in works:
+            work.wait()
+        settle()
+        for number, tensor in enumerate(incoming):
+            assert bool((tensor == 100.0 * turn + 10 * number + peer).all()), f"turn {turn}, message {number}"
+
+
+@needs_ranks
+def test_batches_and_single_messages_keep_their_order(pool: Pool) -> None:
+    pool.run(batches_in_between, max(WORLDS))
+
+
+def recorded(rank: int, world: int) -> None:
+    """A graph that holds a send and a receive on streams of their own, and a collective beside them."""
+    out, back = torch.zeros(LONG, device=device()), torch.zeros(LONG, device=device())
+    tensor = torch.zeros(50_000, device=device())
+
+    def step() -> None:
+        works = [dist.isend(out, (rank + 1) % world), dist.irecv(back, (rank - 1) % world)]
+        dist.all_reduce(tensor)
+        for work in works:
+            work.wait()
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(20):
+        out.fill_(rank + 10.0 * turn)
+        tensor.fill_(rank + 1.0)
+        graph.replay()
+        assert bool((back == (rank - 1) % world + 10.0 * turn).all()), f"turn {turn}"
+        assert bool((tensor == world * (world + 1) / 2).all()), f"turn {turn}"
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", (2, max(WORLDS)))
+def test_a_graph_of_sends_and_receives(pool: Pool, world: int) -> None:
+    pool.run(recorded, world)
