@@ -65,12 +65,14 @@ def test_everybody_sends_first(pool: Pool, world: int) -> None:
     pool.run(everybody_sends_first, world)
 
 
-def collectives_in_between(rank: int, world: int) -> None:
+def collectives_in_between(rank: int, world: int, in_step_first: bool = True) -> None:
     """A collective goes past a send that nobody receives yet, and a receive that nobody sends to."""
     token, got = torch.full((LONG,), 5.0, device=device()), torch.zeros(LONG, device=device())
     back = torch.zeros(LONG, device=device())
-    # At first in step: a kernel that is not loaded yet may wait for those that run.
-    for crosswise, asynchronous in ((False, True), (True, True), (True, False)):
+    # A kernel that is not loaded yet may wait for those that run: torch's are loaded here.
+    assert bool((torch.full((1_000_000,), 1.0, device=device()) == 1).all())
+    turns = ((False, True), (True, True), (True, False))
+    for crosswise, asynchronous in turns if in_step_first else turns[1:]:
         ahead = crosswise and rank == 0
         works = [dist.isend(token, 1), dist.irecv(back.zero_(), 1)] if ahead else []
         tensor = torch.full((1_000_000,), rank + 1.0, device=device())
@@ -98,6 +100,13 @@ def settle_current() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_collectives_do_not_wait_for_sends_and_receives(pool: Pool, world: int) -> None:
     pool.run(collectives_in_between, world)
+
+
+@needs_gpus
+def test_what_the_cache_has_is_loaded_from_the_start(pool: Pool) -> None:
+    pool.run(collectives_in_between, 2)
+    pool.stop()
+    pool.run(collectives_in_between, 2, False)
 
 
 def batches_in_between(rank: int, world: int) -> None:

@@ -1,11 +1,13 @@
-//! The kernels of one rank of a group, compiled and loaded when they are first needed.
+//! The kernels of one rank of a group, compiled and loaded when they are first needed; the usual ones that the cache has, before.
 
 use super::prepare::{Launch, Program};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
-use crate::kernels::cuda::compile::{Arch, Variant, cubin};
+use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
 use crate::kernels::cuda::driver::{Device, Kernel, RelaxedCapture, Stream};
-use std::collections::HashMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 /// A program, gated or not, and what it is compiled for if it looks at elements.
@@ -16,46 +18,104 @@ type Key = (Program, bool, Option<(DType, ReduceOp)>);
 pub(super) struct Kernels {
     world: u32,
     rank: u32,
-    arch: Arch,
     overlap: bool,
     loaded: HashMap<Key, Kernel>,
 }
 
 impl Kernels {
     pub(super) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
-        let (major, minor) = device.capability;
         // Devices before Hopper know no programmatic launches.
-        let overlap = overlap && major >= 9;
-        Self { world: world as u32, rank: rank as u32, arch: Arch { major, minor }, overlap, loaded: HashMap::new() }
+        let overlap = overlap && device.capability.0 >= 9;
+        Self { world: world as u32, rank: rank as u32, overlap, loaded: HashMap::new() }
     }
 
-    /// Compiles and loads `program`, or its gated variant, unless it is loaded; in the current context.
-    pub(super) fn load(&mut self, program: Program, gated: bool, dtype: DType, op: ReduceOp) -> Result<Kernel> {
-        let key = (program, gated, program.reduces().then_some((dtype, op)));
-        if let Some(kernel) = self.loaded.get(&key) {
-            return Ok(*kernel);
+    fn variant(&self, (program, gated, typed): Key) -> Variant {
+        let (dtype, op) = typed.unzip();
+        Variant { program: program.names().0, world: self.world, rank: self.rank, dtype, op, gated }
+    }
+
+    /// Loads what bytes that move and the usual reductions need, as far as it was compiled before. Loading may wait for whatever runs on
+    /// the device: where a kernel waits for a peer that waits for this rank, it is too late.
+    pub(super) fn preload(&mut self, device: &Device) {
+        let begun = Instant::now();
+        for key in usual() {
+            let variant = self.variant(key);
+            let code = || cached(&variant, arch(device));
+            match known(device, &variant).map(Ok).or_else(|| Some(load_code(device, &variant, &code()?, key.0.names().1))) {
+                Some(Ok(kernel)) => _ = self.loaded.insert(key, kernel),
+                Some(Err(error)) => log::info!("{variant} was not loaded: {error}"),
+                None => {}
+            }
         }
-        let (name, symbol) = program.names();
-        let (dtype, op) = key.2.unzip();
-        let variant = Variant { program: name, world: self.world, rank: self.rank, dtype, op, gated };
-        let kernel = load(self.arch, &variant, symbol)?;
-        self.loaded.insert(key, kernel);
-        Ok(kernel)
+        log::debug!("{} kernels were there from the start, after {:.1} ms", self.loaded.len(), begun.elapsed().as_secs_f64() * 1e3);
     }
 
-    /// Enqueues `launch`.
-    pub(super) fn launch(&mut self, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
-        let kernel = self.load(launch.program, launch.gated, dtype, op)?;
+    /// Enqueues `launch` on `device`, whose context is current.
+    pub(super) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
+        let key = (launch.program, launch.gated, launch.program.reduces().then_some((dtype, op)));
+        let kernel = match self.loaded.get(&key) {
+            Some(kernel) => *kernel,
+            None => {
+                let kernel = load(device, &self.variant(key), launch.program.names().1)?;
+                *self.loaded.entry(key).or_insert(kernel)
+            }
+        };
         kernel.launch(stream, launch.blocks, launch.threads, self.overlap, launch.args.bytes())
     }
 }
 
-/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`; in the current context.
-pub(super) fn load(arch: Arch, variant: &Variant, symbol: &str) -> Result<Kernel> {
+/// What programs need that move bytes, and sum or average floats.
+fn usual() -> impl Iterator<Item = Key> {
+    let typed = [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| [(dtype, ReduceOp::Sum), (dtype, ReduceOp::Avg)]);
+    let typed: Vec<_> = typed.collect();
+    Program::ALL.into_iter().flat_map(move |program| {
+        let types = if program.reduces() { typed.iter().copied().map(Some).collect() } else { vec![None] };
+        types.into_iter().flat_map(move |typed| [false, true].map(|gated| (program, gated, typed)))
+    })
+}
+
+/// A device's modules. They stay until the process ends: groups come and go, most of them of the same shape.
+struct Loaded {
+    /// Keeps the context.
+    _device: Device,
+    kernels: HashMap<Variant, Kernel>,
+}
+
+static LOADED: Mutex<BTreeMap<i32, Loaded>> = Mutex::new(BTreeMap::new());
+
+fn loaded() -> MutexGuard<'static, BTreeMap<i32, Loaded>> {
+    LOADED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn arch(device: &Device) -> Arch {
+    let (major, minor) = device.capability;
+    Arch { major, minor }
+}
+
+/// The kernel of `variant`, if this process has loaded it.
+fn known(device: &Device, variant: &Variant) -> Option<Kernel> {
+    loaded().get(&device.ordinal())?.kernels.get(variant).copied()
+}
+
+/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is current.
+pub(super) fn load(device: &Device, variant: &Variant, symbol: &str) -> Result<Kernel> {
+    match known(device, variant) {
+        Some(kernel) => Ok(kernel),
+        None => load_code(device, variant, &cubin(variant, arch(device))?, symbol),
+    }
+}
+
+fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &str) -> Result<Kernel> {
     let begun = Instant::now();
     // Also where another thread captures: loading would end its capture.
     let _relaxed = RelaxedCapture::begin()?;
-    let kernel = Kernel::load(&cubin(variant, arch)?, symbol)?;
-    log::debug!("{variant} was ready after {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
-    Ok(kernel)
+    // Not under the lock, as it may wait for what runs.
+    let kernel = Kernel::load(code, symbol)?;
+    log::debug!("{variant} was loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
+    let mut all = loaded();
+    let there = match all.entry(device.ordinal()) {
+        Entry::Occupied(there) => there.into_mut(),
+        Entry::Vacant(place) => place.insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),
+    };
+    Ok(*there.kernels.entry(*variant).or_insert(kernel))
 }

@@ -104,7 +104,7 @@ impl Plane {
                 });
                 let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
                 if let Some(launch) = site.prepare(call, plan) {
-                    state.kernels.launch(&launch, call.dtype, call.reduce_op, stream)?;
+                    state.kernels.launch(&plane.device, &launch, call.dtype, call.reduce_op, stream)?;
                 }
             }
             Ok(())
@@ -135,7 +135,7 @@ impl Plane {
                 let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
                 stats::count(None, plan.name());
                 let launch: Launch = site.transfers(&out, &incoming, plan)?;
-                state.kernels.launch(&launch, DType::U8, ReduceOp::Sum, stream)?;
+                state.kernels.launch(&plane.device, &launch, DType::U8, ReduceOp::Sum, stream)?;
             }
             Ok(())
         })

@@ -40,6 +40,18 @@ pub enum Program {
 }
 
 impl Program {
+    /// Every program.
+    pub const ALL: [Program; 8] = [
+        Program::Exchange,
+        Program::Broadcast,
+        Program::ReduceLowLatency,
+        Program::ReduceStaged,
+        Program::OneShot,
+        Program::TwoShot,
+        Program::CubeMesh,
+        Program::AllReduceStaged,
+    ];
+
     /// Its source below `src/kernels/cuda`, and the kernel in it.
     pub fn names(self) -> (&'static str, &'static str) {
         match self {

@@ -11,7 +11,7 @@ use super::ledger;
 use super::plane::NOTICE;
 use super::stop::Stop;
 use crate::error::{Error, Result};
-use crate::kernels::cuda::compile::{Arch, Variant};
+use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream, pass};
 use crate::mem::device::DeviceTable;
 use crate::mem::pinned::Words;
@@ -64,12 +64,11 @@ impl Signals {
             return Err(Error::config(format!("the GPUs of a group of {world} ranks cannot signal each other; {MAX_PEERS} is the most")));
         }
         let device = Arc::new(Device::open(device)?);
-        let (major, minor) = device.capability;
         let (program, symbol) = PROGRAM;
         let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, gated: false };
         let _relaxed = RelaxedCapture::begin()?;
         let entered = device.enter()?;
-        let kernel = load(Arch { major, minor }, &variant, symbol)?;
+        let kernel = load(&device, &variant, symbol)?;
         let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(board)?, stream: OwnStream::new()? };
         drop(entered);
         board.wait_unattended(ledger::progress);

@@ -6,10 +6,10 @@ use super::layout::MAX_RANKS;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu;
-use crate::kernels::cuda::compile::{Arch, Variant};
-use crate::kernels::cuda::driver::{Device, Kernel, Stream};
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use crate::kernels::cuda::compile::Variant;
+use crate::kernels::cuda::driver::{Device, Stream};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::{Mutex, PoisonError};
 
 /// Threads of a block: `LANE_THREADS` of `device.cuh`.
@@ -79,14 +79,8 @@ impl Sum<'_> {
     }
 }
 
-/// A device and the kernels loaded there.
-struct Loaded {
-    device: Device,
-    processors: usize,
-    kernels: HashMap<Variant, Kernel>,
-}
-
-static LOADED: Mutex<Option<HashMap<i32, Loaded>>> = Mutex::new(None);
+/// Devices that were used, and how many processors they have.
+static DEVICES: Mutex<BTreeMap<i32, (Device, usize)>> = Mutex::new(BTreeMap::new());
 
 /// Enqueues `sum` on `stream` of `device`. What is loaded must be complete once the stream has come so far.
 pub fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
@@ -94,26 +88,19 @@ pub fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
     if sum.bytes == 0 {
         return Ok(());
     }
-    let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    let all = all.get_or_insert_default();
-    let Loaded { device, processors, kernels } = match all.entry(device) {
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let (device, processors) = match devices.entry(device) {
         Entry::Occupied(there) => there.into_mut(),
         Entry::Vacant(place) => {
             let opened = Device::open(device)?;
             let processors = opened.processors()?;
-            place.insert(Loaded { device: opened, processors, kernels: HashMap::new() })
+            place.insert((opened, processors))
         }
     };
     let _entered = device.enter()?;
     let (world, rank) = (sum.parts.len() as u32, sum.rank as u32);
     let variant = Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), gated: false };
-    let kernel = match kernels.get(&variant) {
-        Some(kernel) => *kernel,
-        None => {
-            let (major, minor) = device.capability;
-            *kernels.entry(variant).or_insert(load(Arch { major, minor }, &variant, NAMES.1)?)
-        }
-    };
+    let kernel = load(device, &variant, NAMES.1)?;
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
     kernel.launch(Stream(stream), wanted.min(BLOCKS * *processors) as u32, THREADS, false, bytes_of(&args))
 }

@@ -1,6 +1,6 @@
 //! From a program to machine code: what is constant in it, and for which device.
 
-use super::cache::{Key, kept};
+use super::cache::{Key, kept, kept_before};
 use super::nvrtc::{Compiled, nvrtc};
 use super::source::{HEADERS, program};
 use crate::config::Config;
@@ -81,10 +81,18 @@ pub fn compile(variant: &Variant, arch: Arch, further: &[&str]) -> Result<Compil
     nvrtc()?.compile(&format!("{}.cu", program.name), program.text, HEADERS, &options)
 }
 
-/// Machine code of `variant` for `arch`, to be loaded as a module: from the cache, or compiled now.
+fn key(variant: &Variant, arch: Arch) -> Result<Key> {
+    Ok(Key::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch)))
+}
+
+/// Machine code of `variant` for `arch`, to be loaded as a module, if the cache has it.
+pub fn cached(variant: &Variant, arch: Arch) -> Option<Vec<u8>> {
+    kept_before(&Config::get().cache_dir, &key(variant, arch).ok()?)
+}
+
+/// The same, compiled now if need be.
 pub fn cubin(variant: &Variant, arch: Arch) -> Result<Vec<u8>> {
-    let key = Key::of(nvrtc()?.version(), program(variant.program)?, HEADERS, &options(variant, arch));
-    kept(&Config::get().cache_dir, &key, || {
+    kept(&Config::get().cache_dir, &key(variant, arch)?, || {
         let started = Instant::now();
         let compiled = compile(variant, arch, &[])?;
         log::debug!("compiled {variant} for {arch} in {} ms", started.elapsed().as_millis());

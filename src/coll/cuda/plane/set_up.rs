@@ -96,6 +96,8 @@ impl Plane {
         };
         let edges = edges(&way, gather, &memory, stream.stream())?;
         let events = || (0..turns::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
+        let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0);
+        kernels.preload(&device);
         let made = || Ok((Stop::of(board)?, Report::new(board)?, events()?));
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
@@ -110,15 +112,8 @@ impl Plane {
         };
         drop(entered);
         board.wait_unattended(ledger::progress);
-        let state = State {
-            kernels: Kernels::new(&device, n, me, tuning.overlap != 0),
-            turns: Turns::default(),
-            launched: 0,
-            transfers: [[0; MAX_RANKS]; 2],
-            behind,
-            closed: false,
-            recorded: false,
-        };
+        let state =
+            State { kernels, turns: Turns::default(), launched: 0, transfers: [[0; MAX_RANKS]; 2], behind, closed: false, recorded: false };
         let (mebibytes, place) = (bytes >> 20, if memory.is_direct() { "on each GPU" } else { "of the host for each GPU" });
         log::info!(
             "group \"{}\": {mebibytes} MiB {place}, this rank's is cuda:{} ({}); ready after {:.0} ms",

@@ -24,24 +24,33 @@ impl Key {
 
 /// The machine code under `key`: read, or else made and then kept. It fails only as `make` does.
 pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
-    let folder = match place {
-        CacheDir::At(path) => Folder::new(path),
-        CacheDir::Off => return make(),
-        CacheDir::Unknown => {
-            complain(&Error::config("neither SYMM_CACHE_DIR, XDG_CACHE_HOME nor HOME names a folder"));
-            return make();
-        }
-    };
-    match folder.load(key) {
-        Ok(Some(code)) => return Ok(code),
-        Ok(None) => {}
-        Err(error) => complain(&error),
+    if let Some(code) = kept_before(place, key) {
+        return Ok(code);
     }
     let code = make()?;
-    if let Err(error) = folder.store(key, &code) {
+    if let Some(Err(error)) = folder(place).map(|folder| folder.store(key, &code)) {
         complain(&error);
     }
     Ok(code)
+}
+
+/// The machine code under `key`, if it can be read.
+pub fn kept_before(place: &CacheDir, key: &Key) -> Option<Vec<u8>> {
+    folder(place)?.load(key).unwrap_or_else(|error| {
+        complain(&error);
+        None
+    })
+}
+
+fn folder(place: &CacheDir) -> Option<Folder> {
+    match place {
+        CacheDir::At(path) => Some(Folder::new(path)),
+        CacheDir::Off => None,
+        CacheDir::Unknown => {
+            complain(&Error::config("neither SYMM_CACHE_DIR, XDG_CACHE_HOME nor HOME names a folder"));
+            None
+        }
+    }
 }
 
 /// Says what is wrong: the first time for everybody, later for those who look closely.

@@ -53,6 +53,16 @@ fn what_is_stored_is_loaded_by_whoever_comes_later() {
 }
 
 #[test]
+fn what_was_not_kept_before_is_not_made() {
+    let temporary = tempfile::tempdir().expect("a folder");
+    let cache = CacheDir::At(place(&temporary));
+    assert_eq!(kept_before(&cache, &key("k")), None);
+    assert_eq!(ask(&cache), 1);
+    assert_eq!(kept_before(&cache, &key("k")), Some(CODE.to_vec()));
+    assert_eq!(kept_before(&CacheDir::Off, &key("k")), None);
+}
+
+#[test]
 fn each_damaged_byte_and_each_length_is_noticed_and_rebuilt() {
     let temporary = tempfile::tempdir().expect("a folder");
     let (folder, file) = filled(&temporary);
