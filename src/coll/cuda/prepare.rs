@@ -12,8 +12,7 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Longest message between two ranks for which all lanes have as many threads as they may. Measured when waiting threads looked at the host
-/// too often (docs/kernels.md), and not since.
+/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/kernels.md).
 const MANY_THREADS_BYTES: usize = 24 << 20;
 /// Threads of a lane's block otherwise.
 const FEW_THREADS: u32 = 128;
@@ -191,10 +190,11 @@ impl Site<'_> {
 
     /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
     fn lane_threads(&self, program: Program, gated: bool, lanes: u32, bytes: usize) -> u32 {
-        let wide = lanes as usize > self.layout.few_lanes() && bytes <= MANY_THREADS_BYTES;
+        let adds = matches!(program, Program::ReduceStaged | Program::AllReduceStaged);
+        let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
         // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/kernels.md).
-        let adds = self.n == 2 && (program == Program::ReduceStaged || (program == Program::AllReduceStaged && gated));
-        if wide || adds { self.threads } else { self.threads.min(FEW_THREADS) }
+        let of_two = self.n == 2 && adds && (gated || program == Program::ReduceStaged);
+        if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
     /// Whether `plan` is launched in its gated variant.
