@@ -40,8 +40,8 @@ impl Kernels {
         let begun = Instant::now();
         for key in usual() {
             let variant = self.variant(key);
-            let code = || cached(&variant, arch(device));
-            match known(device, &variant).map(Ok).or_else(|| Some(load_code(device, &variant, &code()?, key.0.names().1))) {
+            let load = || cached(&variant, arch(device)).map(|code| load_code(device, &variant, &code, key.0.names().1));
+            match known(device, &variant).map(Ok).or_else(load) {
                 Some(Ok(kernel)) => _ = self.loaded.insert(key, kernel),
                 Some(Err(error)) => log::info!("{variant} was not loaded: {error}"),
                 None => {}

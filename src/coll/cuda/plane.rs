@@ -1,5 +1,6 @@
 //! A group's GPUs: set up once by all ranks together, then launched on by each for itself.
 
+mod messages;
 mod report;
 mod set_up;
 mod turns;
@@ -23,6 +24,7 @@ use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
 use crate::rank::Rank;
 use crate::sync::board::Board;
+use messages::{first_of_each, take_own};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use turns::{Before, Last, Queue, Turns};
@@ -113,8 +115,8 @@ impl Plane {
 
     /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; those between the same two ranks in their order.
     pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
-        let mut sends: Vec<(usize, Span)> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
-        let mut receives: Vec<(usize, Span)> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
+        let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
+        let mut receives: Vec<_> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
         let queues: &[Queue] = match (sends.is_empty(), receives.is_empty()) {
             (false, true) => &[Queue::Sends],
             (true, false) => &[Queue::Receives],
@@ -122,7 +124,9 @@ impl Plane {
         };
         self.enqueue(target, timeout, queues, |plane, state, stream, _, site| {
             let plan = plan::transfers(&plane.layout, &plane.tuning);
-            keep_own(plane.board.rank(), &mut sends, &mut receives, stream)?;
+            for (from, to) in take_own(plane.board.rank(), &mut sends, &mut receives)? {
+                stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
+            }
             for (send, messages) in [(true, &sends), (false, &receives)] {
                 for &(rank, span) in messages {
                     let number = &mut state.transfers[usize::from(send)][rank];
@@ -279,30 +283,4 @@ impl State {
 
 fn per_rank(addresses: &[u64]) -> PerRank {
     std::array::from_fn(|rank| addresses.get(rank).copied().unwrap_or(0))
-}
-
-/// Copies what this rank sends to itself, which must be received in the same launch.
-fn keep_own(me: Rank, sends: &mut Vec<(usize, Span)>, receives: &mut Vec<(usize, Span)>, stream: Stream) -> Result<()> {
-    let own = |messages: &mut Vec<(usize, Span)>| -> Vec<Span> {
-        let (own, rest) = messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
-        *messages = rest;
-        own.into_iter().map(|(_, span)| span).collect()
-    };
-    let (out, incoming) = (own(sends), own(receives));
-    if out.len() != incoming.len() || out.iter().zip(&incoming).any(|(from, to)| from.bytes != to.bytes) {
-        return Err(Error::value(format!(
-            "rank {me} sends {} messages to itself and receives {} of its own; they must match within one batch",
-            out.len(),
-            incoming.len()
-        )));
-    }
-    out.iter().zip(&incoming).try_for_each(|(from, to)| stream.copy(to.addr as u64, from.addr as u64, from.bytes))
-}
-
-/// The first message for each rank, taken out of `messages`.
-fn first_of_each(messages: &mut Vec<(usize, Span)>) -> Vec<(usize, Span)> {
-    let mut seen = [false; MAX_RANKS];
-    let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
-    *messages = rest;
-    first
 }
