@@ -57,7 +57,7 @@ bench-mpi: build
 lint: build
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
-	SYMM_PYTHON=$(BIN)/python cargo clippy --quiet --features torch -- -D warnings
+	SYMM_RUST_ALONE=1 SYMM_PYTHON=$(BIN)/python cargo clippy --quiet --features torch -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

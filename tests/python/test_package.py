@@ -1,6 +1,6 @@
 """What is shipped: the extension's symbols, libraries and strings; the wheel; how torch finds the backend.
 
-The wheel is built once per session, in a folder that cargo keeps: a minute the first time, seconds without a change.
+The wheel is built once per session, in seconds where cargo has built the extension that is tested.
 Each question about registration gets a process of its own, since torch registers a backend once per process.
 """
 
@@ -32,20 +32,15 @@ def python(code: str, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the sources without anything that was built before.
-
-    The copy keeps its place and its files' times, so that cargo compiles only what changed since the last run.
-    """
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")).absolute() / "wheel"
-    source = target / "source"
-    shutil.rmtree(source, ignore_errors=True)
-    unwanted = ("target", ".*", "*.so", "*.egg-info", "build", "dist", "out", "__pycache__")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*unwanted))
-    out = tmp_path_factory.mktemp("wheel")
+    """A wheel of the sources. Only cargo, which knows what changed, takes up what was built before."""
+    folder = tmp_path_factory.mktemp("wheel")
+    places = folder / "places.cfg"
+    places.write_text(f"[build]\nbuild_base = {folder}/build\n[egg_info]\negg_base = {folder}\n")
+    out = folder / "out"
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
-    command += ["--no-deps", f"--wheel-dir={out}", str(source)]
+    command += ["--no-deps", f"--wheel-dir={out}", str(ROOT)]
     path = os.environ["PATH"] + os.pathsep + str(Path.home() / ".cargo" / "bin")
-    environment = {**os.environ, "CARGO_TARGET_DIR": str(target), "PATH": path}
+    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(places), "PATH": path}
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = out.glob("*.whl")
