@@ -65,13 +65,18 @@ impl Kernels {
 }
 
 /// What programs need that move bytes, and sum or average floats.
-fn usual() -> impl Iterator<Item = Key> {
-    let typed = [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| [(dtype, ReduceOp::Sum), (dtype, ReduceOp::Avg)]);
-    let typed: Vec<_> = typed.collect();
-    Program::ALL.into_iter().flat_map(move |program| {
-        let types = if program.reduces() { typed.iter().copied().map(Some).collect() } else { vec![None] };
-        types.into_iter().flat_map(move |typed| [false, true].map(|gated| (program, gated, typed)))
-    })
+fn usual() -> Vec<Key> {
+    let floats = [DType::F32, DType::BF16, DType::F16];
+    let reductions: Vec<_> = floats.iter().flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op)))).collect();
+    let mut keys = Vec::new();
+    for program in Program::ALL {
+        let typed: &[_] = if program.reduces() { &reductions } else { &[None] };
+        let gates: &[_] = if program.can_be_gated() { &[false, true] } else { &[false] };
+        for &gated in gates {
+            keys.extend(typed.iter().map(|&typed| (program, gated, typed)));
+        }
+    }
+    keys
 }
 
 /// A device's modules. They stay until the process ends: groups come and go, most of them of the same shape.
@@ -118,4 +123,20 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &str) -> R
         Entry::Vacant(place) => place.insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),
     };
     Ok(*there.kernels.entry(*variant).or_insert(kernel))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::cuda::source::program;
+
+    #[test]
+    fn usual_kernels_are_variants_that_the_sources_have() {
+        for source in Program::ALL {
+            let text = program(source.names().0).expect("it is there").text;
+            assert_eq!(text.contains("SYMM_GATED"), source.can_be_gated(), "{source:?}");
+        }
+        let count = |program| usual().iter().filter(|key| key.0 == program).count();
+        assert_eq!([Program::Exchange, Program::OneShot, Program::ReduceStaged].map(count), [2, 6, 12]);
+    }
 }

@@ -65,6 +65,11 @@ impl Program {
         }
     }
 
+    /// Whether it has a variant that knows of symmetric memory.
+    pub fn can_be_gated(self) -> bool {
+        matches!(self, Program::Exchange | Program::Broadcast | Program::ReduceStaged | Program::AllReduceStaged)
+    }
+
     /// Whether it is compiled for an element type and an operation.
     pub fn reduces(self) -> bool {
         match self {

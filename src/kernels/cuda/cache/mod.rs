@@ -24,11 +24,12 @@ impl Key {
 
 /// The machine code under `key`: read, or else made and then kept. It fails only as `make` does.
 pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>) -> Result<Vec<u8>> {
-    if let Some(code) = kept_before(place, key) {
+    let Some(folder) = folder(place) else { return make() };
+    if let Some(code) = read(&folder, key) {
         return Ok(code);
     }
     let code = make()?;
-    if let Some(Err(error)) = folder(place).map(|folder| folder.store(key, &code)) {
+    if let Err(error) = folder.store(key, &code) {
         complain(&error);
     }
     Ok(code)
@@ -36,7 +37,11 @@ pub fn kept(place: &CacheDir, key: &Key, make: impl FnOnce() -> Result<Vec<u8>>)
 
 /// The machine code under `key`, if it can be read.
 pub fn kept_before(place: &CacheDir, key: &Key) -> Option<Vec<u8>> {
-    folder(place)?.load(key).unwrap_or_else(|error| {
+    read(&folder(place)?, key)
+}
+
+fn read(folder: &Folder, key: &Key) -> Option<Vec<u8>> {
+    folder.load(key).unwrap_or_else(|error| {
         complain(&error);
         None
     })
