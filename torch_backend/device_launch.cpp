@@ -55,11 +55,14 @@ void DeviceWork::launch_gathered() {
 }
 
 Own DeviceWork::own_stream() const {
-  const auto sends = std::count_if(transfers_.begin(), transfers_.end(), [](const Transfer& transfer) { return transfer.send; });
-  if (transfers_.size() < operations_.size() || (sends > 0 && static_cast<size_t>(sends) < transfers_.size())) {
+  const auto sends = [](const Transfer& transfer) { return transfer.send; };
+  if (transfers_.size() < operations_.size()) {
     return Own::Calls;
   }
-  return sends > 0 ? Own::Sends : Own::Receives;
+  if (std::all_of(transfers_.begin(), transfers_.end(), sends)) {
+    return Own::Sends;
+  }
+  return std::none_of(transfers_.begin(), transfers_.end(), sends) ? Own::Receives : Own::Calls;
 }
 
 void DeviceWork::enqueue() const {

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from pool import DEVICE, WORLDS, Pool, device, needs_gpus, needs_ranks, settle
 
+pytestmark = needs_ranks
+
 #: More than staging holds: the send ends when it is received.
 LONG = 12_000_000
 
@@ -42,7 +44,6 @@ def point_to_point(rank: int, world: int) -> None:
     assert [float(tensor.mean()) for tensor in everyone] == list(range(world))
 
 
-@needs_ranks
 @pytest.mark.parametrize("world", WORLDS)
 def test_point_to_point(pool: Pool, world: int) -> None:
     pool.run(point_to_point, world)
@@ -59,7 +60,6 @@ def everybody_sends_first(rank: int, world: int) -> None:
         assert bool((back == (rank - 1) % world + 10.0 * turn).all()), f"turn {turn}"
 
 
-@needs_ranks
 @pytest.mark.parametrize("world", WORLDS)
 def test_everybody_sends_first(pool: Pool, world: int) -> None:
     pool.run(everybody_sends_first, world)
@@ -96,7 +96,6 @@ def settle_current() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-@needs_ranks
 @pytest.mark.parametrize("world", WORLDS)
 def test_collectives_do_not_wait_for_sends_and_receives(pool: Pool, world: int) -> None:
     pool.run(collectives_in_between, world)
@@ -137,7 +136,6 @@ def batches_in_between(rank: int, world: int) -> None:
             assert bool((tensor == 100.0 * turn + 10 * number + peer).all()), f"turn {turn}, message {number}"
 
 
-@needs_ranks
 def test_batches_and_single_messages_keep_their_order(pool: Pool) -> None:
     pool.run(batches_in_between, max(WORLDS))
 
