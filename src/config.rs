@@ -66,11 +66,75 @@ pub struct Config {
     pub temporary: PathBuf,
 }
 
+/// Every setting whose name begins with `SYMM_`.
+const NAMES: [&str; 15] = [
+    "SYMM_BLOCKING_WAIT",
+    "SYMM_CACHE_DIR",
+    "SYMM_CMA",
+    "SYMM_CUDA_TUNING",
+    "SYMM_DEBUG",
+    "SYMM_LOG",
+    "SYMM_NVRTC",
+    "SYMM_P2P",
+    "SYMM_PROFILE",
+    "SYMM_SHARED_GPUS",
+    "SYMM_SPIN",
+    "SYMM_STORE_BYTES",
+    "SYMM_TOPOLOGY_FILE",
+    "SYMM_TRACE_DIR",
+    "SYMM_WORKSPACE_MB",
+];
+
+/// Variables that begin alike and are not settings of a running program: the build's, and those of tests and examples.
+const OTHERS: [&str; 4] = ["SYMM_PYTHON", "SYMM_RUST_ALONE", "SYMM_TEST_", "SYMM_RANDOM_"];
+
+/// A sentence for a variable that looks like a setting and is none.
+fn misspelt(name: &str) -> Option<String> {
+    let looks = name.starts_with("SYMM_") && !NAMES.contains(&name) && !OTHERS.iter().any(|other| name.starts_with(other));
+    // The variable that holds a store's secret is named by the user.
+    (looks && !name.contains("SECRET")).then(|| {
+        let nearest = NAMES.iter().map(|known| (edits(name, known), known)).min();
+        match nearest {
+            Some((edits, known)) if edits <= 3 => format!("{name} is not a setting; ignored: did you mean {known}?"),
+            _ => format!("{name} is not a setting; ignored: there are {}", NAMES.join(", ")),
+        }
+    })
+}
+
+/// Letters to add, drop or replace between two names (Levenshtein's distance).
+fn edits(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let cost = (diagonal + usize::from(x != y)).min(row[j] + 1).min(row[j + 1] + 1);
+            diagonal = std::mem::replace(&mut row[j + 1], cost);
+        }
+    }
+    row[b.len()]
+}
+
+/// The first word of a filter for `env_logger` that is neither a level nor names a module of this crate.
+fn unknown_level(filter: &str) -> Option<&str> {
+    let directives = filter.split('/').next().unwrap_or_default().split(',').map(str::trim).filter(|word| !word.is_empty());
+    directives.into_iter().find(|directive| match directive.split_once('=') {
+        Some((_, level)) => level.trim().parse::<log::LevelFilter>().is_err(),
+        None => directive.parse::<log::LevelFilter>().is_err() && !directive.starts_with("symm"),
+    })
+}
+
 impl Config {
     /// The settings found by `lookup`, and a sentence for each value that could not be used.
     fn parse(lookup: impl Fn(&str) -> Option<String>) -> (Self, Vec<String>) {
         let set = |name: &str| lookup(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
         let mut complaints = Vec::new();
+        let log = set("SYMM_LOG").filter(|filter| {
+            let unknown = unknown_level(filter);
+            if let Some(word) = unknown {
+                complaints.push(format!("SYMM_LOG: {word:?} is none of off, error, warn, info, debug, trace; \"warn\" is used"));
+            }
+            unknown.is_none()
+        });
         let mut number = |name: &str| {
             let value = set(name)?;
             let parsed = value.parse::<u64>().ok();
@@ -121,7 +185,7 @@ impl Config {
             absolute
         });
         let config = Self {
-            log: set("SYMM_LOG").unwrap_or_else(|| "warn".into()),
+            log: log.unwrap_or_else(|| "warn".into()),
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
             spin,
             cma,
@@ -150,7 +214,8 @@ impl Config {
     pub fn get() -> &'static Self {
         static CONFIG: OnceLock<Config> = OnceLock::new();
         CONFIG.get_or_init(|| {
-            let (config, complaints) = Self::parse(|name| std::env::var(name).ok());
+            let (config, mut complaints) = Self::parse(|name| std::env::var(name).ok());
+            complaints.extend(std::env::vars_os().filter_map(|(name, _)| misspelt(name.to_str()?)));
             // Fails only where the program around us has set a logger: then that one is used.
             let _ = env_logger::Builder::new().parse_filters(&config.log).try_init();
             for complaint in complaints {
@@ -245,6 +310,42 @@ mod tests {
         let (config, complaints) =
             parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here")]);
         assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 4));
+    }
+
+    #[test]
+    fn unknown_levels_of_the_log_are_complained_about() {
+        for usable in ["info", "OFF", "symm::boot=debug", "warn,symm::p2p=trace", "symm", "debug/knock"] {
+            let (config, complaints) = parse(&[("SYMM_LOG", usable)]);
+            assert_eq!((config.log.as_str(), complaints), (usable, 0));
+        }
+        for unusable in ["verbose", "2", "symm=loud", "warn,everything", "WARNING"] {
+            let (config, complaints) = parse(&[("SYMM_LOG", unusable)]);
+            assert_eq!((config.log.as_str(), complaints), ("warn", 1), "{unusable}");
+        }
+    }
+
+    #[test]
+    fn misspelt_settings_are_told_which_was_meant() {
+        let said = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
+        assert!(said.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{said}");
+        assert!(misspelt("SYMM_LOGS").expect("no setting").ends_with("did you mean SYMM_LOG?"));
+        assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("there are SYMM_BLOCKING_WAIT, SYMM_CACHE_DIR"));
+        for fine in ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"] {
+            assert_eq!(misspelt(fine), None);
+        }
+    }
+
+    #[test]
+    fn the_list_of_names_is_what_parse_reads() {
+        let read = std::cell::RefCell::new(Vec::new());
+        Config::parse(|name| {
+            read.borrow_mut().push(name.to_owned());
+            None
+        });
+        let mut read: Vec<String> = read.into_inner().into_iter().filter(|name| name.starts_with("SYMM_")).collect();
+        read.sort();
+        read.dedup();
+        assert_eq!(read, NAMES);
     }
 
     #[test]
