@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,8 @@ def load() -> ModuleType:
     """Returns ``torch_symm._C``.
 
     Raises:
-        ImportError: torch is of another minor version than the one the native part was built for, or nothing was built.
+        ImportError: torch is of another minor version than the one the native part was built for, or nothing was built
+            for this Python.
     """
     import torch
 
@@ -26,7 +28,16 @@ def load() -> ModuleType:
             f"torch_symm was built for torch {TORCH_VERSION} and cannot serve torch {torch.__version__}: "
             f"install torch {TORCH_VERSION}, or a torch_symm that was built for torch {running}"
         )
-    native = importlib.import_module("torch_symm._C")
+    try:
+        native = importlib.import_module("torch_symm._C")
+    except ModuleNotFoundError as error:
+        if error.name != "torch_symm._C":
+            raise
+        raise ImportError(
+            f"torch_symm has no native part for Python {sys.version_info.major}.{sys.version_info.minor} in "
+            f"{Path(__file__).parent}: build it with `pip install --no-build-isolation .` in a checkout "
+            "(a C++ compiler, cargo, torch and setuptools-rust are needed), or with `make build`"
+        ) from error
     _announce(native, torch.version.cuda)
     return native
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_symm._autoload import devices
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf (binutils) is not installed")
@@ -120,7 +121,8 @@ def test_torch_alone_registers_and_loads_nothing_native() -> None:
     code = """
 import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
-assert dist.Backend.backend_capability["symm"] == ["cpu", "cuda"]
+from torch_symm._autoload import devices
+assert dist.Backend.backend_capability["symm"] == devices()
 assert "torch_symm._C" not in sys.modules and "torch_symm._native" not in sys.modules
 """
     python(code)
@@ -204,6 +206,42 @@ def test_another_torch_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     assert "\n" not in sentence
 
 
+def test_without_a_native_part_one_sentence_says_how_to_build_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "python" / "torch_symm", tmp_path / "torch_symm", ignore=shutil.ignore_patterns("*.so"))
+    code = """
+import torch_symm
+try:
+    torch_symm.Options
+except ImportError as error:
+    print(error)
+"""
+    sentence = python(code, PYTHONPATH=str(tmp_path))
+    assert "no native part for Python" in sentence and str(tmp_path) in sentence and "pip install" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "drivers", "visible", "expected"),
+    [
+        ("13.0", ["/dev/nvidiactl"], None, ["cpu", "cuda"]),
+        ("13.0", ["/dev/dxg"], "1", ["cpu", "cuda"]),
+        ("13.0", ["/dev/nvidiactl"], "", ["cpu"]),
+        ("13.0", ["/dev/nvidiactl"], "-1", ["cpu"]),
+        ("13.0", [], None, ["cpu"]),
+        (None, ["/dev/nvidiactl"], None, ["cpu"]),
+    ],
+)
+def test_cuda_is_served_where_a_gpu_can_be_had(
+    toolkit: str | None, drivers: list[str], visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", toolkit)
+    monkeypatch.setattr(os.path, "exists", drivers.__contains__)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices() == expected
+
+
 def test_the_kernels_compiler_is_found_in_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_symm._native import nvrtc_folders
 
@@ -224,7 +262,7 @@ def test_the_kernels_compiler_is_found_in_installed_packages(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("spelling", "cpu", "cuda"),
     [
-        ("symm", "symm", "symm"),
+        ("symm", "symm", "symm" if "cuda" in devices() else None),
         ("cpu:symm", "symm", None),
         ("cpu:symm,cuda:nccl", "symm", "nccl"),
         ("cpu:gloo,cuda:symm", "gloo", "symm"),
