@@ -2,6 +2,9 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <chrono>
+#include <cmath>
+#include <variant>
 
 #include "bind.hpp"
 #include "errors.hpp"
@@ -29,6 +32,20 @@ void bind_error(py::module_& module, Kind kind, const char* name, const char* do
 
 using Options = ProcessGroupSymm::Options;
 
+// A number of seconds, or a timedelta. In this order: pybind11 would take a float for the milliseconds, unchecked.
+using Timeout = std::variant<double, std::chrono::milliseconds>;
+
+std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
+  if (const auto* given = std::get_if<std::chrono::milliseconds>(&timeout)) {
+    return *given;
+  }
+  const double seconds = std::get<double>(timeout);
+  // A year: beyond it a deadline does not fit into every clock's arithmetic. Not a number fails both comparisons.
+  constexpr double kLongest = 365.0 * 24 * 3600;
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ", seconds);
+  return std::chrono::milliseconds(std::llround(seconds * 1000));
+}
+
 void bind(py::module_ module) {
   module.doc() = "The native part of torch_symm.";
   module.attr("__version__") = std::string(version());
@@ -55,15 +72,19 @@ void bind(py::module_ module) {
 
   py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
       .def(
-          py::init([](std::chrono::milliseconds timeout, const std::string& group, const std::vector<uint64_t>& ranks) {
-            auto options = c10::make_intrusive<Options>(timeout);
+          py::init([](const Timeout& timeout, const std::string& group, const std::vector<uint64_t>& ranks) {
+            auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
             return options;
           }),
-          py::arg("timeout") = kBackendDefaultTimeout,
+          py::arg("timeout") = Timeout(kBackendDefaultTimeout),
           py::arg("group_name") = "",
           py::arg("global_ranks_in_group") = std::vector<uint64_t>())
+      .def_property(
+          "timeout",
+          [](const Options& self) { return self.timeout; },
+          [](Options& self, const Timeout& timeout) { self.timeout = milliseconds_of(timeout); })
       .def("__copy__", [](const Options& self) { return c10::make_intrusive<Options>(self); })
       .def(
           "__deepcopy__",

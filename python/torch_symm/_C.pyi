@@ -16,14 +16,24 @@ class SymmConfigError(DistBackendError): ...
 class SymmAborted(DistBackendError): ...
 
 class Options:
-    """Timeout and identity of a group. ``timeout`` bounds joining and every call that brings no limit of its own."""
+    """Timeout and identity of a group.
+
+    ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
+
+    Raises:
+        ValueError: a number of seconds below 0, above a year, or that is none.
+    """
 
     _timeout: timedelta
+    @property
+    def timeout(self) -> timedelta: ...
+    @timeout.setter
+    def timeout(self, timeout: timedelta | float) -> None: ...
     group_name: str
     global_ranks_in_group: list[int]
     def __init__(
         self,
-        timeout: timedelta = ...,
+        timeout: timedelta | float = ...,
         group_name: str = "",
         global_ranks_in_group: Sequence[int] = ...,
     ) -> None: ...

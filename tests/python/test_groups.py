@@ -379,6 +379,26 @@ def test_options() -> None:
     run_ranks(options_of_a_group, 2, backend=None)
 
 
+@pytest.mark.parametrize("timeout", [timedelta(seconds=5), 5, 5.0])
+def test_timeouts_are_timedeltas_or_seconds(timeout: timedelta | float) -> None:
+    assert torch_symm.Options(timeout=timeout).timeout == timedelta(seconds=5)
+    options = torch_symm.Options()
+    options.timeout = timeout
+    assert options.timeout == options._timeout == timedelta(seconds=5)
+    assert torch_symm.Options(0.0125).timeout == timedelta(milliseconds=13)
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.5, 1e300, float("inf"), float("nan")])
+def test_other_numbers_of_seconds_are_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout must be from 0 to"):
+        torch_symm.Options(timeout=timeout)
+
+
+def test_a_timeout_is_no_text() -> None:
+    with pytest.raises(TypeError):
+        torch_symm.Options(timeout="5")  # type: ignore[arg-type]
+
+
 def without_import(rank: int, world: int) -> None:
     init(rank, world)
     check_group()
