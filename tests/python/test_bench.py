@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch_symm.bench import limits, targets
+from torch_symm.bench.__main__ import unusable
 from torch_symm.bench.launch import Options, cells
 from torch_symm.bench.ops import DTYPES, OPS
 from torch_symm.bench.pattern import TILE, Pattern, WrongResult
@@ -111,6 +113,25 @@ def test_median_and_p99() -> None:
 def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
     options = Options("symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1)
     assert [(cell.size, cell.bytes) for cell in cells(options, 4)] == [(8, 16), (KB, KB), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("sym", "no backend 'sym'; torch knows gloo"),
+        ("cpu:sym", "no backend 'sym'"),
+        ("nccl", "'nccl' serves no CPU tensors; for GPUs there is python -m torch_symm.bench.gpu"),
+        ("cuda:nccl", "serves no CPU tensors"),
+        ("symm", None),
+        ("gloo", None),
+        ("cpu:gloo,cuda:nccl", None),
+    ],
+)
+def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: str, said: str | None) -> None:
+    if backend == "nccl" and not dist.is_nccl_available():
+        said = "this torch was built without 'nccl'"
+    found = unusable(backend)
+    assert found is None if said is None else found is not None and said in found and "\n" not in found
 
 
 def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch_symm
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -139,6 +140,7 @@ def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path) -> Non
         (("--largest", "1K"), "at least 2048 bytes"),
         (("--largest", "much"), "not a size"),
         (("--ranks", "1"), "--ranks"),
+        *([] if torch.cuda.device_count() > 1 else [(("--device", "cuda"), "--device cuda: needs at least 2 GPUs")]),
         (("--check", "--ranks", "127"), "there is no profile of 127 ranks on"),
     ],
 )
@@ -229,7 +231,9 @@ def test_an_earlier_check_is_drawn_and_anything_else_refused(tmp_path: Path) -> 
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError:
-        tune("--draw", str(check), "--plot", str(plot), expect=1)
+        said = "--plot: needs matplotlib, which is not installed: pip install matplotlib"
+        assert said in tune("--draw", str(check), "--plot", str(plot), expect=2)
+        assert said in tune("--check", "--plot", str(plot), expect=2)
     else:
         tune("--draw", str(check), "--plot", str(plot))
         assert "all_gather, 2 ranks" in plot.read_text()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from . import machine
@@ -48,6 +49,9 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         parser.error(str(error))
     if min(worlds) < 2:
         parser.error("--ranks: a group to measure has at least 2 ranks")
+    for flag, backend in (("--backend", given.backend), ("--peer", given.peer)):
+        if (complaint := unusable(backend)) and (flag, backend) != ("--peer", "none"):
+            parser.error(f"{flag}: {complaint}")
     ops: list[tuple[str, str]] = []
     for op in given.ops.split(","):
         if op not in OPS:
@@ -70,6 +74,20 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         rounds=3 if given.quick else 5,
     )
     return options, None if given.no_json else given.json
+
+
+def unusable(backend: str) -> str | None:
+    """Why ``backend``, a name or ``device:name`` pairs, cannot be measured on CPU tensors here; ``None``: it can."""
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    serving = dict(pair.split(":", 1) for pair in backend.lower().split(",") if ":" in pair) or {"cpu": backend.lower()}
+    for name in serving.values():
+        if name not in known:
+            return f"no backend {name!r}; torch knows {', '.join(known)}"
+        if not dist.is_backend_available(name):
+            return f"this torch was built without {name!r}"
+    if "cpu" not in serving or (":" not in backend and "cpu" not in dist.Backend.backend_capability[serving["cpu"]]):
+        return f"{backend!r} serves no CPU tensors; for GPUs there is python -m torch_symm.bench.gpu"
+    return None
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import shlex
@@ -60,6 +61,8 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     if given.draw:
         return _draw(parser, given)
+    if given.plot:
+        _need_matplotlib(parser)
     import torch
 
     ops = tuple(given.ops.split(","))
@@ -75,6 +78,8 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
     world = given.ranks or (gpus if device == "cuda" else CPU_RANKS)
+    if device == "cuda" and gpus < 2:
+        parser.error(f"--device cuda: needs at least 2 GPUs, and torch finds {gpus} here; --device cpu needs none")
     if world < 2 or (device == "cuda" and world > gpus):
         parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -91,6 +96,12 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr, flush=True)
         return 130
+
+
+def _need_matplotlib(parser: argparse.ArgumentParser) -> None:
+    """Ends the command before anything is measured that could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def _measure(title: str, device: str, world: int, points: list[Point], seconds: float, path: Path | None) -> Launches:
@@ -225,6 +236,7 @@ def _draw(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         title = str(read["origin"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--draw: {given.draw} holds no check: {error}")
+    _need_matplotlib(parser)
     draw(compared, title, given.plot)
     return 0
 
