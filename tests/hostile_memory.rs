@@ -200,8 +200,9 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
-    let offer = |tag: u64| [2 | tag << 32, 1, 1, 0];
-    let flood = |ring: &mut Ring<'_>, frames: u64| {
+    let mut numbers = 1u64..;
+    let mut number = || numbers.next().unwrap();
+    let mut flood = |ring: &mut Ring<'_>, frames: u64| {
         let begun = ring.read();
         for _ in 0..frames {
             if ring.tail - ring.read() > 256 << 10 {
@@ -210,7 +211,7 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
                     break;
                 }
             }
-            ring.say(offer(5), 32);
+            ring.say([2 | 5 << 32, number(), 1, 0], 32);
         }
         (ring.read() - begun) / 32
     };
@@ -222,7 +223,7 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     let mut room = [0u8; 16];
     let (done, outcome) = heard();
     victim.recv(message(1, 6, span(&mut room)), done).unwrap();
-    ring.say([1 | 6 << 32, 1, 16, 0], 64);
+    ring.say([1 | 6 << 32, u64::MAX >> 1, 16, 0], 64);
     until("the message behind the flood", || {
         victim.progress();
         outcome()
@@ -232,6 +233,53 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
 }
 
+/// What becomes of a receive of `bytes` bytes while rank 1 writes `frames`, each with the bytes that it takes in the ring.
+fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)]) -> Option<Result<()>> {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let mut room = vec![0u8; bytes];
+    let (done, outcome) = heard();
+    victim.recv(message(1, 3, span(&mut room)), done).unwrap();
+    for &(words, taken) in frames {
+        ring.say(words, taken);
+        victim.progress();
+    }
+    outcome().inspect(|_| victim.abort())
+}
+
+fn refused(outcome: Option<Result<()>>) {
+    let error = outcome.expect("an outcome").expect_err("no sender writes such frames");
+    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+}
+
+#[test]
+fn a_second_message_of_a_number_takes_nobodys_place() {
+    let offer = ([2 | 3 << 32, 77, 16, 4096], 32);
+    refused(outcome_of(16, &[offer, offer]));
+    refused(outcome_of(16, &[offer, ([2 | 3 << 32, 76, 16, 4096], 32)]));
+    let short = |number: u64| ([1 | 4 << 32, number, 16, 0], 64);
+    refused(outcome_of(16, &[short(77), short(77)]));
+    assert_eq!(outcome_of(16, &[short(77), short(78), offer_of(79), ([4 | 3 << 32, 79, 16, 0], 64)]), Some(Ok(())));
+}
+
+fn offer_of(number: u64) -> ([u64; 4], u64) {
+    ([2 | 3 << 32, number, 16, 4096], 32)
+}
+
+#[test]
+fn pieces_complete_a_message_in_order_and_once_each() {
+    const BYTES: usize = 64 << 10;
+    let offer = ([2 | 3 << 32, 77, BYTES as u64, 4096], 32);
+    let piece = |bytes: usize, from: u64| ([4 | 3 << 32, 77, bytes as u64, from], 32 + (32 << 10));
+    let half = BYTES as u64 / 2;
+    assert_eq!(outcome_of(BYTES, &[offer, piece(BYTES, 0), piece(BYTES, half)]), Some(Ok(())));
+    refused(outcome_of(BYTES, &[offer, piece(BYTES, 0), piece(BYTES, 0)]));
+    refused(outcome_of(BYTES, &[offer, piece(BYTES, half)]));
+    refused(outcome_of(BYTES, &[offer, piece(2 * BYTES, 0)]));
+    assert_eq!(outcome_of(BYTES, &[offer, piece(BYTES, 0)]), None, "half of it has come");
+}
+
 #[test]
 fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender() {
     let (file, forger) = memory(2);
@@ -239,12 +287,12 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     let mut ring = Ring { forger: &forger, tail: 0 };
     let (done, outcome) = heard();
     victim.recv(message(1, 3, span(&mut [0u8; 16])), done).unwrap();
-    for _ in 0..1024 {
-        ring.say([1, 1, 0, 0], 32);
+    for number in 1..=1024 {
+        ring.say([1, number, 0, 0], 32);
     }
     victim.progress();
     assert!(outcome().is_none(), "so many an honest sender may have on their way");
-    ring.say([1, 1, 0, 0], 32);
+    ring.say([1, 1025, 0, 0], 32);
     victim.progress();
     let error = outcome().expect("an outcome").expect_err("one too many");
     assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");

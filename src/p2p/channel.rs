@@ -36,6 +36,8 @@ pub(super) struct Channel {
     /// Short messages that have come, and those of them that were matched.
     came: u64,
     matched: u64,
+    /// Number of the latest message that has come, short or offered; 0: none.
+    latest: u64,
 }
 
 /// Short messages that the peer has not matched yet; beyond it they are offered.
@@ -57,7 +59,7 @@ fn side(board: &Board, from: Rank, to: Rank) -> Side<'_> {
 
 impl Channel {
     pub(super) fn new(peer: Rank) -> Self {
-        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0 }
+        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0 }
     }
 
     /// Whether another short message may go without being asked for.
@@ -164,7 +166,9 @@ impl Channel {
             let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
             // No more short messages than may go unasked, so that they cannot fill the memory here.
             let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
-            let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && ahead <= capacity) else {
+            // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never end.
+            let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
+            let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
                 return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
             };
             if frame.kind == Kind::Padding {
@@ -174,6 +178,9 @@ impl Channel {
             // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
             let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), frame.payload()) };
             take(frame, payload)?;
+            if frame.begins_message() {
+                self.latest = frame.id;
+            }
             self.came += u64::from(frame.kind == Kind::Eager);
             self.head += frame.footprint();
             side.ring.release(self.head);

@@ -51,6 +51,14 @@ impl Frame {
         }
     }
 
+    /// Whether it is the first that is heard of a message.
+    pub(super) fn begins_message(&self) -> bool {
+        match self.kind {
+            Kind::Eager | Kind::Offer => true,
+            Kind::Padding | Kind::Ask | Kind::Data | Kind::Taken => false,
+        }
+    }
+
     /// Bytes in the ring.
     pub(super) fn footprint(&self) -> u64 {
         UNIT + (self.payload() as u64).next_multiple_of(UNIT)

@@ -138,7 +138,9 @@ impl State {
             while self.listens(peer) {
                 let mut incoming = None;
                 let took = self.channels[peer.index()].receive(board, |frame, payload| {
-                    incoming = Some((frame, place(&mut self.matching, &mut self.streams, peer, frame, payload)));
+                    let placed = place(&mut self.matching, &mut self.streams, peer, frame, payload);
+                    let posted = placed.ok_or_else(|| nonsense(board, peer, frame))?;
+                    incoming = Some((frame, posted));
                     Ok(())
                 })?;
                 moved |= took;
@@ -191,9 +193,7 @@ impl State {
     /// would have memory read that is its sender's again.
     fn offered(&mut self, board: &Board, peer: Rank, frame: Frame) -> Result<Option<&mut Sending>> {
         match self.sends.get_mut(&frame.id) {
-            Some(send) if send.peer != peer || send.asked => {
-                Err(Error::internal(format!("{} sent a frame that makes no sense: {frame:?}", board.describe(peer))))
-            }
+            Some(send) if send.peer != peer || send.asked => Err(nonsense(board, peer, frame)),
             send => Ok(send),
         }
     }
@@ -286,9 +286,16 @@ impl State {
     }
 }
 
-/// Puts a frame's payload where it belongs; returns the receive that it completes or, for an offer, that waits for it.
-fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, from: Rank, frame: Frame, payload: &[u8]) -> Option<Posted> {
-    match frame.kind {
+/// Puts a frame's payload where it belongs; returns the receive that it completes or, for an offer, that waits for it. `None`: no sender writes
+/// such a frame, and nothing was touched.
+fn place(
+    matching: &mut Matching,
+    streams: &mut BTreeMap<(Rank, u64), Stream>,
+    from: Rank,
+    frame: Frame,
+    payload: &[u8],
+) -> Option<Option<Posted>> {
+    let completed = match frame.kind {
         Kind::Eager | Kind::Offer => {
             let posted = matching.take_receive(from, frame.tag);
             match &posted {
@@ -311,22 +318,29 @@ fn place(matching: &mut Matching, streams: &mut BTreeMap<(Rank, u64), Stream>, f
             posted
         }
         Kind::Data => {
-            let stream = streams.get_mut(&(from, frame.id))?;
-            let end = frame.value as usize + payload.len();
-            if end > stream.posted.span.bytes {
+            // Pieces that were under way when their receive ended belong nowhere any more.
+            let Some(stream) = streams.get_mut(&(from, frame.id)) else { return Some(None) };
+            // They come in order and without gaps, so that all have come once as many bytes have. `payload` holds at most `bytes - value`.
+            let bytes = stream.posted.span.bytes;
+            if (frame.bytes, frame.value) != (bytes as u64, stream.got) {
                 return None;
             }
-            let store = if stream.posted.span.bytes >= STREAM_BYTES { Store::Streaming } else { Store::Cached };
+            let store = if bytes >= STREAM_BYTES { Store::Streaming } else { Store::Cached };
             // SAFETY: the piece lies within the receiver's span (checked above), which is left alone until its completion.
             unsafe { cpu::copy(stream.posted.span.ptr().add(frame.value as usize), payload.as_ptr(), payload.len(), store) }
             stream.got += payload.len() as u64;
-            if stream.got < stream.posted.span.bytes as u64 {
-                return None;
+            if stream.got < bytes as u64 {
+                return Some(None);
             }
             streams.remove(&(from, frame.id)).map(|stream| stream.posted)
         }
         Kind::Padding | Kind::Ask | Kind::Taken => None,
-    }
+    };
+    Some(completed)
+}
+
+fn nonsense(board: &Board, peer: Rank, frame: Frame) -> Error {
+    Error::internal(format!("{} sent a frame that makes no sense: {frame:?}", board.describe(peer)))
 }
 
 /// Names a transfer in messages.
