@@ -114,6 +114,7 @@ impl Transfers {
             let (dead, me, peer) = (self.board.describe(dead), self.board.describe(self.board.rank()), self.board.describe(peer));
             return Err(self.board.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
+        self.start_worker()?;
         let mut state = self.lock();
         let ticket = state.ticket();
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
@@ -135,7 +136,7 @@ impl Transfers {
                 Outgoing::Control(frame(Kind::Offer, span.addr as u64))
             });
         }
-        self.begin(state)?;
+        self.begin(state);
         Ok(ticket)
     }
 
@@ -145,6 +146,7 @@ impl Transfers {
         if let Some(peer) = message.peer {
             self.check_peer(peer)?;
         }
+        self.start_worker()?;
         let mut state = self.lock();
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
@@ -156,7 +158,7 @@ impl Transfers {
             }
             None => state.matching.posted.push_back(posted),
         }
-        self.begin(state)?;
+        self.begin(state);
         Ok(ticket)
     }
 
@@ -168,18 +170,13 @@ impl Transfers {
     }
 
     /// Moves things along once; where something stays open, sees to it that the progress thread looks after it.
-    fn begin(self: &Arc<Self>, mut state: MutexGuard<'_, State>) -> Result<()> {
+    fn begin(&self, mut state: MutexGuard<'_, State>) {
         self.advance(&mut state);
         self.settle(state);
         let state = self.lock();
-        if state.open.is_empty() {
-            return Ok(());
-        }
-        if state.parked {
+        if state.parked && !state.open.is_empty() {
             self.begun.notify_all();
         }
-        drop(state);
-        self.start_worker()
     }
 
     /// Moves everything along without blocking; returns whether anything moved.
@@ -336,6 +333,8 @@ impl Transfers {
         state.limits().filter_map(Limit::left).min().unwrap_or(PAUSE)
     }
 
+    /// Before anything is posted: what is posted is read or written until its completion, and so must have somebody to complete it, or the
+    /// memory of a transfer that raised would be used after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
         if worker.is_none() {

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import random
 import re
+import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -421,3 +423,51 @@ def never_asked_for(rank: int, world: int) -> int:
 def test_a_receiver_keeps_a_bounded_amount_of_what_it_did_not_ask_for() -> None:
     grown = run_ranks(never_asked_for, 3)[0]
     assert 40 << 10 < grown < 100 << 10, f"{grown} KiB"
+
+
+@contextmanager
+def no_room_for_a_thread() -> Iterator[None]:
+    """The process may map little more than it has, and the stacks that ended threads left are taken."""
+    released = threading.Event()
+    for size in (0, 2 << 20):  # of Python's threads, and of Rust's
+        usual = threading.stack_size(size)
+        for _ in range(6):
+            threading.Thread(target=released.wait, daemon=True).start()
+        threading.stack_size(usual)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        released.set()
+
+
+def cannot_start(rank: int, world: int, send: bool) -> None:
+    count = 20_000  # too long to go unasked, too short for a mapping of its own
+    dist.barrier()
+    if rank == 1:
+        tensor = torch.full((count,), 3.0)
+        with no_room_for_a_thread(), pytest.raises(dist.DistBackendError, match="progress thread"):
+            (dist.isend if send else dist.irecv)(tensor, 0, tag=5)
+        tensor.fill_(1)  # its memory is the caller's again
+    dist.barrier()
+    if rank == 0 and not send:
+        work = dist.isend(torch.full((count,), 666.0), 1, tag=5)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.05)
+        assert bool((tensor == 1).all())
+        dist.send(torch.full((7,), 4.0), 0, tag=5) if send else dist.recv(torch.empty(count), 0, tag=5)
+    elif send:
+        dist.recv(got := torch.zeros(7), 1, tag=5)
+        assert bool((got == 4).all())
+    else:
+        work.wait()
+
+
+@pytest.mark.parametrize("send", (True, False), ids=("send", "receive"))
+def test_what_cannot_start_is_not_posted(send: bool) -> None:
+    """Its memory is its owner's again, and the next message of that tag is the next call's."""
+    run_ranks(cannot_start, 2, send)
