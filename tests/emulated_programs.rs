@@ -37,6 +37,9 @@ impl Random {
     }
 }
 
+/// More than the most that goes with flags in the data under any tuning here.
+const LONG: usize = 70_000;
+
 /// What surrounds every tensor, and what outputs begin with.
 const CANARY: u8 = 0xA5;
 const MARGIN: usize = 48;
@@ -165,13 +168,17 @@ impl Scene {
     fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, asked: Asked) -> Self {
         let Asked { op, n, dtype, reduce_op, base } = asked;
         let (root, uneven) = (random.below(n), random.below(3));
+        // A rank with short messages alone, among others whose messages are longer than any with flags in the data.
+        let apart = (op == Op::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
         // Of what one rank has for another, or for all.
         let mut matrix = vec![vec![base; n]; n];
-        for length in matrix.iter_mut().flatten() {
-            *length = match uneven {
-                0 => random.bytes(dtype.size()),
-                1 if random.below(2) == 0 => 0,
-                _ => base,
+        for (place, length) in matrix.iter_mut().flatten().enumerate() {
+            *length = match (apart, uneven) {
+                (Some(apart), _) if place / n == apart || place % n == apart => 16,
+                (Some(_), _) => random.of(&[16, LONG, LONG]),
+                (None, 0) => random.bytes(dtype.size()),
+                (None, 1) if random.below(2) == 0 => 0,
+                (None, _) => base,
             };
         }
         let case = Case { op, dtype, reduce_op, root, count: base / dtype.size(), uneven: false, shift: 0 };

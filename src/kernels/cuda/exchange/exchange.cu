@@ -168,9 +168,9 @@ KERNEL(exchange, ExchangeArgs) {
     partners.told |= (from >> r & 1) && args.bytes[r] >= args.gate.least ? 1u << r : 0;
     partners.heard |= (to >> r & 1) && args.out.bytes[r] >= args.gate.least ? 1u << r : 0;
   }
-  const bool gated = (partners.told | partners.heard) != 0;
+  const bool meets = (partners.told | partners.heard) != 0;
   const Round round = begin_round(args.common, lines_of(args.gate));
-  if (gated && !put_direct(args, round, partners, to, from, lanes)) {
+  if (meets && !put_direct(args, round, partners, to, from, lanes)) {
     return;
   }
 #endif
@@ -190,8 +190,7 @@ KERNEL(exchange, ExchangeArgs) {
     exchange_short(args);
   }
 #ifdef SYMM_GATED
-  if (gated) {
-    close_gate(args.common, args.gate, round, partners);
-  }
+  // Also where this rank met nobody: which ranks do, no rank knows, and all must count the same rounds.
+  close_gate(args.common, args.gate, round, partners);
 #endif
 }

@@ -108,8 +108,8 @@ DEVICE void close_gate(const Common& common, const Gate& gate, const Round& open
   const Round round = next_round(lines_of(gate), opened);
   const u32 r = thread();
   if (r < WORLD && r != RANK) {
-    fence_system();
     if (partners.heard >> r & 1) {
+      fence_system();
       push_unit(common, round, r, 0, {0, 0, 0, 0});
     }
     if (partners.told >> r & 1) {

@@ -1,0 +1,77 @@
+//! All-to-alls in symmetric memory in which some ranks have no long message: the handshake's rounds are counted alike by all of them.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod emulated;
+
+use emulated::host::Host;
+use std::time::Duration;
+use symm::coll::call::{Call, Op, Span};
+use symm::coll::cuda::plan::Tuning;
+use symm::dtype::{DType, ReduceOp};
+use symm::rank::Rank;
+
+const RANKS: usize = 3;
+const LONG: usize = 2 << 20;
+const SHORT: usize = 64;
+
+/// `lengths[from][to]` in bytes.
+type Lengths = [[usize; RANKS]; RANKS];
+
+/// Rank `me`'s part, and what each of its outputs must hold: address, bytes, value.
+fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Call, Vec<(usize, usize, u8)>) {
+    let heap = &host.heaps[me];
+    let span = |bytes: usize, fill: u8| {
+        let at = heap.take(bytes);
+        // SAFETY: the heap has just given these bytes to nobody else.
+        unsafe { std::ptr::write_bytes(at, fill, bytes) };
+        Span { addr: at as usize, bytes }
+    };
+    let value = |from: usize, to: usize| (16 * from + to + 1) as u8;
+    let inputs: Vec<Span> = (0..RANKS).map(|to| span(lengths[me][to], value(me, to))).collect();
+    let outputs: Vec<Span> = (0..RANKS).map(|from| span(lengths[from][me], 0)).collect();
+    let expected = outputs.iter().enumerate().map(|(from, output)| (output.addr, output.bytes, value(from, me))).collect();
+    let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(0));
+    (Call { op: Op::AllToAll, dtype, reduce_op, root, factor: 1.0, inputs, outputs, site: None }, expected)
+}
+
+/// Runs one call after the other, each rank as fast as it can.
+fn run(program: &[Lengths]) {
+    // As on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.
+    let mut host = Host::with_tuning(RANKS, Tuning { lanes: 2, threads: 8, ..Tuning::of(RANKS) });
+    host.gate(256 << 20);
+    host.timeout = Duration::from_secs(20);
+    let calls: Vec<Vec<_>> = (0..RANKS).map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect()).collect();
+    std::thread::scope(|scope| {
+        for (me, calls) in calls.iter().enumerate() {
+            let host = &host;
+            scope.spawn(move || {
+                for (number, (call, _)) in calls.iter().enumerate() {
+                    let launch = host.site(me, number as u64 + 1, Some(call)).prepare(call, host.plan(call)).unwrap();
+                    host.run(me, &launch, DType::U8, ReduceOp::Sum);
+                }
+            });
+        }
+    });
+    assert!(host.is_well(), "a kernel gave up");
+    assert!(host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
+    for (addr, bytes, value) in calls.iter().flatten().flat_map(|(_, expected)| expected) {
+        // SAFETY: of the heaps, which live; all kernels have ended.
+        let got = unsafe { std::slice::from_raw_parts(*addr as *const u8, *bytes) };
+        assert!(got.iter().all(|byte| byte == value), "{bytes} bytes of {value}");
+    }
+}
+
+#[test]
+fn all_messages_are_long() {
+    run(&[[[LONG; RANKS]; RANKS]; 2]);
+}
+
+#[test]
+fn a_rank_without_a_long_message_counts_the_rounds_of_the_others() {
+    let pair = [[LONG, LONG, SHORT], [LONG, LONG, SHORT], [SHORT; RANKS]];
+    run(&[pair, [[LONG; RANKS]; RANKS]]);
+    // Only one of a pair has something long, another pair each time.
+    let one_way = [[SHORT; RANKS], [LONG, SHORT, SHORT], [SHORT; RANKS]];
+    let other = [[SHORT, SHORT, LONG], [SHORT; RANKS], [SHORT; RANKS]];
+    run(&[one_way, other, pair, one_way, [[LONG; RANKS]; RANKS], other]);
+}
