@@ -165,6 +165,28 @@ fn p18_bytes_in_flight_and_at_rest_are_bounded() {
 }
 
 #[test]
+fn p18_requests_that_wait_leave_their_room_to_what_moves() {
+    let _serial = serial();
+    const MB: usize = 1 << 20;
+    let (_server, port) = server(Limits { moving: 1, ..Limits::default() }, None);
+    let store = honest(port, None);
+    let keys: Vec<String> = (0..1000).map(|index| format!("{index:060000}")).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let mut waiting = admitted(port);
+    waiting.write_all(&frame(Op::Wait, &keys, &[])).unwrap();
+    // A value for which there is no room beside the 60 MB of that request.
+    let value = vec![1; 20 * MB];
+    let set = Request::new(Op::Set, vec!["key"], vec![&value]);
+    store.call(&set, Some(LONG / 3)).unwrap();
+    // As much more may not wait: it is refused, and keeps nobody from moving.
+    let error = store.wait(&keys, Some(LONG / 3)).unwrap_err();
+    assert!(error.kind == Kind::Config && error.message.contains("cannot wait"), "{error}");
+    assert_eq!(store.get("key", Some(LONG / 3)).unwrap().len(), value.len());
+    drop(waiting);
+    eventually("room for another", || store.wait(&keys, Some(Duration::ZERO)).unwrap_err().kind == Kind::Timeout);
+}
+
+#[test]
 fn p18_a_thousand_idle_connections_and_as_many_strangers_delay_nobody() {
     let _serial = serial();
     let limits = Limits { strangers: 100, hello: Duration::from_secs(2), ..Limits::default() };
@@ -304,21 +326,57 @@ fn p18_running_out_of_descriptors_is_survived() {
     eventually("the server closing its side", || descriptors() <= before);
 }
 
-/// A server of its own process, when told to be one; else nothing.
+#[test]
+fn p18_strangers_leave_descriptors_to_ranks_and_to_the_process() {
+    let _serial = serial();
+    let port = free_port();
+    let mut child = start_server(port, Some(64));
+    let idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    // Not after the five seconds in which strangers have to introduce themselves.
+    let timeout = Duration::from_secs(3);
+    let ranks: Vec<TcpStore> = (0..8).map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap()).collect();
+    assert_eq!(ranks.iter().map(|rank| rank.add("came", 1).unwrap()).max(), Some(8));
+    thread::sleep(SHORT);
+    assert_eq!(child.try_wait().unwrap(), None, "it found no descriptor");
+    drop(idle);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn p18_a_server_raises_the_limit_on_descriptors() {
+    let _serial = serial();
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(512), ..limit }).unwrap();
+    let _server = server(Limits::default(), None);
+    let raised = getrlimit(Resource::Nofile).current;
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let wanted = limit.maximum.map_or(16 * 1024, |most| most.min(16 * 1024));
+    assert!(raised.is_none_or(|raised| raised >= wanted), "{raised:?}");
+}
+
+/// A server of its own process, when told to be one; else nothing. It ends when it finds no descriptor for a file.
 #[test]
 fn server_process() {
     let Ok(port) = std::env::var("SYMM_TEST_SERVER") else {
         return;
     };
+    if let Some(limit) = std::env::var("SYMM_TEST_DESCRIPTORS").ok().and_then(|limit| limit.parse().ok()) {
+        setrlimit(Resource::Nofile, Rlimit { current: Some(limit), maximum: Some(limit) }).unwrap();
+    }
     let _store = TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port.parse().unwrap()) }).unwrap();
     println!("serving");
-    thread::sleep(LONG);
+    let started = Instant::now();
+    while started.elapsed() < LONG && std::fs::File::open("/proc/self/stat").is_ok() {
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
-fn start_server(port: u16) -> Child {
+fn start_server(port: u16, descriptors: Option<u32>) -> Child {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "server_process", "--nocapture"])
         .env("SYMM_TEST_SERVER", port.to_string())
+        .envs(descriptors.map(|limit| ("SYMM_TEST_DESCRIPTORS", limit.to_string())))
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
@@ -331,7 +389,7 @@ fn start_server(port: u16) -> Child {
 fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
     let _serial = serial();
     let port = free_port();
-    let mut child = start_server(port);
+    let mut child = start_server(port, None);
     let pid = rustix::process::Pid::from_child(&child);
     let store = honest(port, None);
     store.set("key", b"value").unwrap();
@@ -356,7 +414,7 @@ fn a_killed_server_is_noticed_at_once_and_a_stopped_one_at_the_limit() {
     });
     child.wait().unwrap();
     // Another one at the same place is another store.
-    let mut child = start_server(port);
+    let mut child = start_server(port, None);
     assert_eq!(store.num_keys().unwrap(), 0);
     child.kill().unwrap();
     child.wait().unwrap();

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, getrlimit, pidfd_open, setrlimit};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -220,6 +220,22 @@ pub fn descriptors() -> (Option<u64>, usize) {
         |entries| entries.count().saturating_sub(1),
     );
     (limit, open)
+}
+
+/// The limit on open descriptors of this process.
+pub fn descriptor_limit() -> u64 {
+    getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
+}
+
+/// Raises that limit to `wanted`, or as far as the hard limit allows; it is never lowered.
+pub fn raise_descriptor_limit(wanted: u64) {
+    let limit = getrlimit(Resource::Nofile);
+    let wanted = limit.maximum.map_or(wanted, |most| wanted.min(most));
+    if limit.current.is_some_and(|current| current < wanted)
+        && let Err(errno) = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), ..limit })
+    {
+        log::debug!("RLIMIT_NOFILE stays at {:?}, {wanted} cannot be had: {errno}", limit.current);
+    }
 }
 
 #[cfg(test)]

@@ -5,8 +5,8 @@ use crate::sys::socket;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind, connect, getsockname, ipproto,
-    listen, shutdown, socket_with, sockopt,
+    AddressFamily, Shutdown, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind, connect, getpeername,
+    getsockname, ipproto, listen, shutdown, socket_with, sockopt,
 };
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -176,6 +176,16 @@ fn connect_unix(name: &UnixName) -> rustix::io::Result<OwnedFd> {
 fn ours(socket: &OwnedFd) -> bool {
     let own = rustix::process::geteuid().as_raw();
     socket::peer(socket).is_ok_and(|peer| peer.uid == own || peer.uid == 0)
+}
+
+/// Who is at the other end of an accepted connection, for people.
+pub fn peer_name(connection: &OwnedFd) -> String {
+    let inet = getpeername(connection).ok().flatten().and_then(|peer| SocketAddr::try_from(peer).ok());
+    match (inet, socket::peer(connection)) {
+        (Some(address), _) => address.to_string(),
+        (None, Ok(peer)) => format!("pid {} of user {}", peer.pid, peer.uid),
+        (None, Err(_)) => "a connection that has ended".into(),
+    }
 }
 
 /// What a server listens at. The path of a Unix socket goes with it.

@@ -3,7 +3,7 @@
 use super::address::Address;
 use super::frame::{Answer, LENGTH, Message};
 use super::limits::MAX_FRAME;
-use super::proof::{ADMISSION, Introduction, OPENING};
+use super::proof::{ADMISSION, Introduction, OPENING, farewell};
 use crate::error::{Error, Kind, Result};
 use crate::store::request::Request;
 use crate::store::table::Reply;
@@ -234,7 +234,13 @@ impl Client {
         let wrong = |error: Error| (Error { message: format!("the store at {address}: {}", error.message), ..error }, false);
         let mut opening = [0; OPENING];
         connection.receive(&mut opening, deadline).map_err(broken)?;
-        let (introduction, hello) = Introduction::answer(&opening, secret).map_err(wrong)?;
+        let (introduction, hello) = Introduction::answer(&opening, secret).map_err(|error| {
+            if error.kind == Kind::Config {
+                // Only for the server's log.
+                let _ = connection.send(&farewell(secret.is_some()), deadline);
+            }
+            wrong(error)
+        })?;
         connection.send(&hello, deadline).map_err(broken)?;
         let mut admission = [0; ADMISSION];
         connection.receive(&mut admission, deadline).map_err(broken)?;

@@ -69,8 +69,12 @@ pub fn opening(secret: bool) -> Result<([u8; OPENING], Nonce)> {
 pub enum Refusal {
     /// Speaks something else.
     Foreign,
-    /// Brings no proof, or one of another secret or connection.
-    Unproven,
+    /// Was given no secret, where there is one.
+    Without,
+    /// Its proof is that of another secret or connection.
+    Wrong,
+    /// Was given a secret, where there is none.
+    Needless,
 }
 
 /// The server's answer to a client's hello.
@@ -80,12 +84,15 @@ pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std:
     }
     let client: Nonce = fixed(&hello[9..9 + WIDTH]);
     let Some(secret) = secret else {
-        return Ok(fixed(&[1]));
+        return if hello[8] == 0 { Ok(fixed(&[1])) } else { Err(Refusal::Needless) };
     };
-    if hello[8] != 1 || !holds(secret, Side::Client, server, &client, &hello[9 + WIDTH..]) {
-        return Err(Refusal::Unproven);
+    if hello[8] != 1 {
+        return Err(Refusal::Without);
     }
-    let proof = mac(secret, Side::Server, server, &client).map_err(|_| Refusal::Unproven)?.finalize().into_bytes();
+    if !holds(secret, Side::Client, server, &client, &hello[9 + WIDTH..]) {
+        return Err(Refusal::Wrong);
+    }
+    let proof = mac(secret, Side::Server, server, &client).map_err(|_| Refusal::Wrong)?.finalize().into_bytes();
     Ok(fixed(&[&[1], &proof[..]].concat()))
 }
 
@@ -93,6 +100,11 @@ pub fn admit(secret: Option<&[u8]>, server: &Nonce, hello: &[u8; HELLO]) -> std:
 pub fn plausible(start: &[u8]) -> bool {
     let length = start.len().min(MAGIC.len());
     start[..length] == MAGIC[..length]
+}
+
+/// The last words of a client that has a secret where the server has none, or none where it has one: the server, too, tells its user.
+pub fn farewell(secret: bool) -> [u8; HELLO] {
+    fixed(&[&MAGIC[..], &[u8::from(secret)]].concat())
 }
 
 /// What a client knows after the server's first words.
@@ -158,14 +170,14 @@ mod tests {
         let (introduction, hello) = Introduction::answer(&words, Some(b"s"))?;
         let admission = admit(Some(b"s"), &nonce, &hello).map_err(|_| Error::internal("refused"))?;
         let (again, other) = opening(true)?;
-        assert_eq!(admit(Some(b"s"), &other, &hello), Err(Refusal::Unproven));
+        assert_eq!(admit(Some(b"s"), &other, &hello), Err(Refusal::Wrong));
         let (fresh, _) = Introduction::answer(&again, Some(b"s"))?;
         assert!(introduction.admitted(&admission, Some(b"s")).is_ok());
         assert!(fresh.admitted(&admission, Some(b"s")).is_err());
         // The server's own proof, sent back to it.
         let mut echo = hello;
         echo[9 + WIDTH..].copy_from_slice(&admission[1..]);
-        assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(Refusal::Unproven));
+        assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(Refusal::Wrong));
         assert_eq!(admit(None, &nonce, &[b'G'; HELLO]), Err(Refusal::Foreign));
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! One client's connection: bytes in, bytes out, never blocking.
 
+use crate::store::tcp::address::peer_name;
 use crate::store::tcp::frame::LENGTH;
 use crate::store::tcp::limits::MAX_FRAME;
 use crate::store::tcp::proof::{self, HELLO, Nonce};
@@ -73,6 +74,8 @@ pub(super) struct Connection {
     pub(super) deadline: Option<Instant>,
     /// Bytes that this connection has reserved.
     pub(super) reserved: usize,
+    /// Bytes of its request, if that is long and waits.
+    pub(super) parked: usize,
     /// Whether the other end sends no more.
     pub(super) ended: bool,
     /// Whether all that had come was read when reading last stopped; what comes later is announced by an event.
@@ -90,11 +93,17 @@ impl Connection {
             request: None,
             deadline: None,
             reserved: 0,
+            parked: 0,
             ended: false,
             drained: false,
             input: Vec::new(),
             output: VecDeque::new(),
         }
+    }
+
+    /// Who is at the other end, for people.
+    pub(super) fn peer(&self) -> String {
+        peer_name(&self.socket)
     }
 
     /// Whether a frame has begun and not ended.

@@ -12,17 +12,12 @@ use crate::store::table::Table;
 use crate::store::tcp::address::Listeners;
 use crate::store::tcp::frame::Answer;
 use crate::store::tcp::limits::{Limits, MAX_FRAME};
-use crate::store::tcp::proof::{self, HELLO, Nonce, Refusal};
-use crate::sys::process;
 use bytes::Bytes;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::{AsRawFd, OwnedFd};
-use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use rustix::fd::AsRawFd;
 use rustix::net::{Shutdown, shutdown};
-use slab::Slab;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -33,18 +28,8 @@ const LINGER: Duration = Duration::from_micros(50);
 /// From this many answers on, other threads help to send them.
 const CROWD: usize = 8;
 
-/// How many connections are accepted before others have their turn.
-const ACCEPT_TURN: usize = 64;
-
 /// How many connections that have more to do have their turn before new events are looked at.
 const ROUND: usize = 64;
-
-/// From this many connections on, the process gets room for [`ROOM`] descriptors.
-const MANY: usize = 16;
-const ROOM: u64 = 4096;
-
-/// How long to wait before accepting again when descriptors have run out.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
 
 pub(super) struct EventLoop {
     pub(super) poll: Poll,
@@ -53,7 +38,11 @@ pub(super) struct EventLoop {
     pub(super) limits: Limits,
     pub(super) shared: Arc<Shared>,
     pub(super) table: Table,
-    pub(super) connections: Slab<Connection>,
+    /// By their tokens, which follow those of the listeners. None is used twice: what is still to be said or done about a connection that
+    /// has gone, an event of the same batch for one, must not meet another.
+    pub(super) connections: HashMap<usize, Connection>,
+    /// The token of the next connection.
+    pub(super) next: usize,
     /// Who waits for which key, the first comer first.
     pub(super) waiting: HashMap<String, VecDeque<usize>>,
     pub(super) calendar: Calendar,
@@ -67,10 +56,14 @@ pub(super) struct EventLoop {
     pub(super) paused: VecDeque<usize>,
     /// Bytes reserved by all connections.
     pub(super) moving: usize,
+    /// Bytes of all long requests that wait.
+    pub(super) parked: usize,
     /// Strangers, the oldest first.
-    pub(super) strangers: VecDeque<usize>,
+    pub(super) strangers: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
     pub(super) refused: u64,
+    /// Whether the process has been given room for descriptors.
+    pub(super) roomy: bool,
 }
 
 impl EventLoop {
@@ -84,6 +77,7 @@ impl EventLoop {
         for (index, socket) in listeners.sockets.iter().enumerate() {
             poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(index), Interest::READABLE)?;
         }
+        let next = listeners.sockets.len();
         Ok(Self {
             poll,
             listeners,
@@ -91,7 +85,8 @@ impl EventLoop {
             table: Table::bounded(limits.stored),
             limits,
             shared,
-            connections: Slab::new(),
+            connections: HashMap::new(),
+            next,
             waiting: HashMap::new(),
             calendar: Calendar::default(),
             outbox: Vec::new(),
@@ -99,9 +94,11 @@ impl EventLoop {
             busy: VecDeque::new(),
             paused: VecDeque::new(),
             moving: 0,
-            strangers: VecDeque::new(),
+            parked: 0,
+            strangers: BTreeSet::new(),
             accept_at: None,
             refused: 0,
+            roomy: false,
         })
     }
 
@@ -125,108 +122,57 @@ impl EventLoop {
                 }
             }
             if self.shared.stop.load(Ordering::Acquire) {
-                let keys: Vec<usize> = self.connections.iter().map(|(key, _)| key).collect();
+                let keys: Vec<usize> = self.connections.keys().copied().collect();
                 return keys.into_iter().for_each(|key| self.close(key));
             }
-            let idle = events.is_empty() && self.busy.is_empty();
-            for event in &events {
-                match event.token() {
-                    WAKER => {}
-                    Token(index) if index < self.listeners.sockets.len() => self.accept(index),
-                    Token(token) => {
-                        let key = token - self.listeners.sockets.len();
-                        self.event(key, event.is_error() || event.is_read_closed());
-                    }
-                }
-            }
-            // Those who come in meanwhile have their turn in the next round, and new events are looked at between rounds.
-            for _ in 0..self.busy.len().min(ROUND) {
-                if let Some(key) = self.busy.pop_front() {
-                    self.turn(key);
-                }
-            }
-            let now = Instant::now();
-            while let Some(key) = self.calendar.expired(now) {
-                self.expire(key);
-            }
-            if self.accept_at.is_some_and(|at| at <= now) {
-                self.accept_at = None;
-                for index in 0..self.listeners.sockets.len() {
-                    self.accept(index);
-                }
-            }
-            self.flush_all();
-            if idle {
+            if self.round(&events) {
+                awake_until = Instant::now() + LINGER;
+            } else {
                 // Lingering must not keep a client off its core.
                 std::thread::yield_now();
-            } else {
-                awake_until = now + LINGER;
             }
         }
     }
 
-    fn accept(&mut self, index: usize) {
-        for _ in 0..ACCEPT_TURN {
-            match self.listeners.accept(&self.listeners.sockets[index]) {
-                Ok(socket) => self.welcome(socket),
-                Err(Errno::AGAIN) => return,
-                Err(Errno::PERM) => self.refuse("it is another user's"),
-                // It has gone again.
-                Err(Errno::CONNABORTED | Errno::INTR) => {}
-                Err(errno) => {
-                    // Descriptors have run out, as a rule. The listener stays readable, and no further event says so.
-                    log::warn!("the store at {} cannot accept a connection: {errno}", self.listeners.address);
-                    self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
-                    return;
-                }
+    /// Does what `events` and the clock demand; whether there was something.
+    pub(super) fn round(&mut self, events: &Events) -> bool {
+        let idle = events.is_empty() && self.busy.is_empty();
+        for event in events {
+            match event.token() {
+                WAKER => {}
+                Token(index) if index < self.listeners.sockets.len() => self.accept(index),
+                Token(key) => self.event(key, event.is_error() || event.is_read_closed()),
             }
         }
-        self.accept_at = Some(Instant::now());
-    }
-
-    fn welcome(&mut self, socket: OwnedFd) {
-        if self.connections.len() >= self.limits.clients {
-            self.refuse("too many clients");
-            return;
+        // Those who come in meanwhile have their turn in the next round, and new events are looked at between rounds.
+        for _ in 0..self.busy.len().min(ROUND) {
+            if let Some(key) = self.busy.pop_front() {
+                self.turn(key);
+            }
         }
-        if self.strangers.len() >= self.limits.strangers
-            && let Some(oldest) = self.strangers.front().copied()
-        {
-            self.close(oldest);
+        let now = Instant::now();
+        while let Some(key) = self.calendar.expired(now) {
+            self.expire(key);
         }
-        let Ok((words, nonce)) = proof::opening(self.secret.is_some()) else {
-            return;
-        };
-        let entry = self.connections.vacant_entry();
-        let key = entry.key();
-        let token = Token(self.listeners.sockets.len() + key);
-        if self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), token, Interest::READABLE | Interest::WRITABLE).is_err() {
-            return;
+        if self.accept_at.is_some_and(|at| at <= now) {
+            self.accept_at = None;
+            for index in 0..self.listeners.sockets.len() {
+                self.accept(index);
+            }
         }
-        let connection = entry.insert(Connection::new(socket, nonce));
-        if key == MANY {
-            make_room();
-        }
-        self.strangers.push_back(key);
-        self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
-        self.send(key, [Bytes::copy_from_slice(&words)]);
-    }
-
-    pub(super) fn refuse(&mut self, why: &str) {
-        // Enough to see that somebody tries, too few to fill a disk.
-        self.refused += 1;
-        if self.refused <= 10 || self.refused.is_power_of_two() {
-            log::warn!("the store at {} refused a connection ({} so far): {why}", self.listeners.address, self.refused);
-        }
+        self.flush_all();
+        !idle
     }
 
     pub(super) fn close(&mut self, key: usize) {
-        let Some(mut connection) = self.connections.try_remove(key) else {
+        let Some(mut connection) = self.connections.remove(&key) else {
             return;
         };
         self.calendar.set(key, &mut connection.deadline, None);
         match &connection.phase {
-            Phase::Stranger(_) => self.strangers.retain(|&other| other != key),
+            Phase::Stranger(_) => {
+                self.strangers.remove(&key);
+            }
             Phase::Waiting { key: name } => self.stop_waiting(key, name),
             Phase::Open | Phase::Leaving => {}
         }
@@ -234,13 +180,14 @@ impl EventLoop {
         // Not by closing alone: a forked child may hold a copy of the descriptor.
         let _ = shutdown(&connection.socket, Shutdown::Both);
         drop(connection.socket);
+        self.parked -= connection.parked;
         self.release(connection.reserved);
     }
 
     /// Something happened at a socket. Of an end that sends no more, what it has sent before is still served, unless it
     /// was waiting for an answer.
     fn event(&mut self, key: usize, ended: bool) {
-        if let Some(connection) = self.connections.get_mut(key) {
+        if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;
             connection.ended |= ended;
             if ended && matches!(connection.phase, Phase::Waiting { .. } | Phase::Leaving) {
@@ -256,7 +203,7 @@ impl EventLoop {
 
     /// Lets connection `key` have its turn.
     fn turn(&mut self, key: usize) {
-        let Some(connection) = self.connections.get_mut(key) else {
+        let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
         if connection.unsent() {
@@ -267,8 +214,8 @@ impl EventLoop {
             Phase::Leaving => return self.close(key),
             Phase::Stranger(_) | Phase::Open => {}
         }
-        if let Some(body) = connection.request.take() {
-            return self.serve(key, body);
+        if connection.request.is_some() {
+            return self.resume(key).into_iter().for_each(|body| self.serve(key, body));
         }
         match connection.read() {
             // The end itself is still to be read.
@@ -281,7 +228,8 @@ impl EventLoop {
             Input::More => self.busy.push_back(key),
             Input::Closed => {
                 if matches!(connection.phase, Phase::Stranger(_)) && connection.midway() {
-                    self.refuse("it speaks another protocol");
+                    let who = connection.peer();
+                    self.refuse(&who, "it speaks another protocol");
                 }
                 self.close(key);
             }
@@ -303,43 +251,9 @@ impl EventLoop {
         }
     }
 
-    fn meet(&mut self, key: usize, hello: &[u8; HELLO]) {
-        let Some(connection) = self.connections.get_mut(key) else {
-            return;
-        };
-        let Phase::Stranger(nonce) = connection.phase else {
-            return;
-        };
-        match self.judge(&nonce, hello) {
-            Ok(admission) => {
-                if let Some(connection) = self.connections.get_mut(key) {
-                    connection.phase = Phase::Open;
-                    self.calendar.set(key, &mut connection.deadline, None);
-                }
-                self.strangers.retain(|&other| other != key);
-                self.send(key, [admission]);
-            }
-            Err(refusal) => {
-                let why = match refusal {
-                    Refusal::Foreign => "it speaks another protocol",
-                    Refusal::Unproven => "it does not know the secret",
-                };
-                self.refuse(why);
-                if let Some(connection) = self.connections.get_mut(key) {
-                    connection.phase = Phase::Leaving;
-                }
-                self.send(key, [Bytes::from_static(&[0; proof::ADMISSION])]);
-            }
-        }
-    }
-
-    fn judge(&self, nonce: &Nonce, hello: &[u8; HELLO]) -> std::result::Result<Bytes, Refusal> {
-        proof::admit(self.secret.as_deref(), nonce, hello).map(|admission| Bytes::copy_from_slice(&admission))
-    }
-
     /// Queues what is to be sent at the end of the round.
     pub(super) fn send(&mut self, key: usize, pieces: impl IntoIterator<Item = Bytes>) {
-        if let Some(connection) = self.connections.get_mut(key) {
+        if let Some(connection) = self.connections.get_mut(&key) {
             connection.queue(pieces);
             self.outbox.push(key);
         }
@@ -357,7 +271,7 @@ impl EventLoop {
             .connections
             .iter_mut()
             .filter(|(_, connection)| connection.unsent())
-            .map(|(key, connection)| (key, connection, Output::Blocked))
+            .map(|(&key, connection)| (key, connection, Output::Blocked))
             .collect();
         let share = due.len().div_ceil(pool.current_num_threads() + 1).max(1);
         let write = |part: &mut [(usize, &mut Connection, Output)]| {
@@ -374,7 +288,7 @@ impl EventLoop {
     }
 
     fn flush(&mut self, key: usize) {
-        if let Some(connection) = self.connections.get_mut(key) {
+        if let Some(connection) = self.connections.get_mut(&key) {
             let output = connection.write();
             self.flushed(key, output);
         }
@@ -382,7 +296,7 @@ impl EventLoop {
 
     /// Goes on after sending, with whatever the connection has sent meanwhile.
     fn flushed(&mut self, key: usize, output: Output) {
-        let Some(connection) = self.connections.get_mut(key) else {
+        let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
         let deadline = match output {
@@ -409,7 +323,7 @@ impl EventLoop {
 
     /// Reserves room for `length` bytes, or puts the connection in line for it.
     pub(super) fn reserve(&mut self, key: usize, length: usize) -> bool {
-        let Some(connection) = self.connections.get_mut(key) else {
+        let Some(connection) = self.connections.get_mut(&key) else {
             return false;
         };
         let more = length.saturating_sub(connection.reserved);
@@ -424,7 +338,7 @@ impl EventLoop {
         true
     }
 
-    fn release(&mut self, bytes: usize) {
+    pub(super) fn release(&mut self, bytes: usize) {
         self.moving -= bytes;
         if bytes > 0 {
             self.busy.extend(self.paused.drain(..));
@@ -432,15 +346,69 @@ impl EventLoop {
     }
 }
 
-/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the 256th
-/// and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
-fn make_room() {
-    let grow = || {
-        crate::sys::thread::block_signals();
-        let allowed = process::descriptors().0.unwrap_or(ROOM);
-        let highest = i32::try_from(allowed.min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
-        // Where it cannot be had, clients wait.
-        let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
-    };
-    let _ = std::thread::Builder::new().name("symm-room".into()).spawn(grow);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::tcp::address::Address;
+    use std::net::{Shutdown, SocketAddr, TcpStream};
+
+    /// A server's loop that turns when it is told to.
+    struct Rig {
+        event_loop: EventLoop,
+        events: Events,
+        at: SocketAddr,
+    }
+
+    impl Rig {
+        fn new(limits: Limits) -> std::io::Result<Self> {
+            let address = Address::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))]);
+            let listeners = Listeners::at(&address).map_err(std::io::Error::other)?;
+            let at = SocketAddr::from(([127, 0, 0, 1], listeners.address.port()));
+            let event_loop = EventLoop::new(Poll::new()?, listeners, None, limits, Arc::default())?;
+            Ok(Self { event_loop, events: Events::with_capacity(64), at })
+        }
+
+        /// One turn; the tokens of its events.
+        fn turn(&mut self) -> std::io::Result<Vec<usize>> {
+            self.event_loop.poll.poll(&mut self.events, Some(Duration::from_millis(20)))?;
+            self.event_loop.round(&self.events);
+            Ok(self.events.iter().map(|event| event.token().0).collect())
+        }
+
+        /// Turns until nothing more happens.
+        fn settle(&mut self) -> std::io::Result<()> {
+            while !self.turn()?.is_empty() {}
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_end_of_one_that_made_room_is_not_taken_for_the_end_of_the_next() -> std::io::Result<()> {
+        let mut rig = Rig::new(Limits { strangers: 1, ..Limits::default() })?;
+        let first = TcpStream::connect(rig.at)?;
+        rig.settle()?;
+        let old = *rig.event_loop.connections.keys().next().expect("the first is there");
+        // Both fall into one batch, in this order: the second comes, for which the first is closed, and the first hangs up.
+        let _second = TcpStream::connect(rig.at)?;
+        first.shutdown(Shutdown::Both)?;
+        drop(first);
+        assert_eq!(rig.turn()?, [0, old]);
+        rig.settle()?;
+        let connections: Vec<(&usize, &Connection)> = rig.event_loop.connections.iter().collect();
+        assert!(matches!(connections[..], [(&key, connection)] if key != old && !connection.ended), "it is another, and has not ended");
+        assert!(rig.event_loop.busy.is_empty(), "nothing is left to do for it");
+        Ok(())
+    }
+
+    #[test]
+    fn who_was_refused_is_no_stranger_any_more() -> std::io::Result<()> {
+        use std::io::Write;
+        let mut rig = Rig::new(Limits::default())?;
+        rig.event_loop.secret = Some(b"secret".to_vec());
+        let mut wrong = TcpStream::connect(rig.at)?;
+        wrong.write_all(&crate::store::tcp::proof::farewell(false))?;
+        rig.settle()?;
+        assert!(rig.event_loop.strangers.is_empty() && rig.event_loop.connections.is_empty());
+        Ok(())
+    }
 }

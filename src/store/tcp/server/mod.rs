@@ -3,6 +3,7 @@
 //! mio, because it is the thinnest well-kept event loop: readiness of sockets and nothing more. A runtime such as tokio
 //! would bring tasks, timers and threads for what is one loop over one table here.
 
+mod admission;
 mod calendar;
 mod connection;
 mod event_loop;
@@ -12,7 +13,7 @@ mod service;
 use super::address::{Address, Listeners};
 use super::limits::Limits;
 use crate::error::{Error, Result};
-use crate::sys::fork;
+use crate::sys::{fork, process};
 use event_loop::EventLoop;
 use mio::{Poll, Token, Waker};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,6 +23,9 @@ use std::time::Instant;
 
 /// Token of the waker; listeners and connections have those below.
 const WAKER: Token = Token(usize::MAX);
+
+/// How many descriptors the process around a server may want for itself.
+const SPARE_DESCRIPTORS: u64 = 4096;
 
 /// What the loop shares with the process around it.
 #[derive(Default)]
@@ -61,6 +65,7 @@ impl Server {
                  give it a secret, or a loopback address"
             );
         }
+        process::raise_descriptor_limit((limits.clients + limits.strangers) as u64 + SPARE_DESCRIPTORS);
         let poll = Poll::new().map_err(fail)?;
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
         let shared = Arc::<Shared>::default();

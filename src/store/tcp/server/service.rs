@@ -18,7 +18,7 @@ impl EventLoop {
             Ok(message) => message,
             Err(error) => {
                 // What follows cannot be trusted to be a frame.
-                if let Some(connection) = self.connections.get_mut(key) {
+                if let Some(connection) = self.connections.get_mut(&key) {
                     connection.phase = Phase::Leaving;
                 }
                 return self.answer(key, &Answer::Failed(error));
@@ -41,10 +41,7 @@ impl EventLoop {
                     return self.answer(key, &Answer::Failed(Error::value(error)));
                 }
                 if length > SHORT && !request.op.writes() && !self.reserve(key, length) {
-                    if let Some(connection) = self.connections.get_mut(key) {
-                        connection.request = Some(body);
-                    }
-                    return;
+                    return self.keep(key, body);
                 }
                 self.answer(key, &answer);
                 if request.op.makes_keys() {
@@ -57,7 +54,7 @@ impl EventLoop {
     }
 
     fn wait(&mut self, key: usize, name: String, limit: Duration, body: Bytes) {
-        let Some(connection) = self.connections.get_mut(key) else {
+        let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
         if connection.ended {
@@ -67,9 +64,37 @@ impl EventLoop {
         if connection.deadline.is_none() {
             self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + limit));
         }
-        connection.request = Some(body);
+        // What waits leaves its room to what moves; there is as much for long requests that wait, and no waiting for it.
+        let long = if body.len() > SHORT { body.len() } else { 0 };
+        let most = self.limits.moving.max(MAX_FRAME);
+        if self.parked + long > most {
+            let error = format!("a request of {long} bytes cannot wait: {} of {most} bytes of others wait already", self.parked);
+            return self.answer(key, &Answer::Failed(Error::config(error)));
+        }
         connection.phase = Phase::Waiting { key: name.clone() };
+        let reserved = std::mem::take(&mut connection.reserved);
         self.waiting.entry(name).or_default().push_back(key);
+        self.keep(key, body);
+        self.release(reserved);
+    }
+
+    /// Keeps the request of connection `key` for later. A long one counts as parked unless the room that it came through is still its own.
+    fn keep(&mut self, key: usize, body: Bytes) {
+        if let Some(connection) = self.connections.get_mut(&key) {
+            if body.len() > SHORT && connection.reserved == 0 {
+                connection.parked = body.len();
+                self.parked += body.len();
+            }
+            connection.request = Some(body);
+        }
+    }
+
+    /// The request that connection `key` has kept, which waits no longer.
+    pub(super) fn resume(&mut self, key: usize) -> Option<Bytes> {
+        let connection = self.connections.get_mut(&key)?;
+        connection.phase = Phase::Open;
+        self.parked -= std::mem::take(&mut connection.parked);
+        connection.request.take()
     }
 
     /// Serves those who wait for a key that `request` may have made.
@@ -80,13 +105,10 @@ impl EventLoop {
         let names: HashSet<&str> = request.keys.iter().copied().collect();
         for name in names {
             for key in self.waiting.remove(name).unwrap_or_default() {
-                let Some(connection) = self.connections.get_mut(key) else {
-                    continue;
-                };
-                connection.phase = Phase::Open;
-                let body = connection.request.take().unwrap_or_default();
                 // It keeps its deadline, which `answer` clears.
-                self.serve(key, body);
+                if let Some(body) = self.resume(key) {
+                    self.serve(key, body);
+                }
             }
         }
     }
@@ -97,21 +119,21 @@ impl EventLoop {
 
     /// The time of connection `key` is over: who waits hears what is missing, all others have to go.
     pub(super) fn expire(&mut self, key: usize) {
-        let Some(connection) = self.connections.get_mut(key) else {
+        let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
         let name = match &mut connection.phase {
             Phase::Waiting { key } => std::mem::take(key),
             Phase::Stranger(_) => {
-                self.refuse("it did not introduce itself in time");
+                let who = connection.peer();
+                self.refuse(&who, "it did not introduce itself in time");
                 return self.close(key);
             }
             Phase::Open | Phase::Leaving => return self.close(key),
         };
-        connection.phase = Phase::Open;
-        let body = connection.request.take().unwrap_or_default();
         self.calendar.set(key, &mut connection.deadline, None);
         self.stop_waiting(key, &name);
+        let body = self.resume(key).unwrap_or_default();
         match Message::decode(&body) {
             Ok(Message::Call(_, request)) => {
                 let answer = Answer::Missing(self.table.missing(&request));

@@ -1,0 +1,153 @@
+//! Who is let in: connections are accepted, asked for the secret, and kept from taking the process's last descriptors.
+
+use super::connection::{Connection, Phase};
+use super::event_loop::EventLoop;
+use crate::store::tcp::address::peer_name;
+use crate::store::tcp::proof::{self, HELLO, Refusal};
+use crate::sys::process;
+use bytes::Bytes;
+use mio::unix::SourceFd;
+use mio::{Interest, Token};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::io::{Errno, fcntl_dupfd_cloexec};
+use std::time::{Duration, Instant};
+
+/// How many connections are accepted before others have their turn.
+const ACCEPT_TURN: usize = 64;
+
+/// How long to wait before accepting again when descriptors have run out.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
+
+/// From this many connections on, the process gets room for [`ROOM`] descriptors.
+const MANY: usize = 16;
+const ROOM: u64 = 4096;
+
+/// This many strangers may be there however few descriptors are left for them: who knows the secret is one, too, for a moment.
+const FEW: usize = 16;
+
+/// The part of the process's descriptors that strangers leave to those who know the secret and to the rest of the process: 1 in 4.
+const KEPT_FROM_STRANGERS: u64 = 4;
+
+/// What clients leave to the rest of the process: as many, or 1 in 8.
+const KEPT_FROM_CLIENTS: u64 = 32;
+
+/// `socket` under the lowest descriptor that is free, if that is lower than its own. So those who came in place of others do not climb.
+fn lowered(socket: OwnedFd) -> OwnedFd {
+    match fcntl_dupfd_cloexec(&socket, 0) {
+        Ok(copy) if copy.as_raw_fd() < socket.as_raw_fd() => copy,
+        Ok(_) | Err(_) => socket,
+    }
+}
+
+impl EventLoop {
+    pub(super) fn accept(&mut self, index: usize) {
+        for _ in 0..ACCEPT_TURN {
+            match self.listeners.accept(&self.listeners.sockets[index]) {
+                Ok(socket) => self.welcome(socket),
+                Err(Errno::AGAIN) => return,
+                Err(Errno::PERM) => self.refuse("another process", "it is another user's"),
+                // It has gone again.
+                Err(Errno::CONNABORTED | Errno::INTR) => {}
+                // The rest of the process has taken the last descriptor.
+                Err(Errno::MFILE | Errno::NFILE) if self.evict() => {}
+                Err(errno) => {
+                    // The listener stays readable, and no further event says so.
+                    log::warn!("the store at {} cannot accept a connection: {errno}", self.listeners.address);
+                    self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
+                    return;
+                }
+            }
+        }
+        self.accept_at = Some(Instant::now());
+    }
+
+    fn welcome(&mut self, socket: OwnedFd) {
+        if self.connections.len() >= self.limits.clients {
+            return self.refuse(&peer_name(&socket), &format!("{} clients are connected", self.connections.len()));
+        }
+        // Descriptors are given out from the lowest on, and the bounds are on their numbers: those above are for others.
+        let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
+        let scarce = number >= limit - KEPT_FROM_CLIENTS.min(limit / 8);
+        let few = number >= limit - limit / KEPT_FROM_STRANGERS;
+        let crowded = self.strangers.len() >= self.limits.strangers || scarce || (few && self.strangers.len() >= FEW);
+        if crowded && !self.evict() && scarce {
+            return self.refuse(&peer_name(&socket), &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"));
+        }
+        let socket = if few { lowered(socket) } else { socket };
+        let Ok((words, nonce)) = proof::opening(self.secret.is_some()) else {
+            return;
+        };
+        let key = self.next;
+        self.next += 1;
+        if self.poll.registry().register(&mut SourceFd(&socket.as_raw_fd()), Token(key), Interest::READABLE | Interest::WRITABLE).is_err() {
+            return;
+        }
+        let mut connection = Connection::new(socket, nonce);
+        self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
+        self.connections.insert(key, connection);
+        self.strangers.insert(key);
+        if self.connections.len() > MANY && !std::mem::replace(&mut self.roomy, true) {
+            make_room();
+        }
+        self.send(key, [Bytes::copy_from_slice(&words)]);
+    }
+
+    /// Closes the oldest connection that has not introduced itself; whether there was one.
+    fn evict(&mut self) -> bool {
+        let oldest = self.strangers.first().copied();
+        oldest.into_iter().for_each(|key| self.close(key));
+        oldest.is_some()
+    }
+
+    pub(super) fn refuse(&mut self, who: &str, why: &str) {
+        // Enough to see that somebody tries, too few to fill a disk.
+        self.refused += 1;
+        if self.refused <= 10 || self.refused.is_power_of_two() {
+            log::warn!("the store at {} refused {who} ({} connections so far): {why}", self.listeners.address, self.refused);
+        }
+    }
+
+    /// Admits connection `key` if its introduction is what it must be.
+    pub(super) fn meet(&mut self, key: usize, hello: &[u8; HELLO]) {
+        let Some(connection) = self.connections.get_mut(&key) else {
+            return;
+        };
+        let Phase::Stranger(nonce) = connection.phase else {
+            return;
+        };
+        let words = match proof::admit(self.secret.as_deref(), &nonce, hello) {
+            Ok(admission) => {
+                connection.phase = Phase::Open;
+                self.calendar.set(key, &mut connection.deadline, None);
+                Bytes::copy_from_slice(&admission)
+            }
+            Err(refusal) => {
+                let why = match refusal {
+                    Refusal::Foreign => "it speaks another protocol",
+                    Refusal::Without => "it was given no secret, and this store has one; all ranks need the same",
+                    Refusal::Wrong => "its secret is not this store's; all ranks need the same",
+                    Refusal::Needless => "it was given a secret, and this store was not; all ranks need the same",
+                };
+                connection.phase = Phase::Leaving;
+                let who = connection.peer();
+                self.refuse(&who, why);
+                Bytes::from_static(&[0; proof::ADMISSION])
+            }
+        };
+        self.strangers.remove(&key);
+        self.send(key, [words]);
+    }
+}
+
+/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the 256th
+/// and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
+fn make_room() {
+    let grow = || {
+        crate::sys::thread::block_signals();
+        let highest = i32::try_from(process::descriptor_limit().min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
+        // Where it cannot be had, clients wait.
+        let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
+    };
+    let _ = std::thread::Builder::new().name("symm-room".into()).spawn(grow);
+}
