@@ -3,7 +3,7 @@
 use super::Attempt;
 use super::place::{self, Place};
 use super::record::Record;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use crate::sys::process;
@@ -110,7 +110,10 @@ impl<'a> Claim<'a> {
     }
 
     fn remove(&self) {
-        if let Err(error) = self.attempt.store.delete(&self.key) {
+        if let Err(error) = self.attempt.store.delete(&self.key)
+            // A store that has no deletion goes with its job.
+            && error.kind != Kind::NotImplemented
+        {
             log::warn!("{}: its record of {} could not be removed: {error}", self.attempt.me(), self.attempt.group());
         }
     }

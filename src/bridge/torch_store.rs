@@ -48,12 +48,8 @@ impl Store for TorchStore {
                 }
                 Ok(Reply::Unit)
             }
-            Op::Delete => match self.direct(request, 0) {
-                // A store without deletion keeps its keys until it goes itself.
-                Err(error) if error.kind == Kind::NotImplemented => Ok(Reply::Flag(false)),
-                outcome => outcome,
-            },
             Op::Set
+            | Op::Delete
             | Op::CompareSet
             | Op::Add
             | Op::Check

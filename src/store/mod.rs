@@ -12,7 +12,7 @@ pub mod request;
 pub mod table;
 pub mod tcp;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};
 use bytes::Bytes;
 use request::{Op, Request};
@@ -64,7 +64,7 @@ pub trait Store: Send + Sync {
         unit(self.call(&Request::new(Op::Wait, keys.to_vec(), vec![]), limit)?)
     }
 
-    /// Removes `key`; whether it existed.
+    /// Removes `key`; whether it existed. `NotImplemented` where the store keeps its keys until it goes itself, as some of users do.
     fn delete(&self, key: &str) -> Result<bool> {
         flag(self.call(&Request::new(Op::Delete, vec![key], vec![]), None)?)
     }
@@ -129,12 +129,16 @@ pub trait Store: Send + Sync {
         let [count, open] = [format!("{key}/round {round}/count"), format!("{key}/round {round}/open")];
         if self.add(&count, 1)? == i64::from(size) {
             for stale in [format!("{key}/round {}/count", round - 1), format!("{key}/round {}/open", round - 1)] {
-                self.delete(&stale)?;
+                match self.delete(&stale) {
+                    // A store without deletion keeps it.
+                    Err(error) if error.kind == Kind::NotImplemented => {}
+                    outcome => outcome.map(|_| ())?,
+                }
             }
             return self.set(&open, b"");
         }
         match self.wait(&[&open], limit) {
-            Err(error) if error.kind == crate::error::Kind::Timeout => {
+            Err(error) if error.kind == Kind::Timeout => {
                 let mut late = Vec::new();
                 for rank in 0..size {
                     let place = place(rank);
