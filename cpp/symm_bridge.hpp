@@ -1,4 +1,4 @@
-// What the Rust core asks of C++. No torch here: torch_backend/ implements the two classes.
+// What the Rust core asks of C++. No torch here: torch_backend/ implements the classes.
 #pragma once
 
 #include "rust/cxx.h"
@@ -25,6 +25,13 @@ class StoreHandle {
       int64_t timeout_ms) const noexcept = 0;
   virtual bool extended() const = 0;
   virtual int64_t timeout_ms() const = 0;
+};
+
+// Python's signals. What its function guarantees stands in src/bridge.rs.
+class InterruptHandle {
+ public:
+  virtual ~InterruptHandle() = default;
+  virtual bool raised() const noexcept = 0;
 };
 
 // Where the outcome of an asynchronous call goes; called once, on any thread.

@@ -112,6 +112,7 @@ pub mod ffi {
         listen_fd: i32,
         /// None if empty.
         secret: Vec<u8>,
+        same_user: bool,
     }
 
     /// A new store, or why not. Host and port of a TCP store are those it is reached at.
@@ -235,6 +236,12 @@ pub mod ffi {
         /// The store's own timeout; 0: none.
         fn timeout_ms(self: &StoreHandle) -> i64;
 
+        /// Python's signals.
+        type InterruptHandle;
+        /// Whether the calling thread, the process's first, is to stop waiting because of one; the exception is then kept for this thread.
+        /// Never throws. Takes Python's lock.
+        fn raised(self: &InterruptHandle) -> bool;
+
         /// Where the outcome of an asynchronous call goes; called exactly once, on any thread, without locks held.
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
@@ -258,6 +265,8 @@ pub mod ffi {
         fn store_tcp(spec: &TcpSpec) -> OpenedStore;
         /// `store` as the core sees it.
         fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
+        /// From now on calls that wait ask `handle` every 100 ms.
+        fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
         /// Another owner of the same store.
         fn share(self: &NativeStore) -> Box<NativeStore>;
         /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
@@ -454,7 +463,7 @@ use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::cuda_libraries;
 use memory::{is_symmetric, shares};
-use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through};
+use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use topology::{nvlink_matrix, topology_report};

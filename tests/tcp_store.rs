@@ -33,6 +33,26 @@ fn all_kinds_of_addresses_serve() {
 }
 
 #[test]
+fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
+    let port = free_port();
+    let own = |host: &str, port| TcpOptions { same_user: true, ..options(host, port) };
+    let store = TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", port) }).unwrap();
+    assert_eq!((store.host(), store.port()), (format!("unix:@torch-symm:{port}").as_str(), 0));
+    assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "nobody listens at the port");
+    let other = TcpStore::open(own("localhost", port)).unwrap();
+    store.set("key", b"value").unwrap();
+    assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
+    let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
+    assert!(error.message.contains("in use: this process"), "{error}");
+    // Where there is a secret the port serves, and two of which each chooses its name do not meet.
+    let secret = Some(b"secret".to_vec());
+    let open = TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
+    assert_eq!((open.host(), open.port()), ("127.0.0.1", port));
+    let chosen = [(); 2].map(|()| TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }).unwrap());
+    assert_ne!(chosen[0].host(), chosen[1].host());
+}
+
+#[test]
 fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
     let store = master("127.0.0.1", None);
     let large: Vec<u8> = (0..64 << 20).map(|index: u32| (index >> 7) as u8).collect();

@@ -28,7 +28,8 @@ Holder<TcpStore> open_tcp(
     bool wait_for_workers,
     bool multi_tenant,
     std::optional<int32_t> listen_fd,
-    const std::optional<std::string>& secret) {
+    const std::optional<std::string>& secret,
+    bool same_user) {
   TORCH_CHECK_VALUE(port >= 0 && port <= UINT16_MAX, "port must have value from 0 to 65535 but was ", port, ".");
   TORCH_CHECK_VALUE(world_size != 0, "TCPStore world size cannot be 0");
   TORCH_CHECK_VALUE(world_size.value_or(0) <= UINT32_MAX, "TCPStore world size ", *world_size, " is too large");
@@ -45,6 +46,7 @@ Holder<TcpStore> open_tcp(
   for (const char byte : secret.value_or("")) {
     spec.secret.push_back(static_cast<uint8_t>(byte));
   }
+  spec.same_user = same_user;
   // Not as a call guard: pybind11 registers the object within it, and its registry needs the lock.
   const py::gil_scoped_release released;
   return c10::make_intrusive<TcpStore>(spec);
@@ -78,6 +80,7 @@ py::tuple reduce_tcp(const py::object& self) {
 } // namespace
 
 void bind_stores(py::module_& module) {
+  watch_interrupts(python_signals());
   const py::call_guard<py::gil_scoped_release> released;
   py::class_<SymmStore, Holder<SymmStore>, ::c10d::Store>(module, "NativeStore")
       .def(
@@ -127,7 +130,8 @@ void bind_stores(py::module_& module) {
           py::arg("wait_for_workers") = true,
           py::arg("multi_tenant") = false,
           py::arg("master_listen_fd") = py::none(),
-          py::arg("secret") = py::none())
+          py::arg("secret") = py::none(),
+          py::arg("same_user") = false)
       .def_readonly("host", &TcpStore::host)
       .def_readonly("port", &TcpStore::port)
       .def_readonly("is_master", &TcpStore::is_master)

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <utility>
 
 namespace symm {
 
@@ -12,6 +13,33 @@ template <typename E>
 std::exception_ptr make(const Status& status) {
   return std::make_exception_ptr(E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
 }
+
+// What a signal's handler has raised while this thread waited in the core.
+thread_local std::exception_ptr interrupt;
+
+// Where a call of the core has failed, a signal is why, if there was one.
+void rethrow_interrupt() {
+  if (interrupt) {
+    std::rethrow_exception(std::exchange(interrupt, nullptr));
+  }
+}
+
+class PythonSignals final : public InterruptHandle {
+ public:
+  bool raised() const noexcept override {
+    if (!Py_IsInitialized()) {
+      return false;
+    }
+    const pybind11::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() == 0) {
+      return false;
+    }
+    python_error error;
+    error.persist();
+    interrupt = std::make_exception_ptr(std::move(error));
+    return true;
+  }
+};
 
 // By the code of the kind.
 std::array<PyObject*, 11> types{};
@@ -55,8 +83,13 @@ std::exception_ptr exception_of(const Status& status) {
   return make<c10::DistBackendError>(status);
 }
 
+std::unique_ptr<InterruptHandle> python_signals() {
+  return std::make_unique<PythonSignals>();
+}
+
 void check(const Status& status) {
   if (status.kind != 0) {
+    rethrow_interrupt();
     std::rethrow_exception(exception_of(status));
   }
 }
@@ -65,6 +98,7 @@ void check_store(const Status& status) {
   if (status.kind == 0) {
     return;
   }
+  rethrow_interrupt();
   switch (static_cast<Kind>(status.kind)) {
     case Kind::Network:
       std::rethrow_exception(make<c10::DistNetworkError>(status));
@@ -92,6 +126,10 @@ Status status_of(const std::exception_ptr& error) {
   };
   try {
     std::rethrow_exception(error);
+  } catch (const python_error& e) {
+    // From below `check_store`: a store of this package behind torch's interface.
+    interrupt = error;
+    return status(Kind::Aborted, e.what());
   } catch (const c10::DistQueueEmptyError& e) {
     return status(Kind::QueueEmpty, e.what_without_backtrace());
   } catch (const c10::DistStoreError& e) {

@@ -4,9 +4,11 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <exception>
+#include <memory>
 #include <string>
 
 #include "symm/src/bridge.rs.h"
+#include "symm_bridge.hpp"
 
 namespace symm {
 
@@ -48,6 +50,9 @@ void check(const Status& status);
 
 // Throws unless the status of a store is success. The classes are those of torch's stores, for the sake of code that catches them.
 void check_store(const Status& status);
+
+// Where the core learns of Python's signals while it waits, see src/sys/interrupt.rs. What a handler raises comes out of the call.
+std::unique_ptr<InterruptHandle> python_signals();
 
 // The status for an exception of a c10d::Store. c10d's name for a timeout is DistStoreError; what has no kind here is Config.
 Status status_of(const std::exception_ptr& error);

@@ -110,7 +110,9 @@ class TCPStore(NativeStore):
     ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free one, see
     ``port``. ``world_size``: number of users, of which ``wait_for_workers`` awaits all; ``None``: not known.
     ``multi_tenant``: masters of one process and port share a server. ``master_listen_fd``: a listening socket to serve.
-    ``secret``: every user must hold it. A pickle connects as a client; with a secret pickling raises ``TypeError``.
+    ``secret``: every user must hold it. ``same_user``: at loopback and without a secret serve processes of this user
+    only, at a Unix socket in place of the port, which ``host`` then names. A pickle connects as a client; with a secret
+    pickling raises ``TypeError``.
 
     Raises:
         DistNetworkError: the server cannot be reached within ``timeout``, or the port is taken.
@@ -129,6 +131,7 @@ class TCPStore(NativeStore):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         secret: str | bytes | None = None,
+        same_user: bool = False,
     ) -> None: ...
     @property
     def host(self) -> str: ...

@@ -25,6 +25,9 @@ Triplet = tuple["Store", int, int]
 #: c10d's, for rendezvous without a timeout of its own.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+#: The end of sentences about missing variables.
+TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+
 #: For how long rank 0 keeps serving those who still have to hear who is missing, and they wait for its word.
 LAST_WORDS = timedelta(seconds=0.5)
 
@@ -39,11 +42,13 @@ def register() -> None:
 
 
 def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
-    """``symm://host:port``, ``symm://`` or ``symm:///path``, with ``?secret_env=NAME``; rank 0 serves.
+    """``symm://host:port``, ``symm://``, ``symm:///path``; ``?secret_env=NAME``, ``?secret=none``. Rank 0 serves.
 
     ``host:port``: where rank 0 listens; an IPv6 address stands in brackets. Nothing: at ``MASTER_ADDR`` and
     ``MASTER_PORT``; under torchrun, whose agent listens there, at a free port that the agent's store makes known. A
-    path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks hold.
+    path: a Unix socket. ``secret_env`` names an environment variable with a secret that all ranks hold. Without one, at
+    loopback, only processes of this user are served, and root: a Unix socket takes the port's place. ``secret=none``
+    serves there by TCP whoever comes.
 
     Raises:
         ValueError: the URL or the environment lacks something or has something unknown; the message names it.
@@ -52,8 +57,9 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         SymmConfigError: another process has met here as this rank, and lives; the message names both.
     """
     parts = urlsplit(url)
-    query, rank, world_size = _query(parts, "symm", {"secret_env"})
+    query, rank, world_size = _query(parts, "symm", {"secret_env", "secret"})
     secret = _secret(query)
+    same_user = secret is None and "secret" not in query
     if parts.netloc:
         host, port = _endpoint(parts)
     elif parts.path:
@@ -62,9 +68,9 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         host, port = _variable("MASTER_ADDR"), _whole("MASTER_PORT", _variable("MASTER_PORT"))
     deadline = time.monotonic() + timeout.total_seconds()
     if not parts.netloc and not parts.path and _agent_listens():
-        opened = _beside_agent(host, port, rank, world_size, timeout, secret)
+        opened = _beside_agent(host, port, rank, world_size, timeout, secret, same_user)
     else:
-        opened = _open(host, port, rank, world_size, timeout, secret)
+        opened = _open(host, port, rank, world_size, timeout, secret, same_user)
     store = _of_this_start(opened)
     _assemble(store, rank, world_size, deadline)
     yield store, rank, world_size
@@ -116,7 +122,11 @@ def _query(parts: SplitResult, scheme: str, known: set[str]) -> tuple[dict[str, 
         given = query.get(name, "-1")
         text = os.environ.get(variable) if given == "-1" else given
         if not text:
-            raise _error(scheme, f"{words} parameter missing")
+            raise _error(
+                scheme,
+                f"{words} parameter missing, and {variable} is not set: "
+                f"pass {name}= to init_process_group, or {TORCHRUN}",
+            )
         found.append(_whole(words, text, scheme))
     rank, world_size = found
     if not 0 <= rank < world_size:
@@ -134,13 +144,20 @@ def _whole(what: str, text: str, scheme: str = "symm") -> int:
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if not value:
-        raise _error("symm", f"environment variable {name} expected, but not set")
+        raise _error(
+            "symm",
+            f"environment variable {name} expected, but not set: write symm://host:port, or {TORCHRUN}",
+        )
     return value
 
 
 def _secret(query: dict[str, str]) -> str | None:
+    if query.get("secret", "none") != "none":
+        raise _error("symm", "a secret does not belong into the URL, only secret=none does; use secret_env")
     if "secret_env" not in query:
         return None
+    if "secret" in query:
+        raise _error("symm", "secret_env and secret=none contradict each other")
     name = query["secret_env"]
     value = os.environ.get(name) if name else None
     if not value:
@@ -168,7 +185,9 @@ def _agent_listens() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:
+def _open(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, same_user: bool
+) -> TCPStore:
     """A store that rank 0 serves. Multi-tenant, so that a second group or RPC of the same process can share it."""
     from torch.distributed import DistNetworkError
 
@@ -185,6 +204,7 @@ def _open(host: str, port: int, rank: int, world_size: int, timeout: timedelta, 
             wait_for_workers=False,
             multi_tenant=True,
             secret=secret,
+            same_user=same_user,
         )
     except DistNetworkError as error:
         if rank == 0:
@@ -275,7 +295,9 @@ def _named(ranks: list[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _beside_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None) -> TCPStore:
+def _beside_agent(
+    host: str, port: int, rank: int, world_size: int, timeout: timedelta, secret: str | None, same_user: bool
+) -> TCPStore:
     """A store that rank 0 serves at a free port, which the others learn from the store of torchrun's agent."""
     from torch._C._distributed_c10d import PrefixStore
     from torch._C._distributed_c10d import TCPStore as AgentStore
@@ -288,12 +310,23 @@ def _beside_agent(host: str, port: int, rank: int, world_size: int, timeout: tim
     key = f"endpoint/{board.add(f'turn/{rank}', 1)}"
     if rank != 0:
         place, _, number = board.get(key).decode().rpartition(" ")
-        return _open(place, int(number), rank, world_size, timeout, secret)
+        return _open(place, int(number), rank, world_size, timeout, secret, same_user)
+    if same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        # All ranks are on this host, whatever address the agent goes by.
+        host = "localhost"
     # Known before all have come: the others need it to come.
     store: TCPStore = load().TCPStore(
-        host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=False, secret=secret
+        host,
+        0,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=False,
+        secret=secret,
+        same_user=same_user,
     )
-    board.set(key, f"{host} {store.port}")
+    board.set(key, f"{store.host} {store.port}")
     return store
 
 

@@ -1,6 +1,6 @@
 //! This crate's stores, as C++ sees them.
 
-use super::ffi::{OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
+use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
 use super::guarded;
 use super::torch_store::TorchStore;
 use crate::error::{Error, Result};
@@ -11,6 +11,7 @@ use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
 use crate::store::tcp::{TcpOptions, TcpStore};
 use crate::store::{MAX_TIMEOUT, Store};
+use crate::sys::interrupt;
 use bytes::Bytes;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -70,11 +71,29 @@ pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
             multi_tenant: spec.multi_tenant,
             listen_fd: (spec.listen_fd >= 0).then_some(spec.listen_fd),
             secret: (!spec.secret.is_empty()).then(|| spec.secret.clone()),
+            same_user: spec.same_user,
         };
         let store = TcpStore::open(options)?;
         let (host, port) = (store.host().to_owned(), store.port());
         Ok((Arc::new(store), host, port))
     })
+}
+
+/// Who knows whether Python has a signal.
+struct Signals(cxx::UniquePtr<InterruptHandle>);
+
+// SAFETY: `raised` may be called from any thread.
+unsafe impl Send for Signals {}
+// SAFETY: as above; it changes nothing of the handle's.
+unsafe impl Sync for Signals {}
+
+pub(super) fn watch_interrupts(handle: cxx::UniquePtr<InterruptHandle>) {
+    let signals = Signals(handle);
+    interrupt::ask_with(move || {
+        // The whole value is captured, which is what may be shared.
+        let signals = &signals;
+        signals.0.as_ref().is_some_and(InterruptHandle::raised)
+    });
 }
 
 impl NativeStore {

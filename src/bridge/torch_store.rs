@@ -5,6 +5,7 @@ use crate::error::{Error, Kind, Result};
 use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
 use crate::store::{MAX_TIMEOUT, Store, timed_out};
+use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
@@ -140,7 +141,7 @@ impl TorchStore {
         let limit = limit.map_or_else(|| self.own_limit(), |limit| Ok(limit.min(MAX_TIMEOUT)))?;
         let started = Instant::now();
         let look = Request::new(Op::TryPop, request.keys.clone(), vec![]);
-        let mut pause = Duration::from_millis(1);
+        let (mut pause, mut interrupts) = (Duration::from_millis(1), Interrupts::new());
         loop {
             match self.direct(&look, 0) {
                 Err(error) if error.kind == Kind::QueueEmpty => {}
@@ -151,6 +152,7 @@ impl TorchStore {
                 return Err(timed_out(request, Some(limit), &[0]));
             }
             std::thread::sleep(pause.min(left));
+            interrupts.check()?;
             pause = (2 * pause).min(LOOK);
         }
     }

@@ -4,7 +4,7 @@ use super::request::Request;
 use super::table::{Answer, Reply, Table};
 use super::{Store, deadline, timed_out};
 use crate::error::{Error, Result};
-use crate::sys::fork;
+use crate::sys::{fork, interrupt};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -65,7 +65,14 @@ impl Store for MemoryStore {
             if remaining.is_zero() {
                 return Err(timed_out(request, limit, &table.missing(request)));
             }
-            table = self.0.changed.wait_timeout(table, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+            let nap = remaining.min(interrupt::LOOK);
+            let (woken, over) = self.0.changed.wait_timeout(table, nap).unwrap_or_else(|poisoned| poisoned.into_inner());
+            table = woken;
+            if over.timed_out() {
+                drop(table);
+                interrupt::check()?;
+                table = self.table();
+            }
         }
     }
 }

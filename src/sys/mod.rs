@@ -3,6 +3,7 @@
 pub mod core;
 pub mod fork;
 pub mod host;
+pub mod interrupt;
 pub mod lock;
 pub mod private;
 pub mod process;

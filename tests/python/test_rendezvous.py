@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,8 +44,8 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> tupl
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("symm://host:1?world_size=2", "rank parameter missing"),
-        ("symm://host:1?rank=0", "world size parameter missing"),
+        ("symm://host:1?world_size=2", "rank parameter missing, and RANK is not set: pass rank= .*torchrun.* RANK"),
+        ("symm://host:1?rank=0", "world size parameter missing, and WORLD_SIZE is not set"),
         ("symm+file:///tmp/x?rank=0", "world size parameter missing"),
         ("symm://host:1?rank=2&world_size=2", "rank 2 does not exist"),
         ("symm://host:1?rank=x&world_size=2", "rank 'x' is no number"),
@@ -56,6 +57,8 @@ def meet(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> tupl
         ("symm://host:1?rank=0&world_size=1&color=red&a=b", "unknown parameters: a, color"),
         ("symm://host:1?rank=0&world_size=1&rank=1", "given twice: rank"),
         ("symm://host:1?rank=0&world_size=1&secret_env=WORD", "'WORD'"),
+        ("symm://host:1?rank=0&world_size=1&secret=word", "only secret=none does; use secret_env"),
+        ("symm://host:1?rank=0&world_size=1&secret=none&secret_env=WORD", "contradict each other|'WORD'"),
         ("symm://?rank=0&world_size=1", "environment variable MASTER_ADDR expected"),
         ("symm+file://?rank=0&world_size=1", "path missing"),
         ("symm+file://host/x?rank=0&world_size=1", "symm[+]file:///path"),
@@ -88,13 +91,60 @@ def test_arguments_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_host_and_port(host: str) -> None:
     port = free_port()
-    store, rank, world_size = meet(f"symm://{host}:{port}", 0, 1, timeout=seconds(7))
-    assert (type(store), rank, world_size) == (TCPStore, 0, 1)
-    assert (store.port, store.is_master, store.timeout) == (port, True, seconds(7))
-    store.set("key", "value")
-    # As init_rpc after init_process_group does.
-    again, _, _ = meet(f"symm://{host}:{port}", 0, 1)
-    assert again.get("key") == b"value"
+    for query, place in (("?secret=none", (host.strip("[]"), port)), ("", (f"unix:@torch-symm:{port}", 0))):
+        url = f"symm://{host}:{port}{query}"
+        store, rank, world_size = meet(url, 0, 1, timeout=seconds(7))
+        assert (type(store), rank, world_size) == (TCPStore, 0, 1)
+        assert ((store.host, store.port), store.is_master, store.timeout) == (place, True, seconds(7))
+        store.set("key", "value")
+        # As init_rpc after init_process_group does.
+        again, _, _ = meet(url, 0, 1)
+        assert again.get("key") == b"value"
+
+
+def _other_users(port: int) -> str:
+    """What a process of another user is told that opens the store of a job."""
+    code = f"""
+import os, sys
+from datetime import timedelta
+import torch, torch_symm
+store = torch_symm.TCPStore
+os.setgid(65534); os.setuid(65534)
+for host, port in (("127.0.0.1", {port}), ("unix:@torch-symm:{port}", 0)):
+    try:
+        store(host, port, None, False, timedelta(seconds=0.3), False).set("planted", "1")
+        print("served")
+    except torch.distributed.DistError as error:
+        print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return result.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_of_the_host_are_not_served_by_default() -> None:
+    port = free_port()
+    store, _, _ = meet(f"symm://127.0.0.1:{port}", 0, 1)
+    told = _other_users(port)
+    assert "served\n" not in told and "refused" in told and "its own user only" in told, told
+    assert not store.check(["planted"])
+
+
+def test_a_taken_port_says_by_whom() -> None:
+    port = serve().port
+    holder = serve()
+    with pytest.raises(dist.DistNetworkError, match=rf"in use: this process, pid {os.getpid()}, listens .*MASTER_PORT"):
+        TCPStore("127.0.0.1", holder.port, None, True, seconds(5), False)
+    code = f"import torch_symm, datetime, time; s = torch_symm.TCPStore('127.0.0.1', {port}, None, True, "
+    code += "datetime.timedelta(seconds=5), False, same_user=SAME); print('up', flush=True); time.sleep(60)"
+    for same in (False, True):
+        command = [sys.executable, "-c", code.replace("SAME", str(same))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "up\n"
+            words = rf"in use: pid {other.pid} \(.*\) listens there; `kill {other.pid}` ends it"
+            with pytest.raises(dist.DistNetworkError, match=words):
+                TCPStore("127.0.0.1", port, None, True, seconds(5), False, same_user=same)
+            other.kill()
 
 
 def test_a_socket_in_the_file_system(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ pub fn options(host: &str, port: u16) -> TcpOptions {
         multi_tenant: false,
         listen_fd: None,
         secret: None,
+        same_user: false,
     }
 }
 

@@ -152,7 +152,7 @@ impl User {
             }
             if now < deadline {
                 let pauses = if locked { &mut busy } else { &mut pauses };
-                pauses.pause(deadline);
+                pauses.pause_or_stop(deadline)?;
                 continue;
             }
             if locked {

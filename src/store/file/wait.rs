@@ -1,5 +1,7 @@
 //! Pauses between looks at a file, which nothing announces.
 
+use crate::error::Result;
+use crate::sys::interrupt::Interrupts;
 use std::time::{Duration, Instant};
 
 /// Looks that only let others run: most answers come within microseconds of each other.
@@ -12,11 +14,18 @@ pub(super) struct Pauses {
     yields: u32,
     next: Duration,
     longest: Duration,
+    interrupts: Interrupts,
 }
 
 impl Pauses {
     pub(super) fn new(longest: Duration) -> Self {
-        Self { yields: 0, next: FIRST, longest }
+        Self { yields: 0, next: FIRST, longest, interrupts: Interrupts::new() }
+    }
+
+    /// As [`pause`](Self::pause); fails if the program wants to wait no longer.
+    pub(super) fn pause_or_stop(&mut self, deadline: Instant) -> Result<()> {
+        self.pause(deadline);
+        self.interrupts.check()
     }
 
     /// Returns after the next one, or at `deadline`.

@@ -1,7 +1,8 @@
 //! Where a store listens: TCP over IPv4 and IPv6, or a Unix socket.
 
+use super::occupant;
 use crate::error::{Error, Result};
-use crate::sys::socket;
+use crate::sys::{interrupt, random, socket};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
@@ -59,7 +60,14 @@ impl Address {
             .name("symm-resolve".into())
             .spawn(move || sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
         looked_up.map_err(|error| Error::internal(format!("a thread to look up {host:?}: {error}")))?;
-        match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        let answer = loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match receiver.recv_timeout(left.min(interrupt::LOOK)) {
+                Err(mpsc::RecvTimeoutError::Timeout) if left > interrupt::LOOK => interrupt::check()?,
+                answer => break answer,
+            }
+        };
+        match answer {
             Ok(Ok(mut found)) if !found.is_empty() => {
                 found.sort();
                 found.dedup();
@@ -77,6 +85,21 @@ impl Address {
             Self::Inet(all) => all.iter().all(|address| address.ip().is_loopback()),
             Self::Unix(_) => true,
         }
+    }
+
+    /// In place of loopback, which all users of a host reach, an abstract Unix socket that is named after the port: its two ends know each
+    /// other's user from the kernel. Like the port it is one of the network namespace, and nothing is left behind. Port 0 gets a name that
+    /// nobody can guess.
+    pub fn for_same_user(self) -> Result<Self> {
+        match &self {
+            Self::Inet(_) if self.local() => {}
+            Self::Inet(_) | Self::Unix(_) => return Ok(self),
+        }
+        let name = match self.port() {
+            0 => random::name("torch-symm:")?,
+            port => format!("torch-symm:{port}"),
+        };
+        Ok(Self::Unix(UnixName::Abstract(name)))
     }
 
     /// The port, 0 for Unix sockets.
@@ -105,7 +128,10 @@ impl Address {
         let mut attempt = |name: String, outcome: rustix::io::Result<OwnedFd>| outcome.map_err(|errno| failed(name, errno)).ok();
         match self {
             Self::Inet(all) => all.iter().find_map(|address| attempt(address.to_string(), connect_inet(address))),
-            Self::Unix(name) => attempt(self.to_string(), connect_unix(name)),
+            Self::Unix(name) => {
+                let own = connect_unix(name).and_then(|socket| if ours(&socket) { Ok(socket) } else { Err(Errno::PERM) });
+                attempt(self.to_string(), own)
+            }
         }
     }
 }
@@ -166,10 +192,11 @@ fn unix_address(name: &UnixName) -> rustix::io::Result<SocketAddrUnix> {
     }
 }
 
-fn connect_unix(name: &UnixName) -> rustix::io::Result<OwnedFd> {
+/// Connects to whoever listens there.
+pub(super) fn connect_unix(name: &UnixName) -> rustix::io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None)?;
     connect(&socket, &unix_address(name)?)?;
-    if ours(&socket) { Ok(socket) } else { Err(Errno::PERM) }
+    Ok(socket)
 }
 
 /// Whether the other end of a Unix socket belongs to this process's user, or to root.
@@ -264,6 +291,10 @@ fn inet(all: &[SocketAddr]) -> Result<Listeners> {
             }
             // A name may stand for addresses that this machine does not have, such as ::1 without IPv6.
             Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => absent = Some((wanted, errno)),
+            Err(Errno::ADDRINUSE) => {
+                let occupant = occupant::described(&Address::Inet(vec![wanted]));
+                return Err(Error::network(format!("the store cannot listen at {wanted}, which is in use: {occupant}")));
+            }
             Err(errno) => return Err(Error::network(format!("the store cannot listen at {wanted}: {errno}"))),
         }
     }
@@ -295,6 +326,9 @@ fn unix(name: &UnixName) -> Result<Listeners> {
     let fail = |errno: Errno| match (name, errno) {
         (UnixName::Path(path), Errno::NAMETOOLONG) => {
             Error::value(format!("the store cannot listen at {address}: the path has {} bytes, at most 107 fit", path.as_os_str().len()))
+        }
+        (_, Errno::ADDRINUSE) => {
+            Error::network(format!("the store cannot listen at {address}, which is in use: {}", occupant::described(&address)))
         }
         _ => Error::network(format!("the store cannot listen at {address}: {errno}")),
     };

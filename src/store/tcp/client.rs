@@ -8,7 +8,7 @@ use crate::error::{Error, Kind, Result};
 use crate::store::request::Request;
 use crate::store::table::Reply;
 use crate::store::{MAX_TIMEOUT, timed_out};
-use crate::sys::fork;
+use crate::sys::{fork, interrupt};
 use bytes::Bytes;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::OwnedFd;
@@ -24,8 +24,8 @@ const GRACE: Duration = Duration::from_millis(80);
 /// How long a call looks for its answer before it sleeps, where that has paid of late.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// How long a read sleeps at most; then it looks at the clock.
-const NAP: Duration = Duration::from_secs(1);
+/// How long a read sleeps at most; then it looks at the clock, and for signals.
+const NAP: Duration = interrupt::LOOK;
 
 /// Idle connections kept; each is one thread's that has called at the same time as others.
 const IDLE: usize = 16;
@@ -51,10 +51,16 @@ impl Drop for Connection {
     }
 }
 
+/// For how long a client whose calls need one more connection tries again where the server closes it at once: one that is beset by strangers may
+/// take it for one of them.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// How an exchange has ended without an answer.
 enum Broken {
     /// Refused before anything was sent.
     Unsent(Error),
+    /// The program wants to wait no longer.
+    Interrupted(Error),
     /// The time is over.
     Late,
     /// Closed by the other end, with the system's reason if there is one.
@@ -72,8 +78,8 @@ impl Connection {
                 return Err(Broken::Late);
             }
             let mut fds = [PollFd::new(&self.socket, what)];
-            match poll(&mut fds, Timespec::try_from(remaining).ok().as_ref()) {
-                Ok(0) | Err(Errno::INTR) => {}
+            match poll(&mut fds, Timespec::try_from(remaining.min(NAP)).ok().as_ref()) {
+                Ok(0) | Err(Errno::INTR) => interrupt::check().map_err(Broken::Interrupted)?,
                 Ok(_) => return Ok(()),
                 Err(errno) => return Err(Broken::Closed(Some(errno))),
             }
@@ -95,14 +101,14 @@ impl Connection {
     /// Reads something, at most `into` and at least a byte.
     fn read(&self, into: &mut [u8], deadline: Instant) -> std::result::Result<usize, Broken> {
         loop {
-            // Asleep in one call while there is time; the last second is measured.
+            // Asleep in one call while there is time; the last nap is measured.
             if deadline.saturating_duration_since(Instant::now()) <= NAP {
                 self.ready(PollFlags::IN, deadline)?;
             }
             match recv(&self.socket, &mut *into, RecvFlags::empty()) {
                 Ok((0, _)) => return Err(Broken::Closed(None)),
                 Ok((count, _)) => return Ok(count),
-                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(Errno::AGAIN | Errno::INTR) => interrupt::check().map_err(Broken::Interrupted)?,
                 Err(errno) => return Err(Broken::Closed(Some(errno))),
             }
         }
@@ -188,7 +194,7 @@ impl Client {
     pub(super) fn connect(address: Address, secret: Option<Vec<u8>>, deadline: Instant) -> Result<Self> {
         let client = Self { address, secret, idle: Mutex::default(), eager: Eagerness::default(), generation: fork::generation() };
         let started = Instant::now();
-        let mut pause = PAUSE;
+        let (mut pause, mut interrupts) = (PAUSE, interrupt::Interrupts::new());
         loop {
             match client.reach(deadline, false) {
                 Ok(connection) => {
@@ -202,6 +208,7 @@ impl Client {
                 }
                 Err((_, true)) => {
                     std::thread::sleep(pause);
+                    interrupts.check()?;
                     pause = (pause * 2).min(PAUSE_MAX);
                 }
             }
@@ -213,12 +220,20 @@ impl Client {
     }
 
     /// A new connection that the server has admitted; else why not, and whether to try again makes sense.
-    /// `known`: whether it has been reached before.
+    /// `known`: whether it has been reached before; if it is not there now, it has gone.
     fn reach(&self, deadline: Instant, known: bool) -> std::result::Result<Connection, (Error, bool)> {
         let address = &self.address;
         let mut refusals = Vec::new();
-        let Some(socket) = address.connect(|name, errno| refusals.push(format!("{name}: {errno}"))) else {
-            return Err((Error::network(format!("the store cannot be reached: {}", refusals.join("; "))), true));
+        let refused = |name: String, errno: Errno| {
+            refusals.push(match (errno, address) {
+                (Errno::PERM, Address::Unix(_)) => {
+                    format!("{name} is another user's; ranks of several users need a secret, or to say that there is none (secret=none)")
+                }
+                _ => format!("{name}: {errno}"),
+            });
+        };
+        let Some(socket) = address.connect(refused) else {
+            return Err((Error::network(format!("the store cannot be reached: {}", refusals.join("; "))), !known));
         };
         let blocking = rustix::io::ioctl_fionbio(&socket, false).and_then(|()| set_socket_timeout(&socket, Timeout::Recv, Some(NAP)));
         blocking.map_err(|errno| (Error::os("a socket that waits", errno), false))?;
@@ -228,8 +243,14 @@ impl Client {
             Broken::Late if known => (self.broken("a new connection", Broken::Late), false),
             Broken::Late => (Error::network(format!("what listens at {address} says nothing; a torch-symm store would (timeout)")), false),
             // A server that is about to end accepts and closes.
-            Broken::Closed(_) => (Error::network(format!("what listens at {address} closed the connection")), true),
-            Broken::Unsent(error) | Broken::Garbled(error) => (error, false),
+            Broken::Closed(_) => {
+                let whose = match address {
+                    Address::Unix(_) => "; a store there serves its own user only",
+                    Address::Inet(_) => "",
+                };
+                (Error::network(format!("what listens at {address} closed the connection{whose}")), true)
+            }
+            Broken::Unsent(error) | Broken::Interrupted(error) | Broken::Garbled(error) => (error, false),
         };
         let wrong = |error: Error| (Error { message: format!("the store at {address}: {}", error.message), ..error }, false);
         let mut opening = [0; OPENING];
@@ -254,8 +275,15 @@ impl Client {
         {
             return Ok(connection);
         }
-        // Its server was there once: if it is not now, it has gone.
-        self.reach(deadline, true).map_err(|(error, _)| error)
+        let patience = deadline.min(Instant::now() + PATIENCE);
+        let mut pause = PAUSE;
+        loop {
+            match self.reach(deadline, true) {
+                Err((_, true)) if Instant::now() + pause < patience => std::thread::sleep(pause),
+                outcome => return outcome.map_err(|(error, _)| error),
+            }
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
     }
 
     fn give_back(&self, connection: Connection) {
@@ -316,7 +344,7 @@ impl Client {
     fn broken(&self, what: &str, broken: Broken) -> Error {
         let address = &self.address;
         match broken {
-            Broken::Unsent(error) => error,
+            Broken::Unsent(error) | Broken::Interrupted(error) => error,
             Broken::Late => Error::timeout(format!(
                 "the store at {address} did not answer {what} in time (timeout): its process is stopped or overloaded"
             )),

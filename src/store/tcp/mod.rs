@@ -4,6 +4,7 @@ pub mod address;
 mod client;
 pub mod frame;
 pub mod limits;
+mod occupant;
 pub mod proof;
 pub mod server;
 
@@ -21,11 +22,18 @@ use server::Server;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// A server that stores of this process may share, by the host and port it was asked for.
+/// A server that stores of this process may share, by what it was asked for.
 struct Tenancy {
     host: String,
     port: u16,
+    same_user: bool,
     server: Weak<Server>,
+}
+
+impl Tenancy {
+    fn asked(&self, options: &TcpOptions) -> bool {
+        (self.host.as_str(), self.port, self.same_user) == (options.host.as_str(), options.port, options.same_user)
+    }
 }
 
 static SERVERS: PerProcess<Mutex<Vec<Tenancy>>> = PerProcess::new(|| Mutex::new(Vec::new()));
@@ -51,6 +59,9 @@ pub struct TcpOptions {
     pub listen_fd: Option<RawFd>,
     /// What clients must know.
     pub secret: Option<Vec<u8>>,
+    /// Whether processes of this user alone are to be served where there is no secret and `host` is loopback, see
+    /// [`Address::for_same_user`].
+    pub same_user: bool,
 }
 
 /// A client, and with the master the server.
@@ -82,14 +93,19 @@ impl TcpStore {
             None if options.port == 0 && !options.host.starts_with("unix:") => {
                 return Err(Error::value("port 0 is for the master, which chooses one"));
             }
-            None => Address::resolve(&options.host, options.port, deadline)?,
+            None => place(&options, deadline)?,
         };
         let port = address.port();
+        let host = match &address {
+            Address::Inet(_) => options.host,
+            Address::Unix(_) => address.to_string(),
+        };
         let client = Client::connect(address, options.secret, deadline)?;
         if let Some(size) = options.world_size.filter(|_| options.wait_for_workers) {
             client.join(deadline)?;
             if let Some(server) = &server
-                && let Err(joined) = server.await_workers(size, deadline)
+                && let joined = server.await_workers(size, deadline)?
+                && joined < size
             {
                 return Err(Error::timeout(format!(
                     "timed out after {:.1} s waiting for workers: {joined} of {size} joined the store at {} (timeout)",
@@ -98,10 +114,10 @@ impl TcpStore {
                 )));
             }
         }
-        Ok(Self { host: options.host, port, client, _server: server })
+        Ok(Self { host, port, client, _server: server })
     }
 
-    /// The host as it was given.
+    /// The host as it was given, or the Unix socket.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -118,13 +134,19 @@ impl Store for TcpStore {
     }
 }
 
+/// Where the server is.
+fn place(options: &TcpOptions, deadline: Instant) -> Result<Address> {
+    let address = Address::resolve(&options.host, options.port, deadline)?;
+    if options.same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
+}
+
 fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     // SAFETY: the caller gives the descriptor away, as `TcpOptions::listen_fd` demands; it is taken at most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
     let mut servers = SERVERS.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     servers.retain(|tenancy| tenancy.server.strong_count() > 0);
-    let known = servers.iter().find(|tenancy| shared && tenancy.host == options.host && tenancy.port == options.port);
+    let known = servers.iter().find(|tenancy| shared && tenancy.asked(options));
     if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {
         if !server.has_secret(options.secret.as_deref()) {
             return Err(Error::config(format!("the store that this process serves at {} has another secret", server.address())));
@@ -133,7 +155,7 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     }
     let listeners = match listen_fd {
         Some(fd) => Listeners::adopt(fd)?,
-        None => Listeners::at(&Address::resolve(&options.host, options.port, deadline)?)?,
+        None => Listeners::at(&place(options, deadline)?)?,
     };
     let mut limits = Limits::default();
     if let Some(bytes) = Config::get().store_bytes {
@@ -141,7 +163,12 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     }
     let server = Arc::new(Server::start(listeners, options.secret.clone(), limits)?);
     if shared {
-        servers.push(Tenancy { host: options.host.clone(), port: options.port, server: Arc::downgrade(&server) });
+        servers.push(Tenancy {
+            host: options.host.clone(),
+            port: options.port,
+            same_user: options.same_user,
+            server: Arc::downgrade(&server),
+        });
     }
     Ok(server)
 }

@@ -13,7 +13,7 @@ mod service;
 use super::address::{Address, Listeners};
 use super::limits::Limits;
 use crate::error::{Error, Result};
-use crate::sys::{fork, process};
+use crate::sys::{fork, interrupt, process};
 use event_loop::EventLoop;
 use mio::{Poll, Token, Waker};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -84,17 +84,19 @@ impl Server {
         self.secret.as_deref() == secret
     }
 
-    /// Returns once `count` workers have joined, or how many have at the deadline.
-    pub fn await_workers(&self, count: u32, deadline: Instant) -> std::result::Result<(), u32> {
-        let mut joined = self.shared.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        while *joined < count {
+    /// How many workers have joined: waits for `count` until the deadline.
+    pub fn await_workers(&self, count: u32, deadline: Instant) -> Result<u32> {
+        loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() {
-                return Err(*joined);
+            let joined = self.shared.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let few = |joined: &mut u32| *joined < count;
+            let wait = self.shared.more.wait_timeout_while(joined, remaining.min(interrupt::LOOK), few);
+            let joined = *wait.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+            if joined >= count || remaining.is_zero() {
+                return Ok(joined);
             }
-            joined = self.shared.more.wait_timeout(joined, remaining).unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+            interrupt::check()?;
         }
-        Ok(())
     }
 }
 

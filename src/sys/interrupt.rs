@@ -1,0 +1,54 @@
+//! Whether the program around this library wants a call to stop waiting, as Python does after Ctrl-C.
+
+use crate::error::{Error, Result};
+use rustix::process::getpid;
+use rustix::thread::gettid;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// How long a call waits at most before it looks.
+pub const LOOK: Duration = Duration::from_millis(100);
+
+type Ask = Box<dyn Fn() -> bool + Send + Sync>;
+
+static ASK: OnceLock<Ask> = OnceLock::new();
+
+/// From now on `ask` says whether the calling thread is to stop waiting; until then none ever is. The first call counts.
+pub fn ask_with(ask: impl Fn() -> bool + Send + Sync + 'static) {
+    let _ = ASK.set(Box::new(ask));
+}
+
+/// Fails with `Aborted` if the calling thread is to stop waiting. Only a process's first thread can be: Python handles signals there and
+/// nowhere else. To be called without locks, for the answer may have to wait for Python's.
+pub fn check() -> Result<()> {
+    match ASK.get() {
+        Some(ask) if gettid() == getpid() && ask() => Err(Error::aborted("a signal has ended the waiting")),
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// [`check`] for loops that turn more often than it is to be called.
+pub struct Interrupts(Instant);
+
+impl Interrupts {
+    /// For waiting that begins now.
+    pub fn new() -> Self {
+        Self(Instant::now() + LOOK)
+    }
+
+    /// As [`check`], at most every [`LOOK`].
+    pub fn check(&mut self) -> Result<()> {
+        let now = Instant::now();
+        if now < self.0 {
+            return Ok(());
+        }
+        self.0 = now + LOOK;
+        check()
+    }
+}
+
+impl Default for Interrupts {
+    fn default() -> Self {
+        Self::new()
+    }
+}
