@@ -130,6 +130,14 @@ def test_other_users_of_the_host_are_not_served_by_default() -> None:
     assert not store.check(["planted"])
 
 
+def test_rank_0_hears_of_wrong_secrets(capfd: pytest.CaptureFixture[str]) -> None:
+    store = serve(secret=SECRET)
+    with pytest.raises(dist.DistError, match="it does not know the secret"):
+        TCPStore("127.0.0.1", store.port, None, False, seconds(5), False, secret="another")
+    store.set("key", "value")
+    assert "its secret is not this store's; all ranks need the same" in capfd.readouterr().err
+
+
 def test_a_taken_port_says_by_whom() -> None:
     port = serve().port
     holder = serve()

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 import torch_symm
 from stores import OWN, Meeting, seconds, serve
+from torch.distributed.rendezvous import rendezvous
 
 LIMIT_S = 20.0
 
@@ -50,6 +51,7 @@ def test_opening() -> None:
     port = serve().port
     interrupted(lambda: torch_symm.TCPStore("127.0.0.1", port, None, False, seconds(LIMIT_S)))
     interrupted(lambda: torch_symm.TCPStore("127.0.0.1", 0, 2, True, seconds(LIMIT_S)))
+    interrupted(lambda: next(rendezvous(f"symm://127.0.0.1:{port}", 0, 2, timeout=seconds(LIMIT_S))))
 
 
 def test_what_a_handler_raises_comes_out() -> None:

@@ -51,7 +51,7 @@ pub(super) fn join(path: &Path, world_size: u32) -> Result<(Disk, Replica)> {
         if Instant::now() >= deadline {
             return Err(Error::timeout(format!("the file store {path:?} was removed again and again while it was opened")));
         }
-        pauses.pause(deadline);
+        pauses.pause_or_stop(deadline)?;
     }
 }
 

@@ -256,15 +256,22 @@ impl Listeners {
         Ok(Self { sockets: vec![socket], address: Address::Inet(vec![address]), path: None })
     }
 
-    /// The next connection to `socket`: `AGAIN` if there is none, `PERM` for another user's.
+    /// The next connection to `socket`: `AGAIN` if there is none.
     pub fn accept(&self, socket: &OwnedFd) -> rustix::io::Result<OwnedFd> {
         let (connection, _) = acceptfrom_with(socket.as_fd(), FLAGS)?;
         match &self.address {
             Address::Inet(_) => attend(&connection)?,
-            Address::Unix(_) if !ours(&connection) => return Err(Errno::PERM),
             Address::Unix(_) => {}
         }
         Ok(connection)
+    }
+
+    /// Whether whoever is at the other end of `connection` may speak: at a Unix socket this user and root.
+    pub fn serves(&self, connection: &OwnedFd) -> bool {
+        match &self.address {
+            Address::Inet(_) => true,
+            Address::Unix(_) => ours(connection),
+        }
     }
 }
 

@@ -179,6 +179,8 @@ mod tests {
         echo[9 + WIDTH..].copy_from_slice(&admission[1..]);
         assert_eq!(admit(Some(b"s"), &nonce, &echo), Err(Refusal::Wrong));
         assert_eq!(admit(None, &nonce, &[b'G'; HELLO]), Err(Refusal::Foreign));
+        assert_eq!(admit(Some(b"s"), &nonce, &farewell(false)), Err(Refusal::Without));
+        assert_eq!(admit(None, &nonce, &farewell(true)), Err(Refusal::Needless));
         Ok(())
     }
 }

@@ -46,7 +46,6 @@ impl EventLoop {
             match self.listeners.accept(&self.listeners.sockets[index]) {
                 Ok(socket) => self.welcome(socket),
                 Err(Errno::AGAIN) => return,
-                Err(Errno::PERM) => self.refuse("another process", "it is another user's"),
                 // It has gone again.
                 Err(Errno::CONNABORTED | Errno::INTR) => {}
                 // The rest of the process has taken the last descriptor.
@@ -63,6 +62,9 @@ impl EventLoop {
     }
 
     fn welcome(&mut self, socket: OwnedFd) {
+        if !self.listeners.serves(&socket) {
+            return self.refuse(&peer_name(&socket), "it is another user's");
+        }
         if self.connections.len() >= self.limits.clients {
             return self.refuse(&peer_name(&socket), &format!("{} clients are connected", self.connections.len()));
         }
