@@ -51,8 +51,8 @@ impl Drop for Connection {
     }
 }
 
-/// For how long a client whose calls need one more connection tries again where the server closes it at once: one that is beset by strangers may
-/// take it for one of them.
+/// For how long a client whose calls need one more connection tries again where the server closes it at once. One that is beset by strangers
+/// may take it for one of them.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// How an exchange has ended without an answer.
