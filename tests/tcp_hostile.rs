@@ -270,6 +270,32 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
 }
 
 #[test]
+fn a_client_that_is_taken_for_a_stranger_too_many_comes_again() {
+    let _serial = serial();
+    let (_server, port) = server(Limits::default(), None);
+    let door = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let store_port = door.local_addr().unwrap().port();
+    thread::spawn(move || {
+        for (index, near) in door.incoming().map_while(Result::ok).enumerate() {
+            // The second connection and the third are closed before the server has admitted them.
+            if index != 1 && index != 2 {
+                let far = TcpStream::connect(("127.0.0.1", port)).unwrap();
+                for (mut from, mut to) in [(near.try_clone().unwrap(), far.try_clone().unwrap()), (far, near)] {
+                    thread::spawn(move || std::io::copy(&mut from, &mut to));
+                }
+            }
+        }
+    });
+    let store = honest(store_port, None);
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| store.get("late", Some(LONG)));
+        thread::sleep(SHORT);
+        store.set("late", b"value").unwrap();
+        assert_eq!(waiter.join().unwrap().unwrap(), "value");
+    });
+}
+
+#[test]
 fn p18_slow_and_dead_clients_are_let_go() {
     let _serial = serial();
     let limits = Limits { frame: Duration::from_millis(300), ..Limits::default() };
