@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How long a stranger may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(5);
+/// How long to wait for what nobody tells of.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Strangers at once, of all heaps.
 const STRANGERS: usize = 64;
 
@@ -99,6 +101,8 @@ struct Stranger {
 fn run(wake: &Wake) {
     block_signals();
     let mut strangers: Vec<Stranger> = Vec::new();
+    // For one turn, of `PAUSE` at most: who cannot be let in would keep the thread turning.
+    let mut deaf = false;
     loop {
         let heaps: Vec<Arc<Heap>> = {
             let mut state = state();
@@ -118,7 +122,7 @@ fn run(wake: &Wake) {
         for (_, link) in &links {
             link.send();
         }
-        let ready = wait(wake, &heaps, &strangers, &links);
+        let ready = wait(wake, &heaps, &strangers, &links, deaf);
         let (listeners, rest) = ready.split_at(heaps.len());
         let (waiting, served) = rest.split_at(strangers.len());
         for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
@@ -129,19 +133,20 @@ fn run(wake: &Wake) {
         }
         let mut waiting = waiting.iter();
         strangers = strangers.into_iter().filter_map(|stranger| introduced(stranger, *waiting.next()?)).collect();
+        deaf = false;
         for (heap, _) in heaps.iter().zip(listeners).filter(|(_, ready)| **ready) {
-            welcome(heap, &mut strangers);
+            deaf |= !welcome(heap, &mut strangers);
         }
     }
 }
 
 /// Which of the listeners, strangers and links have something to read, in this order.
-fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)]) -> Vec<bool> {
+fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
     // As many as can be served are let in.
     let full = strangers.len() >= STRANGERS;
-    let knocks = if full { PollFlags::empty() } else { PollFlags::IN };
+    let knocks = if full || deaf { PollFlags::empty() } else { PollFlags::IN };
     fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
     fds.extend(strangers.iter().map(|stranger| reads(stranger.socket.as_fd())));
     let mut mail = false;
@@ -151,8 +156,8 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<
         let flags = if outgoing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
     }
-    // Mail may also wait for descriptors to become free, of which nobody tells.
-    let pause = if mail || !strangers.is_empty() { Some(Timespec { tv_sec: 0, tv_nsec: 20_000_000 }) } else { None };
+    // Mail and who knocks may also wait for descriptors to become free, of which nobody tells.
+    let pause = (mail || deaf || !strangers.is_empty()).then_some(PAUSE);
     match poll(&mut fds, pause.as_ref()) {
         Ok(_) => {}
         Err(Errno::INTR) => return vec![false; fds.len() - 1],
@@ -168,10 +173,17 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
-/// Lets in who knocks, of this user.
-fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) {
-    while strangers.len() < STRANGERS {
-        let Ok(socket) = socket::accept(heap.listener()) else { return };
+/// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who cannot
+/// be let in now.
+fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
+    for _ in strangers.len()..STRANGERS {
+        let socket = match socket::accept(heap.listener()) {
+            Ok(socket) => socket,
+            Err(Errno::AGAIN) => return true,
+            Err(Errno::INTR | Errno::CONNABORTED) => continue,
+            // No descriptor is free, or no memory.
+            Err(_) => return false,
+        };
         match socket::peer(&socket) {
             // Abstract names stand in /proc/net/unix for everybody.
             Ok(peer) if peer.uid != rustix::process::geteuid().as_raw() => {
@@ -181,6 +193,7 @@ fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) {
             Err(errno) => log::warn!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"),
         }
     }
+    true
 }
 
 /// The stranger, if it has still to introduce itself.
