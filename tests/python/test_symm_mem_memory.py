@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,22 @@ def test_an_alloc_id_is_an_address() -> None:
     run_ranks(persistent, 2)
 
 
+def too_large(rank: int, world: int) -> None:
+    for shape, dtype in (((1 << 62,), torch.float64), ((1 << 61, 4), torch.int8), ((1 << 40, 1 << 40), torch.int8)):
+        for alloc_id in (None, 9):
+            with pytest.raises(ValueError, match=rf" {math.prod(shape) * dtype.itemsize} bytes, more than"):
+                symm_mem.empty(shape, dtype=dtype, device="cpu", alloc_id=alloc_id)
+    with pytest.raises(torch_symm.SymmConfigError, match=f"out of memory.* {1 << 62} bytes"):
+        symm_mem.empty(1 << 62, dtype=torch.int8, device="cpu")
+    for shape in ((-3,), (-3, -3), (0, -1)):
+        with pytest.raises(ValueError, match="cannot have the shape"):
+            symm_mem.empty(shape, device="cpu")
+
+
+def test_more_than_there_can_be_is_refused() -> None:
+    run_ranks(too_large, 1)
+
+
 def refusals(rank: int, world: int) -> None:
     with pytest.raises(TypeError, match="unsupported group type"):
         symm_mem.rendezvous(symm_mem.empty(4, device="cpu"), 3)  # type: ignore[arg-type]
@@ -63,7 +81,9 @@ def refusals(rank: int, world: int) -> None:
     for call in (symm_mem.get_mempool_allocator, symm_mem.get_mem_pool):
         with pytest.raises(NotImplementedError, match="not for cpu"):
             call("cpu")
-    assert symm_mem.is_nvshmem_available() in (True, False)
+    for answer in (True, False):
+        torchs.is_nvshmem_available = lambda answer=answer: answer
+        assert symm_mem.is_nvshmem_available() is answer
     with pytest.raises(ValueError, match="holds no channel"):
         symm_mem.set_signal_pad_size(0)
     size = symm_mem.get_signal_pad_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ BACKEND = "SYMM"
 
 #: What torch starts with on CUDA.
 _TORCHS_DEFAULT = "CUDA"
+
+#: That torch can count.
+_MOST_BYTES = 2**63 - 1
 
 _chosen_by_user = False
 
@@ -43,7 +47,8 @@ def empty(
 
     Raises:
         RuntimeError: a tensor with this ``alloc_id`` is alive; there is no allocator for the device.
-        torch.OutOfMemoryError: there is not so much memory.
+        ValueError: a size is negative, or the tensor would have more bytes than can be addressed.
+        SymmConfigError: there is not so much memory.
     """
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     place = torch.get_default_device() if device is None else torch.device(device)
@@ -62,6 +67,13 @@ def allocate(
         _prefer_ours(device)
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+    # torch multiplies without a look at the result, and ends the process where it meets the true one.
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a tensor cannot have the shape {tuple(shape)}")
+    if prod(shape) * dtype.itemsize > _MOST_BYTES:
+        raise ValueError(
+            f"{prod(shape)} elements of {dtype} are {prod(shape) * dtype.itemsize} bytes, more than can be addressed"
+        )
     strides = make_contiguous_strides_for(tuple(shape))
     return _SymmetricMemory.empty_strided_p2p(tuple(shape), strides, dtype, device, group_name, alloc_id)
 
