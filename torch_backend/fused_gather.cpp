@@ -4,6 +4,7 @@
 
 #include "errors.hpp"
 #include "fused.hpp"
+#include "symm_ops.hpp"
 
 namespace symm {
 
@@ -25,12 +26,14 @@ class GatherCall {
  public:
   GatherCall(Workspace& workspace, const at::Tensor& shard, at::TensorList factors)
       : workspace_(workspace), lanes_(workspace.lanes), shard_(shard), factors_(factors), rows_(shard.size(0)) {
+    const auto all_rows = times(kOp, workspace.size(), rows_);
     int64_t columns = 0;
     for (const auto& factor : factors) {
+      // torch refuses a matrix of more elements than can be counted: so many columns cannot add up to more, either.
       columns += factor.size(1);
-      outputs_.push_back(at::empty({workspace.size() * rows_, factor.size(1)}, shard.options()));
+      outputs_.push_back(at::empty({all_rows, factor.size(1)}, shard.options()));
     }
-    gathered_ = at::empty({workspace.size() * rows_, shard.size(1)}, shard.options());
+    gathered_ = at::empty({all_rows, shard.size(1)}, shard.options());
     plan_ = plan_gather(product_of(workspace, rows_, columns, shard.size(1), shard.scalar_type()));
     check(plan_.status);
   }
@@ -148,7 +151,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     return {return_gathered ? shard.clone() : nothing, products(shard, factors)};
   }
   if (shard.numel() == 0) {
-    const auto gathered = at::empty({workspace->size() * shard.size(0), shard.size(1)}, shard.options());
+    const auto gathered = at::empty({times(kOp, workspace->size(), shard.size(0)), shard.size(1)}, shard.options());
     return {return_gathered ? gathered : nothing, products(gathered, factors)};
   }
   const std::lock_guard<std::mutex> turns(workspace->mutex);

@@ -4,6 +4,7 @@
 
 #include "errors.hpp"
 #include "fused.hpp"
+#include "symm_ops.hpp"
 
 namespace symm {
 
@@ -27,7 +28,8 @@ class ScatterCall {
 
   // Of one part, with what is left free behind it.
   static size_t part_bytes(const at::Tensor& left, const at::Tensor& right, int n) {
-    const auto bytes = static_cast<size_t>(left.size(0) / n * right.size(1)) * left.element_size();
+    const auto elements = times(kOp, left.size(0) / n, right.size(1));
+    const auto bytes = static_cast<size_t>(times(kOp, elements, static_cast<int64_t>(left.element_size())));
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
@@ -131,7 +133,7 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right
     return at::empty({left.size(0) / n, right.size(1)}, left.options());
   }
   const std::lock_guard<std::mutex> turns(workspace->mutex);
-  const auto turn = workspace->begin(n * ScatterCall::part_bytes(left, right, n), kOp);
+  const auto turn = workspace->begin(times(kOp, n, static_cast<int64_t>(ScatterCall::part_bytes(left, right, n))), kOp);
   ScatterCall call(*workspace, left, right);
   at::Tensor sum;
   workspace->ended([&] { sum = call.enqueue(turn, mean); });

@@ -9,6 +9,7 @@
 
 #include "compat.hpp"
 #include "symm/src/bridge.rs.h"
+#include "symm_ops.hpp"
 
 namespace symm {
 
@@ -129,7 +130,7 @@ void Workspace::grow(size_t bytes, const char* op) {
   }
   // Peers read what is given up: all of them have ended that when they come to the rendezvous.
   lanes.settle();
-  const auto total = static_cast<int64_t>(piece * pieces);
+  const auto total = times(op, static_cast<int64_t>(piece), static_cast<int64_t>(pieces));
   auto memory = symmetric::empty_strided_p2p({total}, {1}, at::kByte, device(), group_name_, std::nullopt);
   auto window = symmetric::rendezvous(memory, group_name_);
   TORCH_CHECK(window, op, ": group \"", group_name_, "\" made no window of ", total, " bytes on ", device());

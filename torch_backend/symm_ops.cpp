@@ -3,6 +3,7 @@
 #include "symm_ops.hpp"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/safe_numerics.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
@@ -28,6 +29,12 @@ WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, con
   auto window = find_window(tensor, group_name);
   TORCH_CHECK(window, op, ": ", what, " must be allocated with empty_strided_p2p().");
   return window;
+}
+
+int64_t times(const char* op, int64_t a, int64_t b) {
+  int64_t product = 0;
+  TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), op, ": ", a, " times ", b, " is more than a tensor can have");
+  return product;
 }
 
 size_t offset_of(const at::Tensor& tensor) {

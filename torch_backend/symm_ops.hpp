@@ -19,6 +19,9 @@ WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
 // The same, refusing memory that is not symmetric: it is `op` that wants it, as its `what`.
 WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
 
+// a * b, of which neither is negative; refused if no tensor can have so many elements.
+int64_t times(const char* op, int64_t a, int64_t b);
+
 // Where the tensor begins in its rank's buffer.
 size_t offset_of(const at::Tensor& tensor);
 

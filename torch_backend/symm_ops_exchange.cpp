@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "errors.hpp"
 #include "gil.hpp"
@@ -42,7 +43,7 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
   constexpr auto op = "_low_contention_all_gather";
   TORCH_CHECK(tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
   const auto size = membership(group_name, c10::kCPU).size;
-  auto output = tensor.new_empty(stacked(tensor, tensor.size(0) * size));
+  auto output = tensor.new_empty(stacked(tensor, times(op, tensor.size(0), size)));
   const auto window = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
   if (tensor.numel() == 0) {
     return output;
@@ -96,6 +97,46 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
   return output;
 }
 
+// How many rows each rank sends each other: `of(from, to)`.
+class Splits {
+ public:
+  // What all ranks say in `in_splits`. Read once: what a peer writes there later changes nothing.
+  Splits(const SymmetricWindow& window, size_t offset, int size) : size_(size) {
+    for (int from = 0; from < size; ++from) {
+      const auto* const said = reinterpret_cast<const int64_t*>(window.at(from, offset));
+      all_.insert(all_.end(), said, said + size);
+    }
+  }
+
+  int64_t of(int from, int to) const {
+    return all_[static_cast<size_t>(from) * size_ + to];
+  }
+
+  // Refuses, alike on all ranks, what leaves the `rows` rows of a rank's input.
+  void check(const char* op, int64_t rows) const {
+    for (int from = 0; from < size_; ++from) {
+      int64_t begin = 0;
+      for (int to = 0; to < size_; ++to) {
+        const auto count = of(from, to);
+        TORCH_CHECK_VALUE(
+            count >= 0 && count <= rows - begin, op, ": rank ", from, " sends rank ", to, " ", count, " rows from row ", begin,
+            " on, of ", rows);
+        begin += count;
+      }
+    }
+  }
+
+  // The first row for `to` in the input of `from`.
+  int64_t begin(int from, int to) const {
+    const auto row = all_.begin() + static_cast<ptrdiff_t>(from) * size_;
+    return std::accumulate(row, row + to, int64_t{0});
+  }
+
+ private:
+  const int size_;
+  std::vector<int64_t> all_;
+};
+
 // Rows of the first dimension. `out_splits_offsets` receives how many rows came from each rank, and where each rank's begin in `out`.
 void all_to_all_vdev(
     const at::Tensor& input,
@@ -127,25 +168,22 @@ void all_to_all_vdev(
     auto* const rows = out_splits_offsets.mutable_data_ptr<int64_t>();
     auto* const begins = rows + size;
     auto* const to = static_cast<std::byte*>(out.data_ptr());
+    // What peers say is checked like any input: here it says where this rank reads and writes. Before anything is written.
+    const Splits said(*splits, offset_of(in_splits), size);
+    said.check(op, input.size(0));
     int64_t begin = 0;
     for (int from = 0; from < size; ++from) {
-      const auto* const lengths = reinterpret_cast<const int64_t*>(splits->at(from, offset_of(in_splits)));
-      int64_t skipped = 0;
-      for (int before = 0; before < rank; ++before) {
-        skipped += lengths[before];
-      }
-      const auto count = lengths[rank];
-      // What a peer says is checked like any input: here it says where this rank reads and writes.
+      const auto count = said.of(from, rank);
       TORCH_CHECK_VALUE(
-          count >= 0 && skipped >= 0 && skipped + count <= input.size(0), op, ": rank ", from, " sends rank ", rank, " ", count,
-          " rows from row ", skipped, " on, of ", input.size(0));
-      TORCH_CHECK_VALUE(
-          begin + count <= out.size(0), op, ": rank ", rank, " receives ", begin + count, " rows from ranks 0 to ", from,
-          ", out has ", out.size(0));
-      std::memcpy(to + begin * row, window->at(from, offset_of(input) + skipped * row), count * row);
+          count <= out.size(0) - begin, op, ": rank ", rank, " receives ", begin, " rows from the ranks before rank ", from, " and ",
+          count, " from it, out has ", out.size(0));
       rows[from] = count;
       begins[from] = begin;
       begin += count;
+    }
+    for (int from = 0; from < size; ++from) {
+      const auto skipped = said.begin(from, rank);
+      std::memcpy(to + begins[from] * row, window->at(from, offset_of(input) + skipped * row), rows[from] * row);
     }
   });
 }

@@ -184,26 +184,30 @@ def test_all_to_all_with_splits_in_memory(world: int) -> None:
 
 
 def test_splits_that_lie_are_refused() -> None:
-    """A peer's splits say where this rank reads: no rank reads outside, and nobody is left waiting."""
+    """A peer's splits say where this rank reads: all ranks refuse them alike, before anything is written."""
 
     def body(rank: int, world: int) -> None:
-        tensor, out = cpu(8, 2), cpu(16, 2)
+        tensor, out = cpu(8, 2).fill_(1), cpu(16, 2)
         splits, layout = cpu(2, dtype=torch.int64), cpu(2, 2, dtype=torch.int64)
-        for bad in ([9, 0], [-1, 1], [4, 1 << 62]):
+        most = (1 << 63) - 1
+        for bad, to, begin in (
+            ([9, 0], 0, 0),
+            ([-1, 1], 0, 0),
+            ([4, 1 << 62], 1, 4),
+            ([4, 5], 1, 4),
+            ([most, 1], 0, 0),
+            ([1, most], 1, 1),
+            ([-most - 1, most], 0, 0),
+        ):
             splits.copy_(torch.tensor(bad if rank == 0 else [4, 4]))
-            refused = bad[0] != 4 or rank == 1
-            if refused and not (rank == 1 and bad == [9, 0]):
-                with pytest.raises(ValueError, match=rf"rank 0 sends rank {rank} -?\d+ rows from row"):
-                    ops.all_to_all_vdev(tensor, out, splits, layout, WORLD)
-            elif refused:
-                with pytest.raises(ValueError, match=r"rank 0 sends rank 1 0 rows from row 9 on, of 8"):
-                    ops.all_to_all_vdev(tensor, out, splits, layout, WORLD)
-            else:
+            with pytest.raises(ValueError, match=rf"rank 0 sends rank {to} {bad[to]} rows from row {begin} on, of 8"):
                 ops.all_to_all_vdev(tensor, out, splits, layout, WORLD)
+            assert not out.any() and not layout.any()
         splits.copy_(torch.tensor([4, 4]))
-        with pytest.raises(ValueError, match=r"receives 8 rows from ranks 0 to 1, out has 7"):
+        with pytest.raises(ValueError, match=r"receives 4 rows from the ranks before rank 1 and 4 from it, out has 7"):
             ops.all_to_all_vdev(tensor, out[:7], splits, layout, WORLD)
         ops.all_to_all_vdev(tensor, out[:8], splits, layout, WORLD)
+        assert bool((out[:8] == 1).all()) and layout.tolist() == [[4, 4], [0, 4]]
 
     run_ranks(body, 2)
 
