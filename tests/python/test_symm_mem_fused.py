@@ -35,6 +35,21 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor, where: object) -> None:
     assert torch.equal(got, wanted), (where, got, wanted)
 
 
+def test_what_need_not_be_copied_has_the_dimension_outermost() -> None:
+    t = whole_numbers((2, 3, 4, 5), torch.float32, 1)
+    for restride, rows_of in (
+        (symm_mem.restride_A_shard_for_fused_all_gather_matmul, _gather.rows_of),
+        (symm_mem.restride_A_for_fused_matmul_reduce_scatter, _scatter.rows_of),
+    ):
+        for dim in range(3):
+            for given in layouts(t):
+                moved = restride(given, dim)
+                assert torch.equal(moved, t) and moved.shape == t.shape
+                assert moved.movedim(dim, 0).is_contiguous(), (dim, moved.stride())
+                assert rows_of(moved, dim).data_ptr() == moved.data_ptr(), "it was copied"
+                assert restride(moved, dim).data_ptr() == moved.data_ptr(), "again"
+
+
 def gather_everything(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype, shape in itertools.product(FLOATS, ((3, 5), (1, 2), (2, 3, 5), (2, 1, 3, 4))):
