@@ -3,6 +3,7 @@
 
 #include "rust/cxx.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 
@@ -40,5 +41,8 @@ class Completion {
   virtual ~Completion() = default;
   virtual void complete(const Status& status, int32_t source) const = 0;
 };
+
+// Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
+void forget_windows(size_t address, size_t bytes) noexcept;
 
 } // namespace symm

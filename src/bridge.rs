@@ -246,6 +246,9 @@ pub mod ffi {
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
         fn complete(self: &Completion, status: &Status, source: i32);
+
+        /// Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
+        fn forget_windows(address: usize, bytes: usize);
     }
 
     extern "Rust" {
@@ -394,6 +397,10 @@ pub mod ffi {
         fn bytes(self: &WindowHandle) -> usize;
         /// Whether the memory that it was made of is still this rank's.
         fn is_current(self: &WindowHandle) -> bool;
+        /// Refuses to be used in a forked child.
+        fn check_process(self: &WindowHandle) -> Status;
+        /// A graph that is being recorded uses it: its memory stays until the group goes.
+        fn record(self: &WindowHandle);
         /// All ranks have called it, on this channel, once it returns; on a GPU, once `stream` has come so far. At the limit
         /// (milliseconds; 0: the group's) it fails and names who is missing: on a GPU a later call of the window does.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;

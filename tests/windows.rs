@@ -125,6 +125,27 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn memory_lasts_as_long_as_its_windows() {
+    with_ranks(2, Tuning::default(), |group, me| {
+        let (one, address) = window(group, 8192);
+        let two = group.rendezvous(HOST, address, PAD, None).unwrap();
+        words(address, 2048)[2047].store(7 + me, Ordering::Relaxed);
+        one.barrier(0, None, 0).unwrap();
+        allocations::free(address).unwrap();
+        assert!(!one.is_current() && !two.is_current(), "a rendezvous there would be another");
+        drop(one);
+        barrier(group);
+        // Both ranks have given it back, and both still see it.
+        for (rank, &buffer) in (0..).zip(two.buffers()) {
+            assert_eq!(words(buffer, 2048)[2047].load(Ordering::Relaxed), 7 + rank);
+        }
+        two.barrier(1, None, 0).unwrap();
+        drop(two);
+        assert_eq!(allocations::free(address).unwrap_err().kind, Kind::Value);
+    });
+}
+
+#[test]
 fn pads_are_used_again_once_all_ranks_have_let_go() {
     let pads = Mutex::new(HashSet::new());
     with_ranks(2, Tuning::default(), |group, me| {

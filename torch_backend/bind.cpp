@@ -9,7 +9,6 @@
 #include "bind.hpp"
 #include "errors.hpp"
 #include "process_group.hpp"
-#include "symmetric_memory.hpp"
 
 namespace py = pybind11;
 
@@ -118,7 +117,7 @@ void bind(py::module_ module) {
   module.def("_stats", [] { return std::string(stats()); });
   module.def("_shares", &shares, py::arg("device"));
 
-  register_symmetric_memory();
+  bind_symmetric_memory(module);
   bind_cost(module);
   bind_fused(module);
   bind_stores(module);

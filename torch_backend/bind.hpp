@@ -12,6 +12,7 @@ void bind_cost(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
 void bind_stores(pybind11::module_& module);
 void bind_topology(pybind11::module_& module);
+void bind_symmetric_memory(pybind11::module_& module);
 void bind_trace(pybind11::module_& module);
 
 } // namespace symm

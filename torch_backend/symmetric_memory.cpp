@@ -19,6 +19,14 @@ namespace {
 // torch's name of the group that has all ranks, unless a program chose another.
 constexpr auto kDefaultGroup = "0";
 
+using Allocator = c10::intrusive_ptr<SymmetricAllocator>;
+
+// Never destroyed: torch's map of allocators is, at the very end, when the driver and other threads' windows may be gone.
+const Allocator& cuda_allocator() {
+  static const auto* const allocator = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCUDA));
+  return *allocator;
+}
+
 at::Device device_of(c10::DeviceType type, int index) {
   if (type == c10::kCPU) {
     return at::Device(c10::kCPU);
@@ -48,34 +56,37 @@ void* SymmetricAllocator::alloc(size_t size, int device_idx, const std::optional
 
 void SymmetricAllocator::free(void* ptr) {
   const auto address = reinterpret_cast<size_t>(ptr);
-  // Dropped without the lock, before the memory.
-  std::vector<c10::intrusive_ptr<SymmetricWindow>> ended;
   auto owner = getpid();
+  size_t bytes = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto block = blocks_.find(address);
-    const auto end = address + (block == blocks_.end() ? 1 : std::max<size_t>(block->second.bytes, 1));
-    const auto from = windows_.lower_bound({address, {}});
-    const auto to = windows_.lower_bound({end, {}});
-    for (auto it = from; it != to; ++it) {
-      ended.push_back(std::move(it->second));
-    }
-    windows_.erase(from, to);
     if (block != blocks_.end()) {
       owner = block->second.owner;
+      bytes = block->second.bytes;
       blocks_.erase(block);
     }
   }
+  forget(address, bytes);
   if (owner != getpid()) {
     return;
   }
-  const auto outcome = without_gil([&] {
-    ended.clear();
-    return free_window(address);
-  });
+  const auto outcome = without_gil([&] { return free_window(address); });
   if (outcome.kind != 0) {
     LOG(ERROR) << "symmetric memory at " << ptr << " stays taken: " << std::string(outcome.message);
   }
+}
+
+void SymmetricAllocator::forget(size_t address, size_t bytes) {
+  // Dropped without the lock.
+  std::vector<c10::intrusive_ptr<SymmetricWindow>> ended;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto from = windows_.lower_bound({address, {}});
+  const auto to = windows_.lower_bound({address + std::max<size_t>(bytes, 1), {}});
+  for (auto it = from; it != to; ++it) {
+    ended.push_back(std::move(it->second));
+  }
+  windows_.erase(from, to);
 }
 
 size_t SymmetricAllocator::get_alloc_size(void* ptr) {
@@ -152,22 +163,23 @@ c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> SymmetricAllocator
   check(opened.status);
   const auto reached = opened.window->bytes();
   auto window = c10::make_intrusive<SymmetricWindow>(
-      std::move(opened.window), member, *device, bytes ? std::min(*bytes, reached) : reached);
+      std::move(opened.window), member, *device, bytes ? std::min(*bytes, reached) : reached, pad_bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   windows_.insert_or_assign(key, window);
   return window;
 }
 
+void forget_windows(size_t address, size_t bytes) noexcept {
+  cuda_allocator()->forget(address, bytes);
+}
+
 void register_symmetric_memory() {
   namespace torch_memory = ::c10d::symmetric_memory;
-  using Allocator = c10::intrusive_ptr<SymmetricAllocator>;
-  // Never destroyed: torch's map of allocators is, at the very end, when the driver and other threads' windows may be gone.
   static const auto* const host = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCPU));
-  static const auto* const cuda = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCUDA));
   if (!torch_memory::has_allocator(c10::kCPU)) {
     torch_memory::register_allocator(c10::kCPU, *host);
   }
-  torch_memory::register_availability("SYMM", *cuda);
+  torch_memory::register_availability("SYMM", cuda_allocator());
   static auto* const library =
       new torch::Library(torch::Library::IMPL, "symm_mem", c10::DispatchKey::CPU, __FILE__, static_cast<uint32_t>(__LINE__));
   add_reductions(*library);

@@ -22,8 +22,10 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
 
   // Zeroed. `device_idx` -1: the current device. `group_name`: for rendezvous() without one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Its windows end with it. What fails is logged, as torch has forgotten the memory already.
+  // Kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the memory already.
   void free(void* ptr) override;
+  // No rendezvous finds the windows any more that begin in these bytes, which are about to be given back.
+  void forget(size_t address, size_t bytes);
   size_t get_alloc_size(void* ptr) override;
   // Collective unless the group has the window already. Null if the memory is not symmetric, as torch's operators expect.
   // `group_name` none: that of the allocation, else the default group.

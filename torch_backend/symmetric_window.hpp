@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <optional>
 #include <vector>
 
 #include "membership.hpp"
@@ -10,18 +11,17 @@
 
 namespace symm {
 
-// Outlives neither its memory nor its group: calls fail then. May be used from any thread, one at a time per channel.
+// Keeps the memory of all ranks, this one's own too, whoever gives it back. Signals fail once its group has ended, all calls in a forked
+// child. May be used from any thread, one at a time per channel.
 class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
  public:
-  // `bytes` of each rank's buffer.
-  SymmetricWindow(rust::Box<WindowHandle> window, const Membership& member, at::Device device, size_t bytes);
+  // `bytes` of each rank's buffer, `pad_bytes` of each rank's signal pad.
+  SymmetricWindow(rust::Box<WindowHandle> window, const Membership& member, at::Device device, size_t bytes, size_t pad_bytes);
 
-  std::vector<void*> get_buffer_ptrs() override {
-    return buffers_;
-  }
-  std::vector<void*> get_signal_pad_ptrs() override {
-    return pads_;
-  }
+  ~SymmetricWindow() override;
+
+  std::vector<void*> get_buffer_ptrs() override;
+  std::vector<void*> get_signal_pad_ptrs() override;
   // On the host, too: arrays that live as long as this.
   void** get_buffer_ptrs_dev() override;
   void** get_signal_pad_ptrs_dev() override;
@@ -32,6 +32,16 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
   size_t get_offset() override {
     return 0;
   }
+
+  // As torch's functions of these names, which these hide: what they return keeps the window, and any request that leaves the memory of
+  // `rank` is refused.
+  at::Tensor get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
+  at::Tensor get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype);
+  at::Tensor get_signal_pad(
+      int rank,
+      c10::IntArrayRef sizes = {},
+      std::optional<c10::ScalarType> dtype = std::nullopt,
+      int64_t storage_offset = 0);
 
   bool has_multicast_support() override {
     return false;
@@ -68,19 +78,31 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
   void reduce(c10::ScalarType dtype, uint8_t reduce_op, size_t offset, size_t bytes, void* out);
   // This process's address of `offset` in the buffer of `rank`.
   std::byte* at(int rank, size_t offset) const;
-  // Whether it still is that of its memory, in this group.
+  // Whether it still is that of its memory, in this group of this process.
   bool serves(const Group& group) const;
 
  private:
   // Of the calling thread on the device; 0 on the host.
   size_t stream() const;
+  // Before an address leaves: throws in a forked child; what a graph that is being recorded may use stays.
+  void note_use() const;
+  // A tensor in the `room` bytes that `rank` has at one of `begins`.
+  at::Tensor view(
+      const char* op,
+      const std::vector<void*>& begins,
+      size_t room,
+      int rank,
+      c10::IntArrayRef sizes,
+      c10::ScalarType dtype,
+      int64_t offset);
 
-  const rust::Box<WindowHandle> window_;
+  rust::Box<WindowHandle> window_;
   const std::weak_ptr<rust::Box<GroupHandle>> group_;
   const int rank_;
   const int world_size_;
   const at::Device device_;
   const size_t bytes_;
+  const size_t pad_bytes_;
   std::vector<void*> buffers_;
   std::vector<void*> pads_;
   std::vector<int> global_ranks_;

@@ -25,10 +25,12 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
     std::ptr::without_provenance_mut(address as usize)
 }
 
-/// Gives a segment of `symm_alloc` back. A failure is only logged: torch has forgotten the segment already.
+/// Gives a segment of `symm_alloc` back; it stays while somebody holds a window on it. A failure is only logged: torch has forgotten the segment already.
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;
+    // Else the windows that are kept for a later rendezvous would keep it.
+    super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| device::release(address));
     if outcome.kind != 0 {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);

@@ -77,6 +77,16 @@ impl WindowHandle {
         self.window().is_ok_and(SymmetricWindow::is_current)
     }
 
+    pub(super) fn check_process(&self) -> Status {
+        guarded(|| self.window()?.check_process())
+    }
+
+    pub(super) fn record(&self) {
+        if let Ok(window) = self.window() {
+            window.record();
+        }
+    }
+
     pub(super) fn barrier(&self, channel: i32, timeout_ms: i64, stream: usize) -> Status {
         guarded(|| self.window()?.barrier(channel, milliseconds(timeout_ms), stream))
     }

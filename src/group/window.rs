@@ -9,15 +9,18 @@ use crate::coll::cuda::signals::Signals;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cuda::driver::Stream;
 use crate::mem::device::DeviceTable;
-use crate::mem::heap::Pin;
+use crate::mem::heap::{OwnPin, Pin};
 use crate::rank::Rank;
 use crate::sync::board::Board;
 use crate::sync::pad::SignalPads;
+use crate::sys::fork::OfProcess;
 use pads::Pad;
 use place::Place;
 pub(super) use place::Places;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Where a device finds the arrays of a window.
@@ -31,10 +34,10 @@ enum Tables {
     },
 }
 
-/// See the module. Memory that peers give back meanwhile stays mapped, so that no access faults; what it holds then means nothing.
+/// See the module. This rank's own memory lives as long as its windows, whoever gives it back. Memory that peers give back meanwhile stays
+/// mapped, so that no access faults; what it holds then means nothing. In a forked child every use is refused.
 pub struct SymmetricWindow {
     board: Arc<Board>,
-    place: Arc<Place>,
     /// Where each rank's buffer begins in this process.
     buffers: Vec<u64>,
     /// Where each rank's signal pad begins in this process.
@@ -42,11 +45,25 @@ pub struct SymmetricWindow {
     global_ranks: Vec<i32>,
     bytes: usize,
     pad: Pad,
-    tables: Tables,
     /// Names the segment that this rank's buffer lies in.
     segment: u64,
     timeout: Duration,
+    /// A graph may use it: it lasts as long as its group.
+    recorded: AtomicBool,
+    held: OfProcess<Held>,
+}
+
+/// What a window keeps: memory of all ranks where this process has it mapped.
+struct Held {
+    place: Arc<Place>,
+    memory: Option<Memory>,
+}
+
+/// See [`Held`].
+struct Memory {
+    tables: Tables,
     _pins: Vec<Pin>,
+    _own: OwnPin,
 }
 
 impl SymmetricWindow {
@@ -77,7 +94,7 @@ impl SymmetricWindow {
 
     /// Where the device finds `buffers` as an array.
     pub fn buffer_table(&self) -> u64 {
-        match &self.tables {
+        match self.tables() {
             Tables::Host => self.buffers.as_ptr() as u64,
             Tables::Gpu { buffers, .. } => buffers.address(),
         }
@@ -85,7 +102,7 @@ impl SymmetricWindow {
 
     /// Where the device finds `pads` as an array.
     pub fn pad_table(&self) -> u64 {
-        match &self.tables {
+        match self.tables() {
             Tables::Host => self.pads.as_ptr() as u64,
             Tables::Gpu { pads, .. } => pads.address(),
         }
@@ -93,7 +110,7 @@ impl SymmetricWindow {
 
     /// Where the device finds `global_ranks` as an array.
     pub fn rank_table(&self) -> u64 {
-        match &self.tables {
+        match self.tables() {
             Tables::Host => self.global_ranks.as_ptr() as u64,
             Tables::Gpu { ranks, .. } => ranks.address(),
         }
@@ -101,7 +118,36 @@ impl SymmetricWindow {
 
     /// What signals on GPUs; `None` on the host.
     fn gpu(&self) -> Option<&Signals> {
-        self.place.signals.get().map(|(_, signals)| signals)
+        self.held.place.signals.get().map(|(_, signals)| signals)
+    }
+
+    /// The same, to be used on `stream`, which may be recorded into a graph.
+    fn gpu_on(&self, stream: usize) -> Option<&Signals> {
+        let signals = self.gpu()?;
+        if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {
+            self.record();
+        }
+        Some(signals)
+    }
+
+    fn tables(&self) -> &Tables {
+        self.held.memory.as_ref().map_or(&Tables::Host, |memory| &memory.tables)
+    }
+
+    /// Refuses to be used in a forked child, whose signals would be its parent's.
+    pub fn check_process(&self) -> Result<()> {
+        if self.held.is_own() {
+            return Ok(());
+        }
+        let (name, maker, child) = (self.board.name(), self.board.pid(self.rank()), std::process::id());
+        Err(Error::config(format!(
+            "a window of group \"{name}\" was made by process {maker}, of which process {child} is a forked child; make a new group in the child"
+        )))
+    }
+
+    /// A graph that is being recorded uses it: it stays until the group goes, as graphs with signals of a group do.
+    pub fn record(&self) {
+        self.recorded.store(true, Ordering::Relaxed);
     }
 
     /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
@@ -111,13 +157,18 @@ impl SymmetricWindow {
 
     /// Whether the memory that it was made of is still this rank's.
     pub fn is_current(&self) -> bool {
+        // In a child the parent's locks may be held for ever.
+        if !self.held.is_own() {
+            return false;
+        }
         let own = self.buffers[self.rank().index()];
-        let segment = self.place.heaps.get().and_then(|heaps| heaps.heap().segment(own));
+        let segment = self.held.place.heaps.get().and_then(|heaps| heaps.heap().segment(own));
         segment.is_some_and(|(id, _)| id == self.segment)
     }
 
     /// The channel and the limit of a signal, if both are sound and nothing has failed.
     fn checked(&self, channel: i32, timeout: Option<Duration>) -> Result<(u32, Duration)> {
+        self.check_process()?;
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -139,7 +190,7 @@ impl SymmetricWindow {
     /// a later call tells.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (channel, timeout) = self.checked(channel, timeout)?;
-        match self.gpu() {
+        match self.gpu_on(stream) {
             Some(signals) => signals.barrier(&self.pads, channel, timeout, stream),
             None => self.on_host().barrier(channel, timeout),
         }
@@ -148,7 +199,7 @@ impl SymmetricWindow {
     /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
     pub fn put_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
-        match self.gpu() {
+        match self.gpu_on(stream) {
             Some(signals) => signals.put(&self.pads, peer, channel, timeout, stream),
             None => self.on_host().put(peer, channel, timeout),
         }
@@ -157,7 +208,7 @@ impl SymmetricWindow {
     /// Clears the word of `peer` on `channel` in this rank's pad, once it is set.
     pub fn wait_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
-        match self.gpu() {
+        match self.gpu_on(stream) {
             Some(signals) => signals.wait(&self.pads, peer, channel, timeout, stream),
             None => self.on_host().wait(peer, channel, timeout),
         }
@@ -174,6 +225,7 @@ impl SymmetricWindow {
     /// # Safety
     /// `out` is valid for writes of `bytes`, and is this rank's place among the sources or overlaps none; nobody writes to the sources meanwhile.
     pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
+        self.check_process()?;
         cpu::supports(op, dtype)?;
         let size = dtype.size();
         if self.gpu().is_some() || !bytes.is_multiple_of(size) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
@@ -190,6 +242,12 @@ impl SymmetricWindow {
 
 impl Drop for SymmetricWindow {
     fn drop(&mut self) {
-        self.place.pads().note_dropped(self.pad);
+        let Some(held) = self.held.own_mut() else { return };
+        if self.recorded.load(Ordering::Relaxed) {
+            let memory = held.memory.take();
+            held.place.recorded().extend(memory);
+        } else {
+            held.place.pads().note_dropped(self.pad);
+        }
     }
 }

@@ -1,6 +1,8 @@
 //! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
 
 use rustix::fd::{AsRawFd, BorrowedFd};
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 
 static GENERATION: AtomicU64 = AtomicU64::new(0);
@@ -112,6 +114,47 @@ impl<T: Send + Sync> PerProcess<T> {
                 // SAFETY: `fresh` came from `Box::into_raw` above and was not published.
                 Err(_) => drop(unsafe { Box::from_raw(fresh) }),
             }
+        }
+    }
+}
+
+/// A value of the process that made it: a forked child may look at its copy, but what ends with it there is the parent's, and stays.
+#[derive(Debug)]
+pub struct OfProcess<T> {
+    value: ManuallyDrop<T>,
+    generation: u64,
+}
+
+impl<T> OfProcess<T> {
+    /// `value`, of this process.
+    pub fn new(value: T) -> Self {
+        Self { value: ManuallyDrop::new(value), generation: generation() }
+    }
+
+    /// Whether this process made it.
+    pub fn is_own(&self) -> bool {
+        self.generation == generation()
+    }
+
+    /// To be changed, by the process that made it.
+    pub fn own_mut(&mut self) -> Option<&mut T> {
+        self.is_own().then_some(&mut *self.value)
+    }
+}
+
+impl<T> Deref for OfProcess<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> Drop for OfProcess<T> {
+    fn drop(&mut self) {
+        if self.is_own() {
+            // SAFETY: not used after `drop`, which runs once.
+            unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }
 }

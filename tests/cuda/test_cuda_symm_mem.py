@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from pool import DEVICE, WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
+from symmetric import new_pool
 
 pytestmark = needs_ranks
 
@@ -154,6 +155,112 @@ def graphs(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("what", [streams, graphs])
 def test_streams_and_graphs(pool: Pool, what: object, world: int) -> None:
+    pool.run(what, world)
+
+
+def kept(rank: int, world: int, pooled: bool) -> None:
+    """Views last when tensors and handles are gone on all ranks, and nobody else gets their memory."""
+    count = 1 << 20
+    if pooled:
+        pool = new_pool()
+        with torch.cuda.use_mem_pool(pool):
+            tensor = torch.full((count,), float(rank), device=device())
+        window = symm_mem.rendezvous(tensor, group_name())
+        del pool
+    else:
+        tensor, window = opened(count)
+        tensor.fill_(rank)
+    window.barrier()
+    views = [window.get_buffer(peer, (count,), torch.float32) for peer in range(world)]
+    pad = window.get_signal_pad(rank, (8,), torch.int32)
+    settle()
+    dist.barrier()
+    del tensor, window
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    others = [symm_mem.empty(count, device=device()).fill_(-1) for _ in range(3)]
+    dist.barrier()
+    assert all(bool((view == peer).all()) for peer, view in enumerate(views))
+    assert not bool(pad.any())
+    dist.barrier()
+    views[(rank + 1) % world][count // 2 :].fill_(100 + rank)
+    settle()
+    dist.barrier()
+    assert bool((views[rank][count // 2 :] == 100 + (rank - 1) % world).all())
+    assert all(bool((other == -1).all()) for other in others)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_view_keeps_the_memory(pool: Pool, world: int) -> None:
+    pool.run(kept, world, False)
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_view_keeps_the_memory_of_a_pool(pool: Pool, world: int) -> None:
+    pool.run(kept, world, True)
+
+
+def given_back(rank: int, world: int) -> None:
+    """Memory is free again once the last of tensor, handle and view goes, whichever that is."""
+    opened(4)
+    settle()
+    dist.barrier()
+    before = torch.cuda.mem_get_info()[0]
+    bytes_ = 256 << 20
+    for last in range(3):
+        for _ in range(4):
+            tensor, window = opened(bytes_ // 4)
+            held = [[tensor], [window], [window.get_buffer(rank, (8,), torch.float32)]]
+            window.barrier()
+            del tensor, window
+            settle()
+            dist.barrier()
+            for step in (1, 2):
+                held[(last + step) % 3].clear()
+            assert before - torch.cuda.mem_get_info()[0] > bytes_ // 2
+            dist.barrier()
+            held[last].clear()
+            dist.barrier()
+        assert before - torch.cuda.mem_get_info()[0] < bytes_ // 2, f"{last} was the last"
+        dist.barrier()
+
+
+def recorded(rank: int, world: int) -> None:
+    """What a graph has recorded stays while its group does, though nothing else shows it any more."""
+    tensor, window = opened(1 << 20)
+    tensor.fill_(7 + rank)
+    theirs = window.get_buffer((rank + 1) % world, (1 << 20,), torch.float32)
+    out = torch.zeros(1 << 20, device=device())
+
+    def step(window: symm_mem._SymmetricMemory, theirs: torch.Tensor) -> None:
+        window.barrier()
+        out.copy_(theirs)
+        window.barrier(channel=1)
+
+    step(window, theirs)
+    settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(window, theirs)
+    dist.barrier()
+    del tensor, window, theirs
+    gc.collect()
+    others = [opened(1 << 20) for _ in range(3)]
+    for _ in range(5):
+        out.zero_()
+        graph.replay()
+        assert bool((out == 7 + (rank + 1) % world).all())
+    assert not any(bool(other.any()) for other, _ in others)
+    dist.barrier()
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("what", [given_back, recorded])
+def test_memory_lasts_as_long_as_it_is_used(pool: Pool, what: object, world: int) -> None:
     pool.run(what, world)
 
 

@@ -1,11 +1,12 @@
 //! What a group has of one kind of memory: links with the peers' heaps, signal pads, what signals.
 
+use super::Memory;
 use super::facts::Facts;
 use super::pads::{Dropped, Pads};
 use crate::coll::cuda::signals::Signals;
 use crate::coll::symmetric::Heaps;
 use crate::error::{Error, Result};
-use crate::group::allocations;
+use crate::group::{allocations, device};
 use crate::mem::heap::{self, HOST, Heap};
 use crate::sync::board::Board;
 use std::collections::HashMap;
@@ -27,6 +28,8 @@ pub(super) struct Place {
     pads: Mutex<Pads>,
     /// Of GPUs: whose, and what signals between them.
     pub(super) signals: OnceLock<(i32, Signals)>,
+    /// Of windows that are gone, but that graphs of the group may still use.
+    recorded: Mutex<Vec<Memory>>,
 }
 
 /// The places of a group. Locked while the ranks meet: they take one step after another.
@@ -54,6 +57,11 @@ impl Place {
     pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
         // Nothing under this lock panics between two changes.
         self.pads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<Memory>> {
+        // As above.
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What signals between the group's GPUs. Called by one thread at a time.
@@ -105,5 +113,20 @@ impl Place {
             heap: heap.address(),
         };
         Ok((heap, facts))
+    }
+}
+
+impl Drop for Place {
+    /// Gives the pads back; their group and its windows are gone.
+    fn drop(&mut self) {
+        let pads = std::mem::take(self.pads.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let recorded = std::mem::take(self.recorded.get_mut().unwrap_or_else(PoisonError::into_inner));
+        // Signals end before their memory goes, links before anybody waits for the peers at their other ends.
+        drop((self.signals.take(), recorded, self.heaps.take()));
+        for segment in pads.into_segments() {
+            if let Err(error) = device::release(segment) {
+                log::warn!("signal pads of a group that is left stay taken: {error}");
+            }
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::facts::{self, Facts};
 use super::place::{Kind, Place};
-use super::{SymmetricWindow, Tables};
+use super::{Held, Memory, SymmetricWindow, Tables};
 use crate::coll::call::Span;
 use crate::coll::symmetric::{Heaps, Step, step};
 use crate::error::{Error, Result};
@@ -10,6 +10,8 @@ use crate::group::Group;
 use crate::mem::heap::{Failed, HOST, Heap};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
+use crate::sys::fork::OfProcess;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -56,40 +58,42 @@ impl Group {
         let reach = |offset: u64, bytes: usize| reach(heaps, heap.base() + offset, bytes);
         let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
-        let at =
-            |offset: fn(&Facts) -> u64| heaps.bases.iter().zip(&all).map(move |(base, facts)| base + offset(facts)).collect::<Vec<_>>();
+        // What peers say is checked below: it is pinned as a whole, or the window does not open.
+        let at = |offset: fn(&Facts) -> u64| {
+            heaps.bases.iter().zip(&all).map(move |(base, facts)| base.wrapping_add(offset(facts))).collect::<Vec<_>>()
+        };
         let (buffers, pads) = (at(|facts| facts.buffer), at(|facts| facts.pad));
         let global_ranks: Vec<i32> = board.ranks().map(|rank| board.global(rank) as i32).collect();
-        let mut pins = Vec::new();
-        let mut pin = || {
+        let pin = || {
+            let (own, mut pins) = (heap.show(heap.base() + own.buffer, bytes)?, Vec::new());
             for (rank, facts) in all.iter().enumerate().filter(|&(rank, _)| rank != me) {
                 for (offset, bytes) in [(facts.buffer, bytes), (facts.pad, facts.pad_bytes as usize)] {
                     let gone = || Error::config(format!("{} has given its memory back meanwhile", board.describe(Rank(rank as u32))));
-                    pins.extend(heaps.pin(rank, offset, bytes.min(1)).ok_or_else(gone)?);
+                    pins.extend(heaps.pin(rank, offset, bytes).ok_or_else(gone)?);
                 }
             }
-            let Some((_, signals)) = place.signals.get() else { return Ok(Tables::Host) };
+            let Some((_, signals)) = place.signals.get() else { return Ok(Memory { tables: Tables::Host, _pins: pins, _own: own }) };
             let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
             let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
             let table = |bytes: &[u8]| signals.table(bytes);
-            Ok(Tables::Gpu { buffers: table(&addresses(&buffers))?, pads: table(&addresses(&pads))?, ranks: table(&ranks)? })
+            let tables = Tables::Gpu { buffers: table(&addresses(&buffers))?, pads: table(&addresses(&pads))?, ranks: table(&ranks)? };
+            Ok(Memory { tables, _pins: pins, _own: own })
         };
         let pinned = pin();
         step(0, pinned.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
-        let tables = pinned?;
+        let memory = Some(pinned?);
         let pad = place.pads().opened(&all, heap.base(), own);
         Ok(SymmetricWindow {
             buffers,
             pads,
             global_ranks,
-            tables,
             board: Arc::clone(board),
             bytes,
             pad,
             segment: own.segment,
             timeout: self.timeout(),
-            _pins: pins,
-            place: Arc::clone(place),
+            recorded: AtomicBool::new(false),
+            held: OfProcess::new(Held { place: Arc::clone(place), memory }),
         })
     }
 

@@ -76,6 +76,14 @@ impl Addresses for HostMemory {
     }
 }
 
+/// Now, whoever still maps them: a peer that reads on finds zeros.
+fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    if let Err(errno) = rustix::io::retry_on_intr(|| fallocate(file, hole, offset as u64, bytes as u64)) {
+        log::warn!("{bytes} bytes of symmetric memory stay taken: {errno}");
+    }
+}
+
 impl HostRange {
     fn own_file(&self) -> Result<Arc<OwnedFd>> {
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,8 +117,10 @@ impl Range for HostRange {
     fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
         let file = self.own_file()?;
         self.check(offset, bytes);
-        reserve(&file, offset, bytes, "symmetric memory of the host")?;
-        self.map(offset, bytes, &file)?;
+        // What peers wrote to what they kept of an earlier segment here is no part of this one, which is zeroed.
+        give_pages_back(&file, offset, bytes);
+        let made = reserve(&file, offset, bytes, "symmetric memory of the host").and_then(|()| self.map(offset, bytes, &file));
+        made.inspect_err(|_| give_pages_back(&file, offset, bytes))?;
         Ok(Arc::new(Part(file)))
     }
 
@@ -136,11 +146,7 @@ impl Range for HostRange {
         }
         let own = self.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(file) = own {
-            // The pages go back now, whoever still maps them: a peer that reads on finds zeros.
-            let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            if let Err(errno) = fallocate(&*file, hole, offset as u64, bytes as u64) {
-                log::warn!("{bytes} bytes of symmetric memory stay taken: {errno}");
-            }
+            give_pages_back(&file, offset, bytes);
         }
     }
 }

@@ -14,6 +14,7 @@ mod meet;
 mod own;
 mod remote;
 mod service;
+mod shown;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -24,6 +25,7 @@ pub use link::{Failed, Hold, Pin};
 pub use meet::Address;
 pub use own::Heap;
 pub use service::Attention;
+pub use shown::OwnPin;
 
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Device;

@@ -57,8 +57,17 @@ pub(super) struct Segment {
     pub(super) piece: Option<Arc<dyn Piece>>,
     /// By link: accepted or refused.
     answers: HashMap<u64, bool>,
-    /// Given back while the device could not be waited for.
-    parked: bool,
+    /// Given back; it is freed once no window shows it and the device could be waited for.
+    pub(super) released: bool,
+    /// Windows of this process that show it.
+    pub(super) shown: usize,
+}
+
+impl Segment {
+    /// Nobody has any more to do there.
+    fn is_done(&self) -> bool {
+        self.released && self.shown == 0
+    }
 }
 
 impl Heap {
@@ -116,7 +125,7 @@ impl Heap {
 
     /// Address of a new segment of at least `bytes`. Peers are told; nobody waits for them.
     pub fn allocate(&self, bytes: usize) -> Result<u64> {
-        self.free_parked();
+        self.free_released();
         let wanted = bytes.max(1).checked_next_multiple_of(self.space.granularity());
         let none = || Error::config(format!("out of memory: no {bytes} bytes of addresses are left for symmetric memory"));
         let wanted = wanted.ok_or_else(none)?;
@@ -127,7 +136,7 @@ impl Heap {
         state.cursor = offset + wanted;
         state.last_id += 1;
         let id = state.last_id;
-        state.segments.insert(offset, Segment { id, bytes: wanted, piece: None, answers: HashMap::new(), parked: false });
+        state.segments.insert(offset, Segment { id, bytes: wanted, piece: None, answers: HashMap::new(), released: false, shown: 0 });
         // Not under the lock: launches take it.
         drop(state);
         let made = self.range.create(offset, wanted);
@@ -151,35 +160,34 @@ impl Heap {
         Ok(self.base + offset as u64)
     }
 
-    /// Gives the segment at `address` back: waits for the device, as `cudaFree` does, then has the peers let go of it.
+    /// Gives the segment at `address` back. Once no window of this process shows it, whoever lets go of the last one waits for the device, as
+    /// `cudaFree` does, then has the peers let go of it.
     pub fn release(&self, address: u64) -> Result<()> {
-        self.free_parked();
         let offset = address.wrapping_sub(self.base) as usize;
-        let known = self.state().segments.get(&offset).is_some_and(|segment| segment.piece.is_some() && !segment.parked);
-        if !known {
-            return Err(Error::value(format!("no segment of symmetric memory begins at {address:#x}")));
+        let mut state = self.state();
+        match state.segments.get_mut(&offset).filter(|segment| segment.piece.is_some() && !segment.released) {
+            Some(segment) => segment.released = true,
+            None => return Err(Error::value(format!("no segment of symmetric memory begins at {address:#x}"))),
         }
-        if let Err(error) = self.space.settle() {
-            // Its kernels may be under way: while a stream is captured nobody can wait for them.
-            log::info!("a segment of symmetric memory is given back later: {error}");
-            if let Some(segment) = self.state().segments.get_mut(&offset) {
-                segment.parked = true;
-            }
-            return Ok(());
-        }
-        self.free(&[offset]);
+        drop(state);
+        self.free_released();
         Ok(())
     }
 
-    fn free_parked(&self) {
+    /// Frees what was given back and is not shown any more. Later, where the device cannot be waited for: while a stream is captured.
+    pub(super) fn free_released(&self) {
         if self.is_empty() {
             return;
         }
         let state = self.state();
-        let parked: Vec<usize> = state.segments.iter().filter(|(_, segment)| segment.parked).map(|(offset, _)| *offset).collect();
+        let done: Vec<usize> = state.segments.iter().filter(|(_, segment)| segment.is_done()).map(|(offset, _)| *offset).collect();
         drop(state);
-        if !parked.is_empty() && self.space.settle().is_ok() {
-            self.free(&parked);
+        if done.is_empty() {
+            return;
+        }
+        match self.space.settle() {
+            Ok(()) => self.free(&done),
+            Err(error) => log::info!("{} segments of symmetric memory are given back later: {error}", done.len()),
         }
     }
 
@@ -282,7 +290,7 @@ impl Heap {
         let state = self.state();
         let (start, segment) = state.segments.range(..=offset).next_back()?;
         let left = (start + segment.bytes).checked_sub(offset).filter(|&left| left > 0)?;
-        (segment.piece.is_some() && !segment.parked).then_some((segment.id, left))
+        (segment.piece.is_some() && !segment.released).then_some((segment.id, left))
     }
 
     /// The links that are open. Lets go of the others, which last as long as groups hold them.
@@ -364,7 +372,7 @@ impl State {
         let mut held = Vec::with_capacity(1);
         let mut reached = start;
         for (start, segment) in self.segments.range(start..) {
-            if *start != reached || segment.piece.is_none() || segment.parked {
+            if *start != reached || segment.piece.is_none() || segment.is_done() {
                 break;
             }
             held.push(segment);

@@ -98,6 +98,50 @@ fn what_a_window_has_pinned_stays_when_its_owner_gives_it_back() {
 }
 
 #[test]
+fn what_an_own_window_shows_stays_until_the_last_of_them_goes() {
+    let ((one, _), (other, _)) = (heap(8), heap(8));
+    let (_near, far) = link(&one, &other, &healthy());
+    let (address, next) = (one.allocate(PAGE).expect("room"), one.allocate(PAGE).expect("room"));
+    until("the offers", || mapped(&far) == 2);
+    let pins =
+        [one.show(address + 8, PAGE - 8).expect("there"), one.show(address, 2 * PAGE).expect("both"), one.show(next, 0).expect("there")];
+    assert_eq!(one.show(address, 2 * PAGE + 1).err().expect("too long").kind, Kind::Value);
+    assert_eq!(one.show(one.base() - 1, 1).err().expect("outside").kind, Kind::Value);
+    host::write(address, 7);
+    one.release(address).expect("known");
+    assert_eq!(one.release(address).expect_err("twice").kind, Kind::Value);
+    assert_eq!(one.segment(address), None, "no new window");
+    assert_eq!(one.show(address, 1).err().expect("given back").kind, Kind::Value);
+    assert!(reachable(&one, address, PAGE, &far), "calls on what a window shows need no staging");
+    let [first, second, third] = pins;
+    drop(first);
+    assert_eq!((host::read(address), host::read(seen(&far, &one, address)), mapped(&far)), (7, 7, 2));
+    drop(second);
+    until("the withdrawal", || mapped(&far) == 1);
+    host::write(next, 9);
+    drop(third);
+    assert_eq!(host::read(next), 9, "nobody gave this one back");
+    assert_eq!(one.allocate(6 * PAGE).expect("behind"), next + PAGE as u64);
+    assert_eq!(one.allocate(PAGE).expect("its place"), address);
+    assert_eq!(host::read(address), 0);
+}
+
+#[test]
+fn what_a_peer_wrote_too_late_is_no_part_of_what_comes_next() {
+    let ((one, _), (other, _)) = (heap(1), heap(8));
+    let (_near, far) = link(&one, &other, &healthy());
+    let address = one.allocate(PAGE).expect("room");
+    until("the offer", || mapped(&far) == 1);
+    let place = seen(&far, &one, address);
+    let pin = far.pin(place - far.base(), PAGE).expect("mapped");
+    one.release(address).expect("known");
+    host::write(place, 7);
+    assert_eq!(one.allocate(PAGE).expect("the same place"), address);
+    assert_eq!(host::read(address), 0);
+    drop(pin);
+}
+
+#[test]
 fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() {
     let ((one, _), (other, _)) = (heap(8), heap(8));
     let (_near, far) = link(&one, &other, &healthy());
