@@ -5,6 +5,8 @@ use crate::error::{Error, Kind, Result};
 use crate::mem::heap::{Address, Failed, Heap, Hold, Pin};
 use crate::rank::Rank;
 use crate::sync::board::Board;
+use crate::sync::limit::Limit;
+use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,6 +51,17 @@ pub fn step(gather: &AllGather<'_>, board: &Board, deed: &str, bytes: usize, own
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
+/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to hear before their limit what it waited for.
+fn share(limit: &Limit, most: Duration) -> Duration {
+    most.min(limit.left().unwrap_or_default() / 2)
+}
+
+/// Why heaps could not be linked: who lacks whose.
+pub type Lacking = String;
+
+/// Room for a rank's reason.
+const REASON_BYTES: usize = 200;
+
 /// See the module.
 pub struct Heaps {
     heap: Arc<Heap>,
@@ -59,35 +72,51 @@ pub struct Heaps {
 }
 
 impl Heaps {
-    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out; the same on all ranks. `failed`
-    /// tells of the group.
+    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed; else
+    /// why not. The same on all ranks. `failed` tells of the group.
     pub fn link(
         board: &Board,
         step: &Step<'_>,
         heap: Option<&Arc<Heap>>,
         addresses: &[Option<Address>],
         failed: &Failed,
-    ) -> Result<Option<Self>> {
-        let addresses: Option<Vec<Address>> = addresses.iter().copied().collect();
-        let (Some(addresses), Some(heap)) = (addresses, heap) else { return Ok(None) };
-        if addresses.len() < 2 {
-            return Ok(None);
-        }
+        limit: &Limit,
+    ) -> Result<std::result::Result<Self, Lacking>> {
+        let known: Option<Vec<Address>> = addresses.iter().copied().collect();
+        let (Some(addresses), Some(heap)) = (known, heap) else {
+            let without = board.ranks().zip(addresses).find(|(_, address)| address.is_none());
+            let without = without.map_or_else(|| "this rank".into(), |(rank, _)| board.describe(rank));
+            return Ok(Err(format!("{without} has none to give")));
+        };
+        // One for all attempts: they are for links that close just now, which needs no waiting.
+        let patience = share(limit, MEETING);
+        let deadline = Instant::now() + patience;
+        let first = OnceCell::new();
         for _ in 0..ATTEMPTS {
-            if let Some(heaps) = Self::attempt(board.rank().index(), step, heap, &addresses, failed)? {
-                return Ok(Some(heaps));
+            match Self::attempt(board, step, heap, &addresses, failed, deadline)? {
+                Ok(heaps) => return Ok(Ok(heaps)),
+                Err(reason) => drop(first.set(reason)),
             }
         }
-        log::warn!("group \"{}\": its processes cannot give each other symmetric memory; tensors there are staged", board.name());
-        Ok(None)
+        Ok(Err(format!("{} (waited {:.1} s at most)", first.into_inner().unwrap_or_default(), patience.as_secs_f32())))
     }
 
-    fn attempt(me: usize, step: &Step<'_>, heap: &Arc<Heap>, addresses: &[Address], failed: &Failed) -> Result<Option<Self>> {
+    fn attempt(
+        board: &Board,
+        step: &Step<'_>,
+        heap: &Arc<Heap>,
+        addresses: &[Address],
+        failed: &Failed,
+        deadline: Instant,
+    ) -> Result<std::result::Result<Self, Lacking>> {
+        let me = board.rank().index();
         // Of two ends the one with the lower key connects, and says under which number.
         let own = addresses[me].key;
         let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
         let mut numbers = vec![0u64; addresses.len()];
-        let noted = |error: &Error| log::info!("{error}");
+        // Why the first link is lacking that is.
+        let why = OnceCell::new();
+        let noted = |error: &Error| drop(why.set(error.message.clone()));
         let attention = heap.attend().inspect_err(noted);
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key) {
             if let Ok((hold, number)) = heap.connect(address, failed).inspect_err(noted) {
@@ -96,24 +125,36 @@ impl Heaps {
         }
         let said = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
         let said = step(8 * addresses.len(), Ok(said))?;
-        let deadline = Instant::now() + MEETING;
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
             let number = said[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
             if number != 0 && attention.is_ok() {
                 holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
+                if holds[rank].is_none() {
+                    drop(why.set("its peer's has not come, or has closed".into()));
+                }
             }
         }
-        // One for each rank that this one has no link with.
-        let lacking = (0..addresses.len()).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
-        let said = step(addresses.len(), Ok(lacking))?;
-        if said.iter().any(|lacking| lacking.contains(&1)) {
+        // One for each rank that this one has no link with, and why.
+        let n = addresses.len();
+        let mut lacking: Vec<u8> = (0..n).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
+        let why = why.into_inner().unwrap_or_else(|| "its peer made none".into());
+        lacking.extend(why.bytes().chain(std::iter::repeat(0)).take(REASON_BYTES));
+        let said = step(n + REASON_BYTES, Ok(lacking))?;
+        let first = board.ranks().zip(&said).find_map(|(rank, said)| {
+            let (lacking, why) = said.split_at(n);
+            let other = board.ranks().zip(lacking).find(|(_, lacking)| **lacking == 1)?.0;
+            let why = String::from_utf8_lossy(why);
+            Some(format!("{} has no link with {}: {}", board.describe(rank), board.describe(other), why.trim_end_matches('\0')))
+        });
+        if let Some(reason) = first {
+            log::info!("group \"{}\": {reason}", board.name());
             // What a peer has not met it does not have: the next attempt makes another.
             let dead = holds.into_iter().zip(&said).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
-            return Ok(None);
+            return Ok(Err(reason));
         }
         let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), Hold::base)).collect();
-        Ok(Some(Self { heap: Arc::clone(heap), holds, bases }))
+        Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
     }
 
     /// Of a group of one rank, which links with nobody.
@@ -152,7 +193,21 @@ impl Heaps {
     /// Whether all of `span` lies in memory of this rank that every peer has mapped. Waits for peers that have not answered yet, for a
     /// short while and once.
     pub fn reachable(&self, span: Span) -> bool {
-        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), PATIENCE)
+        self.reachable_within(span, PATIENCE)
+    }
+
+    fn reachable_within(&self, span: Span, patience: Duration) -> bool {
+        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), patience)
+    }
+
+    /// The same for a window, within half of what is left of `limit`: who has not mapped it, if anybody.
+    pub fn strangers(&self, span: Span, limit: &Limit) -> Vec<Rank> {
+        if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
+            return Vec::new();
+        }
+        let maps = |hold: &Hold| self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO);
+        let without = self.holds.iter().enumerate().filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
+        without.map(|(rank, _)| Rank(rank as u32)).collect()
     }
 }
 
@@ -174,6 +229,10 @@ mod tests {
         let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(N).total_bytes()).expect("map");
         let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
         Board::new(segment, Rank(rank as u32), "test".into(), members, 1)
+    }
+
+    fn limit() -> Limit {
+        Limit::from(Instant::now(), Duration::from_secs(60))
     }
 
     /// What ranks have said, by step.
@@ -230,7 +289,7 @@ mod tests {
         with_ranks(|board, me, heap, step| {
             let addresses = told(heap, step);
             let failed: Failed = Arc::new(|| false);
-            let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed).expect("agreed").expect("linked");
+            let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             let call = |addr| Call {
                 op: Op::AllReduce,
@@ -268,7 +327,7 @@ mod tests {
             let mut before = None;
             let begun = Instant::now();
             for round in 0..20 {
-                let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed).expect("agreed").expect("linked");
+                let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
                 assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
                 step(0, Ok(Vec::new())).expect("all have looked");
                 // Some ranks let go of a group before they make the next, some after: links are found just when they close.
@@ -287,7 +346,27 @@ mod tests {
             addresses[2] = None;
             let failed: Failed = Arc::new(|| false);
             let own = (me != 2).then_some(heap);
-            assert!(Heaps::link(board, step, own, &addresses, &failed).expect("agreed").is_none());
+            let reason = Heaps::link(board, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
+            assert!(reason.contains("rank 2"), "{reason}");
+        });
+    }
+
+    #[test]
+    fn a_link_that_does_not_come_is_named_before_the_limit() {
+        with_ranks(|board, me, heap, step| {
+            let mut addresses = told(heap, step);
+            // To the one with the highest key all others connect; nobody has this listener.
+            let last = (0..N).max_by_key(|&rank| addresses[rank].map(|address| address.key)).expect("ranks");
+            if let Some(address) = &mut addresses[last] {
+                address.listener = [7; 16];
+            }
+            let failed: Failed = Arc::new(|| false);
+            let begun = Instant::now();
+            let limit = Limit::from(begun, Duration::from_millis(800));
+            let linked = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
+            let Err(reason) = linked else { panic!("rank {me} is linked with a rank that cannot be found") };
+            assert!(reason.contains("no link with") && reason.contains(&format!("rank {last}")), "{reason}");
+            assert!(limit.left().is_some(), "{:?}", begun.elapsed());
         });
     }
 }

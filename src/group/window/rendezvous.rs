@@ -30,7 +30,7 @@ impl Group {
         let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, board, "share memory in", bytes, own);
         let place = Arc::clone(places.entry(kind).or_default());
         let prepared = place.prepare(board, device, address, pad_bytes);
-        let outcome = self.open(&place, &prepared, &step);
+        let outcome = self.open(&place, &prepared, &step, &limit);
         if let (Err(_), Ok((heap, own))) = (&outcome, &prepared) {
             place.pads().put_back(heap.base(), own);
         }
@@ -38,7 +38,7 @@ impl Group {
     }
 
     /// What follows once this rank has prepared its part, or could not.
-    fn open(&self, place: &Arc<Place>, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>) -> Result<SymmetricWindow> {
+    fn open(&self, place: &Arc<Place>, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>, limit: &Limit) -> Result<SymmetricWindow> {
         let board = &self.board;
         let said = prepared.as_ref().map_err(Clone::clone).map(|(_, facts)| facts.encode());
         let said = step(Facts::BYTES, said)?;
@@ -48,14 +48,22 @@ impl Group {
         let heaps = match place.heaps.get().filter(|_| all.iter().all(|facts| facts.linked)) {
             Some(heaps) => heaps,
             None => {
-                let heaps = self.link(heap, &all, step)?;
+                let heaps = self.link(heap, &all, step, limit)?;
                 place.heaps.get_or_init(|| heaps)
             }
         };
         let me = board.rank().index();
         let own = &all[me];
         let bytes = all.iter().map(|facts| facts.bytes).min().unwrap_or(0) as usize;
-        let reach = |offset: u64, bytes: usize| reach(heaps, heap.base() + offset, bytes);
+        let reach = |offset: u64, bytes: usize| {
+            let strangers = heaps.strangers(Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) }, limit);
+            if strangers.is_empty() {
+                return Ok(());
+            }
+            let names: Vec<String> = strangers.into_iter().map(|rank| board.describe(rank)).collect();
+            let own = board.describe(board.rank());
+            Err(Error::config(format!("{bytes} bytes of {own} have not been mapped by {}", names.join(", "))))
+        };
         let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
         // What peers say is checked below: it is pinned as a whole, or the window does not open.
@@ -98,21 +106,16 @@ impl Group {
     }
 
     /// Links this rank's heap with those of all others.
-    fn link(&self, heap: &Arc<Heap>, all: &[Facts], step: &Step<'_>) -> Result<Heaps> {
+    fn link(&self, heap: &Arc<Heap>, all: &[Facts], step: &Step<'_>, limit: &Limit) -> Result<Heaps> {
         if all.len() == 1 {
             return Ok(Heaps::alone(heap));
         }
         let asked = Arc::downgrade(&self.board);
         let failed: Failed = Arc::new(move || asked.upgrade().is_some_and(|board| board.failure().is_some()));
         let addresses: Vec<_> = all.iter().map(|facts| Some(facts.heap)).collect();
-        let heaps = Heaps::link(&self.board, step, Some(heap), &addresses, &failed)?;
-        heaps.ok_or_else(|| Error::config(format!("the processes of group \"{}\" cannot give each other memory", self.board.name())))
+        let heaps = Heaps::link(&self.board, step, Some(heap), &addresses, &failed, limit)?;
+        let refused =
+            |lacking| Error::config(format!("the processes of group \"{}\" cannot give each other memory: {lacking}", self.board.name()));
+        heaps.map_err(refused)
     }
-}
-
-fn reach(heaps: &Heaps, address: u64, bytes: usize) -> Result<()> {
-    if heaps.bases.len() == 1 || heaps.reachable(Span { addr: address as usize, bytes: bytes.max(1) }) {
-        return Ok(());
-    }
-    Err(Error::config(format!("not all ranks could map its {bytes} bytes")))
 }

@@ -102,11 +102,13 @@ impl Plane {
         let made = made();
         step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, behind) = made?;
-        let symmetric = if memory.is_direct() {
+        let symmetric = if memory.is_direct() && n > 1 {
             let asked = Arc::downgrade(&report);
             let failed: heap::Failed = Arc::new(move || asked.upgrade().is_some_and(|report| report.failure().is_some()));
             let addresses: Vec<_> = peers.iter().map(|peer| peer.heap).collect();
-            Heaps::link(board, &|bytes, own| step(gather, board, bytes, own), heap.as_ref(), &addresses, &failed)?
+            let linked = Heaps::link(board, &|bytes, own| step(gather, board, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
+            let staged = |reason: &_| log::warn!("group \"{}\": tensors in symmetric memory are staged, since {reason}", board.name());
+            linked.inspect_err(staged).ok()
         } else {
             None
         };
