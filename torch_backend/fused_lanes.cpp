@@ -13,6 +13,7 @@ Lanes::Lanes(at::Device device)
     // Beside a product that fills the device, what is short must not queue for its turn.
     streams_[static_cast<size_t>(Lane::Pull)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
     last_.emplace(device_.type());
+    recorded_.emplace(device_.type());
   }
 }
 
@@ -25,6 +26,7 @@ Lanes::~Lanes() {
     const c10::DeviceGuard guard(device_);
     events_.clear();
     last_.reset();
+    recorded_.reset();
   } catch (...) {
     // The driver is gone already, and the events with it.
   }
@@ -40,6 +42,8 @@ void Lanes::begin() {
   // A capture cannot wait for what it does not record.
   if (capture_ == 0) {
     last_->block(stream(Lane::Main));
+  } else if (capture_ == recorded_in_) {
+    recorded_->block(stream(Lane::Main));
   }
 }
 
@@ -50,6 +54,9 @@ void Lanes::end() {
   after(Lane::Main, mark(Lane::Pull));
   if (capture_ == 0) {
     last_->record(stream(Lane::Main));
+  } else {
+    recorded_->record(stream(Lane::Main));
+    recorded_in_ = capture_;
   }
 }
 

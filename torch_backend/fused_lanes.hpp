@@ -25,8 +25,8 @@ class Lanes {
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
 
-  // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on. Replays of graphs are ordered by
-  // those who start them.
+  // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on: the one that was not recorded into a
+  // graph, or that of the same capture. Replays of graphs are ordered by those who start them.
   void begin();
   // Ends it: all lanes have met in the caller's stream.
   void end();
@@ -74,6 +74,9 @@ class Lanes {
   uint64_t capture_ = 0;
   // The end of the last call that was not recorded into a graph.
   std::optional<c10::Event> last_;
+  // The end of the last call that was, and in which capture.
+  std::optional<c10::Event> recorded_;
+  uint64_t recorded_in_ = 0;
 };
 
 } // namespace symm

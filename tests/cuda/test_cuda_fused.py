@@ -202,6 +202,36 @@ def test_several_graphs(pool: Pool, world: int) -> None:
     pool.run(several_graphs, world)
 
 
+def two_streams_of_a_capture(rank: int, world: int) -> None:
+    """Nothing but the calls themselves orders them: they take turns at the workspace as they were made."""
+    behind = random.Random(rank)
+    side = torch.cuda.Stream()
+    steps = [make(rank, world, 512, 256, 1024, torch.bfloat16) for make in (*STEPS.values(), *STEPS.values())]
+
+    def run() -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        for number, step in enumerate(steps):
+            with torch.cuda.stream(side if number % 2 else main):
+                step.run()
+        main.wait_stream(side)
+
+    graph = captured(run)
+    for turn in range(REPLAYS):
+        for number, step in enumerate(steps):
+            step.fill(10 * turn + number)
+        fall_behind(behind)
+        graph.replay()
+        for number, step in enumerate(steps):
+            step.check(10 * turn + number)
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_two_streams_of_a_capture(pool: Pool, world: int) -> None:
+    pool.run(two_streams_of_a_capture, world)
+
+
 def streams(rank: int, world: int) -> None:
     """Calls from changing streams of one process follow each other."""
     steps = [make(rank, world, 256, 128, 512, torch.bfloat16) for make in STEPS.values()]
