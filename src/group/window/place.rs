@@ -121,6 +121,11 @@ impl Drop for Place {
     fn drop(&mut self) {
         let pads = std::mem::take(self.pads.get_mut().unwrap_or_else(PoisonError::into_inner));
         let recorded = std::mem::take(self.recorded.get_mut().unwrap_or_else(PoisonError::into_inner));
+        // Nobody could wait for the device while kernels run that do not end: what they use stays.
+        if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
+            std::mem::forget(recorded);
+            return;
+        }
         // Signals end before their memory goes, links before anybody waits for the peers at their other ends.
         drop((self.signals.take(), recorded, self.heaps.take()));
         for segment in pads.into_segments() {
