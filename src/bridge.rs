@@ -505,27 +505,18 @@ fn version() -> String {
 
 /// Runs `body`; a panic becomes an internal error.
 fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
-    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
     status(outcome)
 }
 
 /// Runs `body` with `done`; if it fails, `done` hears of it here and the ticket is 0, which is always complete.
 fn started(body: impl FnOnce(Done) -> Result<u64>, done: Done) -> u64 {
     let failed = done.clone();
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(done))).unwrap_or_else(|panic| Err(panicked(&*panic)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(done))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
     outcome.unwrap_or_else(|error| {
         failed.call(Err(error), None);
         0
     })
-}
-
-fn panicked(panic: &(dyn std::any::Any + Send)) -> Error {
-    let text = panic
-        .downcast_ref::<&str>()
-        .map(ToString::to_string)
-        .or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "no message".into());
-    Error::internal(format!("a bug in torch-symm: panic: {text}"))
 }
 
 fn status(outcome: Result<()>) -> ffi::Status {

@@ -348,7 +348,7 @@ impl Engine {
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));
-        let outcome = catch_unwind(body).unwrap_or_else(|_| Err(Error::internal("a bug in torch-symm: a collective panicked")));
+        let outcome = catch_unwind(body).unwrap_or_else(|panic| Err(runner.board().panicked(&*panic)));
         drop(runner);
         outcome.inspect_err(|error| {
             if let Some(first) = queued {

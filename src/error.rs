@@ -97,6 +97,12 @@ impl Error {
     pub fn os(what: &str, errno: rustix::io::Errno) -> Self {
         Self::internal(format!("{what}: {errno}"))
     }
+
+    /// What `who` makes of a panic that was caught.
+    pub fn panicked(who: &str, panic: &(dyn std::any::Any + Send)) -> Self {
+        let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Self::internal(format!("{who}: a bug in torch-symm: panic: {}", text.unwrap_or("no message")))
+    }
 }
 
 #[cfg(test)]

@@ -154,12 +154,12 @@ impl Group {
             // The board does not outlive the group because somebody watches its members.
             let (listener, slot) = (Arc::downgrade(&board), Arc::downgrade(&plane));
             let on_exit: watch::OnExit = Arc::new(move |rank, how| {
-                if let Some(board) = listener.upgrade() {
+                let Some(board) = listener.upgrade() else { return };
+                let _ = board.contain(|| {
                     board.note_gone(rank, format!("has ended ({how})"));
-                }
-                if let Some(slot) = slot.upgrade() {
-                    device::bury(&slot, rank);
-                }
+                    slot.upgrade().inspect(|slot| device::bury(slot, rank));
+                    Ok(())
+                });
             });
             let told = |error: Error| board.fail(Error { message: format!("{}: {}", board.describe(rank), error.message), ..error });
             Some(watch::watch(watched, on_exit).map_err(told)?)
@@ -347,6 +347,11 @@ impl Group {
     pub fn failure(&self) -> Option<Error> {
         let failure = self.plane().and_then(|plane| plane.failure()).or_else(|| self.board.failure());
         failure.inspect(|error| self.recorder.saw(error))
+    }
+
+    /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
+    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        if self.check_process().is_ok() { self.board.contain(body) } else { body() }
     }
 
     fn check_process(&self) -> Result<()> {

@@ -10,7 +10,7 @@ use crate::group::device::{self, CudaTarget};
 impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
         let target = CudaTarget { device, stream, background };
-        guarded(|| self.group()?.launch(&translate(calls)?, target, milliseconds(timeout_ms)))
+        guarded(|| self.with(|group| group.launch(&translate(calls)?, target, milliseconds(timeout_ms))))
     }
 
     pub(super) fn launch_transfers(&self, transfers: &[Transfer], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
@@ -18,12 +18,12 @@ impl GroupHandle {
         let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
         guarded(|| {
             let transfers = transfers.iter().map(translate).collect::<Result<Vec<_>>>()?;
-            self.group()?.launch_transfers(&transfers, target, milliseconds(timeout_ms))
+            self.with(|group| group.launch_transfers(&transfers, target, milliseconds(timeout_ms)))
         })
     }
 
     pub(super) fn connect(&self, device: i32) -> Status {
-        guarded(|| self.group()?.connect(device))
+        guarded(|| self.with(|group| group.connect(device)))
     }
 }
 

@@ -15,78 +15,96 @@ use std::time::Duration;
 pub struct GroupHandle(Result<Group>);
 
 impl GroupHandle {
-    pub(super) fn group(&self) -> Result<&Group> {
+    fn group(&self) -> Result<&Group> {
         self.0.as_ref().map_err(Clone::clone)
     }
 
+    /// Runs `body` on the group, if there is one. A panic fails the group on all ranks.
+    pub(super) fn with<T>(&self, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
+        let group = self.group()?;
+        group.contain(|| body(group))
+    }
+
     pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.group()?.run(translate(calls)?, milliseconds(timeout_ms)))
+        guarded(|| self.with(|group| group.run(translate(calls)?, milliseconds(timeout_ms))))
     }
 
     pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let done = completion(done);
-        started(|done| self.group()?.submit(translate(calls)?, milliseconds(timeout_ms), done), done)
+        started(|done| self.with(|group| group.submit(translate(calls)?, milliseconds(timeout_ms), done)), done)
     }
 
     pub(super) fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let done = completion(done);
-        started(|done| self.group()?.send(message(transfer)?, done), done)
+        started(|done| self.with(|group| group.send(message(transfer)?, done)), done)
     }
 
     pub(super) fn recv(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let done = completion(done);
-        started(|done| self.group()?.recv(message(transfer)?, done), done)
+        started(|done| self.with(|group| group.recv(message(transfer)?, done)), done)
     }
 
     pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.group()?.wait(ticket, milliseconds(timeout_ms)))
+        guarded(|| self.with(|group| group.wait(ticket, milliseconds(timeout_ms))))
     }
 
     pub(super) fn progress(&self) {
         guarded(|| {
-            self.group()?.progress();
-            Ok(())
+            self.with(|group| {
+                group.progress();
+                Ok(())
+            })
         });
     }
 
     pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, site: u32) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.group()?.monitored_barrier(timeout, wait_all_ranks, Site::known(site)))
+        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, Site::known(site))))
     }
 
     pub(super) fn refuse(&self, text: &str) {
         guarded(|| {
-            self.group()?.refuse(text.to_owned());
-            Ok(())
+            self.with(|group| {
+                group.refuse(text.to_owned());
+                Ok(())
+            })
         });
     }
 
     pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
         guarded(|| {
-            let peer = u32::try_from(transfer.peer).ok().map(Rank);
-            self.group()?.refuse_message(transfer.send, peer, transfer.tag, text.to_owned());
-            Ok(())
+            self.with(|group| {
+                let peer = u32::try_from(transfer.peer).ok().map(Rank);
+                group.refuse_message(transfer.send, peer, transfer.tag, text.to_owned());
+                Ok(())
+            })
         });
     }
 
     pub(super) fn abort(&self) {
         guarded(|| {
-            self.group()?.abort();
-            Ok(())
+            self.with(|group| {
+                group.abort();
+                Ok(())
+            })
         });
     }
 
     pub(super) fn shutdown(&self) {
         guarded(|| {
-            self.group()?.shutdown();
-            Ok(())
+            self.with(|group| {
+                group.shutdown();
+                Ok(())
+            })
         });
     }
 
     pub(super) fn leave(&self, limit_ms: i64) {
         guarded(|| {
-            self.group()?.leave(milliseconds(limit_ms).unwrap_or_default());
-            Ok(())
+            self.with(|group| {
+                group.leave(milliseconds(limit_ms).unwrap_or_default());
+                Ok(())
+            })
         });
     }
 
@@ -105,11 +123,11 @@ impl GroupHandle {
     }
 
     pub(super) fn error(&self) -> ffi::Status {
-        guarded(|| self.group()?.error().map_or(Ok(()), Err))
+        guarded(|| self.with(|group| group.error().map_or(Ok(()), Err)))
     }
 
     pub(super) fn failure(&self) -> ffi::Status {
-        guarded(|| self.group()?.failure().map_or(Ok(()), Err))
+        guarded(|| self.with(|group| group.failure().map_or(Ok(()), Err)))
     }
 }
 

@@ -89,7 +89,10 @@ impl Refusals {
         let refusals = Arc::downgrade(self);
         let look = move || {
             if let Some(refusals) = refusals.upgrade() {
-                refusals.look();
+                let _ = refusals.board.contain(|| {
+                    refusals.look();
+                    Ok(())
+                });
             }
         };
         watch::after(delay, look).inspect_err(|error| log::warn!("ranks that wait for a refused call are not told: {error}")).ok()

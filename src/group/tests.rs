@@ -73,6 +73,28 @@ fn a_disagreement_names_both_calls_on_every_rank() {
 }
 
 #[test]
+fn a_panic_of_one_rank_fails_the_group_for_all() {
+    let inside = |group: &Group| {
+        // More lengths than a post has room for, which `validate` would have refused.
+        let many = vec![Span { addr: 0, bytes: 0 }; 100_000];
+        group.engine.run(vec![call(Op::AllGather, vec![], many)], Duration::from_secs(20))
+    };
+    let outside = |group: &Group| group.contain(|| panic!("on purpose"));
+    for break_down in [&inside as &(dyn Fn(&Group) -> Result<()> + Sync), &outside] {
+        with_ranks(2, |group, rank| {
+            let since = Instant::now();
+            let own = vec![call(Op::Barrier, vec![], vec![])];
+            let error = if rank == 1 { break_down(&group) } else { group.run(own, None) }.expect_err("it panicked");
+            assert_eq!(error.kind, crate::error::Kind::Internal, "{error}");
+            assert!(error.message.starts_with("rank 1 (pid ") && error.message.contains("a bug in torch-symm: panic: "), "{error}");
+            assert!(since.elapsed() < Duration::from_secs(5), "not at the deadline");
+            let again = group.run(vec![call(Op::Barrier, vec![], vec![])], None).expect_err("dead");
+            assert_eq!(again.message, error.message, "the first cause stands");
+        });
+    }
+}
+
+#[test]
 fn a_rank_that_leaves_is_named() {
     with_ranks(2, |group, rank| {
         if rank == 1 {

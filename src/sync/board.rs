@@ -11,6 +11,7 @@ use crate::sync::failure::FirstFailure;
 use crate::sync::limit::Limit;
 use crate::sync::site::Inscription;
 use crate::sys::{core, process};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -353,6 +354,18 @@ impl Board {
         self.header().failure.record(self.rank, &error);
         self.ring_all();
         self.failure().unwrap_or(error)
+    }
+
+    /// Runs `body`. A panic in it fails the group on all ranks: see `panicked`.
+    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
+    }
+
+    /// Fails the group because of a panic of this rank: nobody knows what it left half done, and peers may wait for the rest.
+    pub fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> Error {
+        let doing = self.doing(self.rank).map_or_else(String::new, |doing| format!(", {doing}"));
+        let who = format!("{} of group \"{}\"{doing}", self.describe(self.rank), self.name());
+        self.fail(Error::panicked(&who, panic))
     }
 
     /// The first failure of the group.

@@ -42,6 +42,11 @@ impl Runner {
         Self { board, seq: 0, stage: 0, staging_reserved: false, thresholds }
     }
 
+    /// The group's.
+    pub fn board(&self) -> &Board {
+        &self.board
+    }
+
     /// Number of collectives begun.
     pub fn sequence(&self) -> u64 {
         self.seq
