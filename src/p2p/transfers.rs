@@ -346,6 +346,16 @@ impl Transfers {
     }
 
     fn work(&self) {
+        let moved = self.board.contain(|| {
+            self.move_along();
+            Ok(())
+        });
+        if let Err(error) = moved {
+            self.close(&error);
+        }
+    }
+
+    fn move_along(&self) {
         let mut idle_since = Instant::now();
         loop {
             let mut state = self.lock();
