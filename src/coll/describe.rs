@@ -120,6 +120,7 @@ impl Call {
     }
 
     /// Whether the spans are of the number and length that the collective demands of rank `me` of `n`, and the elements can be reduced.
+    /// From then on neither an end of a span nor a sum of lengths wraps.
     pub fn validate(&self, me: Rank, n: usize) -> Result<()> {
         if self.op.reduces() {
             crate::kernels::cpu::supports(self.reduce_op, self.dtype)?;
@@ -144,6 +145,14 @@ impl Call {
         if (self.inputs.len(), self.outputs.len()) != (inputs, outputs) {
             let (i, o) = (self.inputs.len(), self.outputs.len());
             return Err(Error::value(format!("{name} takes {inputs} inputs and {outputs} outputs here, not {i} and {o}")));
+        }
+        for spans in [&self.inputs, &self.outputs] {
+            let total = spans.iter().try_fold(0usize, |sum, span| sum.checked_add(span.bytes));
+            if total.is_none_or(|total| total > isize::MAX as usize) || spans.iter().any(|span| span.addr.checked_add(span.bytes).is_none())
+            {
+                let lengths: Vec<usize> = spans.iter().map(|span| span.bytes).collect();
+                return Err(Error::value(format!("{name}: {lengths:?} bytes are together more than there is memory")));
+            }
         }
         let own = |spans: &[Span]| spans.get(if spans.len() == n { me.index() } else { 0 }).map_or(0, |span| span.bytes);
         let even = |spans: &[Span]| spans.windows(2).all(|pair| pair[0].bytes == pair[1].bytes);
@@ -219,5 +228,18 @@ mod tests {
         assert!(call(Op::Broadcast, 2, &[], &[4]).validate(Rank(0), 2).is_err(), "root outside");
         assert!(call(Op::Gather, 0, &[4], &[4, 8]).validate(Rank(0), 2).is_err(), "uneven gather");
         assert!(call(Op::Scatter, 1, &[], &[4]).validate(Rank(0), 2).is_ok());
+    }
+
+    #[test]
+    fn lengths_whose_sum_wraps_are_refused() {
+        let huge = usize::MAX / 4 / 4 * 4;
+        let lengths = [huge, huge, huge, huge, 20];
+        for (inputs, outputs) in [(&lengths, &[4; 5]), (&[4; 5], &lengths)] {
+            let error = call(Op::AllToAll, 0, inputs, outputs).validate(Rank(0), 5).expect_err("they wrap");
+            assert!(error.message.contains("more than there is memory"), "{error}");
+        }
+        let beyond = Span { addr: usize::MAX - 3, bytes: 8 };
+        let call = Call { outputs: vec![beyond], ..call(Op::Broadcast, 1, &[], &[8]) };
+        assert!(call.validate(Rank(0), 2).is_err(), "an end that wraps");
     }
 }

@@ -11,7 +11,8 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
     let mut done = 0;
     while done < bytes {
         let local = libc::iovec { iov_base: to.wrapping_add(done).cast(), iov_len: bytes - done };
-        let remote = libc::iovec { iov_base: (from + done) as *mut _, iov_len: bytes - done };
+        let remote = libc::iovec { iov_base: from.wrapping_add(done) as *mut _, iov_len: bytes - done };
+        // `from` may be what a peer says: an end that wraps is a bad address like any other.
         // SAFETY: `local` lies within the caller's range; a bad remote address is an error, not a fault.
         let copied = unsafe { libc::process_vm_readv(pid as i32, &local, 1, &remote, 1, 0) };
         match copied {

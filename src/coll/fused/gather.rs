@@ -30,7 +30,7 @@ pub struct Gather {
 /// Copying the own rows costs the processors the same whenever it is done; beside the last product of a call that waits for the link it comes
 /// at its end (4 H200, 4096 × 8192 × 2048: 236 µs, early 228).
 pub fn gather(n: usize, rank: usize, product: &Product, facts: &Facts) -> Gather {
-    let own = 2.0 * facts.memory_us(product.rows * product.depth * product.element);
+    let own = 2.0 * facts.memory_us(product.bytes(product.depth));
     let (late, products) = grouped(n, rank, product, facts, 0.0);
     let (early, behind) = grouped(n, rank, product, facts, own);
     // Not by rounding errors: where products are what takes long, both are the same.
@@ -44,7 +44,7 @@ pub fn gather(n: usize, rank: usize, product: &Product, facts: &Facts) -> Gather
 /// Where a group ends decides only when its product may begin, so that the earliest end of everything up to a shard is made of the
 /// earliest end of everything up to an earlier one: a table over shards finds the best of all groupings.
 fn grouped(n: usize, rank: usize, product: &Product, facts: &Facts, busy: f64) -> (f64, Vec<Shards>) {
-    let shard = product.rows * product.depth * product.element;
+    let shard = product.bytes(product.depth);
     let ready = SIGNAL_US + 2.0 * facts.memory_us(shard);
     let arrival = |shards: usize| ready + shards as f64 * facts.copy_us(shard);
     // Of all shards up to one: when their products end at best, and where the last group of that begins.
@@ -52,7 +52,7 @@ fn grouped(n: usize, rank: usize, product: &Product, facts: &Facts, busy: f64) -
     for last in 1..n {
         let end = |before: usize| {
             let products = runs(n, rank, before, last);
-            let work: f64 = products.map(|ranks| facts.product_us(ranks.len() * product.rows, product)).sum();
+            let work: f64 = products.map(|ranks| facts.product_us(ranks.len().saturating_mul(product.rows), product)).sum();
             best[before].0.max(arrival(last)) + work
         };
         // Of equals the larger group: it is fewer calls of the library.

@@ -54,12 +54,19 @@ const COPY_US: f64 = 4.5;
 /// A signal's way between two ranks, or a barrier's.
 const SIGNAL_US: f64 = 5.0;
 
+impl Product {
+    /// Bytes of one rank's `rows` of `length` elements. Plans go wrong, but do not fail, where there is no such memory.
+    fn bytes(&self, length: usize) -> usize {
+        self.rows.saturating_mul(length).saturating_mul(self.element)
+    }
+}
+
 impl Facts {
     /// How long the product of `rows` rows takes. Tiles run in waves of one per processor; where there are fewer tiles than processors,
     /// several share one, and a last wave that is not full is made of smaller tiles.
     pub fn product_us(&self, rows: usize, product: &Product) -> f64 {
-        let tiles = rows.div_ceil(TILE.0) * product.columns.div_ceil(TILE.1);
-        let tile_us = 2.0 * (TILE.0 * TILE.1 * product.depth) as f64 / self.flops_per_us;
+        let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
+        let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;
         let (full, rest) = (tiles / self.processors, tiles % self.processors);
         if full == 0 && rest > 0 {
             let splits = (self.processors / rest).min(MOST_SPLITS);

@@ -14,7 +14,7 @@ const WORTH_US: f64 = 1.0;
 /// Each rank computes the part of `rank + 1` first, and its own last. So the part of the peer `k` ranks before is there after `k` of `n`
 /// products, whoever asks.
 pub fn pulled(n: usize, product: &Product, facts: &Facts) -> usize {
-    let part = product.rows * product.columns * product.element;
+    let part = product.bytes(product.columns);
     let step = facts.product_us(product.rows, product);
     let (mut copied, mut best) = (0.0f64, (f64::INFINITY, 0));
     for pulled in 0..n {
@@ -23,7 +23,7 @@ pub fn pulled(n: usize, product: &Product, facts: &Facts) -> usize {
         }
         let loaded = n - 1 - pulled;
         let remote = loaded as f64 * part as f64 / (facts.link * LOADED * 1e3);
-        let local = facts.memory_us((pulled + 2) * part);
+        let local = facts.memory_us(part.saturating_mul(pulled + 2));
         // The sum begins with the last part: that of the next rank comes one product before the own one is done.
         let end = copied.max(n as f64 * step) + remote.max(local) + pulled as f64 * WORTH_US;
         if end < best.0 {
