@@ -106,7 +106,9 @@ impl Group {
         let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
         let layout = Layout::new(size);
         let segment_bytes = layout.total_bytes();
-        let (group, restart) = (options.group.as_str(), config.restart.as_str());
+        // torch calls it "0".
+        let group = if options.is_default { "default" } else { options.group.as_str() };
+        let restart = config.restart.as_str();
         let spec = JoinSpec {
             group,
             rank,
