@@ -64,9 +64,50 @@ void check_parts(
       "ProcessGroupSymm::", call, ": ", whole_role, " tensor must have the same type as ", part_role, " tensor, got ",
       whole.scalar_type(), " and ", part.scalar_type());
   TORCH_CHECK_VALUE(
-      whole.numel() == part.numel() * parts,
+      whole.numel() % parts == 0 && whole.numel() / parts == part.numel(),
       "ProcessGroupSymm::", call, ": ", whole_role, " tensor size must be equal to world_size times ", part_role, " tensor size, got ",
       whole.numel(), " elements for ", parts, " ranks of ", part.numel());
+}
+
+std::vector<int64_t> split_lengths(
+    const char* call,
+    const char* role,
+    const at::Tensor& tensor,
+    const std::vector<int64_t>& splits,
+    int size) {
+  TORCH_CHECK_VALUE(
+      tensor.defined() && tensor.dim() > 0, "ProcessGroupSymm::", call, ": the ", role, " tensor is a scalar and cannot be split");
+  const auto rows = tensor.size(0);
+  const auto row = rows == 0 ? 0 : tensor.numel() / rows;
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(
+        rows % size == 0,
+        "ProcessGroupSymm::", call, ": Tensor's dim 0 does not divide equally across group size: ", rows, " rows of the ", role,
+        " tensor, ", size, " ranks");
+    return std::vector<int64_t>(size, rows / size * row);
+  }
+  for (const auto split : splits) {
+    TORCH_CHECK_VALUE(split >= 0, "ProcessGroupSymm::", call, ": ", role, " split size ", split, " is negative");
+  }
+  TORCH_CHECK_VALUE(
+      splits.size() == static_cast<size_t>(size),
+      "ProcessGroupSymm::", call, ": Number of tensor splits not equal to group size: ", splits.size(), " ", role, " splits for ", size,
+      " ranks");
+  // Counted down from what there is: a sum of what the user gives could wrap.
+  auto left = rows;
+  std::vector<int64_t> lengths;
+  for (const auto split : splits) {
+    left = split <= left ? left - split : -1;
+    if (left < 0) {
+      break;
+    }
+    lengths.push_back(split * row);
+  }
+  TORCH_CHECK_VALUE(
+      left == 0,
+      "ProcessGroupSymm::", call, ": Split sizes doesn't match total dim 0 size: ", role, " splits are ", at::IntArrayRef(splits),
+      ", dim 0 is ", rows);
+  return lengths;
 }
 
 } // namespace symm

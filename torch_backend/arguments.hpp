@@ -27,5 +27,12 @@ void check_parts(
     const char* part_role,
     const at::Tensor& part,
     int parts);
+// The elements of each of `size` consecutive pieces of the `role` tensor, whose rows `splits` deals out; none: evenly.
+std::vector<int64_t> split_lengths(
+    const char* call,
+    const char* role,
+    const at::Tensor& tensor,
+    const std::vector<int64_t>& splits,
+    int size);
 
 } // namespace symm

@@ -1,8 +1,6 @@
 // Collectives on single tensors. Whatever one throws is told to the ranks that wait for this one: `refused`.
 #include "process_group.hpp"
 
-#include <numeric>
-
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "arguments.hpp"
@@ -161,34 +159,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
       output.scalar_type() == input.scalar_type(),
       "ProcessGroupSymm::alltoall_base: the input tensor is ", input.scalar_type(), ", the output tensor ", output.scalar_type(),
       "; both must have the same dtype");
-  const auto lengths = [this](const char* role, const std::vector<int64_t>& splits, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(tensor.dim() > 0, "ProcessGroupSymm::alltoall_base: the ", role, " tensor is a scalar and cannot be split");
-    for (const auto split : splits) {
-      TORCH_CHECK_VALUE(split >= 0, "ProcessGroupSymm::alltoall_base: ", role, " split size ", split, " is negative");
-    }
-    const auto size = static_cast<size_t>(getSize());
-    TORCH_CHECK_VALUE(
-        splits.empty() || splits.size() == size,
-        "ProcessGroupSymm::alltoall_base: Number of tensor splits not equal to group size: ", splits.size(), " ", role,
-        " splits for ", size, " ranks");
-    TORCH_CHECK_VALUE(
-        !splits.empty() || tensor.size(0) % getSize() == 0,
-        "ProcessGroupSymm::alltoall_base: Tensor's dim 0 does not divide equally across group size: ", tensor.size(0), " rows of the ",
-        role, " tensor, ", size, " ranks");
-    const auto sum = std::accumulate(splits.begin(), splits.end(), int64_t{0});
-    TORCH_CHECK_VALUE(
-        splits.empty() || sum == tensor.size(0),
-        "ProcessGroupSymm::alltoall_base: Split sizes doesn't match total dim 0 size: ", role, " splits sum to ", sum, ", dim 0 is ",
-        tensor.size(0));
-    const auto row = tensor.size(0) == 0 ? 0 : tensor.numel() / tensor.size(0);
-    std::vector<int64_t> result(size, tensor.size(0) / getSize() * row);
-    for (size_t i = 0; i < splits.size(); ++i) {
-      result[i] = splits[i] * row;
-    }
-    return result;
-  };
-  const auto sent = lengths("input", input_splits, input);
-  const auto received = lengths("output", output_splits, output);
+  const auto sent = split_lengths("alltoall_base", "input", input, input_splits, getSize());
+  const auto received = split_lengths("alltoall_base", "output", output, output_splits, getSize());
   auto operation = std::make_shared<Operation>(OpType::ALLTOALL_BASE, "symm:all_to_all");
   operation->input_splits = input_splits;
   operation->output_splits = output_splits;

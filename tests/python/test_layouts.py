@@ -110,6 +110,22 @@ def test_all_to_all_of_uneven_parts() -> None:
     run_ranks(all_to_all_lists, 4)
 
 
+def test_splits_whose_sum_wraps_are_refused() -> None:
+    """2^63 - 1, twice, and 6 are 4 in 64 bits."""
+
+    def body(rank: int, world: int) -> None:
+        wraps = [2**63 - 1, 2**63 - 1, 6]
+        for sent, received in ((wraps, wraps), (wraps, None), (None, wraps)):
+            given, got = (torch.zeros(4 if splits else 6) for splits in (sent, received))
+            with pytest.raises(
+                ValueError, match=r"Split sizes .* \[9223372036854775807, 9223372036854775807, 6\], dim 0 is 4"
+            ):
+                dist.all_to_all_single(got, given, received, sent)
+        dist.barrier()
+
+    run_ranks(body, 3)
+
+
 def test_ranks_with_different_layouts() -> None:
     """Elements meet by position in the tensor, however each rank has laid it out."""
 
