@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstring>
@@ -19,8 +20,13 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
   return Span{address + static_cast<size_t>(start) * bytes, static_cast<size_t>(count) * bytes};
 }
 
-bool intersect(const Span& a, const Span& b) {
-  return a.bytes > 0 && b.bytes > 0 && a.addr < b.addr + b.bytes && b.addr < a.addr + a.bytes;
+// `lengths`, as arguments.hpp makes them, are those of consecutive parts of all of `whole`.
+void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, rust::Vec<Span>& spans) {
+  int64_t start = 0;
+  for (const auto length : lengths) {
+    spans.push_back(piece_of(whole, start, length));
+    start += length;
+  }
 }
 
 // Whether output `out` of `call` may be the same memory as input `in`.
@@ -130,13 +136,36 @@ at::Tensor Operation::readable(const at::Tensor& tensor) {
                                                                  : tensor.contiguous());
 }
 
+bool Operation::meets_written(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return false;
+  }
+  int64_t reach = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    reach += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  Span span{reinterpret_cast<size_t>(tensor.data_ptr()), static_cast<size_t>(reach) * tensor.element_size()};
+  const auto ends_before = [](const Span& one, const Span& other) { return one.addr + one.bytes <= other.addr; };
+  const auto [first, last] = std::equal_range(written_.begin(), written_.end(), span, ends_before);
+  if (first == last) {
+    written_.insert(first, span);
+    return false;
+  }
+  const auto end = std::max(span.addr + span.bytes, std::prev(last)->addr + std::prev(last)->bytes);
+  first->addr = std::min(span.addr, first->addr);
+  first->bytes = end - first->addr;
+  written_.erase(std::next(first), last);
+  return true;
+}
+
 at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
   check(tensor, "output");
-  if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+  const auto direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  if (!meets_written(tensor) && direct) {
     return alive_.emplace_back(tensor);
   }
   TORCH_CHECK_VALUE(
-      !elements_overlap(tensor),
+      direct || !elements_overlap(tensor),
       name(), ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
       "); clone() it first");
   auto copy = keep_values ? tensor.clone(at::MemoryFormat::Contiguous)
@@ -165,22 +194,12 @@ void Operation::transform(const at::Tensor& tensor) {
 
 void Operation::give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
   inputs.push_back(tensor);
-  const auto whole = readable(tensor);
-  int64_t start = 0;
-  for (const auto length : lengths) {
-    calls.back().inputs.push_back(piece_of(whole, start, length));
-    start += length;
-  }
+  add_pieces(readable(tensor), lengths, calls.back().inputs);
 }
 
 void Operation::take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
   outputs.push_back(tensor);
-  const auto whole = writable(tensor, false);
-  int64_t start = 0;
-  for (const auto length : lengths) {
-    calls.back().outputs.push_back(piece_of(whole, start, length));
-    start += length;
-  }
+  add_pieces(writable(tensor, false), lengths, calls.back().outputs);
 }
 
 void Operation::write_back() {
@@ -198,29 +217,52 @@ void Operation::release_inputs() {
 }
 
 void Operation::separate(int rank) {
-  for (auto& call : calls) {
-    for (size_t i = 0; i < call.inputs.size(); ++i) {
-      auto& input = call.inputs[i];
-      for (size_t o = 0; o < call.outputs.size(); ++o) {
-        const auto& output = call.outputs[o];
-        const bool same = input.addr == output.addr && input.bytes == output.bytes;
-        if (!intersect(input, output) || (same && replaces(call, i, o, static_cast<size_t>(rank)))) {
-          continue;
-        }
-        const auto bytes = static_cast<int64_t>(input.bytes);
-        const auto options = at::TensorOptions(at::kByte).device(*device);
-        const auto& copy = alive_.emplace_back(at::empty({bytes}, options));
-        auto* const start = reinterpret_cast<void*>(input.addr);
-        if (on_cpu()) {
-          std::memcpy(copy.data_ptr(), start, input.bytes);
-        } else {
-          copy.copy_(at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor());
-        }
-        input.addr = reinterpret_cast<size_t>(copy.data_ptr());
-        break;
+  struct Output {
+    Span span;
+    size_t call;
+    size_t index;
+  };
+  // Apart from each other, as `writable` saw to.
+  c10::SmallVector<Output, 16> outputs;
+  for (size_t c = 0; c < calls.size(); ++c) {
+    for (size_t o = 0; o < calls[c].outputs.size(); ++o) {
+      if (calls[c].outputs[o].bytes > 0) {
+        outputs.push_back({calls[c].outputs[o], c, o});
       }
     }
   }
+  const auto in_front = [](const Output& one, const Output& other) { return one.span.addr < other.span.addr; };
+  std::sort(outputs.begin(), outputs.end(), in_front);
+  for (size_t c = 0; c < calls.size(); ++c) {
+    for (size_t i = 0; i < calls[c].inputs.size(); ++i) {
+      auto& input = calls[c].inputs[i];
+      const auto overwritten = [&](const Output& output) {
+        const bool same = input.addr == output.span.addr && input.bytes == output.span.bytes;
+        const bool own = output.call == c && same && replaces(calls[c], i, output.index, static_cast<size_t>(rank));
+        return output.call <= c && !own;
+      };
+      const auto ends_before = [](const Output& output, size_t start) { return output.span.addr + output.span.bytes <= start; };
+      const auto starts_before = [](const Output& output, size_t end) { return output.span.addr < end; };
+      const auto first = std::lower_bound(outputs.begin(), outputs.end(), input.addr, ends_before);
+      const auto last = std::lower_bound(first, outputs.end(), input.addr + input.bytes, starts_before);
+      if (input.bytes > 0 && std::any_of(first, last, overwritten)) {
+        copy_aside(input);
+      }
+    }
+  }
+}
+
+void Operation::copy_aside(Span& input) {
+  const auto bytes = static_cast<int64_t>(input.bytes);
+  const auto options = at::TensorOptions(at::kByte).device(*device);
+  const auto& copy = alive_.emplace_back(at::empty({bytes}, options));
+  auto* const start = reinterpret_cast<void*>(input.addr);
+  if (on_cpu()) {
+    std::memcpy(copy.data_ptr(), start, input.bytes);
+  } else {
+    copy.copy_(at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor());
+  }
+  input.addr = reinterpret_cast<size_t>(copy.data_ptr());
 }
 
 } // namespace symm

@@ -50,10 +50,12 @@ class Operation {
 
   // A contiguous tensor with the values of `tensor`; kept alive.
   at::Tensor readable(const at::Tensor& tensor);
-  // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive.
+  // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive. No two share memory: where outputs do, all get their
+  // values, one after the other, so that the last one stands.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
-  // Copies inputs that overlap an output other than the very one that replaces them, which the core does not serve.
+  // Copies inputs that overlap an output of this or an earlier collective other than the very one that replaces them, which the core does
+  // not serve: every input is what it was before the call.
   void separate(int rank);
 
   // Lets go of all tensors but the outputs.
@@ -88,9 +90,15 @@ class Operation {
 
  private:
   void check(const at::Tensor& tensor, const char* role);
+  // Replaces `input` by a copy of what is there now.
+  void copy_aside(Span& input);
+  // Adds the memory of `tensor` to what is written; whether some of it was there before.
+  bool meets_written(const at::Tensor& tensor);
 
   std::vector<at::Tensor> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
+  // Where outputs lie: apart from each other, in the order of addresses.
+  std::vector<Span> written_;
 };
 
 Span span_of(const at::Tensor& contiguous);

@@ -1,0 +1,125 @@
+"""Outputs that share memory with each other or with inputs.
+
+Inputs are read before anything is written, and outputs get their values one after the other, so that the last one
+stands: as if each had memory of its own and was copied in the end. That is what Gloo does where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+WORLD = 3
+#: Elements of a message beside the arrival flag, in staging, and in several chunks of it.
+COUNTS = (3, 3_000, 400_000)
+
+DEVICES = (
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason=f"{WORLD} GPUs are needed")
+    ),
+)
+
+
+def given(rank: int, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) + 1000 * (rank + 1)
+
+
+def total(count: int) -> torch.Tensor:
+    return torch.stack([given(rank, count) for rank in range(WORLD)]).sum(0)
+
+
+def one_after_the_other(base: torch.Tensor, places: list[slice], values: list[torch.Tensor]) -> torch.Tensor:
+    for place, value in zip(places, values, strict=True):
+        base[place] = value
+    return base
+
+
+def same_output(rank: int, count: int, device: str) -> None:
+    own, everyone = given(rank, count).to(device), [given(r, count) for r in range(WORLD)]
+    got = torch.zeros(count, device=device)
+    dist.all_gather([got] * WORLD, own)
+    assert torch.equal(got.cpu(), everyone[-1]), "all_gather"
+    dist.all_gather([own] * WORLD, own)
+    assert torch.equal(own.cpu(), everyone[-1]), "all_gather over its input"
+    got = torch.zeros(count, device=device)
+    dist.gather(given(rank, count).to(device), [got] * WORLD if rank == 1 else None, dst=1)
+    assert torch.equal(got.cpu(), everyone[-1] if rank == 1 else torch.zeros(count)), "gather"
+    dist.all_to_all([got] * WORLD, [given(rank, count).to(device) + to for to in range(WORLD)])
+    assert torch.equal(got.cpu(), everyone[-1] + rank), "all_to_all"
+    got = given(rank, count).to(device)
+    dist.all_reduce_coalesced([got, got])
+    assert torch.equal(got.cpu(), total(count)), "all_reduce_coalesced"
+    dist.all_gather_coalesced([[got, got] for _ in range(WORLD)], [own, own + 1])
+    assert torch.equal(got.cpu(), everyone[-1] + 1), "all_gather_coalesced"
+
+
+def partly_the_same(rank: int, count: int, device: str) -> None:
+    half = count // 2
+    places = [slice(i * half, i * half + count) for i in range(WORLD)]
+    room = torch.zeros(WORLD * count, device=device)
+    dist.all_gather([room[place] for place in places], given(rank, count).to(device))
+    everyone = [given(r, count) for r in range(WORLD)]
+    wanted = one_after_the_other(torch.zeros(WORLD * count), places, everyone)
+    assert torch.equal(room.cpu(), wanted), "all_gather"
+    # The other way round, the first of them strided.
+    room = torch.zeros(WORLD * count, device=device)
+    strided = room[: 2 * count : 2]
+    dist.all_gather([strided, room[half : half + count], room[:count]], given(rank, count).to(device))
+    wanted = torch.zeros(WORLD * count)
+    wanted[: 2 * count : 2] = everyone[0]
+    wanted[half : half + count] = everyone[1]
+    wanted[:count] = everyone[2]
+    assert torch.equal(room.cpu(), wanted), "all_gather of a strided one"
+    room = given(rank, 2 * count).to(device)
+    dist.all_reduce_coalesced([room[:count], room[half : half + count]])
+    wanted = given(rank, 2 * count)
+    wanted[: half + count] = total(2 * count)[: half + count]
+    assert torch.equal(room.cpu(), wanted), "all_reduce_coalesced"
+
+
+def beside_inputs(rank: int, count: int, device: str) -> None:
+    """Also of calls that run as one: what one of them writes another one reads."""
+    room = given(rank, 4 * count).to(device)
+    whole = room.clone()
+    inputs = [room[3 * count :], room[:count]]
+    outputs = [room[: WORLD * count], torch.zeros(WORLD * count, device=device)]
+    dist.group.WORLD.allgather_into_tensor_coalesced(outputs, inputs).wait()
+    assert torch.equal(room[3 * count :], whole[3 * count :])
+    for r in range(WORLD):
+        piece = slice(r * count, (r + 1) * count)
+        assert torch.equal(room[piece].cpu(), given(r, 4 * count)[3 * count :]), "the first"
+        assert torch.equal(outputs[1][piece].cpu(), given(r, 4 * count)[:count]), (
+            "the second reads what was there before"
+        )
+    room = given(rank, 4 * count).to(device)
+    dist.scatter(room[count : 2 * count], [room[r * count // 2 :][:count] for r in range(WORLD)] if rank == 0 else None)
+    assert torch.equal(room[count : 2 * count].cpu(), given(0, 4 * count)[rank * count // 2 :][:count]), "scatter"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", (same_output, partly_the_same, beside_inputs))
+def test_outputs_that_share_memory(case: Callable[[int, int, str], None], device: str) -> None:
+    def body(rank: int, world: int) -> None:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        for count in COUNTS:
+            case(rank, count, device)
+
+    run_ranks(body, WORLD)
+
+
+def test_gloo_does_the_same() -> None:
+    def body(rank: int, world: int) -> tuple[list[float], list[float]]:
+        got = torch.zeros(3)
+        dist.all_gather([got] * WORLD, given(rank, 3))
+        both = given(rank, 3)
+        dist.all_reduce_coalesced([both, both])
+        return got.tolist(), both.tolist()
+
+    answers = [run_ranks(body, WORLD, backend=backend) for backend in ("symm", "gloo")]
+    assert answers[0] == answers[1]
