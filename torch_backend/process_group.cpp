@@ -197,6 +197,13 @@ void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
   (*group_)->set_timeout(timeout.count());
 }
 
+void ProcessGroupSymm::enableCollectivesTiming() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "ProcessGroupSymm::enableCollectivesTiming: backend symm does not time single calls; a profiler does, and so does "
+      "python -m torch_symm trace");
+}
+
 ::c10d::ErrorType ProcessGroupSymm::getError() {
   const auto status = (*group_)->error();
   if (status.kind == 0) {

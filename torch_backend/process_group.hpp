@@ -96,7 +96,8 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  void enableCollectivesTiming() override {}
+  // Not served: work has no duration, as with Gloo.
+  void enableCollectivesTiming() override;
   // Sets up the group's memory on a CUDA device now, not at the first call.
   void eagerConnectSingleDevice(at::Device device) override;
   // Symmetric memory: tensors that the other ranks' kernels load and store directly.

@@ -67,6 +67,8 @@ def test_own_class_with_options() -> None:
         backend._set_default_timeout(timedelta(seconds=7))
         assert backend.options._timeout == timedelta(seconds=7)
         assert backend.perform_nocolor_split(CPU) is None
+        with pytest.raises(NotImplementedError, match="does not time single calls"):
+            dist.group.WORLD._enable_collectives_timing()
         assert backend.name() == "symm"
         assert backend.get_error() is not None
         group = dist.new_group([0, 1], pg_options=torch_symm.Options(timedelta(seconds=3)))
