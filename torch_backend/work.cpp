@@ -241,30 +241,43 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   auto left = std::make_shared<std::atomic<size_t>>(parts_.size() + 1);
   auto all = result();
-  auto done = [left, all, on_devices, future = future_](c10::ivalue::Future& part) {
-    if (part.hasError()) {
-      future->setErrorIfNeeded(part.exception_ptr());
+  // Once, by whoever is the last: maybe the thread that completes a call, which no exception may leave.
+  auto one_less = [left, all, on_devices, future = future_] {
+    if (left->fetch_sub(1) > 1 || future->completed()) {
+      return;
     }
-    if (left->fetch_sub(1) == 1 && !future->completed()) {
+    try {
       // The future marks the current streams, which must stand behind every part.
       for (const auto& work : on_devices) {
         work->synchronize();
       }
-      future->markCompleted(c10::IValue(all));
+    } catch (...) {
+      future->setErrorIfNeeded(std::current_exception());
+      return;
     }
+    future->markCompleted(c10::IValue(all));
   };
   for (const auto& part : parts_) {
-    part->getFuture()->addCallback(done);
+    part->getFuture()->addCallback([one_less, future = future_](c10::ivalue::Future& part) {
+      if (part.hasError()) {
+        future->setErrorIfNeeded(part.exception_ptr());
+      }
+      one_less();
+    });
   }
-  if (left->fetch_sub(1) == 1 && !future_->completed()) {
-    synchronize();
-    future_->markCompleted(c10::IValue(all));
-  }
+  one_less();
   return future_;
 }
 
 void WorkCompletion::complete(const Status& status, int32_t source) const {
-  work_->complete(exception_of(status), source);
+  // The call itself has ended by the time that what a user has hung on its future can throw; the bridge ends the process at an exception.
+  try {
+    work_->complete(exception_of(status), source);
+  } catch (const std::exception& error) {
+    TORCH_WARN("a callback on the future of a call failed: ", error.what());
+  } catch (...) {
+    TORCH_WARN("a callback on the future of a call failed");
+  }
 }
 
 } // namespace symm
