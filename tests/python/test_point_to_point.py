@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import random
 import re
 import resource
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -471,3 +474,54 @@ def cannot_start(rank: int, world: int, send: bool) -> None:
 def test_what_cannot_start_is_not_posted(send: bool) -> None:
     """Its memory is its owner's again, and the next message of that tag is the next call's."""
     run_ranks(cannot_start, 2, send)
+
+
+def forbid(number: int) -> None:
+    """From now on the system call fails with EPERM on all threads of this process (seccomp)."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+    # Load the number; if it is this one, EPERM; else allow. 317: seccomp(SET_MODE_FILTER, TSYNC).
+    steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x0005_0001), (0x06, 0, 0, 0x7FFF_0000))
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
+    program = Program(len(steps), code)
+    assert libc.syscall(317, 1, 1, ctypes.byref(program)) == 0, os.strerror(ctypes.get_errno())
+
+
+def reads_are_forbidden_later(rank: int, world: int) -> str:
+    count = 2 << 20
+    for turn in range(3):
+        dist.barrier()
+        if rank == 1:
+            work = dist.isend(numbers(count, turn), 0, tag=turn)
+            # Nobody attends to it, so that its receiver would read it.
+            meet(f"received-{turn}", rank, world)
+            work.wait()
+            continue
+        if turn == 1:
+            forbid(310)
+        got = torch.zeros(count, dtype=torch.int32)
+        dist.recv(got, 1, tag=turn)
+        assert torch.equal(got, numbers(count, turn))
+        meet(f"received-{turn}", rank, world)
+    dist.barrier()
+    if rank == 1:
+        dist.isend(numbers(count, 0), 0, tag=7)
+        die()
+    time.sleep(0.1)
+    with pytest.raises(torch_symm.SymmPeerError) as error:
+        dist.recv(torch.zeros(count, dtype=torch.int32), 1, tag=7)
+    return str(error.value)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of process_vm_readv is that of x86-64")
+def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
+    """A hardening agent may do so. The message comes in pieces; where that fails too, the error says which message."""
+    results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
+    assert re.search(
+        r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]
+    ), results[0]
+    assert results.logs[0].count("come in pieces from now on") == 1, results.logs[0]
