@@ -376,6 +376,12 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
                 thread::sleep(Duration::from_millis(100));
                 victim.abort();
             }
+            let patient = Instant::now() + Duration::from_secs(5);
+            while !running.is_finished() && Instant::now() < patient {
+                thread::sleep(Duration::from_millis(5));
+            }
+            // Not where the deadline does what it is for.
+            victim.abort();
             running.join().unwrap().expect_err("it never ends")
         });
         assert_eq!(error.kind, if aborted { Kind::Aborted } else { Kind::Timeout }, "{error}");

@@ -134,4 +134,29 @@ proptest! {
             assert!(outputs.untouched(), "rank {me} was written to: {counts:?}");
         });
     }
+
+    #[test]
+    fn one_length_that_a_rank_knows_wrongly_fails_all_ranks_before_anything_is_written(
+        counts in counts().prop_filter("two ranks", |counts| counts.len() > 1), pair in any::<[u8; 2]>(), more in 1usize..3000, gathers in any::<bool>()
+    ) {
+        let n = counts.len();
+        let (wrong, about) = (usize::from(pair[0]) % n, usize::from(pair[1]) % n);
+        let about = if wrong == about { (about + 1) % n } else { about };
+        with_ranks(n as u32, TUNING, |group, rank| {
+            let me = rank as usize;
+            let lengths: Vec<usize> = (0..n).map(|i| counts[0][i] + if (me, i) == (wrong, about) { more } else { 0 }).collect();
+            let own = std::iter::once(lengths[me]);
+            let (op, inputs, mut outputs) = if gathers {
+                (Op::AllGather, vec![tensor(me, 0, lengths[me])], Outputs::new(lengths.iter().copied()))
+            } else {
+                let inputs = lengths.iter().enumerate().map(|(to, &count)| tensor(me, to, count)).collect();
+                (Op::ReduceScatter, inputs, Outputs::new(own))
+            };
+            let error = run(group, op, &inputs, &mut outputs).expect_err("lengths differ");
+            assert_eq!(error.kind, Kind::Mismatch, "{error}");
+            let bytes: Vec<usize> = lengths.iter().map(|count| 4 * count).collect();
+            assert!(error.message.contains(&format!("with lengths {bytes:?} bytes")), "{error}");
+            assert!(outputs.untouched(), "rank {me} was written to: {counts:?}");
+        });
+    }
 }
