@@ -45,6 +45,12 @@ impl WindowHandle {
         self.0.as_ref().map_err(Clone::clone)
     }
 
+    /// Runs `body` on the window, if there is one. A panic fails its group on all ranks.
+    fn with<T>(&self, body: impl FnOnce(&SymmetricWindow) -> Result<T>) -> Result<T> {
+        let window = self.window()?;
+        window.contain(|| body(window))
+    }
+
     pub(super) fn buffers(&self) -> Vec<usize> {
         self.window().map(|window| addresses(window.buffers())).unwrap_or_default()
     }
@@ -88,15 +94,15 @@ impl WindowHandle {
     }
 
     pub(super) fn barrier(&self, channel: i32, timeout_ms: i64, stream: usize) -> Status {
-        guarded(|| self.window()?.barrier(channel, milliseconds(timeout_ms), stream))
+        guarded(|| self.with(|window| window.barrier(channel, milliseconds(timeout_ms), stream)))
     }
 
     pub(super) fn put_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
-        guarded(|| self.window()?.put_signal(peer, channel, milliseconds(timeout_ms), stream))
+        guarded(|| self.with(|window| window.put_signal(peer, channel, milliseconds(timeout_ms), stream)))
     }
 
     pub(super) fn wait_signal(&self, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status {
-        guarded(|| self.window()?.wait_signal(peer, channel, milliseconds(timeout_ms), stream))
+        guarded(|| self.with(|window| window.wait_signal(peer, channel, milliseconds(timeout_ms), stream)))
     }
 
     pub(super) fn reduce(&self, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status {
@@ -104,7 +110,7 @@ impl WindowHandle {
             let (dtype, op) = (DType::from_torch(dtype)?, ReduceOp::from_torch(reduce_op)?);
             // SAFETY: the C++ side passes the data of a tensor of `bytes` bytes, its own part of the window or apart from it, between two
             // barriers of the window.
-            unsafe { self.window()?.reduce(dtype, op, offset, bytes, out as *mut u8) }
+            self.with(|window| unsafe { window.reduce(dtype, op, offset, bytes, out as *mut u8) })
         })
     }
 }

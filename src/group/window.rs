@@ -150,6 +150,11 @@ impl SymmetricWindow {
         self.recorded.store(true, Ordering::Relaxed);
     }
 
+    /// Runs `body`. A panic in it fails the group on all ranks.
+    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.board.contain(body)
+    }
+
     /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
     pub fn failure(&self) -> Option<Error> {
         self.gpu().map_or_else(|| self.board.failure(), Signals::failure)
