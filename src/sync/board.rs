@@ -1,5 +1,7 @@
 //! A member's view of the group's control block: who is there, who waits, what failed.
 
+mod doing;
+
 use crate::error::{Error, Kind, Result};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
@@ -11,6 +13,7 @@ use crate::sync::failure::FirstFailure;
 use crate::sync::limit::Limit;
 use crate::sync::site::Inscription;
 use crate::sys::{core, process};
+pub use doing::{Awaited, Doing};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -83,54 +86,6 @@ pub struct Board {
     crowded: AtomicU32,
     /// The early warning was given: one of a group is enough to look at the job.
     warned: AtomicBool,
-}
-
-/// Where a member stands among its collectives, as messages tell it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Doing {
-    /// Of the collective, from 1.
-    pub number: u64,
-    /// Which one it is.
-    pub op: Op,
-    /// This member's part of it is done.
-    pub finished: bool,
-}
-
-impl Doing {
-    // One word, so that the end of a collective costs one store to a line that its rank has written at the begin.
-    fn word(self) -> u64 {
-        self.number << 8 | (self.op as u64) << 1 | u64::from(self.finished)
-    }
-
-    fn of(word: u64) -> Option<Self> {
-        let op = Op::from_code((word >> 1) as u8 & 127)?;
-        (word != 0).then_some(Self { number: word >> 8, op, finished: word & 1 == 1 })
-    }
-}
-
-impl std::fmt::Display for Doing {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (op, number) = (self.op.name(), self.number);
-        if self.finished { write!(f, "finished {op} #{number} and began nothing since") } else { write!(f, "in {op} #{number}") }
-    }
-}
-
-/// A message that a member waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Awaited {
-    /// It waits in a send; else in a receive.
-    pub send: bool,
-    /// To or from whom.
-    pub peer: Rank,
-    /// The message's.
-    pub tag: i32,
-}
-
-impl Awaited {
-    // One word, never 0.
-    fn word(self) -> u64 {
-        u64::from(self.tag as u32) << 32 | u64::from(self.peer.0) << 2 | u64::from(self.send) << 1 | 1
-    }
 }
 
 /// What a wait is for.
