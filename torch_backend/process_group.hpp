@@ -93,6 +93,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
+  // Has nothing to do: every group counts from 0.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;

@@ -24,6 +24,7 @@ class WorkSymm final : public ::c10d::Work {
   bool isSuccess() const override;
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
+  // Has nothing to do: no stream waits for memory of the host.
   void synchronize() override {}
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
