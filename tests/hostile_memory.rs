@@ -452,3 +452,23 @@ fn garbage_in_the_shared_memory_never_harms_a_rank() {
         });
     }
 }
+
+#[test]
+fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let (mut first, mut second) = ([0u8; 16], [0u8; 16]);
+    let ticket = victim.recv(message(1, 3, span(&mut first)), Done::new(|_, _| panic!("a completion's bug"))).unwrap();
+    let (done, outcome) = heard();
+    victim.recv(message(1, 4, span(&mut second)), done).unwrap();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| victim.wait(ticket, Some(PATIENCE)))));
+        // The progress thread stands back by now, so that the message meets the wait.
+        thread::sleep(Duration::from_millis(100));
+        ring.say([1 | 3 << 32, 1, 16, 0], 64);
+        assert!(waiting.join().unwrap().is_err(), "the completion panics");
+    });
+    ring.say([1 | 4 << 32, 2, 16, 0], 64);
+    until("the second message", &outcome).unwrap();
+}

@@ -72,6 +72,22 @@ struct Finished {
     source: Option<Rank>,
 }
 
+/// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait ends.
+struct Attending<'a>(&'a Transfers);
+
+impl<'a> Attending<'a> {
+    fn new(transfers: &'a Transfers) -> Self {
+        transfers.attend(1);
+        Self(transfers)
+    }
+}
+
+impl Drop for Attending<'_> {
+    fn drop(&mut self) {
+        self.0.attend(-1);
+    }
+}
+
 /// Turns of spinning between two moments of giving the core away.
 const SPINS_BETWEEN: u32 = 8;
 /// Bytes read directly between two looks at whether the sender attends.
@@ -190,12 +206,12 @@ impl Transfers {
     /// Returns once the completion of `ticket` has been called.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let since = Instant::now();
-        self.attend(1);
+        let _attending = Attending::new(self);
         let mut turns = 0;
-        let outcome = loop {
+        loop {
             let mut state = self.lock();
             if !state.open.contains(&ticket) {
-                break Ok(());
+                return Ok(());
             }
             let mut stirred = self.advance(&mut state);
             let crowded = || self.board.in_the_way(self.board.peers().filter(|&peer| self.board.attends(peer)));
@@ -222,7 +238,7 @@ impl Transfers {
             let left = limit.map_or(Duration::MAX, |limit| limit.saturating_sub(since.elapsed()));
             if left.is_zero() {
                 let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
-                break Err(Error::wait_timeout(text));
+                return Err(Error::wait_timeout(text));
             }
             let left = left.min(self.soonest_deadline());
             self.board.sleep(left, || {
@@ -230,9 +246,7 @@ impl Transfers {
                 state.announce(&self.board, ticket);
                 !state.open.contains(&ticket) || state.stirs(&self.board) || self.board.failure().is_some()
             });
-        };
-        self.attend(-1);
-        outcome
+        }
     }
 
     /// Counts the threads that move transfers along, and lets peers know whether there is one.
