@@ -194,3 +194,35 @@ def views(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_views_at_any_offset(pool: Pool, world: int) -> None:
     pool.run(views, world)
+
+
+def apart(rank: int, world: int) -> None:
+    """All-to-alls in which one rank after the other has short messages alone, and between them one of long ones."""
+    memory = new_pool()
+    # Longer than any message that travels with flags in the data, and than the shortest that is worth a handshake.
+    long, short = 5 * MB // 4, 16
+    with torch.cuda.use_mem_pool(memory):
+        wide, other = (torch.empty(long * world, device=device()) for _ in range(2))
+    wide.fill_(1)
+    warm(dist.all_reduce, wide)
+    findings = Findings()
+    for turn in range(2 * world):
+        alone = turn % world
+        lengths = [[short if alone in (a, b) else long for b in range(world)] for a in range(world)]
+        for label, matrix in ((f"rank {alone} apart", lengths), ("all long", [[long] * world] * world)):
+            sends, receives = matrix[rank], [matrix[peer][rank] for peer in range(world)]
+            with findings.case(f"turn {turn}, {label}"):
+                given, got = wide[: sum(sends)], other[: sum(receives)]
+                for to, piece in enumerate(given.split(sends)):
+                    piece.fill_(100 * turn + 10 * rank + to)
+                got.zero_()
+                dist.all_to_all_single(got, given, receives, sends)
+                for source, piece in enumerate(got.split(receives)):
+                    assert bool((piece == 100 * turn + 10 * source + rank).all()), source
+    findings.close()
+
+
+@pytest.mark.skipif(max(WORLDS) < 3, reason="needs three ranks (SYMM_SHARED_GPUS=1 SYMM_TEST_WORLDS=3)")
+@pytest.mark.parametrize("world", [world for world in WORLDS if world > 2] or [3])
+def test_ranks_without_a_long_message_keep_pace(pool: Pool, world: int) -> None:
+    pool.run(apart, world)
