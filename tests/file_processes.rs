@@ -41,6 +41,7 @@ enum Task {
 
 /// A user, when told to be one; else nothing.
 #[test]
+#[ignore = "the other tests start it"]
 fn user_process() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
@@ -82,7 +83,7 @@ fn user_process() {
 fn start(path: &Path, id: u32, task: Task) -> Child {
     let role = Role { path: path.to_owned(), id, task };
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "user_process", "--nocapture"])
+        .args(["--exact", "user_process", "--ignored", "--nocapture"])
         .env(ROLE, serde_json::to_string(&role).unwrap())
         .stdout(Stdio::piped())
         .spawn()

@@ -7,7 +7,7 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
-use std::io::IoSlice;
+use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -144,7 +144,7 @@ fn p20_received_descriptors_are_closed_on_exec() {
 /// True: `body` was.
 fn as_stranger(body: impl FnOnce() -> bool) -> Option<bool> {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root can become another user");
+        let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
         return None;
     }
     // SAFETY: the child makes system calls alone and ends by `_exit`.

@@ -1,7 +1,7 @@
 //! A memory cgroup that is too small: an error with the numbers, where the kernel would end a process. Needs the right to make a cgroup.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
-use std::io::Result;
+use std::io::{Result, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use symm::error::Kind;
@@ -14,6 +14,7 @@ const LIMIT: usize = 256 * MIB;
 
 /// Within the cgroup, when told to be; else nothing.
 #[test]
+#[ignore = "the other tests start it"]
 fn within() {
     let Ok(cgroup) = std::env::var(ROLE) else {
         return;
@@ -69,9 +70,12 @@ impl Drop for Cgroup {
 fn p16_a_cgroup_that_is_too_small_is_an_error_with_what_is_free() {
     let cgroup = match Cgroup::new() {
         Ok(cgroup) => cgroup,
-        Err(error) => return eprintln!("skipped: no memory cgroup can be made here: {error}"),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "skipped: no memory cgroup can be made here: {error}");
+            return;
+        }
     };
     let mut within = Command::new(std::env::current_exe().unwrap());
-    let status = within.args(["--exact", "within", "--nocapture"]).env(ROLE, &cgroup.0).status().unwrap();
+    let status = within.args(["--exact", "within", "--ignored", "--nocapture"]).env(ROLE, &cgroup.0).status().unwrap();
     assert!(status.success(), "{status}");
 }

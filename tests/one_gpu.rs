@@ -6,6 +6,7 @@ mod calls;
 
 use calls::{Case, Tensors, case};
 use std::collections::HashMap;
+use std::io::Write;
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::args::{Common, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::layout::{Layout, MAX_RANKS};
@@ -219,7 +220,7 @@ fn every_kernel_for_every_number_of_ranks() {
     let device = match nvrtc().and_then(|_| Device::open(0)) {
         Ok(device) => device,
         Err(error) => {
-            eprintln!("skipped: {error}");
+            let _ = writeln!(std::io::stderr(), "skipped: {error}");
             return;
         }
     };

@@ -3,6 +3,7 @@
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
 
 use cudarc::driver::sys;
+use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symm::coll::cuda::signals::Signals;
@@ -135,7 +136,7 @@ fn signals_order_streams_and_replay() {
     let device = match nvrtc().and_then(|_| Device::open(0)) {
         Ok(device) => device,
         Err(error) => {
-            eprintln!("skipped: {error}");
+            let _ = writeln!(std::io::stderr(), "skipped: {error}");
             return;
         }
     };
