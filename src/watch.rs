@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
+use crate::sys::rate_limit::RateLimit;
 use crate::sys::thread::{Wake, block_signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -234,7 +235,8 @@ fn wait(wake: &Wake, pidfds: &[Arc<OwnedFd>], next: Option<Instant>) -> Vec<Arc<
         Err(Errno::INTR) => return Vec::new(),
         Err(errno) => {
             // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
-            log::error!("the watcher cannot poll {} processes: {errno}", pidfds.len());
+            static LINES: RateLimit = RateLimit::new();
+            LINES.warn(format_args!("the watcher cannot poll {} processes: {errno}", pidfds.len()));
             std::thread::sleep(Duration::from_millis(10));
             return Vec::new();
         }

@@ -10,6 +10,7 @@ use serde_json::Value;
 use std::io::{IoSlice, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -28,6 +29,10 @@ const STRANGER: u32 = 65534;
 /// One test at a time: they count the descriptors of this process, and fork it.
 fn alone() -> MutexGuard<'static, ()> {
     static SERIAL: Mutex<()> = Mutex::new(());
+    // Before the library sets up its own.
+    if log::set_logger(&LINES).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     SERIAL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -205,6 +210,50 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
         assert!(stranger.join().unwrap().unwrap_or(true), "a stranger was answered");
         assert!(joined.is_ok() && leader.join().unwrap().is_ok(), "nobody else is disturbed");
     });
+}
+
+/// Counts the lines about connections that were turned away.
+struct Lines(AtomicUsize);
+
+static LINES: Lines = Lines(AtomicUsize::new(0));
+
+impl log::Log for Lines {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if record.args().to_string().contains("turned a connection away") {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn who_knocks_again_and_again_does_not_fill_the_log() {
+    let _alone = alone();
+    let store = MemoryStore::new();
+    thread::scope(|scope| {
+        let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
+        let mut member = record(&store);
+        let address = SocketAddrUnix::new_abstract_name(member["socket"].as_str().unwrap().as_bytes()).unwrap();
+        // A rank 1 that is said to be here and does not connect.
+        member["rank"] = 1.into();
+        store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
+        for _ in 0..500 {
+            let socket = socket();
+            rustix::net::connect(&socket, &address).unwrap();
+            rustix::net::send(&socket, b"let me in", SendFlags::NOSIGNAL).unwrap();
+            assert!(rustix::net::recv(&socket, &mut [0u8; 4096], rustix::net::RecvFlags::empty()).unwrap().0 > 0, "it hears why");
+        }
+        member["failure"] = serde_json::json!({"kind": 0, "message": "enough"});
+        store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
+        leader.join().unwrap().map(drop).expect_err("rank 1 never came");
+    });
+    let lines = LINES.0.load(Ordering::Relaxed);
+    assert!((1..100).contains(&lines), "{lines} lines for 500 knocks");
 }
 
 #[test]

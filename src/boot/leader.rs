@@ -7,6 +7,7 @@ use super::{Attempt, Joined, Member, REAP};
 use crate::error::{Error, Result};
 use crate::mem::shm::{Segment, reserve};
 use crate::rank::{Rank, name_ranks};
+use crate::sys::rate_limit::RateLimit;
 use crate::sys::{random, socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -55,6 +56,8 @@ impl Seat {
             token,
             guests: Vec::new(),
             seated: members.iter().map(|_| None).collect(),
+            other_users: RateLimit::new(),
+            turned_away: RateLimit::new(),
         };
         let outcome = reception.seat_all().and_then(|()| {
             // Nobody needs the key any more, and whoever has been answered may start the next group of this name.
@@ -84,6 +87,8 @@ struct Reception<'a> {
     guests: Vec<Guest>,
     /// By rank: the connections of those who have come and have no answer yet.
     seated: Vec<Option<OwnedFd>>,
+    other_users: RateLimit,
+    turned_away: RateLimit,
 }
 
 /// Who has something to say.
@@ -212,7 +217,8 @@ impl Reception<'_> {
             match socket::peer(&socket) {
                 Ok(peer) if peer.uid == own => {}
                 Ok(peer) => {
-                    log::warn!("{} turned away pid {} of user {}", self.attempt.me(), peer.pid, peer.uid);
+                    let me = self.attempt.me();
+                    self.other_users.warn(format_args!("{me} turned away pid {} of user {}", peer.pid, peer.uid));
                     continue;
                 }
                 Err(_) => continue,
@@ -242,7 +248,7 @@ impl Reception<'_> {
             Ok(rank) => self.seated[rank.index()] = Some(guest.socket),
             Err(reason) => {
                 let message = format!("{} turned a connection away: {reason}", self.attempt.me());
-                log::warn!("{message}");
+                self.turned_away.warn(format_args!("{message}"));
                 self.refuse(&guest.socket, &Error::config(message));
             }
         }

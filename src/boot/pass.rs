@@ -3,6 +3,7 @@
 use crate::error::{Error, Kind, Result};
 use crate::sync::limit::Limit;
 use crate::sys::random;
+use crate::sys::rate_limit::RateLimit;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
@@ -64,12 +65,13 @@ impl Mailbox {
         }
         let mut got: Vec<Option<OwnedFd>> = names.iter().map(|_| None).collect();
         let mut left = names.len() - 1;
+        let other_users = RateLimit::new();
         while left > 0 {
             let socket = self.patiently(limit, hope, "wait for a peer", || socket::accept(&self.listener))?;
             let peer = socket::peer(&socket).map_err(os("identify a peer"))?;
             // Abstract names stand in /proc/net/unix for everybody: strangers may knock, and are not listened to.
             if peer.uid != own {
-                log::warn!("user {} (process {}) knocked at the mailbox of this rank; refused", peer.uid, peer.pid);
+                other_users.warn(format_args!("user {} (process {}) knocked at the mailbox of this rank; refused", peer.uid, peer.pid));
                 continue;
             }
             let mut buffer = [0; 8];

@@ -8,6 +8,7 @@ pub mod lock;
 pub mod private;
 pub mod process;
 pub mod random;
+pub mod rate_limit;
 pub mod remote;
 pub mod socket;
 pub mod thread;

@@ -5,7 +5,8 @@ use super::link::Link;
 use super::own::Heap;
 use crate::error::{Error, Result};
 use crate::sys::fork::{PerProcess, generation};
-use crate::sys::socket::{self, Received};
+use crate::sys::rate_limit::RateLimit;
+use crate::sys::socket::{self, Peer, Received};
 use crate::sys::thread::{Wake, block_signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -19,6 +20,13 @@ const INTRODUCTION: Duration = Duration::from_secs(5);
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Strangers at once, of all heaps.
 const STRANGERS: usize = 64;
+
+/// Lines that other processes can cause.
+static BROKEN_LINKS: RateLimit = RateLimit::new();
+static OTHER_USERS: RateLimit = RateLimit::new();
+static UNKNOWN: RateLimit = RateLimit::new();
+static REFUSED: RateLimit = RateLimit::new();
+static NO_POLL: RateLimit = RateLimit::new();
 
 #[derive(Default)]
 struct State {
@@ -127,7 +135,7 @@ fn run(wake: &Wake) {
         let (waiting, served) = rest.split_at(strangers.len());
         for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
             if let Err(violation) = link.receive(heap) {
-                log::warn!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid);
+                BROKEN_LINKS.warn(format_args!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid));
                 link.close();
             }
         }
@@ -163,7 +171,7 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<
         Err(Errno::INTR) => return vec![false; fds.len() - 1],
         Err(errno) => {
             // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
-            log::error!("the thread for symmetric memory cannot poll {} descriptors: {errno}", fds.len());
+            NO_POLL.warn(format_args!("the thread for symmetric memory cannot poll {} descriptors: {errno}", fds.len()));
             std::thread::sleep(Duration::from_millis(10));
             return vec![false; fds.len() - 1];
         }
@@ -187,10 +195,13 @@ fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
         match socket::peer(&socket) {
             // Abstract names stand in /proc/net/unix for everybody.
             Ok(peer) if peer.uid != rustix::process::geteuid().as_raw() => {
-                log::warn!("user {} (process {}) knocked at the symmetric memory of this one; refused", peer.uid, peer.pid);
+                let Peer { uid, pid } = peer;
+                OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
             }
             Ok(peer) => strangers.push(Stranger { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
-            Err(errno) => log::warn!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"),
+            Err(errno) => {
+                UNKNOWN.warn(format_args!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"));
+            }
         }
     }
     true
@@ -207,10 +218,14 @@ fn introduced(stranger: Stranger, ready: bool) -> Option<Stranger> {
         Ok(Received { length: 0, .. }) => {}
         Ok(Received { length, fd: None, cut: false }) => {
             if let Err(violation) = stranger.heap.admit(stranger.pid, stranger.socket, &buffer[..length]) {
-                log::warn!("process {}, which knocked at the symmetric memory of this one, {violation}; refused", stranger.pid);
+                let pid = stranger.pid;
+                REFUSED.warn(format_args!("process {pid}, which knocked at the symmetric memory of this one, {violation}; refused"));
             }
         }
-        Ok(_) => log::warn!("process {} knocked at the symmetric memory of this one with descriptors; refused", stranger.pid),
+        Ok(_) => {
+            let pid = stranger.pid;
+            REFUSED.warn(format_args!("process {pid} knocked at the symmetric memory of this one with descriptors; refused"));
+        }
         Err(Errno::AGAIN | Errno::INTR) => return patient.then_some(stranger),
         Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", stranger.pid),
     }

@@ -52,7 +52,7 @@ impl EventLoop {
                 Err(Errno::MFILE | Errno::NFILE) if self.evict() => {}
                 Err(errno) => {
                     // The listener stays readable, and no further event says so.
-                    log::warn!("the store at {} cannot accept a connection: {errno}", self.listeners.address);
+                    self.deaf.warn(format_args!("the store at {} cannot accept a connection: {errno}", self.listeners.address));
                     self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
                     return;
                 }
@@ -102,12 +102,8 @@ impl EventLoop {
         oldest.is_some()
     }
 
-    pub(super) fn refuse(&mut self, who: &str, why: &str) {
-        // Enough to see that somebody tries, too few to fill a disk.
-        self.refused += 1;
-        if self.refused <= 10 || self.refused.is_power_of_two() {
-            log::warn!("the store at {} refused {who} ({} connections so far): {why}", self.listeners.address, self.refused);
-        }
+    pub(super) fn refuse(&self, who: &str, why: &str) {
+        self.refused.warn(format_args!("the store at {} refused {who}: {why}", self.listeners.address));
     }
 
     /// Admits connection `key` if its introduction is what it must be.

@@ -12,6 +12,7 @@ use crate::store::table::Table;
 use crate::store::tcp::address::Listeners;
 use crate::store::tcp::frame::Answer;
 use crate::store::tcp::limits::{Limits, MAX_FRAME};
+use crate::sys::rate_limit::RateLimit;
 use bytes::Bytes;
 use mio::unix::SourceFd;
 use mio::{Events, Interest, Poll, Token};
@@ -61,7 +62,9 @@ pub(super) struct EventLoop {
     /// Strangers, the oldest first.
     pub(super) strangers: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
-    pub(super) refused: u64,
+    /// Lines about connections that were refused, and about those that could not be accepted.
+    pub(super) refused: RateLimit,
+    pub(super) deaf: RateLimit,
     /// Whether the process has been given room for descriptors.
     pub(super) roomy: bool,
 }
@@ -97,7 +100,8 @@ impl EventLoop {
             parked: 0,
             strangers: BTreeSet::new(),
             accept_at: None,
-            refused: 0,
+            refused: RateLimit::new(),
+            deaf: RateLimit::new(),
             roomy: false,
         })
     }
