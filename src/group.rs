@@ -118,6 +118,8 @@ impl Group {
             segment_bytes: segment_bytes as u64,
             reserved_bytes: layout.control_bytes(),
             keep_place: options.is_default,
+            // A job that starts anew has the same ranks in other processes.
+            known: (!options.is_default).then_some(boot::Known { global_ranks: &options.global_ranks, ended: trace::ended }),
         };
         let joined = boot::join(store, &spec)?;
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
@@ -125,7 +127,7 @@ impl Group {
         let members = joined.members.iter().enumerate().map(identity).collect();
         let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
         let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
-        let segment = Segment::map(joined.segment, segment_bytes)?;
+        let segment = Segment::map_at(joined.segment, joined.addresses)?;
         let mut made = Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)?;
         made.place = Mutex::new(joined.place);
         Ok(made)

@@ -37,7 +37,17 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
-    JoinSpec { group: "g", rank: Rank(rank), size: 2, restart: "0", timeout, segment_bytes: BYTES, reserved_bytes: 4096, keep_place: false }
+    JoinSpec {
+        group: "g",
+        rank: Rank(rank),
+        size: 2,
+        restart: "0",
+        timeout,
+        segment_bytes: BYTES,
+        reserved_bytes: 4096,
+        keep_place: false,
+        known: None,
+    }
 }
 
 /// Rank 0's record, as it publishes it.

@@ -52,7 +52,17 @@ impl Drop for Flat {
 }
 
 fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> JoinSpec<'_> {
-    JoinSpec { group, rank: Rank(rank), size, restart: "0", timeout, segment_bytes: 8192, reserved_bytes: 4096, keep_place: false }
+    JoinSpec {
+        group,
+        rank: Rank(rank),
+        size,
+        restart: "0",
+        timeout,
+        segment_bytes: 8192,
+        reserved_bytes: 4096,
+        keep_place: false,
+        known: None,
+    }
 }
 
 /// The outcomes of `ranks` threads, in their order, each given its number.

@@ -121,6 +121,7 @@ fn rank_process() {
         segment_bytes: 1 << 20,
         reserved_bytes: 4096,
         keep_place: role.keep_place,
+        known: None,
     };
     let started = Instant::now();
     let outcome = join(&store, &spec);

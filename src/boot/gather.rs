@@ -35,13 +35,15 @@ pub(super) enum Standing {
     Left(Box<Record>, Option<Arc<OwnedFd>>),
 }
 
-/// Returns once all ranks have published, and agree. Where all do in time, that is one `wait` and one `multi_get`.
+/// Returns once all ranks have published, and agree.
 pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathered> {
     let keys: Vec<String> = (0..attempt.spec.size).map(Attempt::key).collect();
     let mut look = LOOK;
     let mut seen = HashSet::new();
+    let mut came = HashSet::new();
     loop {
-        let complete = attempt.await_keys(&keys, look)?;
+        let ended = || (0..attempt.spec.size).map(Rank).any(|rank| !came.contains(&rank) && attempt.known_end(rank).is_some());
+        let complete = attempt.await_keys(&keys, look, ended)?;
         look = (look * 2).min(LOOK_MAX);
         // The last look comes after the deadline, so that a timeout names who is missing at its end.
         let expired = attempt.clock.remaining().is_zero();
@@ -65,6 +67,20 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
                 && seen.contains(&record.nonce)
             {
                 return Err(ending(attempt, record, pidfd.as_ref()));
+            }
+        }
+        for (rank, standing) in (0..).map(Rank).zip(&standings) {
+            let left = match standing {
+                Some(Standing::Live(..)) => {
+                    came.insert(rank);
+                    continue;
+                }
+                Some(Standing::Left(record, _)) => record.failure.as_ref(),
+                None => None,
+            };
+            if let Some(error) = attempt.known_end(rank) {
+                let before = left.map_or_else(String::new, |failure| format!("; before that it said: {}", failure.error()));
+                return Err(Error { message: error.message + &before, ..error });
             }
         }
         if expired {

@@ -3,7 +3,7 @@
 use super::claim::Claim;
 use super::gather::{Gathered, LOOK, LOOK_MAX, read};
 use super::wire::{Answer, BUFFER, Hello};
-use super::{Attempt, Joined, Member, REAP};
+use super::{Attempt, Member, Met, REAP};
 use crate::error::{Error, Result};
 use crate::mem::shm::{Segment, reserve};
 use crate::rank::{Rank, name_ranks};
@@ -45,7 +45,7 @@ impl Seat {
     }
 
     /// Returns once all others have been handed the memory. On failure tells the cause to all who are connected.
-    pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Joined> {
+    pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Met> {
         let Gathered { leader, members } = gathered;
         let token = leader.nonce;
         let mut reception = Reception {
@@ -67,7 +67,7 @@ impl Seat {
         if let Err(error) = &outcome {
             reception.refuse_all(error);
         }
-        outcome.map(|()| Joined { segment: self.segment, members, token, place: None })
+        outcome.map(|()| Met { segment: self.segment, members, token })
     }
 }
 

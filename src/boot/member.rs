@@ -4,7 +4,7 @@ use super::claim::Claim;
 use super::gather::{Gathered, REREAD, Standing, read};
 use super::record::Record;
 use super::wire::{Answer, BUFFER, Hello};
-use super::{Attempt, GRACE, Joined, Member, REAP};
+use super::{Attempt, GRACE, Member, Met, REAP};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sys::socket;
@@ -27,13 +27,13 @@ impl Seat {
     }
 
     /// Returns once rank 0 has answered.
-    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Joined> {
+    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Met> {
         let Gathered { mut leader, mut members } = gathered;
         let mut place = Some(self.place);
         loop {
             if let Some(segment) = ask(attempt, &leader, &members[0], &mut place)? {
                 claim.withdraw();
-                return Ok(Joined { segment, members, token: leader.nonce, place: None });
+                return Ok(Met { segment, members, token: leader.nonce });
             }
             // Nobody is there: the record is of an earlier attempt of rank 0, or rank 0 is about to say what failed.
             (leader, members[0]) = next_record(attempt, claim, &leader, &members[0])?;
@@ -147,7 +147,7 @@ fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Op
 fn next_record(attempt: &Attempt<'_>, claim: &Claim<'_>, seen: &Record, process: &Member) -> Result<(Record, Member)> {
     let key = [Attempt::key(0)];
     loop {
-        let present = attempt.await_keys(&key, attempt.clock.remaining())?;
+        let present = attempt.await_keys(&key, attempt.clock.remaining(), || false)?;
         if present
             && let Some(Some(Standing::Live(record, member))) = read(attempt, claim, &key, true)?.pop()
             && record.nonce != seen.nonce

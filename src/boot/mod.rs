@@ -20,13 +20,14 @@ mod place;
 mod record;
 mod wire;
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
+use crate::mem::shm::Addresses;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::prefix::PrefixStore;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
-use crate::sys::random;
+use crate::sys::{interrupt, random};
 use claim::Claim;
 pub use place::Place;
 use record::Record;
@@ -41,6 +42,10 @@ pub const MAX_SIZE: u32 = 128;
 
 /// How long a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
 const GRACE: Duration = Duration::from_millis(300);
+
+/// Pauses between two looks at the store: the first ones, for each rank that looks, and the longest.
+const PAUSE: Duration = Duration::from_micros(50);
+const PAUSE_MAX: Duration = Duration::from_millis(50);
 
 /// How long the end of a process may follow the end of its connection.
 const REAP: Duration = Duration::from_millis(50);
@@ -65,6 +70,17 @@ pub struct JoinSpec<'a> {
     /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
     /// a descriptor.
     pub keep_place: bool,
+    /// What this process knows of the ranks beforehand, where it may go by that.
+    pub known: Option<Known<'a>>,
+}
+
+/// What a process knows of ranks that it has met in other groups.
+#[derive(Clone, Copy, Debug)]
+pub struct Known<'a> {
+    /// The ranks' numbers in all groups; empty: the same as in this one.
+    pub global_ranks: &'a [i32],
+    /// That the process of a rank, given by that number, has ended, as a sentence without its end.
+    pub ended: fn(u32) -> Option<String>,
 }
 
 /// A rank's process.
@@ -87,8 +103,17 @@ pub struct Joined {
     pub members: Vec<Member>,
     /// Random; the same on all ranks, different for each group ever joined.
     pub token: [u8; 16],
+    /// Where this process may map `segment`. Kept since before it met the others, who have heard why if they could not be had.
+    pub addresses: Addresses,
     /// This rank's place, as long as it is not dropped.
     pub place: Option<Place>,
+}
+
+/// What meeting the others gives.
+struct Met {
+    segment: OwnedFd,
+    members: Vec<Member>,
+    token: [u8; 16],
 }
 
 /// When this call began and when it must end.
@@ -137,14 +162,33 @@ impl Attempt<'_> {
         rank.to_string()
     }
 
-    /// Whether all `keys` exist, after at most `limit` and not past the deadline.
-    fn await_keys(&self, keys: &[String], limit: Duration) -> Result<bool> {
+    /// Whether all `keys` exist, after at most `limit` and not past the deadline; looks no further once there is `news`.
+    ///
+    /// Asks again and again: torch's TCPStore prints four lines whenever the time of a wait passes.
+    fn await_keys(&self, keys: &[String], limit: Duration, news: impl Fn() -> bool) -> Result<bool> {
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        match self.store.wait(&keys, Some(limit.min(self.clock.remaining()))) {
-            Ok(()) => Ok(true),
-            Err(error) if error.kind == Kind::Timeout => Ok(false),
-            Err(error) => Err(error),
+        // As many ranks ask as there are keys.
+        let shortest = PAUSE * keys.len() as u32;
+        let until = self.clock.deadline.min(Instant::now() + limit);
+        loop {
+            if self.store.check(&keys)? {
+                return Ok(true);
+            }
+            interrupt::check()?;
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || news() {
+                return Ok(false);
+            }
+            std::thread::sleep((self.clock.started.elapsed() / 4).clamp(shortest, PAUSE_MAX).min(left));
         }
+    }
+
+    /// What is known to have ended the process of `rank`, if another group knows.
+    fn known_end(&self, rank: Rank) -> Option<Error> {
+        let known = self.spec.known?;
+        let global = known.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
+        let sentence = (known.ended)(global)?;
+        Some(Error::peer(format!("rank {rank} cannot join {}: {sentence}", self.group())))
     }
 
     /// `"rank 2 (pid 77)"`.
@@ -201,6 +245,12 @@ impl Attempt<'_> {
         ))
     }
 
+    /// For the shared memory.
+    fn addresses(&self) -> Result<Addresses> {
+        let bytes = usize::try_from(self.spec.segment_bytes).unwrap_or(usize::MAX);
+        Addresses::reserve(bytes, format_args!("{}, to join {},", self.me(), self.group()))
+    }
+
     fn member(&self, record: &Record, pidfd: Option<Arc<OwnedFd>>) -> Member {
         Member { pid: record.pid, start_time: record.start_time, pidfd }
     }
@@ -239,9 +289,9 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     let known = known.map_err(|error| Error { message: format!("{} cannot join {}: {error}", attempt.me(), attempt.group()), ..error });
     if size == 1 {
         known?;
-        let segment = leader::segment(&attempt)?;
+        let (segment, addresses) = (leader::segment(&attempt)?, attempt.addresses()?);
         let ProcessId { pid, start_time } = attempt.own;
-        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, place: None });
+        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, addresses, place: None });
     }
     if spec.keep_place && known.is_ok() {
         place::refuse_taken(&attempt, true)?;
@@ -249,7 +299,7 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     let seat = known.and_then(|_| {
         let leads = rank == Rank(0);
         let seat = if leads { Seat::Leader(leader::Seat::take(&attempt)?) } else { Seat::Member(member::Seat::take(&attempt)?) };
-        Ok((seat, spec.keep_place.then(|| Place::take(&attempt)).transpose()?))
+        Ok((seat, spec.keep_place.then(|| Place::take(&attempt)).transpose()?, attempt.addresses()?))
     });
     let mut record = Record {
         protocol: record::PROTOCOL,
@@ -269,21 +319,22 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         failure: None,
     };
     match &seat {
-        Ok((Seat::Leader(seat), _)) => record.socket.clone_from(&seat.name),
-        Ok((Seat::Member(_), _)) => {}
+        Ok((Seat::Leader(seat), ..)) => record.socket.clone_from(&seat.name),
+        Ok((Seat::Member(_), ..)) => {}
         Err(error) => record.fail(error),
     }
     let mut claim = Claim::publish(&attempt, record).map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
-    let outcome = seat.and_then(|(seat, place)| {
+    let outcome = seat.and_then(|(seat, place, addresses)| {
         claim.place = place;
         let gathered = gather::gather(&attempt, &claim);
-        match seat {
+        let met = match seat {
             Seat::Leader(seat) => seat.hand_out(&attempt, &claim, gathered?),
             Seat::Member(seat) => seat.receive(&attempt, &claim, gathered?),
-        }
+        };
+        Ok((met?, addresses))
     });
     match outcome {
-        Ok(joined) => Ok(Joined { place: claim.place.take(), ..joined }),
+        Ok((Met { segment, members, token }, addresses)) => Ok(Joined { segment, members, token, addresses, place: claim.place.take() }),
         Err(error) => {
             claim.fail(&error);
             Err(error)

@@ -2,6 +2,7 @@
 
 use super::room::room;
 use crate::error::{Error, Result};
+use crate::sys::process;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -37,6 +38,40 @@ unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
+/// Addresses kept for a segment that is to come: mapping it there cannot fail for want of them.
+#[derive(Debug)]
+pub struct Addresses {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: nothing is at the addresses that a thread could touch.
+unsafe impl Send for Addresses {}
+// SAFETY: as above.
+unsafe impl Sync for Addresses {}
+
+impl Addresses {
+    /// Keeps `bytes` bytes of addresses; they cost no memory.
+    pub fn reserve(bytes: usize, purpose: impl Display) -> Result<Self> {
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE) };
+        let base = base.map_err(|errno| {
+            let free = process::address_space().map_or_else(String::new, |space| format!(", {space}"));
+            Error::config(format!("out of address space: {purpose} needs {bytes} bytes{free}: {errno}"))
+        })?;
+        let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("mmap returned the null page"))?;
+        Ok(Self { base, bytes })
+    }
+}
+
+impl Drop for Addresses {
+    fn drop(&mut self) {
+        // SAFETY: base and bytes come from mmap; whoever maps a segment here forgets the value.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
 impl Segment {
     /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
@@ -59,23 +94,30 @@ impl Segment {
 
     /// Maps the first `bytes` bytes of `file`.
     pub fn map(file: OwnedFd, bytes: usize) -> Result<Self> {
+        Self::map_at(file, Addresses::reserve(bytes, "the group's memory")?)
+    }
+
+    /// Maps as many bytes of `file` as there are `addresses`, over them.
+    pub fn map_at(file: OwnedFd, addresses: Addresses) -> Result<Self> {
+        let (base, bytes) = (addresses.base, addresses.bytes);
         let stat = rustix::fs::fstat(&file).map_err(|e| Error::os("reading the size of the group's memory", e))?;
         if (stat.st_size as u64) < bytes as u64 {
             return Err(Error::config(format!("the group's memory has {} bytes, {bytes} are needed", stat.st_size)));
         }
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
-        let base = unsafe {
+        // SAFETY: the range is that of `addresses`, where nothing else is, and whose mapping this one replaces.
+        unsafe {
             rustix::mm::mmap(
-                std::ptr::null_mut(),
+                base.as_ptr().cast(),
                 bytes,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
+                MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED,
                 &file,
                 0,
             )
         }
         .map_err(|e| Error::os(&format!("mapping {bytes} bytes of the group's memory"), e))?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| Error::internal("mmap returned the null page"))?;
+        // The segment's from here on.
+        std::mem::forget(addresses);
         Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, file }) })
     }
 

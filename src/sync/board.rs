@@ -370,6 +370,16 @@ impl Board {
         }
     }
 
+    /// Whether the process of a member is known to have ended.
+    pub fn any_ended(&self) -> bool {
+        self.any_gone.load(Ordering::Acquire)
+    }
+
+    /// How the process of `rank` has ended, if it is known to; it may have left the group before.
+    pub fn ended(&self, rank: Rank) -> Option<&String> {
+        self.gone[rank.index()].get()
+    }
+
     /// That a member's process has ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
         let (rank, how) = self.casualty()?;

@@ -222,6 +222,15 @@ pub fn descriptors() -> (Option<u64>, usize) {
     (limit, open)
 }
 
+/// What is left of the addresses that this process may use, in words; `None` where nothing limits them.
+pub fn address_space() -> Option<String> {
+    let limit = getrlimit(Resource::As).current?;
+    let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = statm.split_ascii_whitespace().next()?.parse().ok()?;
+    let free = limit.saturating_sub(pages * rustix::param::page_size() as u64);
+    Some(format!("{free} are free of RLIMIT_AS {limit}"))
+}
+
 /// The limit on open descriptors of this process.
 pub fn descriptor_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)

@@ -59,6 +59,11 @@ pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }
 
+/// That the process of a rank of the job has ended, as a sentence without its end, if a group knows of which this process is a member.
+pub fn ended(global: u32) -> Option<String> {
+    JOURNAL.get().groups().ended(global)
+}
+
 /// Keeps the calls of one rank of one group.
 pub struct Recorder {
     journal: &'static Journal,

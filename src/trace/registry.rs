@@ -159,6 +159,16 @@ impl Registry {
         }
     }
 
+    /// That the process of a rank of the job has ended, as a group of which this process is still a member knows: "rank 3 (pid 77) of group
+    /// \"default\" has ended (exited with code 1)".
+    pub(super) fn ended(&self, global: u32) -> Option<String> {
+        let open = self.records.iter().filter(|record| record.left == 0);
+        open.filter_map(|record| record.board.upgrade()).filter(|board| board.any_ended()).find_map(|board| {
+            let rank = board.ranks().find(|&rank| board.global(rank) == global)?;
+            Some(format!("{} of group \"{}\" {}", board.describe(rank), board.name(), board.ended(rank)?))
+        })
+    }
+
     /// All that are known, in the order in which they were joined.
     pub(super) fn records(&self) -> Vec<Record> {
         self.records.clone()
