@@ -203,7 +203,12 @@ pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Op
     let thread = std::thread::Builder::new().name("symm-trace".into()).spawn(move || {
         crate::sys::thread::block_signals();
         match write(journal, global) {
-            Ok(path) if tell(&path) => log::warn!("{cause}; the last calls of this process are in {}", path.display()),
+            Ok(path) if tell(&path) => {
+                let (path, folder) = (path.display(), path.parent().unwrap_or(&path).display());
+                log::warn!(
+                    "{cause}; the last calls of this process are in {path}; for those of all ranks: python -m torch_symm trace {folder}"
+                );
+            }
             Ok(_) => {}
             Err(error) => log::warn!("{cause}; the last calls of this process could not be written: {error}"),
         }

@@ -33,7 +33,7 @@ import torch_symm
 scratch: Path
 
 #: The line that a rank logs when a group fails.
-DUMPED = re.compile(r"^.*the last calls of this process are in (.*)\n", re.MULTILINE)
+DUMPED = re.compile(r"^.*the last calls of this process are in (.*?); for those of all ranks: .*\n", re.MULTILINE)
 
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
