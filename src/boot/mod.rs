@@ -315,7 +315,6 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         at: attempt.clock.started_at,
         socket: String::new(),
         nonce: token,
-        gpu: None,
         failure: None,
     };
     match &seat {

@@ -32,8 +32,6 @@ pub(super) struct Record {
     pub(super) socket: String,
     /// Random; rank 0's is the group's token.
     pub(super) nonce: [u8; 16],
-    /// Identity of the rank's GPU, if it has one.
-    pub(super) gpu: Option<String>,
     /// Why this rank cannot join.
     pub(super) failure: Option<Failure>,
 }
@@ -155,7 +153,6 @@ mod tests {
             at: 1,
             socket: String::new(),
             nonce: [rank as u8; 16],
-            gpu: None,
             failure: None,
         }
     }

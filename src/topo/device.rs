@@ -1,8 +1,5 @@
 //! What a GPU is called, and where it sits.
 
-use crate::error::{Error, Result};
-use crate::rank::{Rank, name_ranks};
-
 /// A place on the PCI bus, without the function: a GPU is function 0 whoever is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
@@ -124,21 +121,9 @@ impl Gpu {
     }
 }
 
-/// Fails if two of the `devices` are the same GPU, or the same instance of one, naming it and every rank on it.
-pub fn overlapping(devices: &[(Rank, Uuid)]) -> Result<()> {
-    for (_, uuid) in devices {
-        let here: Vec<Rank> = devices.iter().filter(|(_, other)| other == uuid).map(|(rank, _)| *rank).collect();
-        if here.len() > 1 {
-            return Err(Error::config(format!("{} use the same GPU {uuid}: each rank needs a GPU of its own", name_ranks(&here))));
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Kind;
 
     #[test]
     fn addresses_are_one_in_every_spelling() {
@@ -174,15 +159,5 @@ mod tests {
         }
         assert_eq!(NvlinkVersion::from_nvml(9), None);
         assert_eq!(NvlinkVersion::from_nvml(u32::MAX), None);
-    }
-
-    #[test]
-    fn ranks_on_one_gpu_are_named() {
-        let device = |rank, uuid| (Rank(rank), Uuid::new(uuid));
-        assert_eq!(overlapping(&[]), Ok(()));
-        assert_eq!(overlapping(&[device(0, "GPU-a"), device(1, "GPU-b")]), Ok(()));
-        let error = overlapping(&[device(0, "b"), device(1, "GPU-A"), device(2, "c"), device(5, "a")]).expect_err("1 and 5 overlap");
-        assert_eq!(error.kind, Kind::Config);
-        assert_eq!(error.message, "ranks 1 and 5 use the same GPU a: each rank needs a GPU of its own");
     }
 }
