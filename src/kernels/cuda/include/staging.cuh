@@ -166,6 +166,9 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
+// What lengths of slots, and of chunks of exchanges, are multiples of; `ALIGN` in src/coll/cuda/layout.rs is the same.
+#define START_STEP 256u
+
 // Every message has chunks of the same length.
 struct ChunkOfCall {
   // Where a chunk begins, in bytes.
@@ -181,7 +184,8 @@ struct ChunkOfCall {
 // Messages differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too long. Both ends compute
 // the same.
 struct ChunkOfMessage {
-  // In units: there is one for each rank, and registers are scarce.
+  // In steps of 256 bytes, which chunks are multiples of: 32 bits are enough for 1 TiB, more than a GPU has. There is one for each
+  // rank, and registers are scarce.
   typedef u32 Start;
   const Staging& staging;
 
@@ -192,6 +196,6 @@ struct ChunkOfMessage {
     const u32 least = staging.slot_bytes < MIN_CHUNK ? staging.slot_bytes : MIN_CHUNK;
     return chunk < least ? least : chunk < staging.slot_bytes ? chunk : staging.slot_bytes;
   }
-  DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / 16); }
-  DEVICE static u64 offset(Start start, u32 at) { return (u64)(start + at) * 16; }
+  DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
+  DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
 };
