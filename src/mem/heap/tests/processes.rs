@@ -5,6 +5,7 @@ use super::host::{PAGE, read, write};
 use super::*;
 use rustix::fd::OwnedFd;
 use rustix::pipe::pipe;
+use std::io::Write as _;
 
 /// Runs `body` in a forked child; its process id. The child ends with code 0 if `body` says so.
 pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
@@ -125,6 +126,7 @@ fn a_forked_child_harms_nothing_of_its_parents() {
 #[test]
 fn another_user_is_turned_away() {
     if !rustix::process::geteuid().is_root() {
+        let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
         return;
     }
     let (own, _) = heap(16);
