@@ -102,15 +102,7 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
         )));
     }
     if let Some((ranks, other)) = differing(&|record| record.host != first.host) {
-        let place = if first.host_name == other.host_name {
-            format!("{:?} in different containers or boots", first.host_name)
-        } else {
-            format!("{:?} and {:?}", first.host_name, other.host_name)
-        };
-        return Err(Error::config(format!(
-            "{ranks} run on different hosts ({place}); torch-symm connects the ranks of one host only \
-             until inter-host support exists"
-        )));
+        return Err(Error::config(format!("{ranks} {}", apart(first, other))));
     }
     if let Some((ranks, other)) = differing(&|record| record.uid != first.uid) {
         return Err(Error::config(format!(
@@ -133,12 +125,41 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     Ok(())
 }
 
+/// Why two ranks of different [`Host`]s cannot meet, and what helps.
+fn apart(first: &Record, other: &Record) -> String {
+    let names = if first.host_name == other.host_name {
+        format!("{:?}", first.host_name)
+    } else {
+        format!("{:?} and {:?}", first.host_name, other.host_name)
+    };
+    if first.host.boot != other.host.boot {
+        return format!(
+            "run on different hosts ({names}, which have booted apart); torch-symm connects the ranks of one host only until inter-host \
+             support exists"
+        );
+    }
+    let (namespaces, options): (Vec<&str>, Vec<&str>) = first.host.namespaces_apart(&other.host).into_iter().unzip();
+    let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
+    let help = if options.is_empty() {
+        "start them in one".into()
+    } else {
+        format!("start the containers with {}, or all ranks in one", options.join(" "))
+    };
+    let noun = if namespaces.len() == 1 { "namespace" } else { "namespaces" };
+    format!(
+        "run in different containers of one host ({names}): rank {} has another {} {noun} than rank {}; {help}",
+        other.rank,
+        namespaces.join(", "),
+        first.rank
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn record(rank: u32) -> Record {
-        let host = Host { boot: "b".into(), ipc: "i".into(), net: "n".into(), pid: "p".into(), user: "u".into() };
+        let host = Host { boot: "b".into(), ipc: "i".into(), net: "n".into(), pid: "p".into(), user: "u".into(), time: "t".into() };
         Record {
             protocol: PROTOCOL,
             version: VERSION.into(),
@@ -185,10 +206,17 @@ mod tests {
     #[test]
     fn disagreements_name_ranks_and_values() {
         type Change = fn(&mut Record);
-        let cases: [(Change, &str); 6] = [
+        let cases: [(Change, &str); 9] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
-            (|r| r.host.net = "m".into(), "ranks 0, 2 and 3 run on different hosts (\"here\" in different"),
+            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart)"),
+            (
+                |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),
+                "ranks 0, 2 and 3 run in different containers of one host (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \
+                 start the containers with --pid=host --ipc=host, or all ranks in one",
+            ),
+            (|r| r.host.net = "m".into(), "rank 2 has another net namespace than rank 0; start the containers with --network=host, or all"),
+            (|r| r.host.time = "s".into(), "rank 2 has another time namespace than rank 0; start them in one"),
             (|r| r.uid = 5, "ranks 0, 2 and 3 run as different users: rank 0 as 0, rank 2 as 5"),
             (|r| r.size = 8, "disagree on the size of group \"g\": rank 0 says 4 ranks, rank 2 8"),
             (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),

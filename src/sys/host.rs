@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
-/// Processes with equal identity share a kernel, process ids, sockets and users: what symm needs to connect them.
+/// Processes with equal identity share a kernel, process ids, sockets, users and clocks: what symm needs to connect them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
     /// Random, made by the kernel when it starts.
@@ -18,6 +18,8 @@ pub struct Host {
     pub pid: String,
     /// Namespace of user ids.
     pub user: String,
+    /// Namespace of the clocks since boot, in which /proc tells when a process started; empty where the kernel has none (before 5.6).
+    pub time: String,
 }
 
 impl Host {
@@ -28,6 +30,18 @@ impl Host {
             Some(own) => Ok(own.clone()),
             None => Self::read().map(|own| OWN.get().get_or_init(|| own).clone()),
         }
+    }
+
+    /// The namespaces in which `other` is not where this one is, each with what starts containers in one.
+    pub fn namespaces_apart(&self, other: &Self) -> Vec<(&'static str, &'static str)> {
+        let each = [
+            ("pid", "--pid=host", &self.pid, &other.pid),
+            ("ipc", "--ipc=host", &self.ipc, &other.ipc),
+            ("net", "--network=host", &self.net, &other.net),
+            ("user", "--userns=host", &self.user, &other.user),
+            ("time", "", &self.time, &other.time),
+        ];
+        each.into_iter().filter(|(_, _, own, its)| own != its).map(|(name, option, ..)| (name, option)).collect()
     }
 
     fn read() -> Result<Self> {
@@ -43,6 +57,7 @@ impl Host {
             net: namespace("net")?,
             pid: namespace("pid")?,
             user: namespace("user")?,
+            time: namespace("time").unwrap_or_default(),
         })
     }
 }
