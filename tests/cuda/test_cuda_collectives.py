@@ -82,3 +82,45 @@ def objects(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_objects_and_barrier(pool: Pool, world: int) -> None:
     pool.run(objects, world)
+
+
+GB = 1 << 30
+#: More than 32 bits count in units of 16 bytes.
+ENORMOUS = 65 * GB
+
+
+def words(first: int, count: int) -> torch.Tensor:
+    return torch.arange(first, first + count, device=device())
+
+
+def enormous(rank: int, world: int) -> int | None:
+    """One message of 65 GiB from rank 0 to rank 1, each word its own number; returns how many words came wrong."""
+    room = torch.tensor([torch.cuda.mem_get_info()[0]])
+    dist.all_reduce(room, dist.ReduceOp.MIN)
+    if int(room) < ENORMOUS + 8 * GB:
+        return None
+    part = GB // 8
+    tensor = torch.zeros(ENORMOUS if rank < 2 else 0, dtype=torch.uint8, device=device())
+    if rank == 0:
+        for first in range(0, ENORMOUS // 8, part):
+            tensor.view(torch.int64)[first : first + part] = words(first, part)
+    nothing = torch.empty(0, dtype=torch.uint8, device=device())
+    sends = [ENORMOUS if (rank, to) == (0, 1) else 0 for to in range(world)]
+    receives = [ENORMOUS if (source, rank) == (0, 1) else 0 for source in range(world)]
+    given, got = (tensor if sum(sends) else nothing), (tensor if sum(receives) else nothing)
+    dist.all_to_all_single(got, given, receives, sends)
+    wrong = 0
+    if rank == 1:
+        for first in range(0, ENORMOUS // 8, part):
+            wrong += int((tensor.view(torch.int64)[first : first + part] != words(first, part)).sum())
+    del tensor, given, got
+    torch.cuda.empty_cache()
+    return wrong
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs two GPUs with 73 GiB free")
+def test_one_message_above_64_gib(pool: Pool) -> None:
+    found = pool.run(enormous, 2, timeout=200)
+    if None in found:
+        pytest.skip("needs 73 GiB free on each of two GPUs")
+    assert found == [0, 0]

@@ -41,6 +41,8 @@ const WORDS: usize = 4096;
 const GATE_UNITS: usize = 2;
 /// Part of a page of a cache line pair; what slots are aligned to.
 const ALIGN: usize = 256;
+// Kernels count where chunks begin in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole slot.
+const _: () = assert!(ALIGN.is_multiple_of(256));
 
 /// What may run at the same time in one group. The same on all ranks: which one a call takes follows from the program alone.
 #[repr(u8)]
