@@ -9,6 +9,7 @@ use crate::coll::cpu::Runner;
 use crate::done::Done;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
+use crate::sys::thread;
 use crate::trace::{Place, Recorder};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::RangeInclusive;
@@ -244,7 +245,7 @@ impl Engine {
         let mut workers = lock(&self.workers);
         workers.retain(|worker| !worker.is_finished());
         let engine = Arc::clone(self);
-        let thread = std::thread::Builder::new().name("symm-worker".into()).spawn(move || engine.work());
+        let thread = thread::spawn("symm-worker", None, move || engine.work());
         workers.push(thread.map_err(|e| Error::internal(format!("starting a group's worker thread: {e}")))?);
         state.ready += 1;
         Ok(())

@@ -8,7 +8,7 @@ use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::rate_limit::RateLimit;
-use crate::sys::thread::{Wake, block_signals};
+use crate::sys::thread::{self, Wake};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -141,10 +141,7 @@ fn start() -> Result<Arc<Wake>> {
     let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the watcher", errno))?);
     process::report_suspects_to(&wake);
     let mine = Arc::clone(&wake);
-    std::thread::Builder::new()
-        .name("symm-watch".into())
-        .stack_size(256 << 10)
-        .spawn(move || run(&mine))
+    thread::spawn("symm-watch", Some(256 << 10), move || run(&mine))
         .map_err(|error| Error::internal(format!("the watcher thread cannot be started: {error}")))?;
     Ok(wake)
 }
@@ -171,7 +168,6 @@ fn ending(state: &State) -> Vec<Arc<OwnedFd>> {
 
 /// The thread: ends once there are no subscribers.
 fn run(wake: &Wake) {
-    block_signals();
     loop {
         let due = state().due();
         for timer in due {

@@ -209,8 +209,9 @@ impl Reception<'_> {
         loop {
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                // Interrupted: it stays readable.
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+                Err(Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(self.attempt.os("accept a connection", errno)),
             };
             let own = rustix::process::geteuid().as_raw();
@@ -293,9 +294,8 @@ impl Reception<'_> {
             loop {
                 match socket::send(socket, &answer, Some(segment.as_fd())) {
                     Ok(()) => break,
-                    Err(Errno::INTR) => {}
                     // Too many descriptors on their way to this user's processes, who are about to take them.
-                    Err(Errno::TOOMANYREFS | Errno::AGAIN) if !self.attempt.clock.remaining().is_zero() => {
+                    Err(Errno::TOOMANYREFS | Errno::AGAIN | Errno::INTR) if !self.attempt.clock.remaining().is_zero() => {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.left(rank)),

@@ -12,7 +12,7 @@ use crate::mem::{heap, vmm};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
-use crate::sys::thread::block_signals;
+use crate::sys::thread;
 use crate::trace;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -163,11 +163,10 @@ fn in_use(slot: &Slot) -> Option<Arc<Plane>> {
 pub(super) fn bury(slot: &Slot, rank: Rank) {
     let Some(plane) = in_use(slot) else { return };
     let work = move || {
-        block_signals();
         plane.bury(rank);
         give_up(plane);
     };
-    if let Err(error) = std::thread::Builder::new().name("symm-release".into()).stack_size(256 << 10).spawn(work) {
+    if let Err(error) = thread::spawn("symm-release", Some(256 << 10), work) {
         log::warn!("the GPU memory of a dead rank stays until the group is destroyed: {error}");
     }
 }

@@ -2,7 +2,9 @@
 
 use super::room::room;
 use crate::error::{Error, Result};
+use crate::sys::again::retry;
 use crate::sys::process;
+use crate::sys::thread::Undisturbed;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -171,8 +173,10 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
     if room.as_ref().is_some_and(|room| room.free < bytes as u64) {
         return Err(none(""));
     }
+    // A signal undoes what has been allocated, and a timer's would do so for ever.
+    let _undisturbed = Undisturbed::new();
     let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
-    rustix::io::retry_on_intr(allocate).map_err(|errno| none(&format!(": {errno}")))
+    retry(allocate).map_err(|errno| none(&format!(": {errno}")))
 }
 
 impl Drop for Mapping {

@@ -12,6 +12,7 @@ use crate::p2p::message::Message;
 use crate::rank::Rank;
 use crate::sync::board::{Board, YIELDS};
 use crate::sync::limit::Limit;
+use crate::sys::thread;
 use state::Lost;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -353,7 +354,7 @@ impl Transfers {
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
         if worker.is_none() {
             let this = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("symm-transfers".into()).spawn(move || this.work());
+            let thread = thread::spawn("symm-transfers", None, move || this.work());
             *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?);
         }
         Ok(())

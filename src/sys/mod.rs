@@ -1,5 +1,6 @@
 //! The smallest safe wrappers over what the kernel offers and `rustix` does not, or not in this shape.
 
+pub mod again;
 pub mod core;
 pub mod fork;
 pub mod host;

@@ -200,8 +200,7 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
 pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Option<Receiver<()>> {
     let (done, written) = channel();
     let cause = format!("{}: {cause}", kind_name(cause.kind));
-    let thread = std::thread::Builder::new().name("symm-trace".into()).spawn(move || {
-        crate::sys::thread::block_signals();
+    let thread = crate::sys::thread::spawn("symm-trace", None, move || {
         match write(journal, global) {
             Ok(path) if tell(&path) => {
                 let (path, folder) = (path.display(), path.parent().unwrap_or(&path).display());

@@ -3,6 +3,7 @@
 use super::addresses::{Addresses, Piece, Range};
 use crate::error::{Error, Result};
 use crate::mem::shm::{Segment, reserve};
+use crate::sys::again::retry;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
@@ -79,7 +80,7 @@ impl Addresses for HostMemory {
 /// Now, whoever still maps them: a peer that reads on finds zeros.
 fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    if let Err(errno) = rustix::io::retry_on_intr(|| fallocate(file, hole, offset as u64, bytes as u64)) {
+    if let Err(errno) = retry(|| fallocate(file, hole, offset as u64, bytes as u64)) {
         log::warn!("{bytes} bytes of symmetric memory stay taken: {errno}");
     }
 }

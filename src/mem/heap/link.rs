@@ -208,9 +208,8 @@ impl Link {
             };
             match socket::send(&self.socket.fd, &frame.encode(), descriptor.as_ref().map(AsFd::as_fd)) {
                 Ok(()) => drop(outbox.pop_front()),
-                Err(Errno::INTR) => {}
-                // Later: the peer is slow, or too many descriptors are on their way.
-                Err(Errno::AGAIN | Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => return,
+                // Later: the peer is slow, too many descriptors are on their way, or signals are in the way.
+                Err(Errno::AGAIN | Errno::INTR | Errno::TOOMANYREFS | Errno::NOBUFS | Errno::NOMEM) => return,
                 Err(errno) => {
                     log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
                     self.close();
@@ -226,8 +225,7 @@ impl Link {
             let mut buffer = [0; FRAME_BYTES + 1];
             let Received { length, fd, cut } = match socket::receive(&self.socket.fd, &mut buffer) {
                 Ok(received) => received,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(errno) => {
                     log::info!("the link with the symmetric memory of process {} has ended: {errno}", self.pid);
                     self.lost();

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::socket::{self, Peer, Received};
-use crate::sys::thread::{Wake, block_signals};
+use crate::sys::thread::{self, Wake};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -57,10 +57,7 @@ impl Attention {
             let failure = |errno| Error::os("eventfd of the thread for symmetric memory", errno);
             let wake = Arc::new(Wake::new().map_err(failure)?);
             let mine = Arc::clone(&wake);
-            std::thread::Builder::new()
-                .name("symm-heap".into())
-                .stack_size(512 << 10)
-                .spawn(move || run(&mine))
+            thread::spawn("symm-heap", Some(512 << 10), move || run(&mine))
                 .map_err(|error| Error::internal(format!("the thread for symmetric memory cannot be started: {error}")))?;
             state.wake = Some(wake);
         }
@@ -107,7 +104,6 @@ struct Stranger {
 }
 
 fn run(wake: &Wake) {
-    block_signals();
     let mut strangers: Vec<Stranger> = Vec::new();
     // For one turn, of `PAUSE` at most: who cannot be let in would keep the thread turning.
     let mut deaf = false;

@@ -2,7 +2,7 @@
 
 use super::occupant;
 use crate::error::{Error, Result};
-use crate::sys::{interrupt, random, socket};
+use crate::sys::{interrupt, random, socket, thread};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
@@ -56,9 +56,9 @@ impl Address {
         let (sender, receiver) = mpsc::channel();
         let name = host.to_owned();
         // getaddrinfo knows no deadline; a late answer goes nowhere.
-        let looked_up = std::thread::Builder::new()
-            .name("symm-resolve".into())
-            .spawn(move || sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
+        let looked_up = thread::spawn("symm-resolve", None, move || {
+            sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>))
+        });
         looked_up.map_err(|error| Error::internal(format!("a thread to look up {host:?}: {error}")))?;
         let answer = loop {
             let left = deadline.saturating_duration_since(Instant::now());

@@ -90,8 +90,7 @@ impl Connection {
         while !bytes.is_empty() {
             match send(&self.socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(count) => bytes = &bytes[count..],
-                Err(Errno::AGAIN) => self.ready(PollFlags::OUT, deadline)?,
-                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN | Errno::INTR) => self.ready(PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(Broken::Closed(Some(errno))),
             }
         }

@@ -142,10 +142,9 @@ impl EventLoop {
 /// and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
 fn make_room() {
     let grow = || {
-        crate::sys::thread::block_signals();
         let highest = i32::try_from(process::descriptor_limit().min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);
         // Where it cannot be had, clients wait.
         let _ = eventfd(0, EventfdFlags::CLOEXEC).and_then(|one| fcntl_dupfd_cloexec(&one, highest));
     };
-    let _ = std::thread::Builder::new().name("symm-room".into()).spawn(grow);
+    let _ = crate::sys::thread::spawn("symm-room", None, grow);
 }

@@ -4,6 +4,7 @@ use crate::store::tcp::address::peer_name;
 use crate::store::tcp::frame::LENGTH;
 use crate::store::tcp::limits::MAX_FRAME;
 use crate::store::tcp::proof::{self, HELLO, Nonce};
+use crate::sys::again::retry;
 use bytes::{Buf, Bytes};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -140,13 +141,13 @@ impl Connection {
             (_, None) => FIRST,
         };
         self.input.resize(have + room, 0);
-        let outcome = recv(&self.socket, &mut self.input[have..], RecvFlags::DONTWAIT).map(|(count, _)| count);
+        let outcome = retry(|| recv(&self.socket, &mut self.input[have..], RecvFlags::DONTWAIT)).map(|(count, _)| count);
         self.input.truncate(have + outcome.unwrap_or(0));
         self.drained = outcome.map_or(true, |count| count < room);
         match outcome {
             Ok(0) => Input::Closed,
             Ok(count) => self.complete().unwrap_or(if count == room { Input::More } else { Input::Nothing }),
-            Err(Errno::AGAIN | Errno::INTR) => Input::Nothing,
+            Err(Errno::AGAIN) => Input::Nothing,
             Err(_) => Input::Closed,
         }
     }
@@ -195,7 +196,7 @@ impl Connection {
                     }
                 }
                 Err(Errno::AGAIN) => return Output::Blocked,
-                Err(Errno::INTR) => {}
+                Err(Errno::INTR) => return Output::More,
                 Err(_) => return Output::Closed,
             }
         }

@@ -13,7 +13,7 @@ mod service;
 use super::address::{Address, Listeners};
 use super::limits::Limits;
 use crate::error::{Error, Result};
-use crate::sys::{fork, interrupt, process};
+use crate::sys::{fork, interrupt, process, thread};
 use event_loop::EventLoop;
 use mio::{Poll, Token, Waker};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,7 +70,7 @@ impl Server {
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
         let shared = Arc::<Shared>::default();
         let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone()).map_err(fail)?;
-        let thread = std::thread::Builder::new().name("symm-store".into()).spawn(move || event_loop.run()).map_err(fail)?;
+        let thread = thread::spawn("symm-store", None, move || event_loop.run()).map_err(fail)?;
         Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
     }
 
