@@ -26,6 +26,7 @@ class StoreHandle {
       int64_t timeout_ms) const noexcept = 0;
   virtual bool extended() const = 0;
   virtual int64_t timeout_ms() const = 0;
+  virtual rust::String name() const = 0;
 };
 
 // Python's signals. What its function guarantees stands in src/bridge.rs.

@@ -235,6 +235,8 @@ pub mod ffi {
         fn extended(self: &StoreHandle) -> bool;
         /// The store's own timeout; 0: none.
         fn timeout_ms(self: &StoreHandle) -> i64;
+        /// What errors call it: its class, and where its server is.
+        fn name(self: &StoreHandle) -> String;
 
         /// Python's signals.
         type InterruptHandle;

@@ -4,7 +4,9 @@
 use rustix::fd::OwnedFd;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Value, json};
+use std::os::fd::AsFd;
 use std::process::{Child, Command};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,9 +14,12 @@ use symm::boot::{JoinSpec, Joined, Member, join};
 use symm::error::{Error, Kind, Result};
 use symm::rank::Rank;
 use symm::store::Store;
+use symm::store::file::FileStore;
+use symm::store::lane::Lane;
 use symm::store::memory::MemoryStore;
 use symm::store::request::{Op, Request};
 use symm::store::table::Reply;
+use symm::sys::lock::{Mode, try_lock};
 use symm::sys::process::{self, ProcessId};
 use symm::sys::socket;
 use symm::watch::watch;
@@ -192,6 +197,47 @@ fn a_late_rank_learns_why_the_others_left() {
     assert!(started.elapsed() < Duration::from_millis(1500));
     assert_eq!(error(&outcome).kind, Kind::Timeout);
     assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
+}
+
+/// Does not answer what would write, whatever the limit, until it is let go.
+struct Stopped {
+    inner: MemoryStore,
+    go: Mutex<Receiver<()>>,
+}
+
+impl Store for Stopped {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        if request.op.writes() {
+            let _ = self.go.lock().unwrap().recv();
+        }
+        self.inner.call(request, limit)
+    }
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_named_at_the_deadline() {
+    let _flat = Flat::start();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let file = FileStore::open(&path, 2).unwrap();
+    let lock = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert!(try_lock(lock.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
+    let (go, stopped) = channel();
+    let lane = Lane::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
+    let holder = format!("is held by process {} (alive, ", std::process::id());
+    let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&lane, "the store at x:1 did not answer CompareSet within ")];
+    for (store, expected) in cases {
+        let started = Instant::now();
+        let outcome = join(store, &spec("g", 1, 2, SHORT));
+        assert!(started.elapsed() < SHORT + Duration::from_secs(1), "{:?}", started.elapsed());
+        let Error { kind, message } = error(&outcome);
+        assert_eq!(*kind, Kind::Timeout);
+        let begin =
+            format!("rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet of \"symm/g/0/1\" was not", std::process::id());
+        assert!(message.starts_with(&begin) && message.contains(expected), "{message}");
+    }
+    drop((go, lane, lock));
+    drop(file);
 }
 
 #[test]

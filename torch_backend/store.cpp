@@ -1,7 +1,12 @@
 #include "store.hpp"
 
+#include <c10/util/Type.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
 #include <chrono>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "errors.hpp"
@@ -120,6 +125,19 @@ bool TorchStore::extended() const {
 
 int64_t TorchStore::timeout_ms() const {
   return store_->getTimeout().count();
+}
+
+rust::String TorchStore::name() const {
+  auto store = store_;
+  if (const auto* part = dynamic_cast<::c10d::PrefixStore*>(store.get())) {
+    store = const_cast<::c10d::PrefixStore*>(part)->getUnderlyingNonPrefixStore();
+  }
+  const auto& one = *store;
+  auto name = "the store (" + c10::demangle(typeid(one).name()) + ")";
+  if (const auto* tcp = dynamic_cast<const ::c10d::TCPStore*>(store.get())) {
+    name += " at " + tcp->getHost() + ":" + std::to_string(tcp->getPort());
+  }
+  return rust::String::lossy(name);
 }
 
 } // namespace symm

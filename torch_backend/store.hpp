@@ -19,6 +19,7 @@ class TorchStore final : public StoreHandle {
       int64_t timeout_ms) const noexcept override;
   bool extended() const override;
   int64_t timeout_ms() const override;
+  rust::String name() const override;
 
  private:
   c10::intrusive_ptr<::c10d::Store> store_;

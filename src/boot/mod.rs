@@ -25,6 +25,7 @@ use crate::mem::shm::Addresses;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::prefix::PrefixStore;
+use crate::store::until::Until;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::{interrupt, random};
@@ -279,8 +280,9 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
     if size > MAX_SIZE {
         return Err(Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports ({MAX_SIZE})", spec.group)));
     }
-    let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), store);
     let clock = Clock::start(spec.timeout);
+    let purpose = format!("rank {rank} (pid {}) could not join group {:?} of {size} ranks", std::process::id(), spec.group);
+    let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), Until::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, Host::own()?, random::bytes()?)));
     // Who cannot find out about itself still says so in a record, which is of no host.
     let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, Host::default(), [0; 16]);

@@ -8,7 +8,9 @@ use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
+use crate::store::lane::Lane;
 use crate::sync::site::Site;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// A group, or the reason why it never came to be.
@@ -142,7 +144,10 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec
             is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
         };
-        group = Group::join(&TorchStore::new(store), &options);
+        let store = TorchStore::new(store);
+        let name = store.name()?;
+        // The lane goes before an answer is looked at: it ends with what it does, or leaves it behind.
+        group = Lane::new(Arc::new(store), name).and_then(|lane| Group::join(&lane, &options));
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }

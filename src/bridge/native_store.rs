@@ -10,6 +10,7 @@ use crate::store::memory::MemoryStore;
 use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
 use crate::store::tcp::{TcpOptions, TcpStore};
+use crate::store::until::Within;
 use crate::store::{MAX_TIMEOUT, Store};
 use crate::sys::interrupt;
 use bytes::Bytes;
@@ -107,7 +108,8 @@ impl NativeStore {
             let op = Op::from_code(op.repr).ok_or_else(|| Error::value(format!("operation {} is unknown", op.repr)))?;
             let keys = keys.iter().map(|key| text(key.data)).collect::<Result<_>>()?;
             let request = Request { amount, ..Request::new(op, keys, values.iter().map(|value| value.data).collect()) };
-            reply = self.store()?.call(&request, Some(limit(timeout_ms)?))?;
+            let limit = limit(timeout_ms)?;
+            reply = self.store()?.call(&request, Some(Within::left().map_or(limit, |left| limit.min(left))))?;
             Ok(())
         });
         answer(status, reply)

@@ -4,6 +4,7 @@ use super::ffi::{Piece, StoreHandle, StoreOp};
 use crate::error::{Error, Kind, Result};
 use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
+use crate::store::until::Within;
 use crate::store::{MAX_TIMEOUT, Store, timed_out};
 use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
@@ -31,6 +32,8 @@ unsafe impl Sync for TorchStore {}
 impl Store for TorchStore {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         request.check()?;
+        // For stores of ours behind c10d's interface, which takes no limit.
+        let _within = Within::limit(limit);
         match request.op {
             Op::Wait => self.wait(request, limit),
             Op::Get | Op::MultiGet => {
@@ -70,6 +73,11 @@ impl TorchStore {
         Self(store)
     }
 
+    /// What errors call it.
+    pub(super) fn name(&self) -> Result<String> {
+        Ok(self.handle()?.name())
+    }
+
     fn handle(&self) -> Result<&StoreHandle> {
         self.0.as_ref().ok_or_else(|| Error::config("the store is missing"))
     }
@@ -90,7 +98,8 @@ impl TorchStore {
         let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
         if answer.status.kind != 0 {
             // c10d's name for a timeout covers other failures too, and what does not wait has no timeout.
-            let kind = Kind::from_code(answer.status.kind).filter(|&kind| kind != Kind::Timeout || request.op.waits());
+            let late = request.op.waits() || Within::left().is_some_and(|left| left.is_zero());
+            let kind = Kind::from_code(answer.status.kind).filter(|&kind| kind != Kind::Timeout || late);
             let kind = kind.unwrap_or(Kind::Config);
             return Err(Error { kind, message: format!("the store failed at {:?}: {}", request.op, answer.status.message) });
         }

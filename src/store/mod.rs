@@ -5,12 +5,14 @@
 //! [`request::Request`]s; the methods of [`Store`] are those of `c10d::Store`.
 
 pub mod file;
+pub mod lane;
 pub mod load;
 pub mod memory;
 pub mod prefix;
 pub mod request;
 pub mod table;
 pub mod tcp;
+pub mod until;
 
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};

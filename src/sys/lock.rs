@@ -1,8 +1,13 @@
 //! Advisory locks on single bytes of a file. They belong to the open file, not to the process: threads that open it each
 //! for themselves exclude one another, closing another descriptor of it releases nothing, and a killed holder lets go.
 
+use super::again::retry;
 use rustix::fd::{AsRawFd, BorrowedFd};
 use rustix::io::{Errno, Result};
+use std::time::{Duration, Instant};
+
+/// How long it may take to find who holds a lock.
+const SEARCH: Duration = Duration::from_millis(100);
 
 /// With whom a lock can be held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +36,29 @@ pub fn unlock(file: BorrowedFd<'_>, byte: u64) -> Result<()> {
     set(file, byte, libc::F_UNLCK)
 }
 
+/// A process that holds `byte` of `file`, as far as /proc shows: the kernel does not tell whose a lock is that belongs to an open file.
+pub fn holder(file: BorrowedFd<'_>, byte: u64) -> Option<u32> {
+    let give_up = Instant::now() + SEARCH;
+    let own = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()?;
+    let range = format!(" {byte} {byte}");
+    for process in std::fs::read_dir("/proc").ok()?.flatten() {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Ok(open) = std::fs::read_dir(process.path().join("fd")) else { continue };
+        for one in open.flatten() {
+            if Instant::now() >= give_up {
+                return None;
+            }
+            if std::fs::read_link(one.path()).is_ok_and(|path| path == own)
+                && let Ok(info) = std::fs::read_to_string(process.path().join("fdinfo").join(one.file_name()))
+                && info.lines().any(|line| line.starts_with("lock:") && line.ends_with(&range))
+            {
+                return Some(pid);
+            }
+        }
+    }
+    None
+}
+
 fn set(file: BorrowedFd<'_>, byte: u64, kind: i32) -> Result<()> {
     let start = i64::try_from(byte).map_err(|_| Errno::OVERFLOW)?;
     // SAFETY: all-zero is a value of this structure of integers.
@@ -40,7 +68,7 @@ fn set(file: BorrowedFd<'_>, byte: u64, kind: i32) -> Result<()> {
     range.l_whence = libc::SEEK_SET as libc::c_short;
     range.l_start = start;
     range.l_len = 1;
-    rustix::io::retry_on_intr(|| {
+    retry(|| {
         // SAFETY: `file` is open while it is borrowed, and the request reads a `flock`, which `range` is.
         let status = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
         if status == 0 {
@@ -63,6 +91,7 @@ mod tests {
         assert!(lock(&first, 7, Mode::Shared) && lock(&second, 7, Mode::Shared));
         assert!(!lock(&first, 7, Mode::Exclusive), "shared by two");
         assert!(lock(&second, 8, Mode::Exclusive), "another byte");
+        assert_eq!([holder(first.as_fd(), 8), holder(first.as_fd(), 9)], [Some(std::process::id()), None]);
         unlock(second.as_fd(), 7).expect("unlocked");
         assert!(lock(&first, 7, Mode::Exclusive), "by the last one");
         assert!(!lock(&second, 7, Mode::Shared));

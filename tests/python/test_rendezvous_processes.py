@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,28 @@ def test_torchrun(backend: str, method: str, restarts: int, tmp_path: Path) -> N
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [str(restarts)] * 3
+
+
+def _server_stops(rank: int, world_size: int) -> tuple[str, float]:
+    serve = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True); "
+    serve += "print(s.port, flush=True); sys.stdin.read()"
+    server = subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()))
+        server.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
+        except torch_symm.SymmTimeout as error:
+            return str(error), time.monotonic() - started
+        return "formed", 0.0
+    finally:
+        server.kill()
+
+
+def test_a_stopped_server_of_torchs_store_is_named_at_the_deadline() -> None:
+    [(message, seconds)] = run_ranks(_server_stops, 1, backend=None)
+    assert "the store (c10d::TCPStore) at 127.0.0.1:" in message
+    assert "did not answer Check within" in message
+    assert 1 <= seconds < 2.2

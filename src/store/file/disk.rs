@@ -6,11 +6,11 @@ use super::wait::Pauses;
 use crate::error::{Error, Result};
 use crate::sys::fork::Unshared;
 use crate::sys::lock::{self, Mode};
+use crate::sys::{again::retry, process};
 use rustix::fs::{fstat, ftruncate};
-use rustix::io::Errno;
+use rustix::io::{Errno, pread, pwrite};
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 /// Held during an operation. Far behind the data, for on some network file systems a locked byte cannot be read.
@@ -41,16 +41,14 @@ impl Disk {
         self.place.os(what, errno)
     }
 
-    fn io(&self, what: &str, error: &std::io::Error) -> Error {
-        match Errno::from_io_error(error) {
-            Some(errno) => self.os(what, errno),
-            None => Error::internal(format!("{what} the file store {:?}: {error}", self.place.given)),
+    pub(super) fn write(&self, mut bytes: &[u8], mut at: u64) -> Result<()> {
+        while !bytes.is_empty() {
+            // 0 of some bytes is what no file does.
+            let count = retry(|| pwrite(&self.file, bytes, at)).and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
+            let count = count.map_err(|errno| self.os(&format!("write {} bytes at byte {at} of", bytes.len()), errno))?;
+            (bytes, at) = (&bytes[count..], at + count as u64);
         }
-    }
-
-    pub(super) fn write(&self, bytes: &[u8], at: u64) -> Result<()> {
-        let written = self.file.write_all_at(bytes, at);
-        written.map_err(|error| self.io(&format!("write {} bytes at byte {at} of", bytes.len()), &error))
+        Ok(())
     }
 
     pub(super) fn empty(&self) -> Result<()> {
@@ -81,7 +79,11 @@ impl Disk {
     }
 
     pub(super) fn locked_by_another(&self) -> Error {
-        Error::timeout(format!("the lock of the file store {:?} is held by another process", self.place.given))
+        let holder = lock::holder(self.file.as_fd(), OPERATION).map_or_else(
+            || "another process".into(),
+            |pid| format!("process {pid} ({})", process::state(pid).unwrap_or("which has just ended")),
+        );
+        Error::timeout(format!("the lock of the file store {:?} is held by {holder}", self.place.given))
     }
 
     /// Becomes the only user, if there is no other.
@@ -116,11 +118,10 @@ impl Source for Disk {
     fn read(&self, buffer: &mut [u8], at: u64) -> Result<usize> {
         let mut count = 0;
         while count < buffer.len() {
-            match self.file.read_at(&mut buffer[count..], at + count as u64) {
+            match retry(|| pread(&self.file, &mut buffer[count..], at + count as u64)) {
                 Ok(0) => break,
                 Ok(more) => count += more,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(self.io(&format!("read byte {at} of"), &error)),
+                Err(errno) => return Err(self.os(&format!("read byte {at} of"), errno)),
             }
         }
         Ok(count)

@@ -242,7 +242,7 @@ mod tests {
         let held = second.disk.try_hold(Mode::Exclusive).expect("locks are offered");
         assert!(held.is_some());
         let error = first.call(&get, Some(Duration::from_millis(5))).expect_err("a writer has it");
-        assert!(error.message.contains("is held by another process"), "{error}");
+        assert!(error.message.contains(&format!("is held by process {} (alive", std::process::id())), "{error}");
         drop(held);
         assert_eq!(first.call(&get, None), Ok(Reply::Value("v".into())));
     }

@@ -1,0 +1,164 @@
+//! A store of others whose operations know no limit: each is done on a thread of its own, where it can be given up.
+
+use super::Store;
+use super::request::Request;
+use super::table::Reply;
+use crate::error::{Error, Result};
+use crate::sys::interrupt;
+use crate::sys::thread;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// So long after its limit an operation may still say itself what was missing.
+const GRACE: Duration = Duration::from_millis(150);
+
+/// An operation on its way to the thread.
+struct Job {
+    request: Vec<u8>,
+    limit: Duration,
+    give_up: Instant,
+    answer: Sender<Result<Reply>>,
+}
+
+/// A store that does one operation after another and answers each within its limit, though `store` may not.
+///
+/// An operation that is given up stays with its thread, which holds the store until the operation ends, and may take effect then; those
+/// behind it are never begun once their own time is over.
+pub struct Lane {
+    name: String,
+    jobs: Option<Mutex<Sender<Job>>>,
+    given_up: AtomicUsize,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Lane {
+    /// Of `store`, which errors call `name`.
+    pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
+        let (jobs, queue) = channel();
+        let thread = thread::spawn("symm-join", None, move || run(&*store, &queue))
+            .map_err(|error| Error::internal(format!("the thread for calls of {name} cannot be started: {error}")))?;
+        Ok(Self { name, jobs: Some(Mutex::new(jobs)), given_up: AtomicUsize::new(0), thread: Some(thread) })
+    }
+
+    fn late(&self, request: &Request<'_>, limit: Duration) -> Error {
+        self.given_up.fetch_add(1, Ordering::Relaxed);
+        Error::timeout(format!(
+            "{} did not answer {:?} within {} ms (timeout): its process is stopped or overloaded",
+            self.name,
+            request.op,
+            limit.as_millis()
+        ))
+    }
+}
+
+fn run(store: &dyn Store, queue: &Receiver<Job>) {
+    for Job { request, limit, give_up, answer } in queue {
+        let left = give_up.saturating_duration_since(Instant::now());
+        if !left.is_zero() {
+            let done = Request::decode(&request).and_then(|request| store.call(&request, Some(limit.min(left))));
+            // Nobody may wait for it any more.
+            let _ = answer.send(done);
+        }
+    }
+}
+
+impl Store for Lane {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let limit = limit.unwrap_or(super::DEFAULT_TIMEOUT).min(super::MAX_TIMEOUT);
+        let give_up = Instant::now() + limit + GRACE;
+        let gone = || Error::internal(format!("the thread for calls of {} has ended", self.name));
+        let (answer, done) = channel();
+        let mut bytes = Vec::new();
+        request.encode(&mut bytes);
+        let job = Job { request: bytes, limit, give_up, answer };
+        let jobs = self.jobs.as_ref().ok_or_else(gone)?;
+        jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job).map_err(|_| gone())?;
+        loop {
+            let left = give_up.saturating_duration_since(Instant::now());
+            match done.recv_timeout(left.min(interrupt::LOOK)) {
+                Ok(outcome) => return outcome,
+                Err(RecvTimeoutError::Timeout) if left > interrupt::LOOK => {
+                    interrupt::check().inspect_err(|_| {
+                        self.given_up.fetch_add(1, Ordering::Relaxed);
+                    })?;
+                }
+                Err(RecvTimeoutError::Timeout) => return Err(self.late(request, limit)),
+                // A job is dropped without an answer where its time was over before it began, or by a panic.
+                Err(RecvTimeoutError::Disconnected) if left.is_zero() => return Err(self.late(request, limit)),
+                Err(RecvTimeoutError::Disconnected) => return Err(gone()),
+            }
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        // After an operation that was given up nobody knows when the thread ends.
+        if let Some(thread) = self.thread.take()
+            && (self.given_up.load(Ordering::Relaxed) == 0 || thread.is_finished())
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+    use crate::store::memory::MemoryStore;
+    use crate::store::request::Op;
+    use std::sync::mpsc;
+
+    /// Blocks in `Add` until it is released, whatever its limit.
+    struct Stopped {
+        inner: MemoryStore,
+        release: Mutex<mpsc::Receiver<()>>,
+        gone: mpsc::Sender<()>,
+    }
+
+    impl Store for Stopped {
+        fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+            if request.op == Op::Add {
+                let _ = self.release.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            }
+            self.inner.call(request, limit)
+        }
+    }
+
+    impl Drop for Stopped {
+        fn drop(&mut self) {
+            let _ = self.gone.send(());
+        }
+    }
+
+    #[test]
+    fn what_the_store_answers_comes_through() {
+        let lane = Lane::new(Arc::new(MemoryStore::new()), "a store".into()).expect("starts");
+        lane.set("a", b"1").expect("set");
+        assert_eq!(lane.get("a", None).expect("there"), "1");
+        let error = lane.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
+        assert!(error.kind == Kind::Timeout && error.message.contains("\"b\""), "{error}");
+    }
+
+    #[test]
+    fn a_store_that_does_not_answer_is_given_up_and_let_go_when_it_does() {
+        let ((release, released), (gone, is_gone)) = (mpsc::channel(), mpsc::channel());
+        let lane = Lane::new(Arc::new(Stopped { inner: MemoryStore::new(), release: Mutex::new(released), gone }), "the store".into());
+        let lane = lane.expect("starts");
+        let started = Instant::now();
+        let call = |op, values| lane.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
+        let error = call(Op::Add, vec![]).expect_err("it blocks");
+        assert_eq!(error.message, "the store did not answer Add within 50 ms (timeout): its process is stopped or overloaded");
+        // Behind it.
+        assert_eq!(call(Op::Set, vec![b"v"]).expect_err("it blocks").kind, Kind::Timeout);
+        drop(lane);
+        assert!(started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(), "the store lives while it is in use");
+        drop(release);
+        is_gone.recv_timeout(Duration::from_secs(10)).expect("let go by the thread that was left behind");
+    }
+}
