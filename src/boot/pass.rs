@@ -1,16 +1,20 @@
 //! Descriptors from every rank to every other, once a group has met.
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::sys::random;
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
+use std::collections::VecDeque;
 use std::time::Duration;
 
 /// Bytes of a listener's name.
 pub const NAME_BYTES: usize = 40;
+
+/// Connections kept beside those of the peers that have not said who they are.
+const GUESTS: usize = 32;
 
 /// Where a rank receives.
 #[derive(Debug)]
@@ -63,30 +67,24 @@ impl Mailbox {
             // Kept until all is done: closing it would be read as an end before the message.
             sent.push(socket);
         }
-        let mut got: Vec<Option<OwnedFd>> = names.iter().map(|_| None).collect();
-        let mut left = names.len() - 1;
-        let other_users = RateLimit::new();
-        while left > 0 {
-            let socket = self.patiently(limit, hope, "wait for a peer", || socket::accept(&self.listener))?;
-            let peer = socket::peer(&socket).map_err(os("identify a peer"))?;
-            // Abstract names stand in /proc/net/unix for everybody: strangers may knock, and are not listened to.
-            if peer.uid != own {
-                other_users.warn(format_args!("user {} (process {}) knocked at the mailbox of this rank; refused", peer.uid, peer.pid));
-                continue;
+        let mut inbox = Inbox {
+            got: names.iter().map(|_| None).collect(),
+            guests: VecDeque::new(),
+            me,
+            pids,
+            own,
+            refused: None,
+            lines: RateLimit::new(),
+        };
+        loop {
+            inbox.welcome(&self.listener)?;
+            inbox.hear();
+            if inbox.got.iter().filter(|fd| fd.is_none()).count() == 1 {
+                return Ok(inbox.got);
             }
-            let mut buffer = [0; 8];
-            let received: Received = self.patiently(limit, hope, "receive", || socket::receive(&socket, &mut buffer))?;
-            let rank = u32::from_le_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]) as usize;
-            // A process in another pid namespace shows as 0 here, and its own id is another there.
-            let known = rank < pids.len() && (peer.pid == 0 || peer.pid == pids[rank] || !pids.contains(&peer.pid));
-            let whole = received.length == 4 && !received.cut && received.fd.is_some();
-            if !known || !whole || rank == me || got[rank].is_some() {
-                return Err(Error::config(format!("process {} of user {} sent no descriptor of this group", peer.pid, peer.uid)));
-            }
-            got[rank] = received.fd;
-            left -= 1;
+            let turned_away = || inbox.refused.as_ref().map_or_else(String::new, |who| format!("; {who} was turned away"));
+            wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late("hear from all peers", limit, &turned_away())))?;
         }
-        Ok(got)
     }
 
     fn patiently<T>(
@@ -94,29 +92,104 @@ impl Mailbox {
         limit: &Limit,
         hope: &dyn Fn() -> Result<()>,
         what: &str,
-        step: impl FnMut() -> rustix::io::Result<T>,
+        mut step: impl FnMut() -> rustix::io::Result<T>,
     ) -> Result<T> {
-        let mut step = step;
         loop {
             match step() {
                 Ok(value) => return Ok(value),
-                Err(Errno::AGAIN | Errno::INTR) if limit.left().is_some() => {
-                    hope()?;
-                    std::thread::sleep(Duration::from_micros(100));
-                }
-                Err(Errno::AGAIN) => {
-                    let text = format!("passing descriptors of GPU memory: could not {what} within {:.1} s", limit.waited().as_secs_f32());
-                    return Err(Error { kind: Kind::Timeout, message: text });
-                }
+                Err(Errno::AGAIN | Errno::INTR) => wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late(what, limit, "")))?,
                 Err(errno) => return Err(os(what)(errno)),
             }
         }
     }
 }
 
+/// A moment; fails with the error of `hope`, or without one where the time is over.
+fn wait(limit: &Limit, hope: &dyn Fn() -> Result<()>) -> std::result::Result<(), Option<Error>> {
+    if limit.left().is_none() {
+        return Err(None);
+    }
+    hope()?;
+    std::thread::sleep(Duration::from_micros(100));
+    Ok(())
+}
+
+fn late(what: &str, limit: &Limit, remark: &str) -> Error {
+    let waited = limit.waited().as_secs_f32();
+    Error::timeout(format!("passing descriptors of GPU memory: could not {what} within {waited:.1} s{remark}"))
+}
+
+/// What has come to one rank.
+struct Inbox<'a> {
+    /// By rank.
+    got: Vec<Option<OwnedFd>>,
+    /// Connections that have said nothing yet: they keep nobody waiting. The oldest goes where there are too many.
+    guests: VecDeque<(OwnedFd, socket::Peer)>,
+    me: usize,
+    pids: &'a [u32],
+    own: u32,
+    /// Who said something else last: abstract names stand in /proc/net/unix for everybody, and whoever knocks there stops nobody.
+    refused: Option<String>,
+    lines: RateLimit,
+}
+
+impl Inbox<'_> {
+    fn welcome(&mut self, listener: &OwnedFd) -> Result<()> {
+        // One turn: who knocks without end has the others heard all the same.
+        for _ in 0..GUESTS {
+            let socket = match socket::accept(listener) {
+                Ok(socket) => socket,
+                Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
+                Err(Errno::CONNABORTED) => continue,
+                Err(errno) => return Err(os("wait for a peer")(errno)),
+            };
+            match socket::peer(&socket) {
+                Ok(peer) if peer.uid == self.own => self.guests.push_back((socket, peer)),
+                Ok(peer) => self.refuse(peer),
+                Err(_) => {}
+            }
+            if self.guests.len() > GUESTS + self.pids.len() {
+                self.guests.pop_front();
+            }
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self) {
+        for _ in 0..self.guests.len() {
+            let Some((socket, peer)) = self.guests.pop_front() else { return };
+            let mut buffer = [0; 8];
+            match socket::receive(&socket, &mut buffer) {
+                Ok(received) => self.take(received, buffer, peer),
+                Err(Errno::AGAIN | Errno::INTR) => self.guests.push_back((socket, peer)),
+                Err(_) => self.refuse(peer),
+            }
+        }
+    }
+
+    fn take(&mut self, received: Received, buffer: [u8; 8], peer: socket::Peer) {
+        let rank = u32::from_le_bytes([buffer[0], buffer[1], buffer[2], buffer[3]]) as usize;
+        // A process in another pid namespace shows as 0 here, and its own id is another there.
+        let known = rank < self.pids.len() && (peer.pid == 0 || peer.pid == self.pids[rank] || !self.pids.contains(&peer.pid));
+        let whole = received.length == 4 && !received.cut && received.fd.is_some();
+        if known && whole && rank != self.me && self.got[rank].is_none() {
+            self.got[rank] = received.fd;
+        } else {
+            self.refuse(peer);
+        }
+    }
+
+    fn refuse(&mut self, peer: socket::Peer) {
+        let who = format!("process {} of user {}, which sent no descriptor of this group,", peer.pid, peer.uid);
+        self.lines.warn(format_args!("{who} knocked at the mailbox of this rank and was turned away"));
+        self.refused = Some(who);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Kind;
     use rustix::fd::AsFd;
     use std::time::Instant;
 
@@ -169,14 +242,33 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_descriptor_is_refused() {
+    fn who_knocks_without_a_descriptor_keeps_nobody_from_meeting() {
         let (one, other) = (Mailbox::open(2).expect("opens"), Mailbox::open(2).expect("opens"));
         let file = tempfile::tempfile().expect("a file");
-        let limit = Limit::from(Instant::now(), Duration::from_secs(10));
+        let limit = |seconds| Limit::from(Instant::now(), Duration::from_secs_f32(seconds));
         let (names, pids) = ([one.name(), other.name()], [std::process::id(); 2]);
-        let socket = socket::connect_to(&String::from_utf8_lossy(&one.name())).expect("connects");
-        socket::send(&socket, &1u32.to_le_bytes(), None).expect("sent");
-        let error = one.exchange(0, &names, &pids, file.as_fd(), &limit, &|| Ok(())).expect_err("no descriptor");
-        assert_eq!(error.kind, Kind::Config, "{error}");
+        let knock = || socket::connect_to(&String::from_utf8_lossy(&one.name())).expect("connects");
+        let (_silent, wrong) = (knock(), knock());
+        socket::send(&wrong, &1u32.to_le_bytes(), None).expect("sent");
+        let error = one.exchange(0, &names, &pids, file.as_fd(), &limit(0.05), &|| Ok(())).expect_err("the peer sends nothing");
+        assert!(error.kind == Kind::Timeout && error.message.contains("sent no descriptor of this group, was turned away"), "{error}");
+        let wrong = knock();
+        socket::send(&wrong, &[7; 8], None).expect("sent");
+        std::thread::scope(|scope| {
+            let (names, pids, file) = (&names, &pids, &file);
+            let there = scope.spawn(move || other.exchange(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())));
+            let got = one.exchange(0, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())).expect("exchanged");
+            assert!(got[1].is_some() && there.join().expect("no panic").expect("exchanged")[0].is_some());
+        });
+    }
+
+    #[test]
+    fn a_limit_holds_whatever_is_in_the_way() {
+        let mailbox = Mailbox::open(1).expect("opens");
+        for errno in [Errno::AGAIN, Errno::INTR] {
+            let limit = Limit::from(Instant::now(), Duration::from_millis(20));
+            let error = mailbox.patiently(&limit, &|| Ok(()), "try", || Err::<(), _>(errno)).expect_err("never");
+            assert_eq!(error.kind, Kind::Timeout, "{errno}: {error}");
+        }
     }
 }
