@@ -309,7 +309,7 @@ impl Group {
         let (name, since) = (self.board.name(), Instant::now());
         self.refusals.forget();
         let launched = self.disconnect(limit);
-        if !self.engine.drain(limit) {
+        if !self.engine.drain(limit.saturating_sub(since.elapsed())) {
             let (me, seconds) = (self.board.describe(self.board.rank()), since.elapsed().as_secs_f32());
             self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
         }
