@@ -104,7 +104,7 @@ mutants: tools
 # Random collectives and faults on real processes, each result and each failure checked. SOAK_FLAGS="--seed 1 --ranks 6", --help tells more.
 SOAK_MINUTES ?= 60
 soak: build
-	$(BIN)/python tests/punisher --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
+	$(BIN)/python tests/soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
 
 # Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--help tells the rest.
 faults: build

@@ -50,11 +50,21 @@ print(sysconfig.get_paths()['include'])
 
     fn sources(folder: &str) -> Vec<PathBuf> {
         println!("cargo::rerun-if-changed={folder}");
-        let entries = std::fs::read_dir(folder).expect("the folder is part of the repository");
-        let mut found: Vec<PathBuf> =
-            entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.extension().is_some_and(|e| e == "cpp")).collect();
+        let mut found = Vec::new();
+        add_sources(Path::new(folder), &mut found);
         found.sort();
         found
+    }
+
+    fn add_sources(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).expect("the folder is part of the repository") {
+            let path = entry.expect("a readable folder").path();
+            if path.is_dir() {
+                add_sources(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "cpp") {
+                found.push(path);
+            }
+        }
     }
 
     /// Directives that keep the symbols through which Rust and C++ meet inside the extension.

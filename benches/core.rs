@@ -8,14 +8,14 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
-use symm::done::Done;
+use symm::completion::Done;
+use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::p2p::Message;
 use symm::rank::Rank;
-use symm::sync::board::Identity;
 
 const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
 const SIZES: &[usize] = &[8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20];

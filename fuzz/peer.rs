@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
-use symm::sync::board::{Board, Identity};
+use symm::control::{Board, Identity};
 
 pub const CANARY: u8 = 0xA5;
 pub const ME: Rank = Rank(0);

@@ -447,103 +447,34 @@ pub mod ffi {
 }
 
 mod cost;
-mod crowd;
 mod cuda;
 mod fused;
 mod group;
 mod kernels;
+mod load;
 mod memory;
 mod native_store;
+mod outcome;
 mod topology;
 mod torch_store;
 mod trace;
 mod window;
 
-use crate::config::Config;
-use crate::done::Done;
-use crate::dtype::{DType, ReduceOp};
-use crate::error::{Error, Result};
-use crate::rank::Rank;
-use crate::sync::site::Site;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
-use crowd::{Crowd, crowd};
 use cuda::{blocking_wait, capture_of, stats};
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
-use kernels::cuda_libraries;
+use kernels::{check_reduce, cuda_libraries};
+use load::{Crowd, crowd};
 use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::Duration;
+use outcome::{completion, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
-use trace::{keep_trace, trace_text};
+use trace::{keep_trace, site_number, sites_wanted, trace_text};
 use window::{WindowHandle, allocate_window, free_window};
-
-fn check_reduce(dtype: i32, reduce_op: u8) -> ffi::Status {
-    guarded(|| crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?))
-}
-
-fn sites_wanted() -> bool {
-    let mut wanted = false;
-    guarded(|| {
-        wanted = Config::get().debug_site;
-        Ok(())
-    });
-    wanted
-}
-
-fn site_number(text: &str) -> u32 {
-    let mut number = 0;
-    guarded(|| {
-        number = Site::number(text);
-        Ok(())
-    });
-    number
-}
 
 fn version() -> String {
     env!("CARGO_PKG_VERSION").into()
-}
-
-/// Runs `body`; a panic becomes an internal error.
-fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
-    let outcome = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
-    status(outcome)
-}
-
-/// Runs `body` with `done`; if it fails, `done` hears of it here and the ticket is 0, which is always complete.
-fn started(body: impl FnOnce(Done) -> Result<u64>, done: Done) -> u64 {
-    let failed = done.clone();
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(done))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
-    outcome.unwrap_or_else(|error| {
-        failed.call(Err(error), None);
-        0
-    })
-}
-
-fn status(outcome: Result<()>) -> ffi::Status {
-    match outcome {
-        Ok(()) => ffi::Status { kind: 0, message: String::new() },
-        Err(error) => ffi::Status { kind: error.kind as u8, message: error.message },
-    }
-}
-
-fn milliseconds(value: i64) -> Option<Duration> {
-    u64::try_from(value).ok().filter(|&ms| ms > 0).map(Duration::from_millis)
-}
-
-/// A completion of the C++ side, callable once from any thread.
-fn completion(done: cxx::UniquePtr<ffi::Completion>) -> Done {
-    struct Callback(cxx::UniquePtr<ffi::Completion>);
-    // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs demands of its implementation.
-    unsafe impl Send for Callback {}
-    let callback = Callback(done);
-    Done::new(move |outcome, source: Option<Rank>| {
-        let Callback(done) = &callback;
-        if let Some(done) = done.as_ref() {
-            done.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
-        }
-    })
 }
 
 // Only `PyInit__C` and the two functions of `memory` are exported; build.rs says how this achieves it.

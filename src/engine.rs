@@ -6,7 +6,7 @@
 
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
-use crate::done::Done;
+use crate::completion::Done;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::sys::thread;

@@ -1,19 +1,18 @@
 //! A group of ranks: ties the crate together; the only thing the bridge talks to.
 
-pub mod allocations;
 pub mod device;
 mod refusal;
-pub mod window;
 
 use crate::boot::{self, JoinSpec, Member};
 use crate::coll::call::{Call, Op};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cpu::Runner;
-use crate::coll::cuda::ledger;
+use crate::coll::cuda::agreement::launch_log;
 use crate::coll::plan::Thresholds;
+use crate::completion::{Done, Observer};
 use crate::config::Config;
-use crate::done::{Done, Observer};
+use crate::control::{Board, Identity};
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -22,12 +21,12 @@ use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::sync::board::{Board, Identity};
+use crate::sync::call_site::Site;
 use crate::sync::limit::Limit;
-use crate::sync::site::Site;
 use crate::sys::{fork, remote};
 use crate::trace::{self, Recorder};
 use crate::watch;
+use crate::window;
 use refusal::{Refusals, Refused};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -320,7 +319,7 @@ impl Group {
         self.places.drain(limit.saturating_sub(since.elapsed()));
         self.board.depart();
         if launched {
-            ledger::abandon(&self.board);
+            launch_log::abandon(&self.board);
         }
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
         drop(self.place.lock().unwrap_or_else(PoisonError::into_inner).take());

@@ -1,27 +1,33 @@
 //! The core of torch-symm: collectives between the processes of one host, through shared memory.
 //!
-//! From the outside in:
+//! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
 //! - `bridge` (feature `torch`): what C++ sees
 //! - [`group`][]: a group of ranks and everything one can ask of it
-//! - [`coll`][]: collectives; [`trace`][]: the last of them, for when something fails
-//! - [`sync`][]: waiting, failing, deadlines
-//! - [`mem`][]: memory that all members see
-//! - [`kernels`][]: loops over tensor bytes; [`topo`][]: how devices are connected
-//! - [`boot`][]: how ranks find each other and come to share memory; [`watch`][]: noticing that one has died
-//! - [`store`][]: the key-value store through which ranks meet
+//! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
+//! - [`window`][]: symmetric memory that programs use themselves, with signals beside it
+//! - [`fused`][]: matrix products fused with collectives; [`p2p`][]: send and receive; [`trace`][]: the last calls, for when something fails
+//! - [`coll`][]: collectives: what was asked, what will run, how long it takes, on the host and on GPUs
+//! - [`symm_mem`][]: every rank's heap, mapped by all its peers; [`boot`][]: how ranks find each other and come to share memory;
+//!   [`watch`][]: noticing that one has died
+//! - [`control`][]: a group's control block: who is there, who waits, what failed
+//! - [`sync`][]: flags, rings, limits, the first failure
+//! - [`mem`][]: memory that all members see; [`kernels`][]: loops over tensor bytes, on the host and on GPUs; [`topo`][]: how devices are
+//!   connected; [`store`][]: the key-value store through which ranks meet
 //! - [`sys`][]: thin wrappers over the system
-//! - [`config`][]: what the environment says; [`done`][]: where outcomes go
+//! - [`config`][]: what the environment says; [`completion`][]: where outcomes go
 //! - [`dtype`], [`op`], [`rank`], [`error`][]: leaves that everyone may import
 
 pub mod boot;
 #[cfg(feature = "torch")]
 pub mod bridge;
 pub mod coll;
+pub mod completion;
 pub mod config;
-pub mod done;
+pub mod control;
 pub mod dtype;
 pub mod engine;
 pub mod error;
+pub mod fused;
 pub mod group;
 pub mod kernels;
 pub mod mem;
@@ -29,8 +35,10 @@ pub mod op;
 pub mod p2p;
 pub mod rank;
 pub mod store;
+pub mod symm_mem;
 pub mod sync;
 pub mod sys;
 pub mod topo;
 pub mod trace;
 pub mod watch;
+pub mod window;

@@ -10,7 +10,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op};
 use symm::coll::plan::Thresholds;
-use symm::done::Done;
+use symm::completion::Done;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::{Error, Kind};
 use symm::group::{Group, Tuning};

@@ -12,8 +12,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symm::coll::call::Op;
+use symm::coll::cuda::launch::Args;
 use symm::coll::cuda::plan::{Plan, Tuning};
-use symm::coll::cuda::prepare::Args;
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 

@@ -10,8 +10,8 @@ use emulated::heap::Heap;
 use emulated::host::Host;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
+use symm::coll::cuda::launch::Launch;
 use symm::coll::cuda::plan::{self, Plan, Tuning};
-use symm::coll::cuda::prepare::Launch;
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 

@@ -6,8 +6,8 @@ mod emulated;
 use emulated::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
-use symm::coll::cuda::signals::{GaveUp, Place, REPORT_WORDS, Signal};
 use symm::rank::Rank;
+use symm::window::signal_cuda::{GaveUp, Place, REPORT_WORDS, Signal};
 
 const CHANNELS: usize = 8;
 /// Longer than any test takes on a busy machine.

@@ -4,8 +4,8 @@
 mod emulated;
 
 use emulated::Program;
-use symm::coll::cuda::sum_parts::{NAMES, Sum};
 use symm::dtype::{DType, ReduceOp};
+use symm::fused::sum_parts::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source, Store};
 
 const BLOCKS: u32 = 3;

@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=4, help="compilers that run at once")
     arguments = parser.parse_args()
     generated = bridge(arguments.bridge)
-    sources = sorted((ROOT / "torch_backend").glob("*.cpp"))
+    sources = sorted((ROOT / "torch_backend").rglob("*.cpp"))
     bad = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for version in arguments.versions:

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
-use symm::done::Done;
+use symm::completion::Done;
+use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::{Error, Kind, Result};
 use symm::group::{Group, Tuning};
@@ -18,7 +19,6 @@ use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
 use symm::mem::shm::Segment;
 use symm::p2p::Message;
 use symm::rank::Rank;
-use symm::sync::board::Identity;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 

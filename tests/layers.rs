@@ -1,25 +1,32 @@
-//! The module tree has a direction: `bridge → group → {engine, watch, trace, coll, p2p, boot} → {sync, kernels, topo, mem, store} → sys → leaves`.
+//! The module tree has a direction, which `src/lib.rs` draws, and no two modules import each other.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 /// Modules by height; a module may use those below it, and its own kind.
 fn height(module: &str) -> u32 {
     match module {
-        "error" | "dtype" | "op" | "rank" | "config" | "done" => 0,
+        "error" | "dtype" | "op" | "rank" | "config" | "completion" => 0,
         "sys" => 1,
         "mem" | "kernels" | "store" | "topo" => 2,
         "sync" => 3,
-        "boot" | "watch" | "coll" => 4,
-        "p2p" | "trace" => 5,
-        "engine" => 6,
-        "group" => 7,
-        "bridge" => 8,
+        "control" => 4,
+        "boot" | "watch" | "symm_mem" => 5,
+        "coll" => 6,
+        "p2p" | "trace" | "fused" | "window" => 7,
+        "engine" => 8,
+        "group" => 9,
+        "bridge" => 10,
         other => panic!("module {other} has no place yet: add it to tests/layers.rs"),
     }
 }
 
-fn sources(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
+}
+
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
@@ -30,9 +37,122 @@ fn sources(folder: &Path, found: &mut Vec<std::path::PathBuf>) {
     }
 }
 
+/// Path of the module in a source file: `coll::cuda::plan`.
+fn module(file: &Path) -> Vec<String> {
+    let inside = file.strip_prefix(root()).unwrap().with_extension("");
+    let mut parts: Vec<String> = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+    if parts.last().is_some_and(|last| last == "mod" || last == "lib") {
+        parts.pop();
+    }
+    parts
+}
+
+/// What a `use` of `tree` names after `path`, braces taken apart.
+fn names(path: &[String], tree: &str, found: &mut Vec<Vec<String>>) {
+    let (head, inner) = tree.split_once('{').map_or((tree, None), |(head, rest)| (head, Some(rest.rsplit_once('}').unwrap().0)));
+    let segments = head.split("::").map(|segment| segment.split(" as ").next().unwrap().trim()).filter(|segment| !segment.is_empty());
+    let path: Vec<String> = path.iter().cloned().chain(segments.map(str::to_owned)).collect();
+    let Some(inner) = inner else { return found.push(path) };
+    let (mut depth, mut begin) = (0, 0);
+    for (at, c) in inner.char_indices().chain([(inner.len(), ',')]) {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 0 => {
+                names(&path, &inner[begin..at], found);
+                begin = at + 1;
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The modules that `module` imports, among `all`; not those that it consists of, nor what its tests import.
+fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeSet<Vec<String>> {
+    let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+    let mut found = Vec::new();
+    for statement in text.split("\nuse ").skip(1) {
+        names(&[], statement.split(';').next().unwrap(), &mut found);
+    }
+    let absolute = |path: Vec<String>| -> Option<Vec<String>> {
+        let ups = path.iter().take_while(|segment| *segment == "super").count();
+        match path[0].as_str() {
+            "crate" => Some(path[1..].to_vec()),
+            "super" => Some([&module[..module.len() - ups], &path[ups..]].concat()),
+            _ => None,
+        }
+    };
+    let known = |path: Vec<String>| (1..=path.len()).rev().map(|n| path[..n].to_vec()).find(|prefix| all.contains(prefix));
+    found
+        .into_iter()
+        .filter_map(absolute)
+        .filter_map(known)
+        .filter(|other| !module.starts_with(other) && !other.starts_with(module))
+        .collect()
+}
+
+#[test]
+fn no_two_modules_import_each_other() {
+    let mut files = Vec::new();
+    sources(&root(), &mut files);
+    let texts: BTreeMap<Vec<String>, String> =
+        files.iter().map(|file| (module(file), std::fs::read_to_string(file).unwrap())).filter(|(module, _)| !module.is_empty()).collect();
+    let all: BTreeSet<Vec<String>> = texts.keys().cloned().collect();
+    let mut rest: BTreeMap<Vec<String>, BTreeSet<Vec<String>>> = texts
+        .iter()
+        .filter(|(module, _)| !module.contains(&"tests".into()))
+        .map(|(module, text)| (module.clone(), imports(module, text, &all)))
+        .collect();
+    // Whatever imports nothing of the rest is in no circle.
+    loop {
+        let left = rest.len();
+        let free: Vec<_> =
+            rest.iter().filter(|(_, used)| !used.iter().any(|other| rest.contains_key(other))).map(|(module, _)| module.clone()).collect();
+        free.iter().for_each(|module| drop(rest.remove(module)));
+        if rest.is_empty() {
+            return;
+        }
+        if rest.len() == left {
+            let lines: Vec<String> = rest
+                .iter()
+                .map(|(module, used)| {
+                    let used: Vec<String> = used.iter().filter(|other| rest.contains_key(*other)).map(|other| other.join("::")).collect();
+                    format!("{} imports {}", module.join("::"), used.join(", "))
+                })
+                .collect();
+            panic!("in or above a circle of imports:\n{}", lines.join("\n"));
+        }
+    }
+}
+
+#[test]
+fn files_are_short() {
+    let mut files = Vec::new();
+    for folder in ["src", "torch_backend", "python/torch_symm"] {
+        every_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut files);
+    }
+    let lengths: Vec<(usize, &PathBuf)> = files.iter().map(|file| (std::fs::read_to_string(file).unwrap().lines().count(), file)).collect();
+    let mean = lengths.iter().map(|(lines, _)| lines).sum::<usize>() / lengths.len();
+    assert!(mean <= 250, "a file has {mean} lines on average; 250 are enough");
+    let long: Vec<_> = lengths.iter().filter(|(lines, _)| *lines > 500).collect();
+    assert!(long.is_empty(), "files of more than 500 lines want to be split: {long:?}");
+}
+
+fn every_file(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let code = path.extension().is_some_and(|e| ["rs", "cpp", "hpp", "cu", "cuh", "py"].iter().any(|known| e == *known));
+        if path.is_dir() {
+            every_file(&path, found);
+        } else if code {
+            found.push(path);
+        }
+    }
+}
+
 #[test]
 fn no_module_looks_up() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let root = root();
     let mut files = Vec::new();
     sources(&root, &mut files);
     for file in files {

@@ -15,7 +15,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering, fence};
 use loom::thread;
 use symm::coll::cpu::pipeline::{self, Chunks, Clock, Phases};
-use symm::coll::cuda::gate::{self, Shared};
+use symm::coll::cuda::agreement::zero_copy::{self, Shared};
 use symm::error::Result;
 use symm::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};
 use symm::sync::flag::Flag;
@@ -297,7 +297,7 @@ fn ranks_agree_from_which_launch_on_kernels_are_gated() {
         let one = |number| {
             seen.words.launched[me].store(number, Ordering::Release);
             fence(Ordering::SeqCst);
-            gate::decide(&seen, me as u32, number, number >= wants).unwrap()
+            zero_copy::decide(&seen, me as u32, number, number >= wants).unwrap()
         };
         (1..=LAUNCHES).map(one).collect()
     }

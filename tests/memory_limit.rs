@@ -5,8 +5,8 @@ use std::io::{Result, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use symm::error::Kind;
-use symm::group::allocations::{allocate, free};
-use symm::mem::heap::HOST;
+use symm::symm_mem::HOST;
+use symm::window::allocations::{allocate, free};
 
 const ROLE: &str = "SYMM_TEST_ROLE";
 const MIB: usize = 1 << 20;

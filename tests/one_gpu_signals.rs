@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use symm::coll::cuda::signals::Signals;
+use symm::control::{Board, Identity};
 use symm::error::Kind;
 use symm::kernels::cuda::driver::{Device, OwnStream, check};
 use symm::kernels::cuda::nvrtc::nvrtc;
@@ -14,7 +14,7 @@ use symm::mem::device::DeviceTable;
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
-use symm::sync::board::{Board, Identity};
+use symm::window::signal_cuda::Signals;
 
 const CHANNELS: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(20);

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op};
 use symm::dtype::{DType, ReduceOp};
 use symm::error::Kind;
-use symm::group::window::SymmetricWindow;
-use symm::group::{Group, Tuning, allocations};
-use symm::mem::heap::HOST;
+use symm::group::{Group, Tuning};
 use symm::rank::Rank;
+use symm::symm_mem::HOST;
+use symm::window::SymmetricWindow;
+use symm::window::allocations;
 
 const PAD: usize = 9216;
 const SHORT: Option<Duration> = Some(Duration::from_millis(40));

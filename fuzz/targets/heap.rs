@@ -2,6 +2,6 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use symm::mem::heap::heard;
+use symm::symm_mem::fuzz;
 
-fuzz_target!(|data: &[u8]| heard::messages(data));
+fuzz_target!(|data: &[u8]| fuzz::messages(data));

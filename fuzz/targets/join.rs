@@ -2,10 +2,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use symm::boot::heard;
+use symm::boot::fuzz;
 
 fuzz_target!(|data: &[u8]| {
-    heard::record(data);
-    heard::hello(data);
-    heard::answer(data);
+    fuzz::record(data);
+    fuzz::hello(data);
+    fuzz::answer(data);
 });

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use symm::coll::call::Span;
-use symm::done::Done;
+use symm::completion::Done;
 use symm::dtype::DType;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_BYTES, RING_HEAD};
 use symm::p2p::{Message, Transfers};

@@ -1,8 +1,8 @@
 //! One rank's key in the store: taken, changed and given back by its owner only.
 
 use super::Attempt;
-use super::place::{self, Place};
 use super::record::Record;
+use super::seat::{self, Place};
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
@@ -44,7 +44,7 @@ impl<'a> Claim<'a> {
             if standing == claim.bytes {
                 if attempt.spec.keep_place {
                     // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked before.
-                    place::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
+                    seat::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
                 }
                 return Ok(claim);
             }

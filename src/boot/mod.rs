@@ -10,14 +10,14 @@
 //! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
 
 mod claim;
-mod gather;
 #[cfg(fuzzing)]
-pub mod heard;
+pub mod fuzz;
+mod gather;
 mod leader;
 mod member;
 pub mod pass;
-mod place;
 mod record;
+mod seat;
 mod wire;
 
 use crate::error::{Error, Result};
@@ -30,11 +30,11 @@ use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::{interrupt, random};
 use claim::Claim;
-pub use place::Place;
 use record::Record;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
+pub use seat::Place;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -296,7 +296,7 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, addresses, place: None });
     }
     if spec.keep_place && known.is_ok() {
-        place::refuse_taken(&attempt, true)?;
+        seat::refuse_taken(&attempt, true)?;
     }
     let seat = known.and_then(|_| {
         let leads = rank == Rank(0);

@@ -2,10 +2,10 @@
 
 use super::ffi::{GatherPlan, ProductSpec, ShardRun, Status, SumSpec};
 use super::guarded;
-use crate::coll::cuda::sum_parts::{self, Sum};
-use crate::coll::fused::{self, Facts, Product};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::fused::sum_parts::{self, Sum};
+use crate::fused::{self, Facts, Product};
 
 /// The product of one rank's rows, and what multiplies it.
 fn product(spec: &ProductSpec) -> Result<(Product, Facts)> {

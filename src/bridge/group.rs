@@ -9,7 +9,7 @@ use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::lane::Lane;
-use crate::sync::site::Site;
+use crate::sync::call_site::Site;
 use std::sync::Arc;
 use std::time::Duration;
 

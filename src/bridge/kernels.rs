@@ -1,6 +1,8 @@
 //! What only Python knows of the CUDA kernels' surroundings.
 
+use super::ffi::Status;
 use super::guarded;
+use crate::dtype::{DType, ReduceOp};
 use crate::kernels::cuda::nvrtc::search_in;
 use cxx::{CxxString, CxxVector};
 use std::ffi::OsStr;
@@ -11,4 +13,8 @@ pub(super) fn cuda_libraries(folders: &CxxVector<CxxString>) {
         search_in(folders.iter().map(|folder| OsStr::from_bytes(folder.as_bytes()).into()).collect());
         Ok(())
     });
+}
+
+pub(super) fn check_reduce(dtype: i32, reduce_op: u8) -> Status {
+    guarded(|| crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?))
 }

@@ -2,7 +2,7 @@
 
 use super::guarded;
 use crate::error::Error;
-use crate::group::device;
+use crate::symm_mem;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
     let outcome = guarded(|| {
         // The host's heap goes by -1, but is none of torch's CUDA pools.
         u32::try_from(device).map_err(|_| Error::value(format!("there is no CUDA device {device}")))?;
-        address = device::allocate(device, bytes)?;
+        address = symm_mem::allocate(device, bytes)?;
         Ok(())
     });
     if outcome.kind != 0 {
@@ -31,7 +31,7 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     let address = segment.addr() as u64;
     // Else the windows that are kept for a later rendezvous would keep it.
     super::ffi::forget_windows(segment.addr(), bytes);
-    let outcome = guarded(|| device::release(address));
+    let outcome = guarded(|| symm_mem::release(address));
     if outcome.kind != 0 {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
     }
@@ -40,7 +40,7 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
 pub(super) fn is_symmetric(address: usize) -> bool {
     let mut answer = false;
     guarded(|| {
-        answer = crate::mem::heap::at(address as u64).is_some();
+        answer = crate::symm_mem::at(address as u64).is_some();
         Ok(())
     });
     answer
@@ -53,7 +53,7 @@ pub(super) fn shares(device: i32) -> bool {
     let mut answer = false;
     guarded(|| {
         let mut known = SHARES.lock().unwrap_or_else(PoisonError::into_inner);
-        answer = *known.entry(device).or_insert_with(|| device::shares(device));
+        answer = *known.entry(device).or_insert_with(|| symm_mem::supported(device));
         Ok(())
     });
     answer

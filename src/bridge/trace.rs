@@ -2,6 +2,8 @@
 
 use super::ffi::TopologyReport;
 use super::guarded;
+use crate::config::Config;
+use crate::sync::call_site::Site;
 use crate::trace::{folder, render};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -25,4 +27,22 @@ pub(super) fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyRep
         Ok(())
     });
     TopologyReport { status, text }
+}
+
+pub(super) fn sites_wanted() -> bool {
+    let mut wanted = false;
+    guarded(|| {
+        wanted = Config::get().debug_site;
+        Ok(())
+    });
+    wanted
+}
+
+pub(super) fn site_number(text: &str) -> u32 {
+    let mut number = 0;
+    guarded(|| {
+        number = Site::number(text);
+        Ok(())
+    });
+    number
 }

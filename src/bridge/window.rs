@@ -4,9 +4,9 @@ use super::ffi::{Allocated, OpenedWindow, Status};
 use super::{GroupHandle, guarded, milliseconds};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::group::allocations;
-use crate::group::window::SymmetricWindow;
-use crate::mem::heap::HOST;
+use crate::symm_mem::HOST;
+use crate::window::SymmetricWindow;
+use crate::window::allocations;
 
 /// A window, or the reason why it never came to be.
 pub struct WindowHandle(Result<SymmetricWindow>);

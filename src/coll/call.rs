@@ -1,25 +1,10 @@
 //! What was asked: one collective call in plain values.
 
 use crate::dtype::{DType, ReduceOp};
+pub use crate::mem::span::Span;
 pub use crate::op::Op;
 use crate::rank::Rank;
-use crate::sync::site::Site;
-
-/// A contiguous piece of a tensor's memory: address and length in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// First byte; any alignment; ignored when `bytes` is 0.
-    pub addr: usize,
-    /// Length in bytes.
-    pub bytes: usize,
-}
-
-impl Span {
-    /// The first byte.
-    pub fn ptr(self) -> *mut u8 {
-        self.addr as *mut u8
-    }
-}
+use crate::sync::call_site::Site;
 
 /// One collective on one rank.
 ///

@@ -180,7 +180,7 @@ impl Call {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::site::Site;
+    use crate::sync::call_site::Site;
 
     fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Call {
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();

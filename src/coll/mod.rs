@@ -1,10 +1,8 @@
-//! Collectives: what was asked ([`call`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), where tensors are in [`symmetric`] memory, and how long it takes ([`cost`]).
+//! Collectives: what was asked ([`call`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), and how long it takes ([`cost`]).
 
 pub mod call;
 pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;
-pub mod fused;
 pub mod plan;
-pub mod symmetric;

@@ -2,18 +2,17 @@
 
 use super::Group;
 use crate::coll::call::{Call, Op, Span};
-pub use crate::coll::cuda::plane::CudaTarget;
-use crate::coll::cuda::plane::Plane;
-use crate::config::Config;
+pub use crate::coll::cuda::communicator::CudaTarget;
+use crate::coll::cuda::communicator::Plane;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cuda::driver::{Device, Stream};
-use crate::mem::{heap, vmm};
+use crate::kernels::cuda::driver::Stream;
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use crate::trace;
+use crate::window::{Meeting, SymmetricWindow};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
@@ -71,6 +70,15 @@ impl Group {
         self.check_open()?;
         *place = Some(Arc::clone(&plane));
         Ok(plane)
+    }
+
+    /// Collective: a window on what every rank has at an `address` of its own; see [`window::Places::rendezvous`].
+    pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
+        self.check_alive()?;
+        let limit = Limit::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
+        let gather = |bytes: &[u8]| self.gather_on_host(bytes, &limit);
+        let meeting = Meeting { board: &self.board, gather: &gather, limit: &limit, timeout: self.timeout() };
+        self.places.rendezvous(&meeting, device, address, pad_bytes)
     }
 
     /// `bytes` of every rank, through the host's memory.
@@ -193,44 +201,4 @@ pub fn stats() -> String {
         all.insert("direct".into(), direct.into());
     }
     all.to_string()
-}
-
-/// Address of a new segment of at least `bytes` of symmetric memory of `device`, or of the host ([`HOST`](heap::HOST)). An error of kind
-/// `Config` where none is left.
-pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
-    if device != heap::HOST && !Config::get().p2p {
-        return Err(Error::config("SYMM_P2P=0 keeps GPUs from mapping each other's memory, so there is none that is symmetric"));
-    }
-    heap::of(device)?.allocate(bytes)
-}
-
-/// Gives back the segment at `address`, which `allocate` returned. Waits for the device's work first, as `cudaFree` does, and then,
-/// for at most a second, for the peers to let go of it.
-pub fn release(address: u64) -> Result<()> {
-    let none = || Error::value(format!("no symmetric memory lies at {address:#x}"));
-    heap::at(address).ok_or_else(none)?.release(address)
-}
-
-/// Whether `device` can have symmetric memory at all.
-pub fn shares(device: i32) -> bool {
-    Config::get().p2p && Device::open(device).is_ok_and(|device| vmm::supported(&device))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::error::Kind;
-
-    #[test]
-    fn what_is_no_symmetric_memory_cannot_be_given_back() {
-        let error = release(4096).expect_err("nothing lies there");
-        assert_eq!(error.kind, Kind::Value);
-        assert!(error.message.contains("0x1000"), "{error}");
-    }
-
-    #[test]
-    fn a_device_that_is_not_there_shares_nothing() {
-        assert!(!shares(4711));
-        assert_eq!(allocate(4711, 1).expect_err("no such device").kind, allocate(4711, 1).expect_err("nor later").kind);
-    }
 }

@@ -4,12 +4,12 @@
 //! for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike, disturb
 //! nobody. Waiting ranks do no more for this than to say which message they sleep for.
 
-use crate::coll::cuda::ledger;
+use crate::coll::cuda::agreement::launch_log;
+use crate::control::Board;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::p2p::Transfers;
 use crate::rank::{Rank, name_ranks};
-use crate::sync::board::Board;
 use crate::watch::{self, Subscription};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -142,8 +142,8 @@ impl Refusals {
                 .then(|| Waiting { rank, call: format!("{}, collective #{}", doing.op.name(), doing.number) })
         });
         let on_devices = board.peers().filter(|_| on_device).filter_map(|rank| {
-            let first = ledger::launched(board, me) + 1;
-            (ledger::launched(board, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
+            let first = launch_log::launched(board, me) + 1;
+            (launch_log::launched(board, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
         });
         let mut all: Vec<Waiting> = on_host.chain(on_devices).collect();
         all.sort_by_key(|waiting| waiting.rank);
@@ -158,13 +158,13 @@ mod tests {
     use super::*;
     use crate::coll::call::{Call, Op, Span};
     use crate::coll::cpu::Runner;
-    use crate::coll::cuda::layout::Channel;
+    use crate::coll::cuda::workspace::layout::Channel;
     use crate::coll::plan::Thresholds;
-    use crate::done::Done;
+    use crate::completion::Done;
+    use crate::control::tests::boards;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
     use crate::p2p::Message;
-    use crate::sync::board::tests::boards;
     use crate::trace::Recorder;
     use std::time::Instant;
 
@@ -183,7 +183,7 @@ mod tests {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
         let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
-        ledger::compare(&refusals.board, number, &call, Channel::Collectives).expect("all alike");
+        launch_log::compare(&refusals.board, number, &call, Channel::Collectives).expect("all alike");
     }
 
     fn failure_within(refusals: &Refusals, limit: Duration) -> Option<Error> {

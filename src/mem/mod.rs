@@ -1,9 +1,9 @@
 //! Memory that all members of a group see.
 
 pub mod device;
-pub mod heap;
 pub mod layout;
+pub mod memory_limit;
 pub mod pinned;
-pub mod room;
 pub mod shm;
+pub mod span;
 pub mod vmm;

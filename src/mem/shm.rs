@@ -1,6 +1,6 @@
 //! One mapped piece of anonymous shared memory.
 
-use super::room::room;
+use super::memory_limit::room;
 use crate::error::{Error, Result};
 use crate::sys::again::retry;
 use crate::sys::process;

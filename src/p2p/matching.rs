@@ -1,7 +1,7 @@
 //! Which message goes to which receive: the oldest of equal tag, per sender.
 
 use crate::coll::call::Span;
-use crate::done::Done;
+use crate::completion::Done;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::VecDeque;

@@ -4,7 +4,7 @@
 //! acknowledges, or, where that is not permitted, asks for it and gets it in frames. Whoever waits for a transfer moves all of them along;
 //! a progress thread does while nobody waits.
 
-mod channel;
+mod connection;
 mod frame;
 mod matching;
 mod message;

@@ -2,15 +2,15 @@
 
 mod state;
 
-use super::channel::{Channel, Outgoing};
+use super::connection::{Channel, Outgoing};
 use super::frame::{EAGER_BYTES, Frame, Kind};
 use super::matching::{Content, Matching, Posted, Unexpected};
 use crate::coll::call::Span;
-use crate::done::Done;
+use crate::completion::Done;
+use crate::control::{Board, YIELDS};
 use crate::error::{Error, Result};
 use crate::p2p::message::Message;
 use crate::rank::Rank;
-use crate::sync::board::{Board, YIELDS};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use state::Lost;

@@ -26,7 +26,7 @@ const SLICE: Duration = Duration::from_millis(50);
 impl Doorbell {
     /// How often it was rung.
     #[cfg(test)]
-    pub(super) fn rung(&self) -> u32 {
+    pub(crate) fn rung(&self) -> u32 {
         self.rung.load(Ordering::Relaxed)
     }
 

@@ -15,11 +15,11 @@ pub use entry::Place;
 pub use ring::KEPT;
 
 use crate::coll::call::Call;
-use crate::done::Observer;
+use crate::completion::Observer;
+use crate::control::Board;
 use crate::error::{Error, Kind, Result};
 use crate::p2p::Message;
 use crate::rank::Rank;
-use crate::sync::board::Board;
 use crate::sys::fork::{self, PerProcess};
 use entry::{Entry, State, What};
 use registry::Registry;

@@ -1,10 +1,10 @@
 //! The groups that entries belong to: those that are open, and the last that were left.
 
 use super::clock;
-use crate::coll::cuda::ledger;
+use crate::coll::cuda::agreement::launch_log;
+use crate::control::Board;
 use crate::error::{Error, Kind};
 use crate::rank::Rank;
-use crate::sync::board::Board;
 use crate::sys::process;
 use serde::Serialize;
 use std::sync::{Arc, Weak};
@@ -79,7 +79,7 @@ impl Record {
 
 fn reached(board: &Board, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
     // Without a GPU nobody has reserved the ledger's memory, and a look would.
-    (board.collective(rank), cuda.then(|| ledger::launched(board, rank)))
+    (board.collective(rank), cuda.then(|| launch_log::launched(board, rank)))
 }
 
 fn place(board: &Board, rank: Rank) -> Place {

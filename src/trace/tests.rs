@@ -1,9 +1,9 @@
 use super::*;
 use crate::coll::call::{Op, Span};
+use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
-use crate::sync::board::Identity;
 use serde_json::Value;
 use std::time::Instant;
 

@@ -4,10 +4,10 @@ use super::Program;
 use super::heap::Heap;
 use std::time::Duration;
 use symm::coll::call::{Call, Span};
-use symm::coll::cuda::args::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::layout::{Layout, MAX_RANKS, Stage};
+use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::cuda::launch::{Launch, Site, Symmetric};
 use symm::coll::cuda::plan::{self, Facts, Plan, Tuning};
-use symm::coll::cuda::prepare::{Launch, Site, Symmetric};
+use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS, Stage};
 use symm::dtype::{DType, ReduceOp};
 
 /// Threads of a block: at least as many as ranks.

@@ -7,9 +7,9 @@ use loom::thread;
 use symm::error::Error;
 use symm::rank::Rank;
 use symm::sync::atomic::Atomic;
-use symm::sync::epitaph::lost;
 use symm::sync::failure::{FirstFailure, Look};
 use symm::sync::flag::Flag;
+use symm::sync::last_look::lost;
 
 pub(super) struct Thirty2(pub(super) AtomicU32);
 struct Eight(AtomicU8);

@@ -8,7 +8,7 @@ use loom::thread;
 use symm::error::Result;
 use symm::rank::Rank;
 use symm::sync::flag::Flag;
-use symm::sync::pad::{Words, meet};
+use symm::window::signal_host::{Words, meet};
 
 /// Two ranks: a word in each one's pad, data, and the flag by which a pad is made known.
 struct Pads {

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 use symm::coll::call::Span;
+use symm::control::Identity;
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
-use symm::sync::board::Identity;
 
 /// Runs `body` on `n` ranks, each in a thread of its own.
 #[allow(dead_code, reason = "not every test that needs spans runs groups this way")]

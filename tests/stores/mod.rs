@@ -4,8 +4,9 @@
 
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
-use symm::store::tcp::address::{Address, Listeners};
+use symm::store::tcp::address::Address;
 use symm::store::tcp::limits::Limits;
+use symm::store::tcp::listen::Listeners;
 use symm::store::tcp::server::Server;
 use symm::store::tcp::{TcpOptions, TcpStore};
 

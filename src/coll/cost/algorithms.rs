@@ -3,7 +3,7 @@
 use super::hardware::Device;
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::cuda;
-use crate::coll::cuda::layout::Layout;
+use crate::coll::cuda::workspace::layout::Layout;
 use crate::coll::plan::{self, Plan, Thresholds};
 use crate::dtype::{DType, ReduceOp};
 use crate::kernels::cpu::Store;
@@ -31,7 +31,7 @@ impl Algorithms {
     pub(super) fn of(device: Device, ranks: usize, workspace: usize, thresholds: Thresholds, tuning: cuda::plan::Tuning) -> Self {
         match device {
             Device::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
-            Device::Cuda if ranks <= cuda::layout::MAX_RANKS => {
+            Device::Cuda if ranks <= cuda::workspace::layout::MAX_RANKS => {
                 Layout::new(ranks, workspace.max(Layout::least(ranks))).map_or(Self::Foreign, |layout| Self::Cuda(layout, tuning))
             }
             Device::Cpu | Device::Cuda => Self::Foreign,

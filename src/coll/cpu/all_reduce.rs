@@ -8,10 +8,10 @@ use super::pipeline::{self, Chunks, Phases};
 use super::reduce_scatter::reduce_chunk;
 use crate::coll::call::{Call, Span};
 use crate::coll::plan::Plan;
+use crate::control::Board;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
-use crate::sync::board::Board;
 
 impl Step<'_> {
     pub(super) fn all_reduce(&mut self, plan: Plan) -> Result<()> {

@@ -12,8 +12,8 @@ mod reduce_scatter;
 
 use crate::coll::call::{Call, Op};
 use crate::coll::plan::{self, Plan, Thresholds};
+use crate::control::Board;
 use crate::error::Result;
-use crate::sync::board::Board;
 use crate::sync::limit::Limit;
 use std::sync::Arc;
 

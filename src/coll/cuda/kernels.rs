@@ -1,6 +1,6 @@
 //! The kernels of one rank of a group, compiled and loaded when they are first needed; the usual ones that the cache has, before.
 
-use super::prepare::{Launch, Program};
+use super::launch::{Launch, Program};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
@@ -15,7 +15,7 @@ type Key = (Program, bool, Option<(DType, ReduceOp)>);
 
 /// See there.
 #[derive(Debug)]
-pub(super) struct Kernels {
+pub(crate) struct Kernels {
     world: u32,
     rank: u32,
     overlap: bool,
@@ -23,7 +23,7 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    pub(super) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
+    pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
         // Devices before Hopper know no programmatic launches.
         let overlap = overlap && device.capability.0 >= 9;
         Self { world: world as u32, rank: rank as u32, overlap, loaded: HashMap::new() }
@@ -36,7 +36,7 @@ impl Kernels {
 
     /// Loads what bytes that move and the usual reductions need, as far as it was compiled before. Loading may wait for whatever runs on
     /// the device: where a kernel waits for a peer that waits for this rank, it is too late.
-    pub(super) fn preload(&mut self, device: &Device) {
+    pub(crate) fn preload(&mut self, device: &Device) {
         let begun = Instant::now();
         for key in usual() {
             let variant = self.variant(key);
@@ -51,7 +51,7 @@ impl Kernels {
     }
 
     /// Enqueues `launch` on `device`, whose context is current.
-    pub(super) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
+    pub(crate) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
         let key = (launch.program, launch.gated, launch.program.reduces().then_some((dtype, op)));
         let kernel = match self.loaded.get(&key) {
             Some(kernel) => *kernel,
@@ -103,7 +103,7 @@ fn known(device: &Device, variant: &Variant) -> Option<Kernel> {
 }
 
 /// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is current.
-pub(super) fn load(device: &Device, variant: &Variant, symbol: &str) -> Result<Kernel> {
+pub(crate) fn load(device: &Device, variant: &Variant, symbol: &str) -> Result<Kernel> {
     match known(device, variant) {
         Some(kernel) => Ok(kernel),
         None => load_code(device, variant, &cubin(variant, arch(device))?, symbol),

@@ -1,22 +1,17 @@
 //! Collectives on tensors in GPU memory.
 //!
-//! From a call to a kernel: [`plan`] chooses, [`prepare`] fills in what the kernel is told ([`args`]), [`plane`] compares with the peers
-//! ([`ledger`]) and enqueues. Everything that changes from call to call lies in device memory ([`layout`]) and is counted by the kernels
-//! themselves, so that a captured graph can be replayed.
+//! From a call to a kernel: [`plan`] chooses, [`launch`] fills in what the kernel is told ([`arguments`]), [`communicator`] compares with the
+//! peers ([`agreement`]) and enqueues. Everything that changes from call to call lies in device memory ([`workspace`]) and is counted by the
+//! kernels themselves, so that a captured graph can be replayed. [`failure`] carries a group's failure into kernels and out of them.
 
-pub mod args;
-mod budget;
-mod cube;
-pub mod gate;
-mod kernels;
-pub mod layout;
-pub mod ledger;
-mod memory;
+pub mod agreement;
+pub mod arguments;
+pub mod communicator;
+mod cube_mesh;
+pub mod failure;
+pub mod kernels;
+pub mod launch;
 pub mod plan;
-pub mod plane;
-pub mod prepare;
 mod probed;
-pub mod signals;
 pub mod stats;
-mod stop;
-pub mod sum_parts;
+pub mod workspace;

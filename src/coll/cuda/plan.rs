@@ -1,6 +1,6 @@
 //! Which kernel serves a call, with how many blocks. Pure; the same on every rank, because it looks only at what every rank knows.
 
-use super::layout::{LL_UNITS, Layout, MARKED_BLOCKS, MAX_LANES, UNIT};
+use super::workspace::layout::{LL_UNITS, Layout, MARKED_BLOCKS, MAX_LANES, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::dtype::DType;
 

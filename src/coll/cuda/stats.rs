@@ -1,9 +1,14 @@
 //! Which algorithm served how many calls of this process.
 
-use super::plane::Report;
 use crate::coll::call::Op;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly.
+pub(super) trait DirectCalls: Send + Sync {
+    /// So far.
+    fn direct(&self) -> u64;
+}
 
 static SERVED: Mutex<BTreeMap<(&'static str, &'static str), u64>> = Mutex::new(BTreeMap::new());
 
@@ -23,7 +28,7 @@ pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
 
 /// Where kernels count the calls that went direct.
 struct Direct {
-    living: Vec<Weak<Report>>,
+    living: Vec<Weak<dyn DirectCalls>>,
     /// Of groups that are gone.
     past: u64,
 }
@@ -35,14 +40,15 @@ fn direct_counts() -> MutexGuard<'static, Direct> {
 }
 
 /// Counts what `report` counts from now on.
-pub(super) fn add(report: &Arc<Report>) {
+pub(super) fn add(report: &Arc<impl DirectCalls + 'static>) {
     let mut counts = direct_counts();
     counts.living.retain(|report| report.strong_count() > 0);
-    counts.living.push(Arc::downgrade(report));
+    let report: Weak<_> = Arc::downgrade(report);
+    counts.living.push(report);
 }
 
 /// Keeps what `report` has counted; `end` then makes it count nothing.
-pub(super) fn retire(report: &Report, end: impl FnOnce()) {
+pub(super) fn retire(report: &dyn DirectCalls, end: impl FnOnce()) {
     let mut counts = direct_counts();
     counts.past += report.direct();
     end();

@@ -1,14 +1,14 @@
 //! What is under way between this rank and its peers, and what each frame does to it.
 
 use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
-use crate::done::Done;
+use crate::completion::Done;
+use crate::control::{Awaited, Board};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
-use crate::p2p::channel::{Channel, EAGER_WINDOW, Outgoing};
+use crate::p2p::connection::{Channel, EAGER_WINDOW, Outgoing};
 use crate::p2p::frame::{EAGER_BYTES, Frame, Kind};
 use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
-use crate::sync::board::{Awaited, Board};
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
 use std::sync::Once;

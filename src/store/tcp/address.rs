@@ -1,22 +1,16 @@
-//! Where a store listens: TCP over IPv4 and IPv6, or a Unix socket.
+//! Where a store is found: TCP over IPv4 and IPv6, or a Unix socket.
 
-use super::occupant;
 use crate::error::{Error, Result};
 use crate::sys::{interrupt, random, socket, thread};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrAny, SocketAddrUnix, SocketFlags, SocketType, acceptfrom_with, bind, connect, getpeername,
-    getsockname, ipproto, listen, shutdown, socket_with, sockopt,
-};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, getpeername, getsockname, socket_with, sockopt};
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
-const BACKLOG: i32 = 4096;
+pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
 /// An address as a user gives it, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,7 +155,7 @@ fn connect_inet(address: &SocketAddr) -> rustix::io::Result<OwnedFd> {
 }
 
 /// Sends at once, and notices within two minutes that the other host has vanished.
-fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
+pub(super) fn attend(socket: &OwnedFd) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_tcp_keepidle(socket, Duration::from_secs(60))?;
     sockopt::set_tcp_keepintvl(socket, Duration::from_secs(10))?;
@@ -185,7 +179,7 @@ fn connect_within(socket: &OwnedFd, connect: impl FnOnce() -> rustix::io::Result
     }
 }
 
-fn unix_address(name: &UnixName) -> rustix::io::Result<SocketAddrUnix> {
+pub(super) fn unix_address(name: &UnixName) -> rustix::io::Result<SocketAddrUnix> {
     match name {
         UnixName::Path(path) => SocketAddrUnix::new(path),
         UnixName::Abstract(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
@@ -200,7 +194,7 @@ pub(super) fn connect_unix(name: &UnixName) -> rustix::io::Result<OwnedFd> {
 }
 
 /// Whether the other end of a Unix socket belongs to this process's user, or to root.
-fn ours(socket: &OwnedFd) -> bool {
+pub(super) fn ours(socket: &OwnedFd) -> bool {
     let own = rustix::process::geteuid().as_raw();
     socket::peer(socket).is_ok_and(|peer| peer.uid == own || peer.uid == 0)
 }
@@ -213,161 +207,6 @@ pub fn peer_name(connection: &OwnedFd) -> String {
         (None, Ok(peer)) => format!("pid {} of user {}", peer.pid, peer.uid),
         (None, Err(_)) => "a connection that has ended".into(),
     }
-}
-
-/// What a server listens at. The path of a Unix socket goes with it.
-pub struct Listeners {
-    /// The sockets.
-    pub sockets: Vec<OwnedFd>,
-    /// With the port that was chosen.
-    pub address: Address,
-    path: Option<(PathBuf, u64)>,
-}
-
-impl Drop for Listeners {
-    fn drop(&mut self) {
-        for socket in &self.sockets {
-            // Frees the port even if a forked child holds a copy of the descriptor.
-            let _ = shutdown(socket, Shutdown::Both);
-        }
-        if let Some((path, inode)) = &self.path
-            && std::fs::symlink_metadata(path).is_ok_and(|now| now.ino() == *inode)
-        {
-            let _ = std::fs::remove_file(path);
-        }
-    }
-}
-
-impl Listeners {
-    /// Listens at all of `address`; port 0 picks a free one. `Network` if it cannot.
-    pub fn at(address: &Address) -> Result<Self> {
-        match address {
-            Address::Inet(all) => inet(all),
-            Address::Unix(name) => unix(name),
-        }
-    }
-
-    /// Takes over a TCP socket that is bound already.
-    pub fn adopt(socket: OwnedFd) -> Result<Self> {
-        let fail = |errno| Error::network(format!("the socket that was handed over cannot listen: {errno}"));
-        rustix::io::ioctl_fionbio(&socket, true).map_err(fail)?;
-        listen(&socket, BACKLOG).map_err(fail)?;
-        let address = bound(&socket).map_err(fail)?;
-        Ok(Self { sockets: vec![socket], address: Address::Inet(vec![address]), path: None })
-    }
-
-    /// The next connection to `socket`: `AGAIN` if there is none.
-    pub fn accept(&self, socket: &OwnedFd) -> rustix::io::Result<OwnedFd> {
-        let (connection, _) = acceptfrom_with(socket.as_fd(), FLAGS)?;
-        match &self.address {
-            Address::Inet(_) => attend(&connection)?,
-            Address::Unix(_) => {}
-        }
-        Ok(connection)
-    }
-
-    /// Whether whoever is at the other end of `connection` may speak: at a Unix socket this user and root.
-    pub fn serves(&self, connection: &OwnedFd) -> bool {
-        match &self.address {
-            Address::Inet(_) => true,
-            Address::Unix(_) => ours(connection),
-        }
-    }
-}
-
-fn bound(socket: &OwnedFd) -> rustix::io::Result<SocketAddr> {
-    let address: SocketAddrAny = getsockname(socket)?;
-    SocketAddr::try_from(address)
-}
-
-fn inet(all: &[SocketAddr]) -> Result<Listeners> {
-    let mut sockets = Vec::new();
-    let mut addresses: Vec<SocketAddr> = Vec::new();
-    let mut absent = None;
-    for wanted in all {
-        let mut wanted = *wanted;
-        if wanted.port() == 0
-            && let Some(first) = addresses.first()
-        {
-            wanted.set_port(first.port());
-        }
-        match listen_inet(&wanted) {
-            Ok((socket, address)) => {
-                sockets.push(socket);
-                addresses.push(address);
-            }
-            // A name may stand for addresses that this machine does not have, such as ::1 without IPv6.
-            Err(errno @ (Errno::ADDRNOTAVAIL | Errno::AFNOSUPPORT)) => absent = Some((wanted, errno)),
-            Err(Errno::ADDRINUSE) => {
-                let occupant = occupant::described(&Address::Inet(vec![wanted]));
-                return Err(Error::network(format!("the store cannot listen at {wanted}, which is in use: {occupant}")));
-            }
-            Err(errno) => return Err(Error::network(format!("the store cannot listen at {wanted}: {errno}"))),
-        }
-    }
-    match absent {
-        Some((wanted, errno)) if sockets.is_empty() => {
-            Err(Error::network(format!("the store cannot listen at {wanted}, which is no address of this machine: {errno}")))
-        }
-        _ => Ok(Listeners { sockets, address: Address::Inet(addresses), path: None }),
-    }
-}
-
-fn listen_inet(address: &SocketAddr) -> rustix::io::Result<(OwnedFd, SocketAddr)> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = socket_with(family, SocketType::STREAM, FLAGS, Some(ipproto::TCP))?;
-    // A server that has just ended leaves connections behind that would hold the port for a minute.
-    sockopt::set_socket_reuseaddr(&socket, true)?;
-    if address.is_ipv6() {
-        // "::" stands for all addresses, IPv4 included; any other for itself.
-        sockopt::set_ipv6_v6only(&socket, !address.ip().is_unspecified())?;
-    }
-    bind(&socket, address)?;
-    listen(&socket, BACKLOG)?;
-    let address = bound(&socket)?;
-    Ok((socket, address))
-}
-
-fn unix(name: &UnixName) -> Result<Listeners> {
-    let address = Address::Unix(name.clone());
-    let fail = |errno: Errno| match (name, errno) {
-        (UnixName::Path(path), Errno::NAMETOOLONG) => {
-            Error::value(format!("the store cannot listen at {address}: the path has {} bytes, at most 107 fit", path.as_os_str().len()))
-        }
-        (_, Errno::ADDRINUSE) => {
-            Error::network(format!("the store cannot listen at {address}, which is in use: {}", occupant::described(&address)))
-        }
-        _ => Error::network(format!("the store cannot listen at {address}: {errno}")),
-    };
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, FLAGS, None).map_err(fail)?;
-    let target = unix_address(name).map_err(fail)?;
-    let outcome = match (bind(&socket, &target), name) {
-        (Err(Errno::ADDRINUSE), UnixName::Path(path)) if abandoned(path, name) => {
-            std::fs::remove_file(path).map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
-            bind(&socket, &target)
-        }
-        (outcome, _) => outcome,
-    };
-    outcome.map_err(fail)?;
-    let path = match name {
-        UnixName::Path(path) => {
-            // Before it listens, so nobody of another user slips in; `accept` looks at the user again.
-            let metadata =
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).and_then(|()| std::fs::symlink_metadata(path));
-            let metadata = metadata.map_err(|error| Error::network(format!("{}: {error}", path.display())))?;
-            Some((path.clone(), metadata.ino()))
-        }
-        UnixName::Abstract(_) => None,
-    };
-    listen(&socket, BACKLOG).map_err(fail)?;
-    Ok(Listeners { sockets: vec![socket], address, path })
-}
-
-/// Whether `path` is a socket of this user that nobody serves any more.
-fn abandoned(path: &Path, name: &UnixName) -> bool {
-    let own = std::fs::symlink_metadata(path)
-        .is_ok_and(|metadata| metadata.file_type().is_socket() && metadata.uid() == rustix::process::geteuid().as_raw());
-    own && matches!(connect_unix(name), Err(Errno::CONNREFUSED))
 }
 
 #[cfg(test)]
@@ -390,28 +229,6 @@ mod tests {
         for wrong in ["unix:", "unix:a", "unix:@", "unix://a"] {
             assert!(resolve(wrong).is_err(), "{wrong}");
         }
-        Ok(())
-    }
-
-    #[test]
-    fn a_port_has_one_listener_and_a_path_is_free_after_it() -> Result<()> {
-        let first = Listeners::at(&resolve("127.0.0.1")?.near())
-            .or_else(|_| Listeners::at(&Address::Inet(vec![SocketAddr::from(([127, 0, 0, 1], 0))])))?;
-        assert!(Listeners::at(&first.address).is_err_and(|error| error.message.contains("in use")));
-        assert!(first.address.port() != 0);
-        let place = std::env::temp_dir().join(format!("symm-address-{}", std::process::id()));
-        let name = Address::Unix(UnixName::Path(place.clone()));
-        let listeners = Listeners::at(&name)?;
-        assert!(Listeners::at(&name).is_err_and(|error| error.message.contains("in use")));
-        drop(listeners);
-        assert!(!place.exists());
-        // Left behind by a server that was killed.
-        drop(std::os::unix::net::UnixListener::bind(&place));
-        assert!(place.exists());
-        drop(Listeners::at(&name)?);
-        assert!(!place.exists());
-        let long = Address::Unix(UnixName::Path(format!("/tmp/{}", "x".repeat(200)).into()));
-        assert!(Listeners::at(&long).is_err_and(|error| error.message.contains("107")));
         Ok(())
     }
 }

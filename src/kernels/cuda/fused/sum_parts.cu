@@ -8,7 +8,7 @@ struct SumPartsArgs {
   u8* to;
   u64 bytes;
 };
-// src/coll/cuda/sum_parts.rs lays it out too.
+// src/fused/sum_parts.rs lays it out too.
 static_assert(sizeof(SumPartsArgs) == 144, "");
 
 LANE_KERNEL(sum_parts, SumPartsArgs) {

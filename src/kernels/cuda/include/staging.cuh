@@ -166,7 +166,7 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
-// What lengths of slots, and of chunks of exchanges, are multiples of; `ALIGN` in src/coll/cuda/layout.rs is the same.
+// What lengths of slots, and of chunks of exchanges, are multiples of; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
 #define START_STEP 256u
 
 // Every message has chunks of the same length.

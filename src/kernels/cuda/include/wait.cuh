@@ -2,7 +2,7 @@
 #pragma once
 #include "device.cuh"
 
-// Ranks of a group, at most; src/coll/cuda/args.rs has the same.
+// Ranks of a group, at most; src/coll/cuda/arguments.rs has the same.
 #define MAX_WORLD 16
 
 // In host memory, written by the threads whose time ran out, read by the host and by the other threads, which end then too.
@@ -27,7 +27,7 @@ struct Common {
   // The call's number in messages.
   u64 call;
 };
-// src/coll/cuda/args.rs lays these out too, and checks the same sizes.
+// src/coll/cuda/arguments.rs lays these out too, and checks the same sizes.
 static_assert(sizeof(Common) == 160 && sizeof(Report) == 96, "");
 
 struct Wait {

@@ -3,7 +3,7 @@
 // What the stream did before a put is visible after the wait that takes it; docs/memory-model.md has the argument.
 #include "device.cuh"
 
-// Ranks of a group, at most; src/coll/cuda/args.rs has the same.
+// Ranks of a group, at most; src/coll/cuda/arguments.rs has the same.
 #define MAX_PEERS 8
 
 struct SignalArgs {

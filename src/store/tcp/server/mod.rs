@@ -10,8 +10,9 @@ mod event_loop;
 mod senders;
 mod service;
 
-use super::address::{Address, Listeners};
+use super::address::Address;
 use super::limits::Limits;
+use super::listen::Listeners;
 use crate::error::{Error, Result};
 use crate::sys::{fork, interrupt, process, thread};
 use event_loop::EventLoop;

@@ -1,0 +1,225 @@
+//! From which launch on a group's kernels begin by telling each other where their tensors lie in symmetric memory: agreed without
+//! anybody waiting for a rank that does not launch.
+//!
+//! One word, [`NEVER`] at first. The first rank that wants to proposes a launch that no rank has come to, looks again whether that is
+//! still so, and settles it (`docs/memory-model.md`).
+
+use super::launch_log;
+use crate::control::Board;
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+/// No launch is gated, as far as anybody knows.
+const NEVER: u64 = 0;
+/// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that it ends.
+const STEEPEST: u32 = 16;
+
+/// A word that is not [`NEVER`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Proposal {
+    /// Launches from this number on are gated.
+    first: u64,
+    by: u32,
+    /// It does not change any more.
+    settled: bool,
+}
+
+impl Proposal {
+    fn of(word: u64) -> Option<Self> {
+        let proposal = Self { first: word >> 8, by: (word >> 1) as u32 & 127, settled: word & 1 == 1 };
+        (word != NEVER).then_some(proposal)
+    }
+
+    fn word(self) -> u64 {
+        self.first << 8 | u64::from(self.by) << 1 | u64::from(self.settled)
+    }
+}
+
+/// What ranks share. A trait, so that loom runs the code below.
+pub trait Shared {
+    /// The word.
+    fn word(&self) -> u64;
+    /// Puts `to` in the place of `from`; whether that stood there. Sequentially consistent.
+    fn exchange(&self, from: u64, to: u64) -> bool;
+    /// The highest number that another rank has published as launched. Reads after a sequentially consistent fence.
+    fn most_launched(&self) -> u64;
+    /// Returns once `ready`, which rank `by` sees to.
+    fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()>;
+    /// Wakes who waits.
+    fn wake(&self);
+}
+
+/// Whether launch `number` is gated: the same on all ranks. This rank, `me`, has published the number and issued a sequentially
+/// consistent fence. If nobody has proposed it yet, it is `wanted` from this launch on, or the next that no rank has come to.
+pub fn decide(shared: &impl Shared, me: u32, number: u64, wanted: bool) -> Result<bool> {
+    if wanted && shared.word() == NEVER {
+        propose(shared, me, number);
+    }
+    let Some(seen) = Proposal::of(shared.word()) else { return Ok(false) };
+    if number < seen.first || seen.settled {
+        return Ok(number >= seen.first);
+    }
+    let open = || Proposal::of(shared.word()).filter(|proposal| number >= proposal.first && !proposal.settled);
+    shared.wait(seen.by, &|| open().is_none())?;
+    Ok(Proposal::of(shared.word()).is_some_and(|proposal| number >= proposal.first))
+}
+
+fn propose(shared: &impl Shared, me: u32, number: u64) {
+    // This launch is still undecided here, so it may be the first.
+    let mut proposal = Proposal { first: number.max(shared.most_launched() + 1), by: me, settled: false };
+    if !shared.exchange(NEVER, proposal.word()) {
+        return;
+    }
+    let mut steps = 0;
+    loop {
+        let most = shared.most_launched();
+        if most < proposal.first {
+            break;
+        }
+        // A rank may have decided a launch before it could see the proposal.
+        let raised = Proposal { first: most + (1 << steps), ..proposal };
+        steps = (steps + 1).min(STEEPEST);
+        // Nobody else changes what is not settled.
+        shared.exchange(proposal.word(), raised.word());
+        proposal = raised;
+    }
+    shared.exchange(proposal.word(), Proposal { settled: true, ..proposal }.word());
+    shared.wake();
+}
+
+/// A group's word, asked for one launch.
+pub(in crate::coll::cuda) struct OnBoard<'a> {
+    pub(in crate::coll::cuda) board: &'a Board,
+    pub(in crate::coll::cuda) number: u64,
+    pub(in crate::coll::cuda) timeout: Duration,
+}
+
+impl Shared for OnBoard<'_> {
+    fn word(&self) -> u64 {
+        launch_log::gate(self.board).load(Ordering::Acquire)
+    }
+
+    fn exchange(&self, from: u64, to: u64) -> bool {
+        launch_log::gate(self.board).compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    fn most_launched(&self) -> u64 {
+        fence(Ordering::SeqCst);
+        self.board.peers().map(|rank| launch_log::launched(self.board, rank)).max().unwrap_or(0)
+    }
+
+    fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()> {
+        let about = || {
+            let (number, group) = (self.number, self.board.name());
+            format!("agreeing on symmetric memory before CUDA collective #{number} of group \"{group}\"")
+        };
+        self.board.wait_for_peers(&Limit::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
+    }
+
+    fn wake(&self) {
+        self.board.wake_sleepers();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::{Call, Op, Span};
+    use crate::coll::cuda::workspace::layout::Channel;
+    use crate::control::tests::boards;
+    use crate::dtype::{DType, ReduceOp};
+    use crate::error::Kind;
+    use std::time::Instant;
+
+    /// Launch `number` of the rank of `board`.
+    fn launch(board: &Board, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
+        let spans = vec![Span { addr: 0, bytes: 4 }];
+        let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
+        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
+        launch_log::compare(board, number, &call, Channel::Collectives)?;
+        decide(&OnBoard { board, number, timeout }, board.rank().0, number, wanted)
+    }
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn who_is_not_overtaken_gets_what_it_wants_at_once() {
+        let boards = boards(3);
+        for board in &boards {
+            assert!(!launch(board, 1, false, PATIENCE).expect("nobody asked"));
+        }
+        assert!(launch(&boards[1], 2, true, PATIENCE).expect("alone"));
+        assert!(launch(&boards[0], 2, false, PATIENCE).expect("agreed") && launch(&boards[2], 2, false, PATIENCE).expect("agreed"));
+    }
+
+    #[test]
+    fn a_rank_behind_waits_until_it_has_caught_up() {
+        let boards = boards(2);
+        (1..=5).for_each(|number| assert!(!launch(&boards[0], number, false, PATIENCE).expect("nobody asked")));
+        for number in 1..=5 {
+            assert!(!launch(&boards[1], number, true, PATIENCE).expect("rank 0 has launched it otherwise"), "{number}");
+        }
+        assert!(launch(&boards[1], 6, false, PATIENCE).expect("agreed") && launch(&boards[0], 6, false, PATIENCE).expect("agreed"));
+    }
+
+    #[test]
+    fn all_ranks_decide_alike_whoever_asks_when() {
+        const LAUNCHES: u64 = 60;
+        let random = |round: u64, rank: u64, number: u64| {
+            let mixed = (round << 40 | rank << 20 | number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40
+        };
+        for round in 0..150 {
+            let boards = boards(3);
+            let decided: Vec<Vec<bool>> = std::thread::scope(|scope| {
+                let run = |board| {
+                    scope.spawn(move || {
+                        let rank = u64::from(Board::rank(board).0);
+                        let one = |number| {
+                            let dice = random(round, rank, number);
+                            (0..dice % 300).for_each(|_| std::hint::spin_loop());
+                            if dice % 7 == 0 {
+                                std::thread::yield_now();
+                            }
+                            launch(board, number, number >= 20 && dice % 5 == 0, PATIENCE).expect("decided")
+                        };
+                        (1..=LAUNCHES).map(one).collect()
+                    })
+                };
+                let threads: Vec<_> = boards.iter().map(run).collect();
+                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            });
+            assert_eq!(decided[0], decided[1], "round {round}");
+            assert_eq!(decided[0], decided[2], "round {round}");
+            assert!(decided[0].is_sorted(), "once gated, always gated");
+            assert!(!decided[0][18], "before anybody asked");
+        }
+    }
+
+    #[test]
+    fn a_proposer_that_stops_is_named_at_the_deadline() {
+        let boards = boards(3);
+        let open = Proposal { first: 2, by: 1, settled: false };
+        launch_log::gate(&boards[1]).store(open.word(), Ordering::SeqCst);
+        assert!(!launch(&boards[0], 1, true, PATIENCE).expect("before the proposal"));
+        let begun = Instant::now();
+        let error = launch(&boards[0], 2, false, Duration::from_millis(80)).expect_err("rank 1 has not settled it");
+        assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+        assert_eq!(error.kind, Kind::Timeout);
+        assert!(error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"), "{error}");
+        assert!(!error.message.contains("rank 2"), "{error}");
+    }
+
+    #[test]
+    fn a_proposer_that_leaves_ends_the_wait() {
+        let boards = boards(2);
+        launch_log::gate(&boards[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
+        boards[1].depart();
+        let shared = OnBoard { board: &boards[0], number: 1, timeout: PATIENCE };
+        let error = decide(&shared, 0, 1, false).expect_err("rank 1 has left");
+        assert_eq!(error.kind, Kind::Peer);
+    }
+}

@@ -1,0 +1,288 @@
+//! What kernels are told, laid out as `src/kernels/cuda/**` declares it.
+
+use super::workspace::layout::{Channel, MAX_RANKS};
+
+/// A pointer or a number for each rank.
+pub type PerRank = [u64; MAX_RANKS];
+
+/// `Common` in `wait.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Common {
+    /// This channel's memory on every rank, as mapped here.
+    pub peer: PerRank,
+    /// A word of host memory that is not 0 once the group has failed.
+    pub stop: u64,
+    /// A `Report` in host memory.
+    pub report: u64,
+    /// Nanoseconds that a thread waits.
+    pub timeout: u64,
+    /// The call's number.
+    pub call: u64,
+}
+
+/// `LowLatency` in `low_latency.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LowLatency {
+    /// Offset in the channel.
+    pub epochs: u64,
+    /// Offset in the channel.
+    pub lines: u64,
+    /// Of one message in one block.
+    pub units: u32,
+}
+
+/// `Marked` in `marked.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Marked {
+    /// Offset in the channel.
+    pub epochs: u64,
+    /// Offset in the channel.
+    pub slots: u64,
+    /// Of one source in one stage of one block.
+    pub units: u32,
+}
+
+/// `Staging` in `staging.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Staging {
+    /// Offset in the channel.
+    pub words: u64,
+    /// Offset in the channel.
+    pub slots: u64,
+    /// Distance of slots.
+    pub slot_bytes: u32,
+    /// Bytes of a chunk in this call, but in exchanges.
+    pub chunk_bytes: u32,
+    /// Blocks of each role.
+    pub lanes: u32,
+}
+
+/// `Outgoing` in `pieces.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Outgoing {
+    /// The message for each rank.
+    pub from: PerRank,
+    /// Its length.
+    pub bytes: PerRank,
+    /// Not 0: all are the same bytes.
+    pub same: u32,
+}
+
+/// `Gate` in `gate.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gate {
+    /// Offset in the channel.
+    pub epochs: u64,
+    /// Offset in the channel.
+    pub lines: u64,
+    /// Offset in the channel.
+    pub counts: u64,
+    /// Where each rank's symmetric memory begins, as mapped here.
+    pub heap: PerRank,
+    /// A bit for each rank that may load what this one gives it.
+    pub give: u32,
+    /// A bit for each rank that may store where this one takes it.
+    pub take: u32,
+    /// Index of the channel's count in the report.
+    pub channel: u32,
+    /// Of exchanges: the shortest message that goes direct, not 0.
+    pub least: u32,
+}
+
+/// `ExchangeArgs` in `exchange.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Exchange {
+    /// See there.
+    pub common: Common,
+    /// See there.
+    pub ll: LowLatency,
+    /// See there.
+    pub staging: Staging,
+    /// Blocks of the low-latency protocol.
+    pub ll_blocks: u32,
+    /// Longer messages are staged.
+    pub short_bytes: u64,
+    /// What is sent.
+    pub out: Outgoing,
+    /// Where each rank's message goes.
+    pub to: PerRank,
+    /// Its length.
+    pub bytes: PerRank,
+    /// Of gated calls.
+    pub gate: Gate,
+}
+
+/// `ReduceArgs` in `reduce/low_latency.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ReduceLowLatency {
+    /// See there.
+    pub common: Common,
+    /// See there.
+    pub ll: LowLatency,
+    /// What each rank gets; 0: nothing.
+    pub from: PerRank,
+    /// Its length.
+    pub send: PerRank,
+    /// Where the result goes; 0: nowhere.
+    pub to: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// Under PREMUL_SUM.
+    pub factor: f64,
+}
+
+/// `ReduceStagedArgs` in `reduce/staged.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct ReduceStaged {
+    /// See there.
+    pub common: Common,
+    /// See there.
+    pub staging: Staging,
+    /// What is sent.
+    pub out: Outgoing,
+    /// Where the result goes; 0: nowhere.
+    pub to: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// Under PREMUL_SUM.
+    pub factor: f64,
+    /// Of gated calls.
+    pub gate: Gate,
+}
+
+/// `AllReduceArgs` in `marked.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct AllReduce {
+    /// See there.
+    pub common: Common,
+    /// See there.
+    pub marked: Marked,
+    /// The input.
+    pub from: u64,
+    /// The result.
+    pub to: u64,
+    /// Of either.
+    pub bytes: u64,
+    /// Under PREMUL_SUM.
+    pub factor: f64,
+}
+
+/// `CubeMeshArgs` in `all_reduce/cube_mesh.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CubeMesh {
+    /// See there; of `peer`, only neighbours and this rank are looked at.
+    pub common: Common,
+    /// See there.
+    pub ll: LowLatency,
+    /// The input.
+    pub from: u64,
+    /// The result.
+    pub to: u64,
+    /// Of either.
+    pub bytes: u64,
+    /// Under PREMUL_SUM.
+    pub factor: f64,
+    /// The others of this rank's quad, ascending.
+    pub quad: [u32; 3],
+    /// The neighbour in the other quad.
+    pub relay: u32,
+    /// Not 0: rank 0 is in this rank's quad.
+    pub first_quad: u32,
+}
+
+/// `TwoStageArgs` in `two_stage.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct TwoStage {
+    /// See there.
+    pub common: Common,
+    /// The first pass.
+    pub scatter: Staging,
+    /// The second.
+    pub spread: Staging,
+    /// The input.
+    pub from: u64,
+    /// The result; 0: nowhere.
+    pub to: u64,
+    /// Of either.
+    pub bytes: u64,
+    /// Under PREMUL_SUM.
+    pub factor: f64,
+    /// Of a broadcast.
+    pub root: u32,
+    /// Pieces of the message.
+    pub parts: u32,
+    /// Who has the first.
+    pub first: u32,
+    /// Of a reduction: who gets the result, a bit each.
+    pub targets: u32,
+    /// Of gated calls.
+    pub gate: Gate,
+}
+
+/// Ranks of a group that signal each other, at most.
+pub const MAX_PEERS: usize = 8;
+
+/// `SignalArgs` in `signal/signal.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Signal {
+    /// Of each rank, as mapped here.
+    pub pads: [u64; MAX_PEERS],
+    /// A word of host memory that is not 0 once the group has failed.
+    pub stop: u64,
+    /// Two words of host memory.
+    pub report: u64,
+    /// Nanoseconds that a lane waits.
+    pub timeout: u64,
+    /// Index of the channel's first word in a pad.
+    pub channel: u32,
+    /// What is reported, with a bit for each peer that has not come.
+    pub record: u32,
+    /// A bit for each peer that is sent a signal.
+    pub put: u32,
+    /// A bit for each peer whose signal is waited for.
+    pub wait: u32,
+}
+
+impl Signal {
+    /// As the kernel reads it.
+    pub fn bytes(&self) -> &[u8] {
+        bytes_of(self)
+    }
+}
+
+/// As a kernel reads `args`, one of the structs that kernels are told: `repr(C)`, of plain numbers.
+pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
+    // SAFETY: plain numbers; padding is only copied on.
+    unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }
+}
+
+/// Words of a `Report` in `wait.cuh`.
+pub const REPORT_WORDS: usize = DIRECT_WORD + Channel::ALL.len();
+/// The first of its words that count, for each channel, the kernels that moved something between tensors without staging.
+pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
+
+// `static_assert`s beside the declarations in C++ say the same.
+const _: () = {
+    assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 96);
+    assert!(size_of::<Gate>() == 168);
+    assert!(size_of::<Exchange>() == 920);
+    assert!(size_of::<ReduceLowLatency>() == 464);
+    assert!(size_of::<ReduceStaged>() == 648);
+    assert!(size_of::<AllReduce>() == 216);
+    assert!(size_of::<TwoStage>() == 440);
+    assert!(size_of::<CubeMesh>() == 240);
+    assert!(size_of::<Signal>() == 8 * MAX_PEERS + 40);
+};

@@ -1,0 +1,75 @@
+//! Which messages of a batch of sends and receives go in one launch. Pure.
+
+use crate::coll::call::Span;
+use crate::coll::cuda::workspace::layout::MAX_RANKS;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+
+/// The other end's rank, and the bytes here.
+pub(super) type Message = (usize, Span);
+
+/// Takes out what this rank sends to itself, each with where it goes; it must be received in the same batch.
+pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Message>) -> Result<Vec<(Span, Span)>> {
+    let own = |messages: &mut Vec<Message>| -> Vec<Span> {
+        let (own, rest) = messages.drain(..).partition::<Vec<_>, _>(|(rank, _)| *rank == me.index());
+        *messages = rest;
+        own.into_iter().map(|(_, span)| span).collect()
+    };
+    let (out, incoming) = (own(sends), own(receives));
+    if out.len() != incoming.len() || out.iter().zip(&incoming).any(|(from, to)| from.bytes != to.bytes) {
+        return Err(Error::value(format!(
+            "rank {me} sends {} messages to itself and receives {} of its own; they must match within one batch",
+            out.len(),
+            incoming.len()
+        )));
+    }
+    Ok(out.into_iter().zip(incoming).collect())
+}
+
+/// Takes out the first message for each rank: a launch has room for one.
+pub(super) fn first_of_each(messages: &mut Vec<Message>) -> Vec<Message> {
+    let mut seen = [false; MAX_RANKS];
+    let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));
+    *messages = rest;
+    first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    fn message(rank: usize, bytes: usize) -> Message {
+        (rank, Span { addr: 0x1000, bytes })
+    }
+
+    fn lengths(messages: &[Message]) -> Vec<(usize, usize)> {
+        messages.iter().map(|(rank, span)| (*rank, span.bytes)).collect()
+    }
+
+    #[test]
+    fn messages_to_oneself_are_paired_in_their_order() {
+        let mut sends = vec![message(1, 5), message(2, 8), message(1, 6)];
+        let mut receives = vec![message(1, 5), message(1, 6), message(0, 7)];
+        let own = take_own(Rank(1), &mut sends, &mut receives).expect("they match");
+        assert_eq!(own.iter().map(|(from, to)| (from.bytes, to.bytes)).collect::<Vec<_>>(), [(5, 5), (6, 6)]);
+        assert_eq!((lengths(&sends), lengths(&receives)), (vec![(2, 8)], vec![(0, 7)]));
+    }
+
+    #[test]
+    fn messages_to_oneself_that_do_not_match_are_refused() {
+        for (sends, receives) in [(vec![message(1, 5)], vec![]), (vec![message(1, 5)], vec![message(1, 6)])] {
+            let error = take_own(Rank(1), &mut sends.clone(), &mut receives.clone()).expect_err("no match");
+            assert_eq!(error.kind, Kind::Value);
+            assert!(error.message.contains("rank 1 sends 1 messages to itself"), "{error}");
+        }
+    }
+
+    #[test]
+    fn each_launch_takes_one_message_for_each_rank_in_order() {
+        let mut messages = vec![message(0, 1), message(2, 2), message(0, 3), message(0, 4), message(2, 5)];
+        let launches: Vec<_> = std::iter::from_fn(|| Some(first_of_each(&mut messages)).filter(|first| !first.is_empty())).collect();
+        let launches: Vec<_> = launches.iter().map(|launch| lengths(launch)).collect();
+        assert_eq!(launches, [vec![(0, 1), (2, 2)], vec![(0, 3), (2, 5)], vec![(0, 4)]]);
+    }
+}

@@ -1,0 +1,288 @@
+//! A group's GPUs: set up once by all ranks together, then launched on by each for itself.
+
+mod batch;
+mod set_up;
+mod stream_order;
+
+pub(in crate::coll::cuda) use super::failure::report::Report;
+
+use super::agreement::launch_log::Transfer;
+use super::agreement::{launch_log, zero_copy};
+use super::arguments::{Common, PerRank};
+use super::failure::abort_flag::Stop;
+use super::kernels::Kernels;
+use super::launch::{self, Launch, Site, Symmetric};
+use super::plan::{self, Facts, Tuning};
+use super::workspace::budget;
+use super::workspace::layout::{Channel, Layout, MAX_RANKS};
+use super::workspace::memory::Memory;
+use super::{cube_mesh, stats};
+use crate::coll::call::{Call, Span};
+use crate::coll::describe::Description;
+use crate::control::Board;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Kind, Result};
+use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
+use crate::rank::Rank;
+use crate::symm_mem::peers::Heaps;
+use batch::{first_of_each, take_own};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use stream_order::{Before, Last, Queue, Turns};
+
+/// Where work is enqueued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CudaTarget {
+    /// torch's index of the device.
+    pub device: i32,
+    /// The `CUstream`.
+    pub stream: usize,
+    /// It is one of the group's own streams, beside the caller's: one for sends, one for receives, one for everything else.
+    pub background: bool,
+}
+
+/// How long kernels may take to notice that they are to end.
+pub(crate) const NOTICE: Duration = Duration::from_secs(2);
+
+/// See the module.
+pub struct Plane {
+    board: Arc<Board>,
+    layout: Layout,
+    tuning: Tuning,
+    state: Mutex<State>,
+    report: Arc<Report>,
+    stop: Stop,
+    symmetric: Option<Heaps>,
+    edges: Option<cube_mesh::Edges>,
+    memory: Memory,
+    /// Where each channel begins on each rank.
+    peer: [PerRank; Channel::ALL.len()],
+    _share: budget::Share,
+    _stream: OwnStream,
+    // Last: everything above is given back in its context.
+    device: Device,
+}
+
+struct State {
+    kernels: Kernels,
+    turns: Turns,
+    launched: u64,
+    /// Receives from each rank, and sends to it.
+    transfers: [[u64; MAX_RANKS]; 2],
+    /// Of each queue, eager and captured: what a call on another stream than the last one waits for.
+    behind: Vec<Event>,
+    /// The group is leaving: its memory goes once what was enqueued before is done.
+    closed: bool,
+    /// Some call was recorded into a graph, which may be replayed at any time.
+    recorded: bool,
+}
+
+impl Plane {
+    /// torch's index of this rank's device.
+    pub fn device(&self) -> i32 {
+        self.device.ordinal()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic between two launches leaves nothing half-changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
+    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
+        self.enqueue(target, timeout, &[Queue::Collectives], |plane, state, stream, channel, site| {
+            for call in calls {
+                state.launched += 1;
+                numbered(state.launched);
+                launch_log::compare(&plane.board, state.launched, call, channel)?;
+                plane.report.remember(state.launched, Description::of(call));
+                let gated = plane.gated(call, state.launched, timeout)?;
+                let plan = plan::choose(call, &plane.facts(gated));
+                stats::count(Some(call.op), plan.served_as(gated));
+                let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
+                let symmetric = plane.symmetric.as_ref().filter(|_| gated);
+                let symmetric = symmetric.map(|heaps| {
+                    let least = u32::try_from(plane.tuning.gated_bytes).unwrap_or(u32::MAX);
+                    Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, least, reachable: &reachable }
+                });
+                let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
+                if let Some(launch) = site.prepare(call, plan) {
+                    state.kernels.launch(&plane.device, &launch, call.dtype, call.reduce_op, stream)?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Enqueues sends `(to whom, what)` and receives `(from whom, where)`; those between the same two ranks in their order.
+    pub fn transfer(&self, sends: &[(Rank, Span)], receives: &[(Rank, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
+        let mut sends: Vec<_> = sends.iter().map(|&(rank, span)| (rank.index(), span)).collect();
+        let mut receives: Vec<_> = receives.iter().map(|&(rank, span)| (rank.index(), span)).collect();
+        let queues: &[Queue] = match (sends.is_empty(), receives.is_empty()) {
+            (false, true) => &[Queue::Sends],
+            (true, false) => &[Queue::Receives],
+            _ => &[Queue::Sends, Queue::Receives],
+        };
+        self.enqueue(target, timeout, queues, |plane, state, stream, _, site| {
+            let plan = plan::transfers(&plane.layout, &plane.tuning);
+            for (from, to) in take_own(plane.board.rank(), &mut sends, &mut receives)? {
+                stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
+            }
+            for (send, messages) in [(true, &sends), (false, &receives)] {
+                for &(rank, span) in messages {
+                    let number = &mut state.transfers[usize::from(send)][rank];
+                    *number += 1;
+                    let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
+                    launch_log::compare_transfer(&plane.board, Transfer { send, peer, number: *number, bytes })?;
+                }
+            }
+            while !sends.is_empty() || !receives.is_empty() {
+                let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
+                stats::count(None, plan.name());
+                let launch: Launch = site.transfers(&out, &incoming, plan)?;
+                state.kernels.launch(&plane.device, &launch, DType::U8, ReduceOp::Sum, stream)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn facts(&self, gated: bool) -> Facts<'_> {
+        Facts { n: self.board.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), gated }
+    }
+
+    /// Whether this rank's launch `number`, which is `call`, is gated; the same on all ranks.
+    fn gated(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
+        let Some(heaps) = &self.symmetric else { return Ok(false) };
+        let worth = plan::worth_gating(call, self.board.size(), &self.tuning);
+        // An all-to-all of short messages is no reason to begin with it.
+        let long = worth && call.longest() >= self.tuning.gated_bytes;
+        let wanted =
+            long && heaps.holds_any(call.inputs.iter().chain(&call.outputs)) && plan::choose(call, &self.facts(false)).can_be_gated();
+        let agreed = zero_copy::decide(&zero_copy::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)?;
+        Ok(agreed && worth)
+    }
+
+    fn site(&self, channel: Channel, timeout: Duration) -> Site<'_> {
+        let me = self.board.rank().index();
+        let peer = self.peer[channel as usize];
+        let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let common = Common { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
+        let edges = self.edges.as_ref().map(|edges| launch::Edges { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
+        Site { me, n: self.board.size(), layout: &self.layout, edges, threads: self.tuning.threads as u32, common, symmetric: None }
+    }
+
+    fn enqueue(
+        &self,
+        target: CudaTarget,
+        timeout: Duration,
+        queues: &[Queue],
+        body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let stream = Stream(target.stream);
+        let entered = self.device.enter()?;
+        let mut state = self.state();
+        // Under the lock: `bury` takes it after the group has failed, and finds all that was enqueued.
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        if state.closed {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        }
+        let capture = stream.capture()?;
+        state.recorded |= capture.is_some();
+        let channel = Channel::of(capture.is_some(), queues != [Queue::Collectives]);
+        // Calls of one queue follow each other on the device, whatever streams they are given.
+        for &queue in queues {
+            let before = state.turns.next(queue, stream, capture);
+            let behind = &state.behind[stream_order::place(queue, capture)];
+            if let Before::EventOf(last) = before {
+                behind.record(last)?;
+            }
+            if before != Before::Nothing {
+                stream.wait(behind)?;
+            }
+        }
+        let mut outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
+        let stream_of_its_own = matches!(queues, [Queue::Sends] | [Queue::Receives]);
+        if outcome.is_ok() && target.background && !stream_of_its_own {
+            // At once: calls of other queues may stand behind it by the time its queue goes on elsewhere, and wait for other ranks.
+            for &queue in queues {
+                outcome = outcome.and_then(|()| state.behind[stream_order::place(queue, capture)].record(stream));
+                state.turns.mark(queue, capture);
+            }
+        }
+        drop(state);
+        drop(entered);
+        // Whatever failed half-way leaves peers waiting for a kernel that does not come; a bad argument was refused before.
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.board.fail(error) })
+    }
+
+    /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
+    pub fn failure(&self) -> Option<Error> {
+        self.report.failure()
+    }
+
+    /// Waits until the kernels that were enqueued are done, at most `limit`; those that are not are made to end. False if they have not
+    /// even so: their memory must stay. Nothing can be enqueued afterwards.
+    #[must_use = "memory that kernels use must not be given back"]
+    pub fn drain(&self, limit: Duration) -> bool {
+        self.state().closed = true;
+        let Ok(_entered) = self.device.enter() else { return false };
+        let events = self.state().ends();
+        if !pass(&events, limit) {
+            let text = format!("{} left group \"{}\" with CUDA work under way", self.board.describe(self.board.rank()), self.board.name());
+            self.board.fail(Error::aborted(text));
+            return pass(&events, NOTICE);
+        }
+        true
+    }
+
+    /// After the group has failed since `rank` died: lets go of the memory that `rank` had on its GPU and this rank has mapped, which the
+    /// driver keeps until all have. What kernels may still use stays: that of a group whose calls are in graphs, and what windows show.
+    pub fn bury(&self, rank: Rank) {
+        let Ok(_entered) = self.device.enter() else { return };
+        let events = {
+            let state = self.state();
+            // Else recording would add to what the caller captures.
+            let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
+            if state.closed || state.recorded || state.turns.last().any(captured) || self.failure().is_none() {
+                return;
+            }
+            state.ends()
+        };
+        if !pass(&events, NOTICE) {
+            return;
+        }
+        self.memory.bury(rank);
+        if let Some((memory, _)) = self.edges.as_ref().and_then(|edges| edges.apart.as_ref()) {
+            memory.bury(rank);
+        }
+        if let Some(heaps) = &self.symmetric {
+            heaps.bury(rank);
+        }
+        log::info!("group \"{}\": the GPU memory of {} is let go", self.board.name(), self.board.describe(rank));
+    }
+
+    /// Gives everything back. After `drain`.
+    pub fn release(self) {
+        let Self { device, state, report, stop, symmetric, memory, _stream: stream, .. } = self;
+        // A thread that leaves a group need not have a context, without which the driver keeps what it was to give back.
+        let entered = device.enter();
+        report.retire();
+        drop((state, stop, symmetric, memory, stream));
+        drop(entered);
+    }
+}
+
+impl State {
+    /// Events that pass when what was enqueued is done.
+    fn ends(&self) -> Vec<Event> {
+        // What was recorded into a graph is not running because of us.
+        let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
+        self.turns.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
+    }
+}
+
+fn per_rank(addresses: &[u64]) -> PerRank {
+    std::array::from_fn(|rank| addresses.get(rank).copied().unwrap_or(0))
+}

@@ -1,0 +1,230 @@
+//! How all ranks of a group set up their GPUs, step by step together.
+
+use super::{Plane, Report, State, Turns, stream_order};
+use crate::boot::pass::Mailbox;
+use crate::coll::cost::{hardware, profile};
+use crate::coll::cuda::agreement::launch_log;
+use crate::coll::cuda::failure::abort_flag::Stop;
+use crate::coll::cuda::kernels::Kernels;
+use crate::coll::cuda::plan::Tuning;
+use crate::coll::cuda::workspace::budget;
+use crate::coll::cuda::workspace::layout::{Channel, Layout, MAX_RANKS};
+use crate::coll::cuda::workspace::memory::{Memory, Own, Peer, Way};
+use crate::coll::cuda::{cube_mesh, probed};
+use crate::config::Config;
+use crate::control::Board;
+use crate::error::{Error, Kind, Result};
+use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
+use crate::rank::Rank;
+use crate::symm_mem::peers::{self, AllGather, Heaps};
+use crate::symm_mem::{self, Heap};
+use crate::sync::limit::Limit;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// What a rank has before it tells the others; given back in this order.
+struct Opened {
+    stream: OwnStream,
+    entered: Entered,
+    capture: RelaxedCapture,
+    mailbox: Mailbox,
+    heap: Option<Arc<Heap>>,
+    device: Device,
+}
+
+/// One step of the set-up that all ranks take; see [`peers::step`].
+fn step(gather: &AllGather<'_>, board: &Board, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    peers::step(gather, board, "use its GPU in", bytes, own)
+}
+
+impl Plane {
+    /// Sets up the group's GPUs; all ranks call it with a device of their own. Fails on all ranks alike.
+    pub fn connect(board: &Arc<Board>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
+        let (config, me, n) = (Config::get(), board.rank().index(), board.size());
+        let begun = Instant::now();
+        let measured = profile::settings(hardware::Device::Cuda, n);
+        let usual = measured.and_then(|group| Tuning::of(n).overlaid(&group.cuda_tuning).ok()).unwrap_or(Tuning::of(n));
+        let tuning = usual.overlaid(&config.cuda_tuning).unwrap_or_else(|complaint| {
+            log::warn!("SYMM_CUDA_TUNING: {complaint}; ignored");
+            usual
+        });
+        // All that may fail on one rank alone is done before a step, so that nobody waits for a rank that has given up.
+        let opened = || {
+            if n > MAX_RANKS {
+                return Err(Error::config(format!("a group of {n} ranks cannot use GPUs; {MAX_RANKS} is the most")));
+            }
+            let device = Device::open(device)?;
+            let mailbox = Mailbox::open(n)?;
+            launch_log::reserve(board)?;
+            let capture = RelaxedCapture::begin()?;
+            let entered = device.enter()?;
+            // Without one the group does all through staging.
+            let heap = (config.p2p && n > 1).then(|| symm_mem::of(device.ordinal()).inspect_err(|error| log::info!("{error}")).ok());
+            Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), device })
+        };
+        let opened = opened();
+        let said = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, .. }| {
+            let workspace = budget::offer(config.workspace_mb << 20) as u64;
+            let heap = heap.as_ref().map(|heap| heap.address());
+            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning }.encode()
+        });
+        let peers = step(gather, board, Peer::BYTES, said)?;
+        let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
+        let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
+        let Opened { stream, entered, capture: _capture, mailbox, heap, device } = opened?;
+        if !config.shared_gpus {
+            refuse_shared(board, &peers)?;
+        }
+        refuse_other_tunings(board, &peers)?;
+        let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
+        let layout = Layout::new(n, bytes)?;
+        let way = Way { board, device: &device, mailbox: &mailbox, peers: &peers, limit };
+        let mut memory = None;
+        if peers.iter().all(|peer| peer.p2p) {
+            let own = Own::on_device(&device, bytes);
+            // Too little memory is no reason to exchange through the host; a GPU that cannot share its memory is.
+            let lacking = own.as_ref().err().filter(|error| error.kind == Kind::Config).cloned();
+            step(gather, board, 0, lacking.map_or(Ok(Vec::new()), Err))?;
+            memory = try_out(gather, &way, own, &layout, stream.stream(), &|_| true)?;
+        }
+        let memory = match memory {
+            Some(memory) => memory,
+            None => {
+                log::warn!("group \"{}\": its GPUs exchange through the host's memory, since some cannot reach each other's", board.name());
+                try_out(gather, &way, Own::on_host(bytes), &layout, stream.stream(), &|_| true)?.ok_or_else(|| {
+                    Error::config(format!("the GPUs of group \"{}\" cannot exchange, not even through the host", board.name()))
+                })?
+            }
+        };
+        let edges = edges(&way, gather, &memory, stream.stream())?;
+        let events = || (0..stream_order::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
+        let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0);
+        kernels.preload(&device);
+        let made = || Ok((Stop::of(board)?, Report::new(board)?, events()?));
+        let made = made();
+        step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
+        let (stop, report, behind) = made?;
+        let symmetric = if memory.is_direct() && n > 1 {
+            let asked = Arc::downgrade(&report);
+            let failed: symm_mem::Failed = Arc::new(move || asked.upgrade().is_some_and(|report| report.failure().is_some()));
+            let addresses: Vec<_> = peers.iter().map(|peer| peer.heap).collect();
+            let linked = Heaps::link(board, &|bytes, own| step(gather, board, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
+            let staged = |reason: &_| log::warn!("group \"{}\": tensors in symmetric memory are staged, since {reason}", board.name());
+            linked.inspect_err(staged).ok()
+        } else {
+            None
+        };
+        drop(entered);
+        board.wait_unattended(launch_log::progress);
+        let state =
+            State { kernels, turns: Turns::default(), launched: 0, transfers: [[0; MAX_RANKS]; 2], behind, closed: false, recorded: false };
+        let (mebibytes, place) = (bytes >> 20, if memory.is_direct() { "on each GPU" } else { "of the host for each GPU" });
+        log::info!(
+            "group \"{}\": {mebibytes} MiB {place}, this rank's is cuda:{} ({}); ready after {:.0} ms",
+            board.name(),
+            device.ordinal(),
+            device.bus,
+            begun.elapsed().as_secs_f64() * 1e3
+        );
+        let apart = edges.as_ref().is_some_and(|edges| edges.apart.is_some());
+        let share = budget::Share::take(bytes + if apart { Layout::least(n) } else { 0 });
+        let bases = memory.addresses();
+        let peer = Channel::ALL.map(|channel| {
+            let mut begins = [0; MAX_RANKS];
+            begins.iter_mut().zip(&bases).for_each(|(address, base)| *address = base + layout.channel(channel) as u64);
+            begins
+        });
+        let (board, state) = (Arc::clone(board), Mutex::new(state));
+        Ok(Self { board, layout, tuning, state, report, stop, symmetric, edges, memory, peer, _share: share, _stream: stream, device })
+    }
+}
+
+/// The memory of the ranks that this one must reach, if every rank made its own and reaches those it must; `None` if not.
+fn try_out(
+    gather: &AllGather<'_>,
+    way: &Way<'_>,
+    own: Result<Own>,
+    layout: &Layout,
+    stream: Stream,
+    reaches: &dyn Fn(usize) -> bool,
+) -> Result<Option<Memory>> {
+    let me = way.board.rank().index();
+    let all = |yes: bool| step(gather, way.board, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
+    let noted = |error: Error| log::info!("{error}");
+    let own = own.map_err(noted);
+    // Before any rank waits for what another passes.
+    if !all(own.is_ok())? {
+        return Ok(None);
+    }
+    let share = |own: Own| {
+        let memory = Memory::shared(way, own, reaches)?;
+        memory.clear(me, layout, stream)?;
+        Ok(memory)
+    };
+    let made = own.and_then(|own| share(own).map_err(noted)).ok();
+    if !all(made.is_some())? {
+        return Ok(None);
+    }
+    let Some(memory) = made else { return Ok(None) };
+    // What GPUs have once done they do again: only pairs that are new to a rank are tried out.
+    let pairs: Vec<_> = way.peers.iter().enumerate().filter(|&(rank, _)| rank != me && reaches(rank)).collect();
+    let pairs: Vec<_> = pairs.into_iter().map(|(_, peer)| (way.device.uuid, peer.uuid)).collect();
+    if all(memory.is_direct() && probed::know(&pairs))? {
+        return Ok(Some(memory));
+    }
+    if !all(memory.probe(me, layout, stream).unwrap_or(false))? {
+        return Ok(None);
+    }
+    let works = all(memory.probed(me, layout, stream).unwrap_or(false))?;
+    if works && memory.is_direct() {
+        probed::note(&pairs);
+    }
+    Ok(works.then_some(memory))
+}
+
+/// The edges of the group's GPUs, if all ranks see the same hybrid cube mesh and can use it.
+fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
+    let (board, me) = (way.board, way.board.rank().index());
+    if way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
+        return Ok(None);
+    }
+    let mesh = cube_mesh::detected(way.peers);
+    let own = cube_mesh::encoded(mesh.as_ref());
+    let said = step(gather, board, cube_mesh::BYTES, Ok(own.clone()))?;
+    if said.iter().any(|other| *other != own) {
+        log::warn!("group \"{}\": ranks disagree on how their GPUs are linked; nobody goes by it", board.name());
+        return Ok(None);
+    }
+    let Some(mesh) = mesh else { return Ok(None) };
+    log::info!("group \"{}\": its GPUs are a hybrid cube mesh of ranks {:?} and {:?}", board.name(), mesh.quad[0], mesh.quad[1]);
+    if memory.is_direct() {
+        return Ok(Some(cube_mesh::Edges { mesh, apart: None }));
+    }
+    let bytes = Layout::least(cube_mesh::RANKS);
+    let layout = Layout::new(cube_mesh::RANKS, bytes)?;
+    let memory = try_out(gather, way, Own::on_device(way.device, bytes), &layout, stream, &|rank| cube_mesh::reaches(&mesh, me, rank))?;
+    Ok(memory.map(|memory| cube_mesh::Edges { mesh, apart: Some((memory, layout)) }))
+}
+
+fn refuse_shared(board: &Board, peers: &[Peer]) -> Result<()> {
+    for (rank, peer) in board.ranks().zip(peers) {
+        if let Some((other, _)) = board.ranks().zip(peers).find(|(other, them)| *other < rank && them.uuid == peer.uuid) {
+            let (one, two, group) = (board.describe(other), board.describe(rank), board.name());
+            let uuid: String = peer.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+            return Err(Error::config(format!(
+                "{one} and {two} of group \"{group}\" use the same GPU ({uuid}); each rank needs its own: call torch.cuda.set_device(local_rank) first"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Ranks under different tunings would choose different kernels for one call.
+fn refuse_other_tunings(board: &Board, peers: &[Peer]) -> Result<()> {
+    let Some((rank, other)) = board.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
+    let (one, two, group) = (board.describe(Rank(0)), board.describe(rank), board.name());
+    Err(Error::config(format!(
+        "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_PROFILE: {:?} and {:?}; set both alike on all ranks",
+        peers[0].tuning, other.tuning
+    )))
+}

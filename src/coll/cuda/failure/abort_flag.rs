@@ -1,0 +1,61 @@
+//! The word that tells kernels that their group has failed.
+
+use crate::control::Board;
+use crate::error::Result;
+use crate::mem::layout::HEADER_BYTES;
+use crate::mem::pinned::Registered;
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+
+/// A group's header, opened to the GPUs of this process: once, since the driver refuses it a second time. Its first word is not 0 once
+/// the group has failed. Dropped in a context.
+pub(crate) struct Stop {
+    header: usize,
+    device: u64,
+}
+
+struct Opened {
+    registered: Registered,
+    holders: usize,
+}
+
+/// By the address of the header.
+fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
+    static OPENED: LazyLock<Mutex<HashMap<usize, Opened>>> = LazyLock::new(Mutex::default);
+    // Nothing panics between two changes.
+    OPENED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Stop {
+    /// Of the group of `board`, in the current context.
+    pub(crate) fn of(board: &Arc<Board>) -> Result<Self> {
+        let header = board.segment().ptr(0, HEADER_BYTES);
+        let mut opened = opened();
+        if let Some(known) = opened.get_mut(&(header as usize)) {
+            known.holders += 1;
+            return Ok(Self { header: header as usize, device: known.registered.device() });
+        }
+        // SAFETY: the header is mapped as long as the board lives, and was reserved when the group was made.
+        let registered = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(board) as Arc<_>) }?;
+        let stop = Self { header: header as usize, device: registered.device() };
+        opened.insert(stop.header, Opened { registered, holders: 1 });
+        Ok(stop)
+    }
+
+    /// Where GPUs find the word.
+    pub(crate) fn device(&self) -> u64 {
+        self.device
+    }
+}
+
+impl Drop for Stop {
+    fn drop(&mut self) {
+        // Closed before the lock is let go: whoever opens it next finds it either counted or closed.
+        let mut opened = opened();
+        let Some(known) = opened.get_mut(&self.header) else { return };
+        known.holders -= 1;
+        if known.holders == 0 {
+            opened.remove(&self.header);
+        }
+    }
+}

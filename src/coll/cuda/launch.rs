@@ -1,0 +1,373 @@
+//! From a call and its plan to a kernel and its arguments. Pure.
+
+use super::arguments::{
+    self, AllReduce, Common, Exchange, Gate, LowLatency, Marked, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, Staging, TwoStage,
+};
+use super::plan::{Plan, short_bytes};
+use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
+use crate::coll::call::{Call, Op, Span};
+use crate::error::{Error, Result};
+use crate::topo::graph::CubeMesh;
+
+/// Threads of other blocks; `THREADS` in `device.cuh`.
+const THREADS: u32 = 512;
+
+/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/kernels.md).
+const MANY_THREADS_BYTES: usize = 24 << 20;
+/// Threads of a lane's block otherwise.
+const FEW_THREADS: u32 = 128;
+
+/// The kernels, each in a program of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// Bytes from everybody to everybody.
+    Exchange,
+    /// A broadcast of a long message.
+    Broadcast,
+    /// Any reduction of short messages.
+    ReduceLowLatency,
+    /// Reduce-scatter of long messages.
+    ReduceStaged,
+    /// All-reduce in one shot.
+    OneShot,
+    /// All-reduce in two shots.
+    TwoShot,
+    /// All-reduce along the edges of a hybrid cube mesh.
+    CubeMesh,
+    /// All-reduce and reduce of long messages.
+    AllReduceStaged,
+}
+
+impl Program {
+    /// Every program.
+    pub const ALL: [Program; 8] = [
+        Program::Exchange,
+        Program::Broadcast,
+        Program::ReduceLowLatency,
+        Program::ReduceStaged,
+        Program::OneShot,
+        Program::TwoShot,
+        Program::CubeMesh,
+        Program::AllReduceStaged,
+    ];
+
+    /// Its source below `src/kernels/cuda`, and the kernel in it.
+    pub fn names(self) -> (&'static str, &'static str) {
+        match self {
+            Program::Exchange => ("exchange/exchange", "exchange"),
+            Program::Broadcast => ("broadcast/staged", "broadcast_staged"),
+            Program::ReduceLowLatency => ("reduce/low_latency", "reduce_low_latency"),
+            Program::ReduceStaged => ("reduce/staged", "reduce_staged"),
+            Program::OneShot => ("all_reduce/one_shot", "all_reduce_one_shot"),
+            Program::TwoShot => ("all_reduce/two_shot", "all_reduce_two_shot"),
+            Program::CubeMesh => ("all_reduce/cube_mesh", "all_reduce_cube_mesh"),
+            Program::AllReduceStaged => ("all_reduce/staged", "all_reduce_staged"),
+        }
+    }
+
+    /// Whether it has a variant that knows of symmetric memory.
+    pub fn can_be_gated(self) -> bool {
+        matches!(self, Program::Exchange | Program::Broadcast | Program::ReduceStaged | Program::AllReduceStaged)
+    }
+
+    /// Whether it is compiled for an element type and an operation.
+    pub fn reduces(self) -> bool {
+        match self {
+            Program::Exchange | Program::Broadcast => false,
+            Program::ReduceLowLatency
+            | Program::ReduceStaged
+            | Program::OneShot
+            | Program::TwoShot
+            | Program::CubeMesh
+            | Program::AllReduceStaged => true,
+        }
+    }
+}
+
+/// The argument of a kernel.
+#[derive(Clone, Copy, Debug)]
+#[allow(clippy::large_enum_variant)] // Lives on the stack for the time of a launch.
+pub enum Args {
+    /// Of [`Program::Exchange`].
+    Exchange(Exchange),
+    /// Of [`Program::ReduceLowLatency`].
+    ReduceLowLatency(ReduceLowLatency),
+    /// Of [`Program::ReduceStaged`].
+    ReduceStaged(ReduceStaged),
+    /// Of the kernels on marked slots.
+    AllReduce(AllReduce),
+    /// Of [`Program::CubeMesh`].
+    CubeMesh(arguments::CubeMesh),
+    /// Of [`Program::AllReduceStaged`] and [`Program::Broadcast`].
+    TwoStage(TwoStage),
+}
+
+impl Args {
+    /// As the kernel reads it.
+    pub fn bytes(&self) -> &[u8] {
+        match self {
+            Args::Exchange(args) => arguments::bytes_of(args),
+            Args::ReduceLowLatency(args) => arguments::bytes_of(args),
+            Args::ReduceStaged(args) => arguments::bytes_of(args),
+            Args::AllReduce(args) => arguments::bytes_of(args),
+            Args::CubeMesh(args) => arguments::bytes_of(args),
+            Args::TwoStage(args) => arguments::bytes_of(args),
+        }
+    }
+}
+
+/// A kernel ready to be launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Which one.
+    pub program: Program,
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// The variant that knows of symmetric memory.
+    pub gated: bool,
+    /// What it is told.
+    pub args: Args,
+}
+
+/// A hybrid cube mesh as one rank sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Edges<'a> {
+    /// The whole of it.
+    pub mesh: &'a CubeMesh,
+    /// The channel's memory on this rank and its neighbours; the rest is not looked at.
+    pub peer: PerRank,
+}
+
+/// Symmetric memory as one rank sees it.
+#[derive(Clone, Copy)]
+pub struct Symmetric<'a> {
+    /// Where each rank's begins, as mapped here; this rank's own among them.
+    pub heap: PerRank,
+    /// Index of the call's channel.
+    pub channel: u32,
+    /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_gating`].
+    pub least: u32,
+    /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
+    pub reachable: &'a dyn Fn(Span) -> bool,
+}
+
+impl std::fmt::Debug for Symmetric<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Symmetric").field("heap", &self.heap).field("channel", &self.channel).finish_non_exhaustive()
+    }
+}
+
+/// Who launches where.
+#[derive(Clone, Copy, Debug)]
+pub struct Site<'a> {
+    /// This rank.
+    pub me: usize,
+    /// Number of ranks.
+    pub n: usize,
+    /// The group's layout.
+    pub layout: &'a Layout,
+    /// The edges of the group's hybrid cube mesh; a call planned for one needs them.
+    pub edges: Option<Edges<'a>>,
+    /// Threads of a block of a lane.
+    pub threads: u32,
+    /// What all kernels are told.
+    pub common: Common,
+    /// None: the call is not gated.
+    pub symmetric: Option<Symmetric<'a>>,
+}
+
+impl Site<'_> {
+    fn low_latency(&self) -> LowLatency {
+        LowLatency { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
+    }
+
+    fn marked(&self) -> Marked {
+        let units = self.layout.marked_units() as u32;
+        Marked { epochs: self.layout.marked_epochs() as u64, slots: self.layout.marked() as u64, units }
+    }
+
+    fn staging(&self, stage: Stage, lanes: u32, chunk: u32) -> Staging {
+        let (words, slots) = (self.layout.words(stage) as u64, self.layout.slots(stage) as u64);
+        Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
+    }
+
+    /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
+    fn lane_threads(&self, program: Program, gated: bool, lanes: u32, bytes: usize) -> u32 {
+        let adds = matches!(program, Program::ReduceStaged | Program::AllReduceStaged);
+        let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
+        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/kernels.md).
+        let of_two = self.n == 2 && adds && (gated || program == Program::ReduceStaged);
+        if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
+    }
+
+    /// Whether `plan` is launched in its gated variant.
+    fn gates(&self, plan: Plan) -> bool {
+        self.symmetric.is_some() && self.n > 1 && plan.can_be_gated()
+    }
+
+    /// Whether peers may load and store `span`; what is empty nobody does.
+    fn direct(&self, span: Span) -> bool {
+        span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
+    }
+
+    /// What a gated kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
+    /// store where this one takes it.
+    fn gate(&self, give: u32, take: u32) -> Gate {
+        let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Gate::default() };
+        let (epochs, lines) = (self.layout.gate_epochs() as u64, self.layout.gate_lines() as u64);
+        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel, least }
+    }
+
+    /// What `call` sends to each rank.
+    fn outgoing(&self, call: &Call) -> Outgoing {
+        let root = call.root.index();
+        let mut out = Outgoing::default();
+        let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
+        match call.op {
+            Op::Barrier => {}
+            Op::Broadcast | Op::AllGather | Op::AllReduce => {
+                call.inputs.iter().for_each(|&input| (0..self.n).for_each(|r| put(r, input)));
+                out.same = 1;
+            }
+            Op::Reduce | Op::Gather => {
+                put(root, call.inputs[0]);
+                put(self.me, call.inputs[0]);
+            }
+            Op::Scatter | Op::ReduceScatter | Op::AllToAll => call.inputs.iter().enumerate().for_each(|(r, &input)| put(r, input)),
+        }
+        out
+    }
+
+    /// Where what each rank sends goes.
+    fn incoming(&self, call: &Call) -> (PerRank, PerRank) {
+        let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
+        let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
+        match call.op {
+            Op::Broadcast | Op::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
+            Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter => {}
+            Op::AllGather | Op::Gather | Op::AllToAll => call.outputs.iter().enumerate().for_each(|(r, &output)| put(r, output)),
+        }
+        (to, bytes)
+    }
+
+    /// The kernel for `call` under `plan`; `None`: nothing is to be done.
+    pub fn prepare(&self, call: &Call, plan: Plan) -> Option<Launch> {
+        let common = self.common;
+        let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
+        let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
+        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, gated: false, args });
+        let staged = |program, lanes, roles, args| {
+            let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
+            let gated = self.gates(plan);
+            let threads = self.lane_threads(program, gated, lanes, message);
+            Some(Launch { program, blocks: roles * lanes, threads, gated, args })
+        };
+        match plan {
+            Plan::Nothing => None,
+            Plan::Exchange { .. } => {
+                let (to, bytes) = self.incoming(call);
+                let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
+                let gated = self.gates(plan);
+                // Messages are stored where they belong by who has them: nobody loads.
+                let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least));
+                let takes = |r: &usize| gated && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
+                let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
+                Some(self.exchange(plan, self.outgoing(call), to, bytes, gated, gate))
+            }
+            Plan::ReduceLowLatency { blocks } => {
+                let out = self.outgoing(call);
+                let (ll, factor) = (self.low_latency(), call.factor);
+                let (to, bytes) = (output.addr as u64, output.bytes as u64);
+                let args = ReduceLowLatency { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
+                launch(Program::ReduceLowLatency, blocks, Args::ReduceLowLatency(args))
+            }
+            Plan::ReduceStaged { lanes, chunk } => {
+                let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
+                let gate = self.gate(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
+                for r in (0..self.n).filter(|&r| gate.give != 0 && out.bytes[r] == 0) {
+                    // Any address of this heap will do for what is empty.
+                    out.from[r] = gate.heap[self.me];
+                }
+                let (to, bytes) = (output.addr as u64, output.bytes as u64);
+                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, gate };
+                staged(Program::ReduceStaged, lanes, 2, Args::ReduceStaged(args))
+            }
+            Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
+                let (input, marked) = (call.inputs[0], self.marked());
+                let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
+                let args = AllReduce { common, marked, from, to, bytes, factor: call.factor };
+                let program = if matches!(plan, Plan::OneShot { .. }) { Program::OneShot } else { Program::TwoShot };
+                launch(program, blocks, Args::AllReduce(args))
+            }
+            Plan::CubeMesh { blocks } => {
+                let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
+                let (me, input) = (self.me as u32, call.inputs[0]);
+                let mut mates = mesh.quad_of(me).into_iter().filter(|&rank| rank != me);
+                let args = arguments::CubeMesh {
+                    common: Common { peer, ..common },
+                    ll: self.low_latency(),
+                    from: input.addr as u64,
+                    to: output.addr as u64,
+                    bytes: input.bytes as u64,
+                    factor: call.factor,
+                    quad: std::array::from_fn(|_| mates.next().unwrap_or(me)),
+                    relay: mesh.relay[self.me],
+                    first_quad: u32::from(mesh.quad_of(me).contains(&0)),
+                };
+                launch(Program::CubeMesh, blocks, Args::CubeMesh(args))
+            }
+            Plan::TwoStage { lanes, chunk } => {
+                let (scatter, spread) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Spread, lanes, chunk));
+                let input = call.inputs.first().copied().unwrap_or(output);
+                let root = call.root.0;
+                let targets = if call.op == Op::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
+                let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
+                // The root of a broadcast sends all it has as it is: with a piece of its own it would send that to everybody too.
+                let n = self.n as u32;
+                let broadcast = call.op == Op::Broadcast;
+                let (program, parts, first) =
+                    if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
+                // The root of a broadcast has it all, and a single other rank gets all of it through staging.
+                let stored = !broadcast || (self.n > 2 && self.me != call.root.index());
+                let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
+                let (factor, gate) = (call.factor, self.gate(0, all(takes)));
+                let args = TwoStage { common, scatter, spread, from, to, bytes, factor, root, parts, first, targets, gate };
+                staged(program, lanes, 3, Args::TwoStage(args))
+            }
+        }
+    }
+
+    /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two
+    /// ranks need two kernels: the second is refused.
+    pub fn transfers(&self, sends: &[(usize, Span)], receives: &[(usize, Span)], plan: Plan) -> Result<Launch> {
+        let (mut out, mut to, mut bytes) = (Outgoing::default(), [0; MAX_RANKS], [0; MAX_RANKS]);
+        let twice = || Error::internal("two messages in one direction between the same two ranks in one launch");
+        for &(r, span) in sends {
+            if out.from[r] != 0 {
+                return Err(twice());
+            }
+            (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
+        }
+        for &(r, span) in receives {
+            if to[r] != 0 {
+                return Err(twice());
+            }
+            (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
+        }
+        Ok(self.exchange(plan, out, to, bytes, false, Gate::default()))
+    }
+
+    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, gated: bool, gate: Gate) -> Launch {
+        let Plan::Exchange { ll_blocks, lanes } = plan else {
+            unreachable!("only exchanges come here");
+        };
+        let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
+        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, gate };
+        let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
+        let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
+        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, gated, lanes, message) };
+        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, gated, args: Args::Exchange(args) }
+    }
+}

@@ -1,0 +1,56 @@
+//! How much GPU memory each group of a process may have: the first ones what was asked for, later ones ever less.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What all groups of this process have on its GPU.
+static TAKEN: Mutex<usize> = Mutex::new(0);
+
+/// Groups that get what was asked for, about.
+const FULL: usize = 4;
+/// No group is offered less.
+pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
+
+fn taken() -> MutexGuard<'static, usize> {
+    TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A share, given back when dropped.
+#[derive(Debug)]
+pub(in crate::coll::cuda) struct Share(usize);
+
+/// What a group may have where `asked` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than the least.
+pub(in crate::coll::cuda) fn offer(asked: usize) -> usize {
+    let left = (FULL * asked).saturating_sub(*taken());
+    asked.min((left / 2).max(LEAST))
+}
+
+impl Share {
+    /// Takes `bytes`.
+    pub(in crate::coll::cuda) fn take(bytes: usize) -> Self {
+        *taken() += bytes;
+        Self(bytes)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        *taken() -= self.0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fifty_groups_stay_bounded() {
+        let asked = 256 << 20;
+        let shares: Vec<Share> = (0..50).map(|_| Share::take(offer(asked))).collect();
+        let bytes: Vec<usize> = shares.iter().map(|share| share.0).collect();
+        assert_eq!(bytes[0], asked);
+        assert!(bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == LEAST, "{bytes:?}");
+        assert!(bytes.iter().sum::<usize>() <= FULL * asked + 50 * LEAST);
+        drop(shares);
+        assert_eq!(offer(asked), asked);
+    }
+}

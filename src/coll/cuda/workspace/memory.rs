@@ -1,0 +1,230 @@
+//! The memory through which the GPUs of a group exchange: made, handed round, mapped and tried out.
+//!
+//! Each GPU has its own; where some pair of GPUs cannot reach each other, all of it lies in the host's memory instead, under the same
+//! protocols.
+
+use super::layout::{Channel, Layout};
+use crate::boot::pass::{Mailbox, NAME_BYTES};
+use crate::coll::cuda::plan::Tuning;
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::kernels::cuda::driver::{Device, Stream};
+use crate::mem::pinned::Registered;
+use crate::mem::shm::Segment;
+use crate::mem::vmm::{self, Mapping, Physical};
+use crate::rank::Rank;
+use crate::symm_mem::Address;
+use crate::sync::limit::Limit;
+use rustix::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What a rank tells the others before anything is made.
+pub(in crate::coll::cuda) struct Peer {
+    pub(in crate::coll::cuda) uuid: [u8; 16],
+    pub(in crate::coll::cuda) mailbox: [u8; NAME_BYTES],
+    pub(in crate::coll::cuda) workspace: u64,
+    pub(in crate::coll::cuda) p2p: bool,
+    /// Its heap, if it has one.
+    pub(in crate::coll::cuda) heap: Option<Address>,
+    pub(in crate::coll::cuda) tuning: Tuning,
+}
+
+impl Peer {
+    /// As it travels.
+    pub(in crate::coll::cuda) const BYTES: usize = 16 + NAME_BYTES + 10 + Address::BYTES + Tuning::BYTES;
+
+    pub(in crate::coll::cuda) fn encode(&self) -> Vec<u8> {
+        let mut bytes = self.uuid.to_vec();
+        bytes.extend(self.mailbox);
+        bytes.extend(self.workspace.to_le_bytes());
+        bytes.extend([self.p2p, self.heap.is_some()].map(u8::from));
+        bytes.extend(self.heap.map_or([0; Address::BYTES], |heap| heap.encode()));
+        bytes.extend(self.tuning.encode());
+        bytes
+    }
+
+    pub(in crate::coll::cuda) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (uuid, rest) = bytes.split_first_chunk()?;
+        let (mailbox, rest) = rest.split_first_chunk()?;
+        let (workspace, rest) = rest.split_first_chunk()?;
+        let ([p2p, heap], rest) = rest.split_first_chunk()?;
+        let (address, rest) = rest.split_first_chunk()?;
+        let (workspace, tuning) = (u64::from_le_bytes(*workspace), Tuning::decode(rest)?);
+        let heap = (*heap == 1).then(|| Address::decode(address));
+        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, heap, tuning })
+    }
+}
+
+/// All ranks' memory, as this rank's GPU sees it.
+pub(in crate::coll::cuda) enum Memory {
+    /// On the GPUs; `None`: of a rank that is out of reach on purpose, or dead.
+    Device(Mutex<Vec<Option<Mapping>>>),
+    /// On the host.
+    Host(Vec<Registered>),
+}
+
+fn lock(mappings: &Mutex<Vec<Option<Mapping>>>) -> MutexGuard<'_, Vec<Option<Mapping>>> {
+    // Nothing under this lock panics between two changes.
+    mappings.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The way to the peers while memory is being made.
+pub(in crate::coll::cuda) struct Way<'a> {
+    pub(in crate::coll::cuda) board: &'a Board,
+    pub(in crate::coll::cuda) device: &'a Device,
+    pub(in crate::coll::cuda) mailbox: &'a Mailbox,
+    pub(in crate::coll::cuda) peers: &'a [Peer],
+    pub(in crate::coll::cuda) limit: &'a Limit,
+}
+
+impl Way<'_> {
+    /// `own` in this rank's place, and what the peers gave in theirs.
+    fn pass(&self, own: &OwnedFd) -> Result<Vec<Option<OwnedFd>>> {
+        let names: Vec<_> = self.peers.iter().map(|peer| peer.mailbox).collect();
+        let pids: Vec<u32> = self.board.ranks().map(|rank| self.board.pid(rank)).collect();
+        // Also this rank itself may be leaving, on another thread.
+        let left = |rank| self.board.absence(rank).map(|how| Error::peer(format!("{} {how}", self.board.describe(rank))));
+        let hope = || self.board.failure().or_else(|| self.board.ranks().find_map(left)).map_or(Ok(()), Err);
+        let passed = self.mailbox.exchange(self.board.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
+        // Peers may wait for what this rank has not given: they hear of it.
+        passed.map_err(|error| self.board.fail(error))
+    }
+}
+
+/// This rank's own memory, before the peers know of it.
+pub(in crate::coll::cuda) enum Own {
+    /// On its GPU.
+    Device(Physical, OwnedFd, usize),
+    /// On the host.
+    Host(OwnedFd, usize),
+}
+
+impl Own {
+    /// `bytes` on the GPU.
+    pub(in crate::coll::cuda) fn on_device(device: &Device, bytes: usize) -> Result<Self> {
+        let bytes = bytes.next_multiple_of(vmm::granularity(device)?);
+        let own = Physical::create(device, bytes)?;
+        let descriptor = own.export()?;
+        Ok(Self::Device(own, descriptor, bytes))
+    }
+
+    /// `bytes` of the host's memory.
+    pub(in crate::coll::cuda) fn on_host(bytes: usize) -> Result<Self> {
+        let bytes = bytes.next_multiple_of(4096);
+        Ok(Self::Host(Segment::create(bytes)?, bytes))
+    }
+}
+
+impl Memory {
+    /// `own`, and what those peers have that this rank `reaches`. All ranks must have made theirs: who has not would not come.
+    pub(in crate::coll::cuda) fn shared(way: &Way<'_>, own: Own, reaches: &dyn Fn(usize) -> bool) -> Result<Self> {
+        match own {
+            Own::Device(own, descriptor, bytes) => {
+                let map = |(rank, fd): (usize, Option<OwnedFd>)| match fd {
+                    None => own.map(way.device).map(Some),
+                    Some(fd) if reaches(rank) => Physical::import(&fd, bytes)?.map(way.device).map(Some),
+                    Some(_) => Ok(None),
+                };
+                let mappings = way.pass(&descriptor)?.into_iter().enumerate().map(map).collect::<Result<_>>()?;
+                Ok(Self::Device(Mutex::new(mappings)))
+            }
+            Own::Host(own, bytes) => {
+                let descriptors = way.pass(&own)?;
+                let mut own = Some(own);
+                let open = |fd: Option<OwnedFd>| {
+                    let fd = fd.or_else(|| own.take()).ok_or_else(|| Error::internal("a peer passed no memory"))?;
+                    let segment = Arc::new(Segment::map(fd, bytes)?);
+                    segment.reserve(0, bytes, format_args!("group \"{}\"", way.board.name()))?;
+                    // SAFETY: reserved above, mapped as long as the segment, which is the keeper, lives.
+                    unsafe { Registered::new(segment.ptr(0, bytes), bytes, segment) }
+                };
+                Ok(Self::Host(descriptors.into_iter().map(open).collect::<Result<_>>()?))
+            }
+        }
+    }
+
+    /// Where the memory of each rank begins; 0: out of reach.
+    pub(in crate::coll::cuda) fn addresses(&self) -> Vec<u64> {
+        match self {
+            Self::Device(mappings) => lock(mappings).iter().map(|mapping| mapping.as_ref().map_or(0, Mapping::address)).collect(),
+            Self::Host(segments) => segments.iter().map(Registered::device).collect(),
+        }
+    }
+
+    /// Whether it lies on the GPUs.
+    pub(in crate::coll::cuda) fn is_direct(&self) -> bool {
+        matches!(self, Self::Device(_))
+    }
+
+    /// Lets go of what `rank` had on its GPU. No kernel may use it any more.
+    pub(in crate::coll::cuda) fn bury(&self, rank: Rank) {
+        match self {
+            Self::Device(mappings) => drop(lock(mappings)[rank.index()].take()),
+            // What is left of it is the group's.
+            Self::Host(_) => {}
+        }
+    }
+
+    /// Prepares this rank's own part for the first call.
+    pub(in crate::coll::cuda) fn clear(&self, me: usize, layout: &Layout, stream: Stream) -> Result<()> {
+        let base = self.addresses()[me];
+        for channel in Channel::ALL {
+            let start = base + layout.channel(channel) as u64;
+            stream.fill(start, 0, layout.marked())?;
+            stream.fill(start + layout.marked() as u64, 0xFF, layout.marked_bytes())?;
+        }
+        stream.synchronize()
+    }
+
+    /// Writes a word of its own into the memory of every peer in reach and reads it back: whether that works is what the driver's word for it is worth.
+    pub(in crate::coll::cuda) fn probe(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
+        let word = |rank: usize| 0x5359_4d4d_0000_0000u64 | (me as u64) << 16 | rank as u64;
+        for (rank, base) in self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0) {
+            let (out, mut back) = (word(rank), 0u64);
+            // Staging: whatever lies there before a chunk has arrived is never read.
+            let at = base + layout.slots(super::layout::Stage::Spread) as u64 + me as u64 * 8;
+            stream.copy(at, (&raw const out) as u64, 8)?;
+            stream.copy((&raw mut back) as u64, at, 8)?;
+            stream.synchronize()?;
+            if back != out {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Whether what every peer in reach, which reaches this rank too, wrote has arrived here. After all have probed.
+    pub(in crate::coll::cuda) fn probed(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
+        let addresses = self.addresses();
+        let base = addresses[me] + layout.slots(super::layout::Stage::Spread) as u64;
+        for rank in (0..addresses.len()).filter(|&rank| rank != me && addresses[rank] != 0) {
+            let mut word = 0u64;
+            stream.copy((&raw mut word) as u64, base + rank as u64 * 8, 8)?;
+            stream.synchronize()?;
+            if word != 0x5359_4d4d_0000_0000u64 | (rank as u64) << 16 | me as u64 {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_tells_arrives() {
+        let tuning = Tuning::of(4).overlaid("lanes=3").expect("read");
+        let heap = Some(Address { key: [3; 16], listener: [4; 16], span: 1 << 38 });
+        let peer = Peer { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace: 1 << 40, p2p: true, heap, tuning };
+        let bytes = peer.encode();
+        assert_eq!(bytes.len(), Peer::BYTES);
+        let read = Peer::decode(&bytes).expect("whole");
+        assert_eq!((read.uuid, read.mailbox, read.workspace, read.p2p), (peer.uuid, peer.mailbox, 1 << 40, true));
+        assert_eq!((read.tuning, read.heap), (tuning, heap));
+        let without = Peer { heap: None, ..peer }.encode();
+        assert_eq!(Peer::decode(&without).map(|read| read.heap), Some(None));
+        assert!(Peer::decode(&bytes[1..]).is_none());
+    }
+}

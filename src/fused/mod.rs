@@ -1,0 +1,90 @@
+//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, but for [`facts`].
+//!
+//! Products are cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied at once. What is decided here is how to
+//! cut so that the link is never idle and the last product is short; nothing of it changes a result beyond how products of other shapes
+//! round.
+
+mod gather;
+mod model;
+mod scatter;
+pub mod sum_parts;
+#[cfg(test)]
+mod tests;
+
+pub use gather::{Gather, Shards, gather};
+pub use model::of_device;
+pub use scatter::pulled;
+
+/// The product of one rank's rows: `rows × depth` times `depth × columns`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// Of one rank.
+    pub rows: usize,
+    /// Of all right factors together.
+    pub columns: usize,
+    /// What is summed over.
+    pub depth: usize,
+    /// Bytes of an element.
+    pub element: usize,
+}
+
+/// What the plans reckon with.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Facts {
+    /// Processors that each multiply a tile at a time.
+    pub processors: usize,
+    /// Floating-point operations of one of them in a microsecond, within a large product.
+    pub flops_per_us: f64,
+    /// GB/s from one peer, by a copy engine.
+    pub link: f64,
+    /// GB/s of the device's own memory.
+    pub memory: f64,
+}
+
+/// What a processor works on at a time, in the products that libraries choose for large matrices.
+const TILE: (usize, usize) = (128, 256);
+/// Starting a product, and waiting for its last tile.
+const PRODUCT_US: f64 = 3.0;
+/// Adding up the parts of a sum that several processors share; two have half a tile each instead.
+const SPLIT_US: f64 = 5.0;
+/// Ways into which libraries split the sum of a tile, at most.
+const MOST_SPLITS: usize = 8;
+/// Starting a copy from a peer, and telling others that it is done: copies of 17, 34 and 67 MB followed each other after 50, 96 and 186 µs (4 H200,
+/// 2026-11-22).
+const COPY_US: f64 = 4.5;
+/// A signal's way between two ranks, or a barrier's.
+const SIGNAL_US: f64 = 5.0;
+
+impl Product {
+    /// Bytes of one rank's `rows` of `length` elements. Plans go wrong, but do not fail, where there is no such memory.
+    fn bytes(&self, length: usize) -> usize {
+        self.rows.saturating_mul(length).saturating_mul(self.element)
+    }
+}
+
+impl Facts {
+    /// How long the product of `rows` rows takes. Tiles run in waves of one per processor; where there are fewer tiles than processors,
+    /// several share one, and a last wave that is not full is made of smaller tiles.
+    pub fn product_us(&self, rows: usize, product: &Product) -> f64 {
+        let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
+        let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;
+        let (full, rest) = (tiles / self.processors, tiles % self.processors);
+        if full == 0 && rest > 0 {
+            let splits = (self.processors / rest).min(MOST_SPLITS);
+            let shared = if splits > 2 { SPLIT_US } else { 0.0 };
+            return PRODUCT_US + shared + tile_us / splits as f64;
+        }
+        let part = rest as f64 / self.processors as f64;
+        PRODUCT_US + tile_us * (full as f64 + if rest > 0 { part.max(0.5) } else { 0.0 })
+    }
+
+    /// How long `bytes` from one peer take.
+    fn copy_us(&self, bytes: usize) -> f64 {
+        COPY_US + bytes as f64 / (self.link * 1e3)
+    }
+
+    /// How long it takes to move `bytes` through the device's own memory.
+    fn memory_us(&self, bytes: usize) -> f64 {
+        bytes as f64 / (self.memory * 1e3)
+    }
+}

@@ -1,0 +1,252 @@
+//! The two rings between this rank and one peer.
+
+use super::frame::{Frame, Kind};
+use crate::coll::call::Span;
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Store};
+use crate::mem::layout::{LINE_PAIR, RING_BYTES, RING_HEAD};
+use crate::rank::Rank;
+use crate::sync::flag::Flag;
+use crate::sync::ring::{Ring, UNIT};
+use std::collections::VecDeque;
+use std::sync::atomic::AtomicU64;
+
+/// Something that waits for room in the outgoing ring.
+#[derive(Debug)]
+pub(super) enum Outgoing {
+    /// A frame without payload.
+    Control(Frame),
+    /// A whole message; send `id` is complete once it is written.
+    Eager(Frame, Span),
+    /// A message from the given offset on; send `id` is complete with its last byte.
+    Stream(Frame, Span),
+}
+
+/// This rank's side of the connection to `peer`.
+#[derive(Debug)]
+pub(super) struct Channel {
+    peer: Rank,
+    tail: u64,
+    head: u64,
+    reserved: bool,
+    outbox: VecDeque<Outgoing>,
+    /// Short messages sent; the peer counts those it has matched.
+    eager: u64,
+    /// Short messages that have come, and those of them that were matched.
+    came: u64,
+    matched: u64,
+    /// Number of the latest message that has come, short or offered; 0: none.
+    latest: u64,
+}
+
+/// Short messages that the peer has not matched yet; beyond it they are offered.
+pub(super) const EAGER_WINDOW: u64 = 1024;
+
+struct Side<'a> {
+    ring: Ring<'a, AtomicU64>,
+    matched: &'a AtomicU64,
+    data: *mut u8,
+}
+
+fn side(board: &Board, from: Rank, to: Rank) -> Side<'_> {
+    let (segment, offset) = (board.segment(), board.layout().ring(from, to));
+    // SAFETY: three counters on line pairs of their own at the head of each ring.
+    let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
+    let ring = Ring { tail: word(0), head: word(1), capacity: RING_BYTES as u64 };
+    Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, RING_BYTES) }
+}
+
+impl Channel {
+    pub(super) fn new(peer: Rank) -> Self {
+        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0 }
+    }
+
+    /// Whether another short message may go without being asked for.
+    pub(super) fn may_send_eagerly(&self, board: &Board) -> bool {
+        // Wrapping here and below: a count that no peer can have means that nothing more goes unasked, not a panic.
+        self.eager.wrapping_sub(side(board, board.rank(), self.peer).matched.observe()) < EAGER_WINDOW
+    }
+
+    pub(super) fn enqueue(&mut self, item: Outgoing) {
+        if matches!(item, Outgoing::Eager(..)) {
+            self.eager += 1;
+        }
+        self.outbox.push_back(item);
+    }
+
+    /// Forgets what waits for room, but for frames without payload: the memory that it would be read from is its sender's again.
+    pub(super) fn let_go(&mut self) {
+        self.outbox.retain(|item| matches!(item, Outgoing::Control(_)));
+    }
+
+    /// Tells the peer that one of its short messages found its receive.
+    pub(super) fn count_match(&mut self, board: &Board) {
+        self.matched += 1;
+        side(board, self.peer, board.rank()).matched.publish(self.matched);
+    }
+
+    /// Whether the peer has sent something.
+    pub(super) fn has_come(&self, board: &Board) -> bool {
+        side(board, self.peer, board.rank()).ring.oldest(self.head).is_some()
+    }
+
+    /// Whether the peer has made room for what waits here.
+    pub(super) fn has_room(&self, board: &Board) -> bool {
+        let room = |item: &Outgoing| side(board, board.rank(), self.peer).ring.room(self.tail, next_frame(item).footprint()).is_some();
+        self.outbox.front().is_some_and(room)
+    }
+
+    /// Whether the peer has read all that was to be sent to it.
+    pub(super) fn is_drained(&self, board: &Board) -> bool {
+        self.outbox.is_empty() && side(board, board.rank(), self.peer).ring.head.observe() == self.tail
+    }
+
+    /// Writes what fits; `sent` hears the ids of messages that need their memory no longer. Returns whether anything was written.
+    pub(super) fn flush(&mut self, board: &Board, mut sent: impl FnMut(u64)) -> Result<bool> {
+        if self.outbox.is_empty() {
+            return Ok(false);
+        }
+        let layout = board.layout();
+        if !self.reserved {
+            let purpose = format_args!("messages from rank {} to rank {}", board.rank(), self.peer);
+            board.segment().reserve(layout.ring(board.rank(), self.peer), layout.ring_bytes(), purpose)?;
+            self.reserved = true;
+        }
+        let side = side(board, board.rank(), self.peer);
+        let before = self.tail;
+        while let Some(item) = self.outbox.front_mut() {
+            let frame = next_frame(item);
+            let Some(room) = side.ring.room(self.tail, frame.footprint()) else { break };
+            if let Some(place) = room.padding {
+                write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
+            }
+            write_head(&side, room.place, frame);
+            let payload = match item {
+                Outgoing::Control(_) => None,
+                Outgoing::Eager(_, span) => Some(span.ptr()),
+                Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
+            };
+            if let Some(from) = payload {
+                // SAFETY: `room` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span is
+                // the sender's, whose send is not complete yet.
+                unsafe { cpu::copy(side.data.add((room.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
+            }
+            self.tail = room.tail;
+            side.ring.publish(self.tail);
+            match item {
+                Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
+                    head.value += frame.payload() as u64;
+                    board.wake(self.peer);
+                    continue;
+                }
+                Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
+                Outgoing::Control(_) => {}
+            }
+            self.outbox.pop_front();
+        }
+        if self.tail != before {
+            board.wake(self.peer);
+        }
+        Ok(self.tail != before)
+    }
+
+    /// Hands the oldest incoming frame and its payload to `take`; false if there is none.
+    pub(super) fn receive(&mut self, board: &Board, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
+        let side = side(board, self.peer, board.rank());
+        loop {
+            let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
+            // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
+            let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
+            let frame = Frame::decode(words);
+            let capacity = RING_BYTES as u64;
+            let ahead = side.ring.tail.observe().wrapping_sub(self.head);
+            // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
+            let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
+            let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
+            // No more short messages than may go unasked, so that they cannot fill the memory here.
+            let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
+            // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never end.
+            let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
+            let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
+                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
+            };
+            if frame.kind == Kind::Padding {
+                self.head += capacity - place;
+                continue;
+            }
+            // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
+            let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), frame.payload()) };
+            take(frame, payload)?;
+            if frame.begins_message() {
+                self.latest = frame.id;
+            }
+            self.came += u64::from(frame.kind == Kind::Eager);
+            self.head += frame.footprint();
+            side.ring.release(self.head);
+            // Only a producer that ran out of room waits for this.
+            if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
+                board.wake(self.peer);
+            }
+            return Ok(true);
+        }
+    }
+}
+
+fn next_frame(item: &Outgoing) -> Frame {
+    match item {
+        Outgoing::Control(frame) | Outgoing::Eager(frame, _) | Outgoing::Stream(frame, _) => *frame,
+    }
+}
+
+fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
+    // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `room`.
+    unsafe { side.data.add(place as usize).cast::<[u64; 4]>().write(frame.encode()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Identity;
+    use crate::error::Kind as ErrorKind;
+    use crate::mem::layout::Layout;
+    use crate::mem::shm::Segment;
+
+    const PEER: Rank = Rank(1);
+
+    fn board() -> Board {
+        let bytes = Layout::new(2).total_bytes();
+        let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
+        let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
+        Board::new(segment, Rank(0), "test".into(), members, 0)
+    }
+
+    #[test]
+    fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
+        let offer = Frame::control(Kind::Offer, 1, 0);
+        let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
+        // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent.
+        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), RING_BYTES as u64 + 32), (Some(long), 64)] {
+            let (board, mut channel) = (board(), Channel::new(PEER));
+            let ring = side(&board, PEER, Rank(0));
+            if let Some(frame) = frame {
+                write_head(&ring, 0, frame);
+            }
+            ring.ring.publish(tail);
+            let error = channel.receive(&board, |_, _| Ok(())).expect_err("it makes no sense");
+            assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
+        }
+        let (board, mut channel) = (board(), Channel::new(PEER));
+        let ring = side(&board, PEER, Rank(0));
+        write_head(&ring, 0, offer);
+        ring.ring.publish(32);
+        let mut came = None;
+        let take = |frame: Frame, _: &[u8]| {
+            came = Some(frame);
+            Ok(())
+        };
+        assert_eq!(channel.receive(&board, take), Ok(true));
+        assert_eq!(came, Some(offer));
+        assert_eq!(channel.receive(&board, |_, _| Ok(())), Ok(false));
+    }
+}

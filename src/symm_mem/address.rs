@@ -1,0 +1,38 @@
+//! Where a heap is found by the peers of a group.
+
+use super::frame::Key;
+
+/// How a peer finds a heap; told only to members of a group with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Address {
+    /// Names the heap.
+    pub key: Key,
+    /// Names its listener. Another than the key: such names stand in /proc for everybody.
+    pub listener: Key,
+    /// Bytes of addresses.
+    pub span: u64,
+}
+
+impl Address {
+    /// As it travels.
+    pub const BYTES: usize = 40;
+
+    /// For a peer.
+    pub fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..16].copy_from_slice(&self.key);
+        bytes[16..32].copy_from_slice(&self.listener);
+        bytes[32..].copy_from_slice(&self.span.to_le_bytes());
+        bytes
+    }
+
+    /// What a peer encoded.
+    pub fn decode(bytes: &[u8; Self::BYTES]) -> Self {
+        let key = |at: usize| std::array::from_fn(|i| bytes[at + i]);
+        Self { key: key(0), listener: key(16), span: u64::from_le_bytes(std::array::from_fn(|i| bytes[32 + i])) }
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("symm-heap{:032x}", u128::from_be_bytes(self.listener))
+    }
+}

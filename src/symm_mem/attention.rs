@@ -1,0 +1,80 @@
+//! Whether the thread that serves symmetric memory runs: from the first claim to it until the last.
+
+use crate::error::{Error, Result};
+use crate::sys::fork::{PerProcess, generation};
+use crate::sys::thread::Wake;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+#[derive(Default)]
+struct State {
+    /// Claims that last.
+    claims: usize,
+    /// Wakes the thread; absent while none runs.
+    wake: Option<Arc<Wake>>,
+}
+
+/// A forked child has its own state; the parent's heaps do not work there.
+static STATE: PerProcess<Mutex<State>> = PerProcess::new(Mutex::default);
+
+fn state() -> MutexGuard<'static, State> {
+    // Nothing under this lock panics between two changes.
+    STATE.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A claim to the thread, which runs as long as any lasts.
+pub struct Attention {
+    generation: u64,
+}
+
+impl Attention {
+    /// A claim; `start` starts the thread if none runs.
+    pub(super) fn new(start: impl FnOnce(Arc<Wake>) -> Result<()>) -> Result<Self> {
+        let mut state = state();
+        if state.wake.is_none() {
+            let failure = |errno| Error::os("eventfd of the thread for symmetric memory", errno);
+            let wake = Arc::new(Wake::new().map_err(failure)?);
+            start(Arc::clone(&wake))?;
+            state.wake = Some(wake);
+        }
+        state.claims += 1;
+        Ok(Self { generation: generation() })
+    }
+}
+
+impl Drop for Attention {
+    fn drop(&mut self) {
+        if self.generation != generation() {
+            return;
+        }
+        let mut state = state();
+        state.claims -= 1;
+        notify(&state);
+    }
+}
+
+fn notify(state: &State) {
+    if let Some(wake) = &state.wake {
+        wake.notify();
+    }
+}
+
+/// Has the thread look at outboxes and links anew, if it runs.
+pub(super) fn wake() {
+    notify(&state());
+}
+
+/// For the thread: whether it is to end, since no claim lasts. Runs `last` in that case before anybody can start another thread.
+pub(super) fn is_over(last: impl FnOnce()) -> bool {
+    let mut state = state();
+    if state.claims > 0 {
+        return false;
+    }
+    last();
+    state.wake = None;
+    true
+}
+
+#[cfg(test)]
+pub(super) fn claims() -> usize {
+    state().claims
+}

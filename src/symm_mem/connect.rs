@@ -1,0 +1,108 @@
+//! How two heaps come to be linked: one connects, the other lets it in.
+
+use super::address::Address;
+use super::attention::{self, Attention};
+use super::frame::Frame;
+use super::link::{Failed, Hold, Link};
+use super::local::{Heap, offer};
+use super::remote::{Remote, Sound};
+use super::service;
+use crate::error::{Error, Result};
+use crate::sys::{random, socket};
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+/// Heaps larger than this are no heaps.
+const MOST_SPAN: u64 = 1 << 44;
+
+fn os(what: &str) -> impl Fn(Errno) -> Error {
+    move |errno| Error::os(&format!("linking symmetric memory: {what}"), errno)
+}
+
+impl Heap {
+    /// Keeps the process's thread alive, without which no peer can connect.
+    pub fn attend(&self) -> Result<Attention> {
+        service::attend()
+    }
+
+    /// A link to the heap at `peer` for a group of which `failed` tells; one of the two ends calls this. Its number is for the other to `meet`.
+    pub fn connect(&self, peer: &Address, failed: &Failed) -> Result<(Hold, u64)> {
+        let _turn = self.connecting.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();
+        if let Some(link) = own
+            && let Some(hold) = link.hold(self.attend()?, Arc::clone(failed))
+        {
+            return Ok((hold, link.number));
+        }
+        let socket = socket::connect_to(&peer.name()).map_err(os("connect"))?;
+        let them = socket::peer(&socket).map_err(os("identify a peer"))?;
+        if them.uid != rustix::process::geteuid().as_raw() {
+            return Err(Error::config(format!("user {} (process {}) listens where a peer's symmetric memory did", them.uid, them.pid)));
+        }
+        let number = u64::from_le_bytes(random::bytes()?);
+        let remote = self.reserve(peer.span)?;
+        let hello = Frame::Hello { to: peer.key, from: self.address.key, link: number, span: self.address.span };
+        socket::send(&socket, &hello.encode(), None).map_err(os("introduce oneself"))?;
+        let link = Arc::new(Link::new(peer.key, number, them.pid, socket, remote));
+        let hold = link.hold(self.attend()?, Arc::clone(failed)).ok_or_else(|| Error::internal("a new link is closed"))?;
+        self.add(link);
+        Ok((hold, number))
+    }
+
+    /// The other end of `connect`: a claim to the link of this number, once it is there; `None` if it is not by
+    /// `deadline`, or has closed: who made it must then `abandon` it.
+    pub fn meet(&self, peer: &Address, number: u64, failed: &Failed, deadline: Instant) -> Result<Option<Hold>> {
+        let attention = self.attend()?;
+        let mut state = self.state();
+        loop {
+            if let Some(link) = state.links.iter().find(|link| link.key == peer.key && link.number == number) {
+                let link = Arc::clone(link);
+                drop(state);
+                return Ok(link.hold(attention, Arc::clone(failed)));
+            }
+            if state.past.contains(&number) {
+                return Ok(None);
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn reserve(&self, span: u64) -> Result<Remote> {
+        if span == 0 || span > MOST_SPAN {
+            return Err(Error::config(format!("a peer's symmetric memory has {span} bytes of addresses")));
+        }
+        Ok(Remote::new(self.space.reserve(span as usize)?, span as usize))
+    }
+
+    /// Takes a link from process `pid`, which sent `frame` as its first message.
+    pub(super) fn admit(&self, pid: u32, socket: OwnedFd, frame: &[u8]) -> Sound {
+        let Some(Frame::Hello { to, from, link, span }) = Frame::decode(frame) else {
+            return Err("did not introduce itself".into());
+        };
+        if to != self.address.key {
+            return Err("does not know this heap".into());
+        }
+        if self.state().links.iter().any(|other| other.number == link) {
+            return Err("used a link's number again".into());
+        }
+        let remote = self.reserve(span).map_err(|error| format!("cannot be mapped: {error}"))?;
+        self.add(Arc::new(Link::new(from, link, pid, socket, remote)));
+        Ok(())
+    }
+
+    fn add(&self, link: Arc<Link>) {
+        let mut state = self.state();
+        for (offset, segment) in &state.segments {
+            if let Some(piece) = &segment.piece {
+                link.post(offer(segment.id, *offset, segment.bytes), Some(Arc::clone(piece)));
+            }
+        }
+        state.links.push(link);
+        drop(state);
+        self.changed.notify_all();
+        attention::wake();
+    }
+}

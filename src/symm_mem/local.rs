@@ -1,0 +1,413 @@
+//! A process's own heap on a device: segments by next fit, offered to every peer.
+
+use super::address::Address;
+use super::addresses::{Addresses, Piece, Range};
+use super::attention;
+use super::frame::Frame;
+use super::link::{Hold, Link, Owner, Socket};
+use super::remote::Sound;
+use crate::error::{Error, Result};
+use crate::sys::{random, socket};
+use rustix::fd::OwnedFd;
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// How long an owner waits for peers to let go of a segment: its memory is free only then.
+const LETTING_GO: Duration = Duration::from_secs(1);
+/// Closed links that are known not to come any more.
+const REMEMBERED: usize = 256;
+
+/// See the module.
+pub struct Heap {
+    pub(super) space: Arc<dyn Addresses>,
+    pub(super) address: Address,
+    listener: Socket,
+    base: u64,
+    /// Number of segments.
+    count: AtomicUsize,
+    pub(super) state: Mutex<State>,
+    /// Answers have come, or links have closed.
+    pub(super) changed: Condvar,
+    /// Held while connecting: two groups that meet the same peer at once share one link.
+    pub(super) connecting: Mutex<()>,
+    range: Box<dyn Range>,
+    this: Weak<Heap>,
+}
+
+#[derive(Default)]
+pub(super) struct State {
+    /// By offset.
+    pub(super) segments: BTreeMap<usize, Segment>,
+    pub(super) links: Vec<Arc<Link>>,
+    last_id: u64,
+    /// Where the last segment ended: places are used again late, since windows of peers may keep what lay there.
+    cursor: usize,
+    /// Withdrawn segments that links have not let go: segment, link.
+    leaving: HashSet<(u64, u64)>,
+    /// Links that have closed lately, by number.
+    pub(super) past: VecDeque<u64>,
+}
+
+pub(super) struct Segment {
+    pub(super) id: u64,
+    pub(super) bytes: usize,
+    /// Absent while it is being made, or freed.
+    pub(super) piece: Option<Arc<dyn Piece>>,
+    /// By link: accepted or refused.
+    answers: HashMap<u64, bool>,
+    /// Given back; it is freed once no window shows it and the device could be waited for.
+    pub(super) released: bool,
+    /// Windows of this process that show it.
+    pub(super) shown: usize,
+}
+
+impl Segment {
+    /// Nobody has any more to do there.
+    fn is_done(&self) -> bool {
+        self.released && self.shown == 0
+    }
+}
+
+impl Heap {
+    /// A heap on `space`, with nobody linked to it, and no thread that serves it yet.
+    pub(super) fn unserved(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
+        let span = space.span();
+        let range = space.reserve(span)?;
+        let address = Address { key: random::bytes()?, listener: random::bytes()?, span: span as u64 };
+        let listener =
+            socket::listen_at(&address.name(), 64).map_err(|errno| Error::os("listening for peers of symmetric memory", errno))?;
+        Ok(Arc::new_cyclic(|this| Self {
+            space,
+            address,
+            listener: Socket::new(listener),
+            base: range.address(),
+            count: AtomicUsize::new(0),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            connecting: Mutex::default(),
+            range,
+            this: Weak::clone(this),
+        }))
+    }
+
+    /// For the members of a group.
+    pub fn address(&self) -> Address {
+        self.address
+    }
+
+    /// The first byte of it.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Whether it has no segment. One relaxed load.
+    pub fn is_empty(&self) -> bool {
+        self.count.load(Ordering::Relaxed) == 0
+    }
+
+    /// Whether `address` lies in its range.
+    pub fn contains(&self, address: u64) -> bool {
+        (self.base..self.base + self.address.span).contains(&address)
+    }
+
+    pub(super) fn listener(&self) -> &OwnedFd {
+        &self.listener.fd
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing under this lock panics between two changes.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Address of a new segment of at least `bytes`. Peers are told; nobody waits for them.
+    pub fn allocate(&self, bytes: usize) -> Result<u64> {
+        self.free_released();
+        let wanted = bytes.max(1).checked_next_multiple_of(self.space.granularity());
+        let none = || Error::config(format!("out of memory: no {bytes} bytes of addresses are left for symmetric memory"));
+        let wanted = wanted.ok_or_else(none)?;
+        let mut state = self.state();
+        let (span, cursor) = (self.address.span as usize, state.cursor);
+        let fit = first_fit(&state.segments, cursor, span, wanted).or_else(|| first_fit(&state.segments, 0, span, wanted));
+        let offset = fit.ok_or_else(none)?;
+        state.cursor = offset + wanted;
+        state.last_id += 1;
+        let id = state.last_id;
+        state.segments.insert(offset, Segment { id, bytes: wanted, piece: None, answers: HashMap::new(), released: false, shown: 0 });
+        // Not under the lock: launches take it.
+        drop(state);
+        let made = self.range.create(offset, wanted);
+        let mut state = self.state();
+        let piece = match made {
+            Ok(piece) => piece,
+            Err(error) => {
+                state.segments.remove(&offset);
+                return Err(error);
+            }
+        };
+        for link in &state.links {
+            link.post(offer(id, offset, wanted), Some(Arc::clone(&piece)));
+        }
+        if let Some(segment) = state.segments.get_mut(&offset) {
+            segment.piece = Some(piece);
+        }
+        drop(state);
+        self.count.fetch_add(1, Ordering::Relaxed);
+        attention::wake();
+        Ok(self.base + offset as u64)
+    }
+
+    /// Gives the segment at `address` back. Once no window of this process shows it, whoever lets go of the last one waits for the device, as
+    /// `cudaFree` does, then has the peers let go of it.
+    pub fn release(&self, address: u64) -> Result<()> {
+        let offset = address.wrapping_sub(self.base) as usize;
+        let mut state = self.state();
+        match state.segments.get_mut(&offset).filter(|segment| segment.piece.is_some() && !segment.released) {
+            Some(segment) => segment.released = true,
+            None => return Err(Error::value(format!("no segment of symmetric memory begins at {address:#x}"))),
+        }
+        drop(state);
+        self.free_released();
+        Ok(())
+    }
+
+    /// Frees what was given back and is not shown any more. Later, where the device cannot be waited for: while a stream is captured.
+    pub(super) fn free_released(&self) {
+        if self.is_empty() {
+            return;
+        }
+        let state = self.state();
+        let done: Vec<usize> = state.segments.iter().filter(|(_, segment)| segment.is_done()).map(|(offset, _)| *offset).collect();
+        drop(state);
+        if done.is_empty() {
+            return;
+        }
+        match self.space.settle() {
+            Ok(()) => self.free(&done),
+            Err(error) => log::info!("{} segments of symmetric memory are given back later: {error}", done.len()),
+        }
+    }
+
+    /// Withdraws segments that no kernel of this process uses any more.
+    fn free(&self, offsets: &[usize]) {
+        let links = self.state().links.clone();
+        // A kernel that gave up leaves peers' kernels in the segment. They hear of the failure before they hear of this.
+        for link in &links {
+            link.any_failed();
+        }
+        let mut state = self.state();
+        let State { segments, links, leaving, .. } = &mut *state;
+        let mut freed = Vec::new();
+        for &offset in offsets {
+            let Some(segment) = segments.get_mut(&offset) else { continue };
+            // Of two threads one frees it.
+            if segment.piece.take().is_none() {
+                continue;
+            }
+            freed.push((offset, segment.id, segment.bytes));
+            for link in links.iter().filter(|link| !link.is_closed()) {
+                link.post(Frame::Withdraw { id: segment.id }, None);
+                leaving.insert((segment.id, link.number));
+            }
+        }
+        drop(state);
+        attention::wake();
+        // Its place is taken until nothing is mapped there.
+        for &(offset, _, bytes) in &freed {
+            self.range.unmap(offset, bytes);
+        }
+        let mut state = self.state();
+        for (offset, ..) in &freed {
+            state.segments.remove(offset);
+        }
+        drop(state);
+        self.count.fetch_sub(freed.len(), Ordering::Relaxed);
+        self.wait(Instant::now() + LETTING_GO, |state| {
+            let owes = |link: &&Arc<Link>| freed.iter().any(|(_, id, _)| state.leaving.contains(&(*id, link.number)));
+            state.links.iter().filter(owes).cloned().collect()
+        });
+    }
+
+    /// Waits until no link is `missing`, except those that are closed or have let others wait in vain; notes those that are so at the deadline.
+    fn wait(&self, deadline: Instant, missing: impl Fn(&State) -> Vec<Arc<Link>>) {
+        let mut state = self.state();
+        loop {
+            let waiting: Vec<Arc<Link>> = missing(&state).into_iter().filter(|link| !link.is_closed() && !link.is_late()).collect();
+            if waiting.is_empty() {
+                return;
+            }
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
+                waiting.iter().for_each(|link| link.note_late());
+                return;
+            };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Whether all of `bytes` at `address` lie in segments that the peers of all `holds` have accepted. Waits for answers that are still
+    /// to come for at most `patience`, once for a peer that does not answer.
+    pub fn reachable<'a>(&self, address: u64, bytes: usize, holds: impl Iterator<Item = &'a Hold> + Clone, patience: Duration) -> bool {
+        if !self.contains(address) {
+            return false;
+        }
+        let offset = (address - self.base) as usize;
+        let links = || holds.clone().map(Hold::link);
+        if links().any(|link| link.is_closed()) {
+            return false;
+        }
+        let answer = |state: &State| state.accepted(offset, bytes, &mut links());
+        let first = answer(&self.state());
+        if first != Answer::Pending || patience.is_zero() {
+            return first == Answer::Yes;
+        }
+        self.wait(Instant::now() + patience, |state| {
+            let pending = |link: &&Arc<Link>| state.accepted(offset, bytes, &mut std::iter::once(*link)) == Answer::Pending;
+            links().filter(pending).cloned().collect()
+        });
+        answer(&self.state()) == Answer::Yes && !links().any(|link| link.is_closed())
+    }
+
+    /// Waits until all work of the device that this process has enqueued is done.
+    pub fn settle(&self) -> Result<()> {
+        self.space.settle()
+    }
+
+    /// Zeroes `bytes` bytes at `address`, within one segment, which nobody uses; returns when that is done.
+    pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        match self.segment(address) {
+            Some((_, left)) if bytes <= left => self.space.clear(address, bytes),
+            _ => Err(Error::internal(format!("{bytes} bytes at {address:#x} leave their segment of symmetric memory"))),
+        }
+    }
+
+    /// Names the segment that `address` lies in, of all that this heap ever has, and tells how many bytes it holds from there on. `None` if none
+    /// does, or it has been given back.
+    pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
+        let offset = address.checked_sub(self.base)? as usize;
+        let state = self.state();
+        let (start, segment) = state.segments.range(..=offset).next_back()?;
+        let left = (start + segment.bytes).checked_sub(offset).filter(|&left| left > 0)?;
+        (segment.piece.is_some() && !segment.released).then_some((segment.id, left))
+    }
+
+    /// The links that are open. Lets go of the others, which last as long as groups hold them.
+    pub(super) fn links(&self) -> Vec<Arc<Link>> {
+        let mut state = self.state();
+        let State { segments, links, leaving, past, .. } = &mut *state;
+        let mut closed = Vec::new();
+        links.retain(|link| {
+            if link.is_closed() {
+                for segment in segments.values_mut() {
+                    segment.answers.remove(&link.number);
+                }
+                leaving.retain(|(_, number)| *number != link.number);
+                past.push_back(link.number);
+                closed.push(Arc::clone(link));
+            }
+            !link.is_closed()
+        });
+        past.drain(..past.len().saturating_sub(REMEMBERED));
+        let open = links.clone();
+        drop(state);
+        if !closed.is_empty() {
+            self.changed.notify_all();
+        }
+        // Outside the lock: what the peers had is unmapped here.
+        drop(closed);
+        open
+    }
+
+    /// Itself, for those who keep it.
+    pub(super) fn shared(&self) -> Weak<Self> {
+        Weak::clone(&self.this)
+    }
+}
+
+impl Owner for Heap {
+    fn answered(&self, link: u64, id: u64, accepted: bool) -> Sound {
+        let mut state = self.state();
+        if id == 0 || id > state.last_id {
+            return Err(format!("answered to segment {id}, which was not offered"));
+        }
+        // Else it has been withdrawn since.
+        if let Some(segment) = state.segments.values_mut().find(|segment| segment.id == id) {
+            segment.answers.insert(link, accepted);
+        }
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn gone(&self, link: u64, id: u64) {
+        self.state().leaving.remove(&(id, link));
+        self.changed.notify_all();
+    }
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (offset, segment) in state.segments.iter().filter(|(_, segment)| segment.piece.is_some()) {
+            self.range.unmap(*offset, segment.bytes);
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    Yes,
+    No,
+    Pending,
+}
+
+impl State {
+    /// Whether the peers at the other ends of `links` have accepted all of the range.
+    fn accepted(&self, offset: usize, bytes: usize, links: &mut dyn Iterator<Item = &Arc<Link>>) -> Answer {
+        let Some(end) = offset.checked_add(bytes) else { return Answer::No };
+        // From the segment that holds the first byte on, without a gap.
+        let start = self.segments.range(..=offset).next_back().map_or(offset, |(start, _)| *start);
+        let mut held = Vec::with_capacity(1);
+        let mut reached = start;
+        for (start, segment) in self.segments.range(start..) {
+            if *start != reached || segment.piece.is_none() || segment.is_done() {
+                break;
+            }
+            held.push(segment);
+            reached = start + segment.bytes;
+            if reached >= end {
+                break;
+            }
+        }
+        if reached < end || held.is_empty() {
+            return Answer::No;
+        }
+        let mut answer = Answer::Yes;
+        for link in links {
+            for segment in &held {
+                match segment.answers.get(&link.number) {
+                    Some(true) => {}
+                    Some(false) => return Answer::No,
+                    None => answer = Answer::Pending,
+                }
+            }
+        }
+        answer
+    }
+}
+
+pub(super) fn offer(id: u64, offset: usize, bytes: usize) -> Frame {
+    Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 }
+}
+
+/// The lowest offset from `from` on and below `span` where `bytes` are free.
+fn first_fit(segments: &BTreeMap<usize, Segment>, from: usize, span: usize, bytes: usize) -> Option<usize> {
+    let mut free = from;
+    for (offset, segment) in segments {
+        if offset.saturating_sub(free) >= bytes {
+            return Some(free);
+        }
+        free = free.max(offset + segment.bytes);
+    }
+    (span.checked_sub(free)? >= bytes).then_some(free)
+}

@@ -1,0 +1,359 @@
+//! The symmetric memory of a group: every rank's heap, as this rank's device sees it.
+
+use super::{Address, Failed, Heap, Hold, Pin};
+use crate::control::Board;
+use crate::error::{Error, Kind, Result};
+use crate::mem::span::Span;
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use std::cell::OnceCell;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long the first call on a segment waits for peers to map it. Longer than that goes through staging.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a rank waits for a link that its peer has made.
+const MEETING: Duration = Duration::from_secs(5);
+/// A link may be closed by its other end's last group just when it is found: then another is made.
+const ATTEMPTS: usize = 5;
+
+/// Gives every rank's bytes to every rank, in rank order; all give equally many.
+pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
+
+/// One step that all ranks take: what each says, or why it cannot go on.
+pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
+
+/// Room for a sentence of a rank that failed in a step.
+const TEXT_BYTES: usize = 400;
+
+/// One step that all ranks take: what each has to say in `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the
+/// rank at fault "cannot" do.
+pub fn step(gather: &AllGather<'_>, board: &Board, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
+    match &own {
+        Ok(said) => message[1..][..bytes].copy_from_slice(said),
+        Err(error) => {
+            message[0] = error.kind as u8;
+            let text = error.message.as_bytes();
+            let length = text.len().min(TEXT_BYTES);
+            message[1..][..length].copy_from_slice(&text[..length]);
+        }
+    }
+    let all = gather(&message)?;
+    own?;
+    for (rank, message) in board.ranks().zip(&all) {
+        if message[0] != 0 {
+            let text = String::from_utf8_lossy(&message[1..]);
+            let text = format!("{} cannot {deed} group \"{}\": {}", board.describe(rank), board.name(), text.trim_end_matches('\0'));
+            return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
+        }
+    }
+    Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
+}
+
+/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to hear before their limit what it waited for.
+fn share(limit: &Limit, most: Duration) -> Duration {
+    most.min(limit.left().unwrap_or_default() / 2)
+}
+
+/// Why heaps could not be linked: who lacks whose.
+pub type Lacking = String;
+
+/// Room for a rank's reason.
+const REASON_BYTES: usize = 200;
+
+/// See the module.
+pub struct Heaps {
+    heap: Arc<Heap>,
+    /// By rank; absent for those of this process.
+    holds: Vec<Option<Hold>>,
+    /// Where each rank's heap begins in this rank's addresses.
+    pub bases: Vec<u64>,
+}
+
+impl Heaps {
+    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed; else
+    /// why not. The same on all ranks. `failed` tells of the group.
+    pub fn link(
+        board: &Board,
+        step: &Step<'_>,
+        heap: Option<&Arc<Heap>>,
+        addresses: &[Option<Address>],
+        failed: &Failed,
+        limit: &Limit,
+    ) -> Result<std::result::Result<Self, Lacking>> {
+        let known: Option<Vec<Address>> = addresses.iter().copied().collect();
+        let (Some(addresses), Some(heap)) = (known, heap) else {
+            let without = board.ranks().zip(addresses).find(|(_, address)| address.is_none());
+            let without = without.map_or_else(|| "this rank".into(), |(rank, _)| board.describe(rank));
+            return Ok(Err(format!("{without} has none to give")));
+        };
+        // One for all attempts: they are for links that close just now, which needs no waiting.
+        let patience = share(limit, MEETING);
+        let deadline = Instant::now() + patience;
+        let first = OnceCell::new();
+        for _ in 0..ATTEMPTS {
+            match Self::attempt(board, step, heap, &addresses, failed, deadline)? {
+                Ok(heaps) => return Ok(Ok(heaps)),
+                Err(reason) => drop(first.set(reason)),
+            }
+        }
+        Ok(Err(format!("{} (waited {:.1} s at most)", first.into_inner().unwrap_or_default(), patience.as_secs_f32())))
+    }
+
+    fn attempt(
+        board: &Board,
+        step: &Step<'_>,
+        heap: &Arc<Heap>,
+        addresses: &[Address],
+        failed: &Failed,
+        deadline: Instant,
+    ) -> Result<std::result::Result<Self, Lacking>> {
+        let me = board.rank().index();
+        // Of two ends the one with the lower key connects, and says under which number.
+        let own = addresses[me].key;
+        let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
+        let mut numbers = vec![0u64; addresses.len()];
+        // Why the first link is lacking that is.
+        let why = OnceCell::new();
+        let noted = |error: &Error| drop(why.set(error.message.clone()));
+        let attention = heap.attend().inspect_err(noted);
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own < address.key) {
+            if let Ok((hold, number)) = heap.connect(address, failed).inspect_err(noted) {
+                (holds[rank], numbers[rank]) = (Some(hold), number);
+            }
+        }
+        let said = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let said = step(8 * addresses.len(), Ok(said))?;
+        for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
+            let number = said[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
+            if number != 0 && attention.is_ok() {
+                holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
+                if holds[rank].is_none() {
+                    drop(why.set("its peer's has not come, or has closed".into()));
+                }
+            }
+        }
+        // One for each rank that this one has no link with, and why.
+        let n = addresses.len();
+        let mut lacking: Vec<u8> = (0..n).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
+        let why = why.into_inner().unwrap_or_else(|| "its peer made none".into());
+        lacking.extend(why.bytes().chain(std::iter::repeat(0)).take(REASON_BYTES));
+        let said = step(n + REASON_BYTES, Ok(lacking))?;
+        let first = board.ranks().zip(&said).find_map(|(rank, said)| {
+            let (lacking, why) = said.split_at(n);
+            let other = board.ranks().zip(lacking).find(|(_, lacking)| **lacking == 1)?.0;
+            let why = String::from_utf8_lossy(why);
+            Some(format!("{} has no link with {}: {}", board.describe(rank), board.describe(other), why.trim_end_matches('\0')))
+        });
+        if let Some(reason) = first {
+            log::info!("group \"{}\": {reason}", board.name());
+            // What a peer has not met it does not have: the next attempt makes another.
+            let dead = holds.into_iter().zip(&said).filter(|(_, lacking)| lacking.get(me) == Some(&1));
+            dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
+            return Ok(Err(reason));
+        }
+        let bases = holds.iter().map(|hold| hold.as_ref().map_or(heap.base(), Hold::base)).collect();
+        Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
+    }
+
+    /// Of a group of one rank, which links with nobody.
+    pub fn alone(heap: &Arc<Heap>) -> Self {
+        Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
+    }
+
+    /// Lets go of the segments of `rank`, whose process has ended, unless another group still has to. No kernel of this group may use them
+    /// any more. Those that a window shows stay as long as it does.
+    pub fn bury(&self, rank: Rank) {
+        if let Some(hold) = self.holds.get(rank.index()).and_then(Option::as_ref) {
+            hold.bury();
+        }
+    }
+
+    /// This rank's own.
+    pub fn heap(&self) -> &Arc<Heap> {
+        &self.heap
+    }
+
+    /// Keeps `bytes` at `offset` of the heap of `rank` mapped while the pin lives. There is none for a rank of this process. `None` if they
+    /// are not mapped.
+    pub fn pin(&self, rank: usize, offset: u64, bytes: usize) -> Option<Option<Pin>> {
+        match self.holds.get(rank)? {
+            Some(hold) => hold.pin(offset, bytes).map(Some),
+            None => Some(None),
+        }
+    }
+
+    /// Whether any of `spans` begins in this rank's heap. One relaxed load where nothing is allocated there.
+    pub fn holds_any<'a>(&self, mut spans: impl Iterator<Item = &'a Span>) -> bool {
+        !self.heap.is_empty() && spans.any(|span| span.bytes > 0 && self.heap.contains(span.addr as u64))
+    }
+
+    /// Whether all of `span` lies in memory of this rank that every peer has mapped. Waits for peers that have not answered yet, for a
+    /// short while and once.
+    pub fn reachable(&self, span: Span) -> bool {
+        self.reachable_within(span, PATIENCE)
+    }
+
+    fn reachable_within(&self, span: Span, patience: Duration) -> bool {
+        !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), patience)
+    }
+
+    /// The same for a window, within half of what is left of `limit`: who has not mapped it, if anybody.
+    pub fn strangers(&self, span: Span, limit: &Limit) -> Vec<Rank> {
+        if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
+            return Vec::new();
+        }
+        let maps = |hold: &Hold| self.heap.reachable(span.addr as u64, span.bytes, std::iter::once(hold), Duration::ZERO);
+        let without = self.holds.iter().enumerate().filter(|(_, hold)| hold.as_ref().is_some_and(|hold| !maps(hold)));
+        without.map(|(rank, _)| Rank(rank as u32)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Identity;
+    use crate::mem::layout::Layout;
+    use crate::mem::shm::Segment;
+    use crate::symm_mem::tests::host::{Host, PAGE, read, write};
+    use std::cell::Cell;
+    use std::sync::{Condvar, Mutex};
+
+    const N: usize = 4;
+
+    fn board(file: &rustix::fd::OwnedFd, rank: usize) -> Board {
+        let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(N).total_bytes()).expect("map");
+        let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
+        Board::new(segment, Rank(rank as u32), "test".into(), members, 1)
+    }
+
+    fn limit() -> Limit {
+        Limit::from(Instant::now(), Duration::from_secs(60))
+    }
+
+    /// What ranks have said, by step.
+    #[derive(Default)]
+    struct Table {
+        said: Mutex<Vec<[Option<Vec<u8>>; N]>>,
+        changed: Condvar,
+    }
+
+    impl Table {
+        fn step(&self, rank: usize, number: usize, own: Vec<u8>) -> Vec<Vec<u8>> {
+            let mut said = self.said.lock().expect("not poisoned");
+            if said.len() <= number {
+                said.resize(number + 1, Default::default());
+            }
+            said[number][rank] = Some(own);
+            self.changed.notify_all();
+            let limit = Duration::from_secs(30);
+            let late = |said: &mut Vec<[Option<Vec<u8>>; N]>| said[number].iter().any(Option::is_none);
+            let (said, over) = self.changed.wait_timeout_while(said, limit, late).expect("not poisoned");
+            assert!(!over.timed_out(), "rank {rank} waits for others in step {number}");
+            said[number].iter().flatten().cloned().collect()
+        }
+    }
+
+    /// Runs `body` on ranks that are threads, with a heap each and a step for all of them.
+    fn with_ranks(body: impl Fn(&Board, usize, &Arc<Heap>, &Step<'_>) + Sync) {
+        let file = Segment::create(Layout::new(N).total_bytes()).expect("memfd");
+        let table = Table::default();
+        std::thread::scope(|scope| {
+            for rank in 0..N {
+                let (file, table, body) = (&file, &table, &body);
+                scope.spawn(move || {
+                    let heap = Heap::new(Arc::new(Host::new(16))).expect("made");
+                    let number = Cell::new(0);
+                    let step = |bytes: usize, own: Result<Vec<u8>>| {
+                        let own = own.expect("said");
+                        assert_eq!(own.len(), bytes);
+                        Ok(table.step(rank, number.replace(number.get() + 1), own))
+                    };
+                    body(&board(file, rank), rank, &heap, &step);
+                });
+            }
+        });
+    }
+
+    fn told(heap: &Heap, step: &Step<'_>) -> Vec<Option<Address>> {
+        let said = step(Address::BYTES, Ok(heap.address().encode().to_vec())).expect("said");
+        said.iter().map(|bytes| bytes[..].try_into().ok().map(Address::decode)).collect()
+    }
+
+    #[test]
+    fn what_a_rank_allocates_all_others_reach() {
+        with_ranks(|board, me, heap, step| {
+            let addresses = told(heap, step);
+            let failed: Failed = Arc::new(|| false);
+            let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+            let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
+            assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
+            // Each rank's tensor lies at an offset of its own.
+            let held: Vec<u64> = (0..=me).map(|_| heap.allocate(PAGE).expect("room")).collect();
+            let address = held[me];
+            assert!(heaps.holds_any(spans(address).iter()) && !heaps.holds_any(spans(4096).iter()));
+            write(address, 100 + me as u64);
+            assert!(heaps.reachable(spans(address)[0]));
+            assert!(!heaps.reachable(Span { addr: address as usize, bytes: 2 * PAGE }));
+            let said = step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("said");
+            for (rank, offset) in said.iter().enumerate() {
+                let offset = u64::from_le_bytes(offset[..].try_into().expect("8 bytes"));
+                assert_eq!(read(heaps.bases[rank] + offset), 100 + rank as u64, "rank {rank} as rank {me} sees it");
+            }
+            step(0, Ok(Vec::new())).expect("all have looked");
+        });
+    }
+
+    #[test]
+    fn groups_come_and_go_in_any_order() {
+        with_ranks(|board, me, heap, step| {
+            let addresses = told(heap, step);
+            let failed: Failed = Arc::new(|| false);
+            heap.allocate(PAGE).expect("room");
+            let mut before = None;
+            let begun = Instant::now();
+            for round in 0..20 {
+                let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+                assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
+                step(0, Ok(Vec::new())).expect("all have looked");
+                // Some ranks let go of a group before they make the next, some after: links are found just when they close.
+                before = (round % N == me).then_some(heaps);
+                std::thread::sleep(Duration::from_micros((me * round * 7 % 50) as u64));
+            }
+            drop(before);
+            assert!(begun.elapsed() < MEETING, "nobody waits for a link that has closed: {:?}", begun.elapsed());
+        });
+    }
+
+    #[test]
+    fn one_rank_without_a_heap_is_enough_for_none_to_link() {
+        with_ranks(|board, me, heap, step| {
+            let mut addresses = told(heap, step);
+            addresses[2] = None;
+            let failed: Failed = Arc::new(|| false);
+            let own = (me != 2).then_some(heap);
+            let reason = Heaps::link(board, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
+            assert!(reason.contains("rank 2"), "{reason}");
+        });
+    }
+
+    #[test]
+    fn a_link_that_does_not_come_is_named_before_the_limit() {
+        with_ranks(|board, me, heap, step| {
+            let mut addresses = told(heap, step);
+            // To the one with the highest key all others connect; nobody has this listener.
+            let last = (0..N).max_by_key(|&rank| addresses[rank].map(|address| address.key)).expect("ranks");
+            if let Some(address) = &mut addresses[last] {
+                address.listener = [7; 16];
+            }
+            let failed: Failed = Arc::new(|| false);
+            let begun = Instant::now();
+            let limit = Limit::from(begun, Duration::from_millis(800));
+            let linked = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
+            let Err(reason) = linked else { panic!("rank {me} is linked with a rank that cannot be found") };
+            assert!(reason.contains("no link with") && reason.contains(&format!("rank {last}")), "{reason}");
+            assert!(limit.left().is_some(), "{:?}", begun.elapsed());
+        });
+    }
+}

@@ -1,0 +1,196 @@
+//! The thread that serves all links of the process. It starts with the first group that links heaps and ends with the last.
+
+use super::addresses::Addresses;
+use super::attention::{self, Attention};
+use super::frame::FRAME_BYTES;
+use super::link::Link;
+use super::local::Heap;
+use crate::error::{Error, Result};
+use crate::sys::fork::PerProcess;
+use crate::sys::rate_limit::RateLimit;
+use crate::sys::socket::{self, Peer, Received};
+use crate::sys::thread::{self, Wake};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// How long a stranger may take to introduce itself.
+const INTRODUCTION: Duration = Duration::from_secs(5);
+/// How long to wait for what nobody tells of.
+const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Strangers at once, of all heaps.
+const STRANGERS: usize = 64;
+
+/// Lines that other processes can cause.
+static BROKEN_LINKS: RateLimit = RateLimit::new();
+static OTHER_USERS: RateLimit = RateLimit::new();
+static UNKNOWN: RateLimit = RateLimit::new();
+static REFUSED: RateLimit = RateLimit::new();
+static NO_POLL: RateLimit = RateLimit::new();
+
+/// The heaps of this process that live. A forked child has a list of its own; the parent's heaps do not work there.
+static HEAPS: PerProcess<Mutex<Vec<Weak<Heap>>>> = PerProcess::new(Mutex::default);
+
+fn heaps() -> MutexGuard<'static, Vec<Weak<Heap>>> {
+    // Nothing under this lock panics between two changes.
+    HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Those of them that nobody has dropped.
+fn living() -> Vec<Arc<Heap>> {
+    let mut heaps = heaps();
+    heaps.retain(|heap| heap.strong_count() > 0);
+    heaps.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Keeps the thread alive, without which no peer can connect.
+pub(super) fn attend() -> Result<Attention> {
+    Attention::new(|wake| {
+        thread::spawn("symm-heap", Some(512 << 10), move || run(&wake))
+            .map_err(|error| Error::internal(format!("the thread for symmetric memory cannot be started: {error}")))
+            .map(|_| ())
+    })
+}
+
+impl Heap {
+    /// A heap on `space`, with nobody linked to it, which the thread serves while it lives.
+    pub fn new(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
+        let heap = Self::unserved(space)?;
+        heaps().push(heap.shared());
+        attention::wake();
+        Ok(heap)
+    }
+}
+
+/// A connection that has not said yet what it wants.
+struct Stranger {
+    heap: Arc<Heap>,
+    pid: u32,
+    socket: OwnedFd,
+    since: Instant,
+}
+
+fn run(wake: &Wake) {
+    let mut strangers: Vec<Stranger> = Vec::new();
+    // For one turn, of `PAUSE` at most: who cannot be let in would keep the thread turning.
+    let mut deaf = false;
+    loop {
+        // Who comes later starts another thread, which finds no link that nobody serves.
+        let over = attention::is_over(|| {
+            for heap in living() {
+                heap.links().iter().for_each(|link| link.close_if_idle());
+                drop(heap.links());
+            }
+        });
+        if over {
+            return;
+        }
+        let heaps = living();
+        let links: Vec<(Arc<Heap>, Arc<Link>)> =
+            heaps.iter().flat_map(|heap| heap.links().into_iter().map(|link| (Arc::clone(heap), link))).collect();
+        for (_, link) in &links {
+            link.send();
+        }
+        let ready = wait(wake, &heaps, &strangers, &links, deaf);
+        let (listeners, rest) = ready.split_at(heaps.len());
+        let (waiting, served) = rest.split_at(strangers.len());
+        for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
+            if let Err(violation) = link.receive(&**heap) {
+                BROKEN_LINKS.warn(format_args!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid));
+                link.close();
+            }
+        }
+        let mut waiting = waiting.iter();
+        strangers = strangers.into_iter().filter_map(|stranger| introduced(stranger, *waiting.next()?)).collect();
+        deaf = false;
+        for (heap, _) in heaps.iter().zip(listeners).filter(|(_, ready)| **ready) {
+            deaf |= !welcome(heap, &mut strangers);
+        }
+    }
+}
+
+/// Which of the listeners, strangers and links have something to read, in this order.
+fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
+    let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+    let mut fds = vec![reads(wake.as_fd())];
+    // As many as can be served are let in.
+    let full = strangers.len() >= STRANGERS;
+    let knocks = if full || deaf { PollFlags::empty() } else { PollFlags::IN };
+    fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
+    fds.extend(strangers.iter().map(|stranger| reads(stranger.socket.as_fd())));
+    let mut mail = false;
+    for (_, link) in links {
+        let outgoing = link.has_mail();
+        mail |= outgoing;
+        let flags = if outgoing { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
+        fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
+    }
+    // Mail and who knocks may also wait for descriptors to become free, of which nobody tells.
+    let pause = (mail || deaf || !strangers.is_empty()).then_some(PAUSE);
+    match poll(&mut fds, pause.as_ref()) {
+        Ok(_) => {}
+        Err(Errno::INTR) => return vec![false; fds.len() - 1],
+        Err(errno) => {
+            // Out of kernel memory, or RLIMIT_NOFILE was lowered below what is open: try again, without spinning.
+            NO_POLL.warn(format_args!("the thread for symmetric memory cannot poll {} descriptors: {errno}", fds.len()));
+            std::thread::sleep(Duration::from_millis(10));
+            return vec![false; fds.len() - 1];
+        }
+    }
+    wake.reset();
+    let wanted = PollFlags::IN | PollFlags::ERR | PollFlags::HUP;
+    fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
+}
+
+/// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who cannot
+/// be let in now.
+fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
+    for _ in strangers.len()..STRANGERS {
+        let socket = match socket::accept(heap.listener()) {
+            Ok(socket) => socket,
+            Err(Errno::AGAIN) => return true,
+            Err(Errno::INTR | Errno::CONNABORTED) => continue,
+            // No descriptor is free, or no memory.
+            Err(_) => return false,
+        };
+        match socket::peer(&socket) {
+            // Abstract names stand in /proc/net/unix for everybody.
+            Ok(peer) if peer.uid != rustix::process::geteuid().as_raw() => {
+                let Peer { uid, pid } = peer;
+                OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
+            }
+            Ok(peer) => strangers.push(Stranger { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
+            Err(errno) => {
+                UNKNOWN.warn(format_args!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"));
+            }
+        }
+    }
+    true
+}
+
+/// The stranger, if it has still to introduce itself.
+fn introduced(stranger: Stranger, ready: bool) -> Option<Stranger> {
+    let patient = stranger.since.elapsed() < INTRODUCTION;
+    if !ready {
+        return patient.then_some(stranger);
+    }
+    let mut buffer = [0; FRAME_BYTES + 1];
+    match socket::receive(&stranger.socket, &mut buffer) {
+        Ok(Received { length: 0, .. }) => {}
+        Ok(Received { length, fd: None, cut: false }) => {
+            if let Err(violation) = stranger.heap.admit(stranger.pid, stranger.socket, &buffer[..length]) {
+                let pid = stranger.pid;
+                REFUSED.warn(format_args!("process {pid}, which knocked at the symmetric memory of this one, {violation}; refused"));
+            }
+        }
+        Ok(_) => {
+            let pid = stranger.pid;
+            REFUSED.warn(format_args!("process {pid} knocked at the symmetric memory of this one with descriptors; refused"));
+        }
+        Err(Errno::AGAIN | Errno::INTR) => return patient.then_some(stranger),
+        Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", stranger.pid),
+    }
+    None
+}

@@ -1,0 +1,89 @@
+//! Memory of the host that can be told to fail.
+
+use crate::error::{Error, Result};
+pub(crate) use crate::symm_mem::host::PAGE;
+use crate::symm_mem::{Addresses, HostMemory, Piece, Range};
+use rustix::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A device with room for so many pages.
+pub(crate) struct Host {
+    memory: HostMemory,
+    /// Nothing can be made.
+    pub(super) exhausted: Arc<AtomicBool>,
+    /// It cannot be waited for.
+    pub(super) busy: AtomicBool,
+    /// Nothing of peers can be mapped.
+    pub(super) alone: Arc<AtomicBool>,
+}
+
+struct Fallible {
+    range: Box<dyn Range>,
+    exhausted: Arc<AtomicBool>,
+    alone: Arc<AtomicBool>,
+}
+
+impl Host {
+    pub(crate) fn new(pages: usize) -> Self {
+        let memory = HostMemory::with_span(pages * PAGE);
+        Self { memory, exhausted: Arc::default(), busy: AtomicBool::new(false), alone: Arc::default() }
+    }
+}
+
+impl Addresses for Host {
+    fn granularity(&self) -> usize {
+        self.memory.granularity()
+    }
+
+    fn span(&self) -> usize {
+        self.memory.span()
+    }
+
+    fn reserve(&self, bytes: usize) -> Result<Box<dyn Range>> {
+        let range = self.memory.reserve(bytes)?;
+        Ok(Box::new(Fallible { range, exhausted: Arc::clone(&self.exhausted), alone: Arc::clone(&self.alone) }))
+    }
+
+    fn settle(&self) -> Result<()> {
+        if self.busy.load(Ordering::Relaxed) { Err(Error::internal("a stream is being captured")) } else { self.memory.settle() }
+    }
+
+    fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        self.memory.clear(address, bytes)
+    }
+}
+
+impl Range for Fallible {
+    fn address(&self) -> u64 {
+        self.range.address()
+    }
+
+    fn create(&self, offset: usize, bytes: usize) -> Result<Arc<dyn Piece>> {
+        if self.exhausted.load(Ordering::Relaxed) {
+            return Err(Error::config("out of memory"));
+        }
+        self.range.create(offset, bytes)
+    }
+
+    fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
+        if self.alone.load(Ordering::Relaxed) {
+            return Err(Error::internal("out of reach"));
+        }
+        self.range.import(offset, bytes, descriptor)
+    }
+
+    fn unmap(&self, offset: usize, bytes: usize) {
+        self.range.unmap(offset, bytes);
+    }
+}
+
+pub(crate) fn write(address: u64, value: u64) {
+    // SAFETY: the tests pass addresses of mapped, aligned words.
+    unsafe { (address as *mut u64).write_volatile(value) };
+}
+
+pub(crate) fn read(address: u64) -> u64 {
+    // SAFETY: as above.
+    unsafe { (address as *const u64).read_volatile() }
+}

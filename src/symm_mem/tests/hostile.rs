@@ -1,0 +1,318 @@
+//! Those who do not keep to the protocol: what they say is refused, their link closed, and everybody else served.
+
+use super::host::PAGE;
+use super::processes::{forked, status_of};
+use super::*;
+use crate::mem::shm::Segment;
+use crate::symm_mem::frame::{FRAME_BYTES, Frame};
+use crate::sys::random;
+use crate::sys::socket;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::Errno;
+use std::io::Write as _;
+
+/// A peer that says what the test wants.
+struct Raw {
+    socket: OwnedFd,
+    key: [u8; 16],
+    number: u64,
+}
+
+impl Raw {
+    fn knock(heap: &Heap) -> OwnedFd {
+        socket::connect_to(&heap.address().name()).expect("connects")
+    }
+
+    fn new(heap: &Heap) -> Self {
+        let (socket, key) = (Self::knock(heap), random::bytes().expect("random"));
+        let number = u64::from_le_bytes(random::bytes().expect("random"));
+        let raw = Self { socket, key, number };
+        raw.say(Frame::Hello { to: heap.address().key, from: key, link: number, span: 16 * PAGE as u64 });
+        raw
+    }
+
+    /// The claim of `heap` to this link.
+    fn hold(&self, heap: &Heap) -> Hold {
+        let address = Address { key: self.key, listener: [0; 16], span: 0 };
+        heap.meet(&address, self.number, &healthy(), Instant::now() + PATIENCE).expect("the thread runs").expect("admitted")
+    }
+
+    fn say(&self, frame: Frame) {
+        self.send(&frame.encode());
+    }
+
+    fn send(&self, bytes: &[u8]) {
+        socket::send(&self.socket, bytes, None).expect("sent");
+    }
+
+    fn offer(&self, id: u64, offset: usize, bytes: usize) {
+        let file = Segment::create(16 * PAGE).expect("memfd");
+        let frame = Frame::Offer { id, offset: offset as u64, bytes: bytes as u64 };
+        socket::send(&self.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
+    }
+
+    fn hear(&self) -> Option<Frame> {
+        hear(&self.socket)
+    }
+}
+
+/// The next message; `None`: the other end has closed.
+fn hear(socket: &OwnedFd) -> Option<Frame> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let mut buffer = [0; FRAME_BYTES];
+        match socket::receive(socket, &mut buffer) {
+            Ok(received) if received.length == 0 => return None,
+            Ok(received) => return Some(Frame::decode(&buffer[..received.length]).expect("a message")),
+            Err(Errno::AGAIN | Errno::INTR) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => return None,
+        }
+        assert!(Instant::now() < deadline, "nothing was heard");
+    }
+}
+
+#[test]
+fn who_breaks_the_rules_is_cut_off() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    type Deed = Box<dyn Fn(&Raw)>;
+    let cases: Vec<(&str, Deed)> = vec![
+        ("a short message", Box::new(|raw| raw.send(&Frame::Gone { id: 1 }.encode()[..20]))),
+        ("a long message", Box::new(|raw| raw.send(&[0; FRAME_BYTES + 8]))),
+        ("nonsense", Box::new(|raw| raw.send(&[7; FRAME_BYTES]))),
+        ("no descriptor", Box::new(|raw| raw.say(Frame::Offer { id: 1, offset: 0, bytes: PAGE as u64 }))),
+        (
+            "a stray descriptor",
+            Box::new(|raw| {
+                let file = Segment::create(PAGE).expect("memfd");
+                socket::send(&raw.socket, &Frame::Gone { id: 1 }.encode(), Some(file.as_fd())).expect("sent");
+            }),
+        ),
+        ("behind the end", Box::new(|raw| raw.offer(1, 16 * PAGE, PAGE))),
+        ("across the end", Box::new(|raw| raw.offer(1, 15 * PAGE, 2 * PAGE))),
+        ("past all numbers", Box::new(|raw| raw.offer(1, PAGE, usize::MAX))),
+        ("nothing", Box::new(|raw| raw.offer(1, PAGE, 0))),
+        (
+            "an overlap",
+            Box::new(|raw| {
+                raw.offer(1, 0, 2 * PAGE);
+                raw.offer(2, PAGE, PAGE);
+            }),
+        ),
+        (
+            "the same number",
+            Box::new(|raw| {
+                raw.offer(1, 0, PAGE);
+                raw.offer(1, 4 * PAGE, PAGE);
+            }),
+        ),
+        ("an unknown withdrawal", Box::new(|raw| raw.say(Frame::Withdraw { id: 3 }))),
+        (
+            "two withdrawals",
+            Box::new(|raw| {
+                raw.offer(1, 0, PAGE);
+                raw.say(Frame::Withdraw { id: 1 });
+                raw.say(Frame::Withdraw { id: 1 });
+            }),
+        ),
+        ("an answer to no offer", Box::new(|raw| raw.say(Frame::Accepted { id: 1 << 40 }))),
+        ("an introduction", Box::new(|raw| raw.say(Frame::Hello { to: [0; 16], from: [0; 16], link: 1, span: 1 }))),
+    ];
+    let friend = Raw::new(&heap);
+    let friendly = friend.hold(&heap);
+    for (what, deed) in &cases {
+        let raw = Raw::new(&heap);
+        let hold = raw.hold(&heap);
+        deed(&raw);
+        until(what, || hold.link().is_closed());
+        assert!(!heap.reachable(heap.base(), 1, std::iter::once(&hold), PATIENCE), "{what}");
+        drop(hold);
+        while raw.hear().is_some() {}
+    }
+    assert!(!friendly.link().is_closed(), "others are served");
+    friend.offer(1, 0, PAGE);
+    assert_eq!(friend.hear(), Some(Frame::Accepted { id: 1 }));
+}
+
+#[test]
+fn who_does_not_introduce_itself_is_not_let_in() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let address = heap.address();
+    let hello = |to, link, span| Frame::Hello { to, from: [9; 16], link, span };
+    let taken = Raw::new(&heap);
+    let hold = taken.hold(&heap);
+    let span = PAGE as u64;
+    for (what, frame) in [
+        ("the listener's name is not the key", hello(address.listener, 1, span)),
+        ("no heap is that large", hello(address.key, 2, 1 << 60)),
+        ("no heap is that small", hello(address.key, 3, 0)),
+        ("another link has that number", hello(address.key, taken.number, span)),
+        ("no introduction", Frame::Accepted { id: 1 }),
+    ] {
+        let socket = Raw::knock(&heap);
+        socket::send(&socket, &frame.encode(), None).expect("sent");
+        assert_eq!(hear(&socket), None, "{what}");
+    }
+    let socket = Raw::knock(&heap);
+    socket::send(&socket, &hello(address.key, 4, span).encode(), Some(socket.as_fd())).expect("sent");
+    assert_eq!(hear(&socket), None, "a descriptor came along");
+    assert!(!hold.link().is_closed());
+}
+
+#[test]
+fn p20_memory_that_could_be_cut_short_is_refused_and_the_link_stays() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let raw = Raw::new(&heap);
+    let hold = raw.hold(&heap);
+    let memory = |bytes: usize, seals: SealFlags| {
+        let file = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, bytes as u64).expect("sized");
+        fcntl_add_seals(&file, seals).expect("sealed");
+        file
+    };
+    let (pipe, _other) = rustix::pipe::pipe().expect("a pipe");
+    let cases = [
+        ("not sealed", memory(16 * PAGE, SealFlags::empty())),
+        ("sealed against growth alone", memory(16 * PAGE, SealFlags::GROW)),
+        ("too short", memory(PAGE, SealFlags::SHRINK)),
+        ("a pipe", pipe),
+        ("a file", tempfile::tempfile().expect("a file").into()),
+    ];
+    for (id, (what, file)) in (1..).zip(&cases) {
+        let frame = Frame::Offer { id, offset: 2 * PAGE as u64, bytes: PAGE as u64 };
+        socket::send(&raw.socket, &frame.encode(), Some(file.as_fd())).expect("sent");
+        assert_eq!(raw.hear(), Some(Frame::Refused { id }), "{what}");
+    }
+    assert_eq!(mapped(&hold), 0);
+    raw.offer(9, 2 * PAGE, PAGE);
+    assert_eq!(raw.hear(), Some(Frame::Accepted { id: 9 }));
+}
+
+/// Nothing that allocates: it runs between `fork` and `_exit`.
+fn knock_as_another_user(address: &rustix::net::SocketAddrUnix, hello: &[u8]) -> i32 {
+    // SAFETY: system calls on values and on memory that outlives them.
+    unsafe {
+        if libc::setresuid(65534, 65534, 65534) != 0 {
+            return 9;
+        }
+        let (family, kind) = (rustix::net::AddressFamily::UNIX, rustix::net::SocketType::SEQPACKET);
+        let Ok(socket) = rustix::net::socket_with(family, kind, rustix::net::SocketFlags::CLOEXEC, None) else { return 8 };
+        if rustix::net::connect(&socket, address).is_err() {
+            return 7;
+        }
+        let mut buffer = [0u8; 256];
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&socket);
+        libc::send(fd, hello.as_ptr().cast(), hello.len(), libc::MSG_NOSIGNAL);
+        let mut ready = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let closed = libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(fd, buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0;
+        i32::from(!closed)
+    }
+}
+
+#[test]
+fn p19_another_user_is_not_linked_even_with_the_right_words() {
+    if !rustix::process::geteuid().is_root() {
+        let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
+        return;
+    }
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let address = rustix::net::SocketAddrUnix::new_abstract_name(heap.address().name().as_bytes()).expect("a name");
+    let hello = Frame::Hello { to: heap.address().key, from: [9; 16], link: 1, span: PAGE as u64 }.encode();
+    let child = forked(|| {
+        let code = knock_as_another_user(&address, &hello);
+        assert_eq!(code, 0, "9: no other user, 8: no socket, 7: no listener, 1: let in");
+        true
+    });
+    assert_eq!(status_of(child), 0, "it was let in");
+    let from = Address { key: [9; 16], listener: [0; 16], span: 0 };
+    assert!(heap.meet(&from, 1, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
+}
+
+#[test]
+fn random_messages_never_harm() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let mut seed = 0x1234_5678_9ABC_DEFFu64;
+    let mut next = |below: u64| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed % below
+    };
+    for _ in 0..60 {
+        let raw = Raw::new(&heap);
+        let hold = raw.hold(&heap);
+        for _ in 0..30 {
+            let (id, page) = (next(4), PAGE as u64);
+            let frame = match next(7) {
+                0 | 1 => Frame::Offer { id, offset: next(20) * page, bytes: next(4) * page },
+                2 => Frame::Withdraw { id },
+                3 => Frame::Accepted { id },
+                4 => Frame::Gone { id },
+                5 => Frame::Refused { id },
+                _ => Frame::Offer { id, offset: next(u64::MAX), bytes: next(u64::MAX) },
+            };
+            let file = Segment::create(PAGE).expect("memfd");
+            let mut bytes = frame.encode();
+            if next(10) == 0 {
+                bytes[next(FRAME_BYTES as u64) as usize] ^= 1 << next(8);
+            }
+            // Fails once the link has been closed.
+            let _ = socket::send(&raw.socket, &bytes, (next(2) == 0).then(|| file.as_fd()));
+        }
+        drop(raw);
+        until("the link closed", || hold.link().is_closed());
+    }
+    let friend = Raw::new(&heap);
+    let _hold = friend.hold(&heap);
+    friend.offer(1, 0, PAGE);
+    assert_eq!(friend.hear(), Some(Frame::Accepted { id: 1 }));
+}
+
+#[test]
+fn who_does_not_answer_is_waited_for_once() {
+    let (heap, _) = heap(16);
+    let raw = Raw::new(&heap);
+    let hold = raw.hold(&heap);
+    let (one, two) = (heap.allocate(PAGE).expect("room"), heap.allocate(PAGE).expect("room"));
+    let wait = Duration::from_millis(200);
+    let begun = Instant::now();
+    assert!(!heap.reachable(one, 8, std::iter::once(&hold), wait));
+    assert!(begun.elapsed() >= wait);
+    let begun = Instant::now();
+    assert!(!heap.reachable(two, 8, std::iter::once(&hold), PATIENCE));
+    heap.release(two).expect("known");
+    assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+    let Some(Frame::Offer { id, .. }) = raw.hear() else { panic!("an offer") };
+    raw.say(Frame::Accepted { id });
+    until("it counts again", || heap.reachable(one, 8, std::iter::once(&hold), Duration::ZERO));
+}
+
+#[test]
+fn a_link_that_does_not_come_is_waited_for_until_the_deadline() {
+    let (heap, _) = heap(16);
+    let address = Address { key: [1; 16], listener: [2; 16], span: PAGE as u64 };
+    assert!(heap.meet(&address, 7, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none());
+    assert!(heap.connect(&address, &healthy()).is_err(), "nobody listens there");
+    let raw = Raw::new(&heap);
+    let _hold = raw.hold(&heap);
+    assert!(heap.meet(&address, raw.number, &healthy(), Instant::now() + Duration::from_millis(50)).expect("runs").is_none(), "another's");
+}
+
+#[test]
+fn a_segment_that_begins_within_a_page_is_refused_and_the_link_goes_on() {
+    let (heap, _) = heap(16);
+    let _attention = heap.attend().expect("runs");
+    let raw = Raw::new(&heap);
+    let hold = raw.hold(&heap);
+    raw.offer(1, 112, PAGE);
+    raw.offer(2, 4 * PAGE, PAGE);
+    let mut heard = [raw.hear(), raw.hear()];
+    heard.sort_by_key(|frame| matches!(frame, Some(Frame::Accepted { .. })));
+    assert_eq!(heard, [Some(Frame::Refused { id: 1 }), Some(Frame::Accepted { id: 2 })]);
+    assert_eq!(mapped(&hold), 1);
+}

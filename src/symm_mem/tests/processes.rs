@@ -1,0 +1,150 @@
+//! Heaps of two processes: children that are forked have a thread and links of their own.
+
+use super::host::{PAGE, read, write};
+use super::*;
+use crate::symm_mem::attention;
+use rustix::fd::OwnedFd;
+use rustix::pipe::pipe;
+use std::io::Write as _;
+
+/// Runs `body` in a forked child; its process id. The child ends with code 0 if `body` says so.
+pub(super) fn forked(body: impl FnOnce() -> bool) -> i32 {
+    // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let passed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).unwrap_or(false);
+        // SAFETY: `_exit` takes any code.
+        unsafe { libc::_exit(i32::from(!passed)) };
+    }
+    child
+}
+
+pub(super) fn status_of(child: i32) -> i32 {
+    let mut status = 0;
+    // SAFETY: `status` is valid for a write; `child` is our own.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status
+}
+
+fn tell(pipe: &OwnedFd, bytes: &[u8]) {
+    assert_eq!(rustix::io::write(pipe, bytes), Ok(bytes.len()));
+}
+
+fn told<const N: usize>(pipe: &OwnedFd) -> [u8; N] {
+    let mut bytes = [0; N];
+    assert_eq!(rustix::io::read(pipe, &mut bytes), Ok(N), "told nothing");
+    bytes
+}
+
+fn threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("readable");
+    let name = |task: std::io::Result<std::fs::DirEntry>| std::fs::read_to_string(task.ok()?.path().join("comm")).ok();
+    tasks.filter_map(name).filter(|name| name.trim() == "symm-heap").count()
+}
+
+#[test]
+fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
+    let ((from_child, to_parent), (from_parent, to_child)) = (pipe().expect("pipe"), pipe().expect("pipe"));
+    let child = forked(|| {
+        let (own, _) = heap(16);
+        let address = own.allocate(PAGE).expect("room");
+        write(address, 42);
+        tell(&to_parent, &own.address().encode());
+        let parent = Address::decode(&told(&from_parent));
+        let (hold, number) = own.connect(&parent, &healthy()).expect("connects");
+        assert!(reachable(&own, address, PAGE, &hold));
+        tell(&to_parent, &number.to_le_bytes());
+        loop {
+            std::thread::sleep(PATIENCE);
+        }
+    });
+    let (own, _) = heap(16);
+    let _attention = own.attend().expect("runs");
+    let peer = Address::decode(&told(&from_child));
+    tell(&to_child, &own.address().encode());
+    let number = u64::from_le_bytes(told(&from_child));
+    let hold = own.meet(&peer, number, &healthy(), Instant::now() + PATIENCE).expect("runs").expect("came");
+    assert_eq!((mapped(&hold), read(hold.base())), (1, 42));
+    let address = own.allocate(PAGE).expect("room");
+    assert!(reachable(&own, address, 8, &hold));
+    // SAFETY: the child is ours.
+    assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);
+    status_of(child);
+    until("the link closed", || hold.link().is_closed());
+    assert_eq!((mapped(&hold), read(hold.base())), (1, 42), "a kernel of a failed group may be in it");
+    let begun = Instant::now();
+    assert!(!reachable(&own, address, 8, &hold));
+    own.release(address).expect("known");
+    assert!(begun.elapsed() < PATIENCE / 2, "nobody waits for the dead: {:?}", begun.elapsed());
+    let link = Arc::downgrade(hold.link());
+    drop(hold);
+    until("its memory was let go", || link.upgrade().is_none());
+}
+
+#[test]
+fn the_thread_ends_with_the_last_group() {
+    let child = forked(|| {
+        let ((one, _), (other, _)) = (heap(16), heap(16));
+        let before = threads();
+        let holds = link(&one, &other, &healthy());
+        let address = one.allocate(PAGE).expect("room");
+        let served = reachable(&one, address, 8, &holds.0) && threads() == 1;
+        let links = [&holds.0, &holds.1].map(|hold| Arc::downgrade(hold.link()));
+        drop(holds);
+        until("the thread ended", || threads() == 0);
+        let gone = links.iter().all(|link| link.upgrade().is_none()) && attention::claims() == 0;
+        let again = link(&one, &other, &healthy());
+        before == 0 && served && gone && reachable(&one, address, 8, &again.0)
+    });
+    assert_eq!(status_of(child), 0);
+}
+
+#[test]
+fn a_forked_child_harms_nothing_of_its_parents() {
+    let ((one, _), (other, _)) = (heap(16), heap(16));
+    let address = one.allocate(PAGE).expect("room");
+    let (near, far) = link(&one, &other, &healthy());
+    assert!(reachable(&one, address, 8, &near));
+    let (near, far) = (std::mem::ManuallyDrop::new(near), std::mem::ManuallyDrop::new(far));
+    let child = forked(|| {
+        // Its copies; the links are the parent's.
+        // SAFETY: this process does not use them again.
+        unsafe {
+            drop(std::ptr::read(&*near));
+            drop(std::ptr::read(&*far));
+        }
+        threads() == 0 && attention::claims() == 0
+    });
+    assert_eq!(status_of(child), 0);
+    let (near, far) = (std::mem::ManuallyDrop::into_inner(near), std::mem::ManuallyDrop::into_inner(far));
+    let second = one.allocate(PAGE).expect("room");
+    assert!(reachable(&one, second, 8, &near) && !far.link().is_closed());
+    drop(near);
+    until("the other end heard of it", || far.link().is_closed());
+}
+
+#[test]
+fn another_user_is_turned_away() {
+    if !rustix::process::geteuid().is_root() {
+        let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
+        return;
+    }
+    let (own, _) = heap(16);
+    let _attention = own.attend().expect("runs");
+    let address = own.address();
+    let child = forked(|| {
+        // SAFETY: takes any user; this child has no other threads.
+        assert_eq!(unsafe { libc::setuid(65534) }, 0);
+        let (stranger, _) = heap(16);
+        let Ok((hold, _)) = stranger.connect(&address, &healthy()) else {
+            // It looks who listens, too.
+            return true;
+        };
+        until("it was turned away", || hold.link().is_closed());
+        true
+    });
+    assert_eq!(status_of(child), 0);
+    let other = heap(16).0;
+    let (near, _far) = link(&other, &own, &healthy());
+    assert!(!near.link().is_closed());
+}

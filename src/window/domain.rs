@@ -1,0 +1,137 @@
+//! What a group has of one kind of memory: links with the peers' heaps, signal pads, what signals.
+
+use super::Memory;
+use super::allocations;
+use super::offer::{Dropped, Facts};
+use super::pad_pool::Pads;
+use super::signal_cuda::Signals;
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::symm_mem::peers::Heaps;
+use crate::symm_mem::{self, HOST, Heap};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// Whether a group's windows lie on the host or on GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Kind {
+    Host,
+    Gpu,
+}
+
+/// What a group has of one kind of memory.
+#[derive(Default)]
+pub(super) struct Place {
+    /// Since the first window.
+    pub(super) heaps: OnceLock<Heaps>,
+    pads: Mutex<Pads>,
+    /// Of GPUs: whose, and what signals between them.
+    pub(super) signals: OnceLock<(i32, Signals)>,
+    /// Of windows that are gone, but that graphs of the group may still use.
+    recorded: Mutex<Vec<Memory>>,
+}
+
+/// The places of a group. Locked while the ranks meet: they take one step after another.
+#[derive(Default)]
+pub struct Places(pub(super) Mutex<HashMap<Kind, Arc<Place>>>);
+
+impl Places {
+    /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued afterwards.
+    pub fn drain(&self, limit: Duration) {
+        let places: Vec<Arc<Place>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        for (_, signals) in places.iter().filter_map(|place| place.signals.get()) {
+            if !signals.drain(limit) {
+                log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
+            }
+        }
+    }
+
+    /// Lets go of what is another process's.
+    pub fn forget(&mut self) {
+        std::mem::forget(std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)));
+    }
+}
+
+impl Place {
+    pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
+        // Nothing under this lock panics between two changes.
+        self.pads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<Memory>> {
+        // As above.
+        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What signals between the group's GPUs. Called by one thread at a time.
+    fn signals(&self, board: &Arc<Board>, device: i32) -> Result<&Signals> {
+        if self.signals.get().is_none() {
+            let made = Signals::new(board, device)?;
+            self.signals.get_or_init(|| (device, made));
+        }
+        match self.signals.get() {
+            Some((known, signals)) if *known == device => Ok(signals),
+            Some((known, _)) => Err(Error::value(format!(
+                "group \"{}\" has windows on cuda:{known}, this tensor is on cuda:{device}; a group has one GPU per rank",
+                board.name()
+            ))),
+            None => Err(Error::internal("signals were just made")),
+        }
+    }
+
+    /// What this rank brings: its heap, and what it says of itself.
+    pub(super) fn prepare(&self, board: &Arc<Board>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Facts)> {
+        let heap = symm_mem::of(device)?;
+        let place = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
+        let foreign =
+            || Error::value(format!("the tensor at {address:#x} is not in symmetric memory of {place}; allocate it with symm_mem.empty"));
+        let (segment, left) = heap.segment(address).ok_or_else(foreign)?;
+        if device != HOST {
+            self.signals(board, device)?;
+        }
+        let dropped = self.pads().dropped();
+        if dropped != Dropped::default() {
+            // Signals to peers' pads of those windows may be under way.
+            heap.settle()?;
+        }
+        let pad = self.pads().take(&heap, pad_bytes)?;
+        // Before the ranks meet: none of them signals earlier.
+        heap.clear(pad.address, pad.bytes)?;
+        let allocation = allocations::find(address);
+        let facts = Facts {
+            host: device == HOST,
+            linked: self.heaps.get().is_some(),
+            exact: allocation.is_some(),
+            number: allocation.map_or(0, |allocation| allocation.number),
+            bytes: allocation.map_or(left, |allocation| allocation.bytes) as u64,
+            buffer: address - heap.base(),
+            pad: pad.address - heap.base(),
+            pad_bytes: pad.bytes as u64,
+            segment,
+            dropped,
+            heap: heap.address(),
+        };
+        Ok((heap, facts))
+    }
+}
+
+impl Drop for Place {
+    /// Gives the pads back; their group and its windows are gone.
+    fn drop(&mut self) {
+        let pads = std::mem::take(self.pads.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let recorded = std::mem::take(self.recorded.get_mut().unwrap_or_else(PoisonError::into_inner));
+        // Nobody could wait for the device while kernels run that do not end: what they use stays.
+        if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
+            std::mem::forget(recorded);
+            return;
+        }
+        // Signals end before their memory goes, links before anybody waits for the peers at their other ends.
+        drop((self.signals.take(), recorded, self.heaps.take()));
+        for segment in pads.into_segments() {
+            if let Err(error) = symm_mem::release(segment) {
+                log::warn!("signal pads of a group that is left stay taken: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! Symmetric memory of a group: what every rank has at an address of its own, as one of them reaches it, with signals beside it.
+
+pub mod allocations;
+mod domain;
+mod offer;
+mod pad_pool;
+mod rendezvous;
+pub mod signal_cuda;
+pub mod signal_host;
+
+use crate::control::Board;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cuda::driver::Stream;
+use crate::mem::device::DeviceTable;
+use crate::rank::Rank;
+use crate::symm_mem::{OwnPin, Pin};
+use crate::sys::fork::OfProcess;
+use domain::Place;
+pub use domain::Places;
+use pad_pool::Pad;
+pub use rendezvous::Meeting;
+use signal_cuda::Signals;
+use signal_host::SignalPads;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Where a device finds the arrays of a window.
+enum Tables {
+    /// In the window itself.
+    Host,
+    Gpu {
+        buffers: DeviceTable,
+        pads: DeviceTable,
+        ranks: DeviceTable,
+    },
+}
+
+/// See the module. This rank's own memory lives as long as its windows, whoever gives it back. Memory that peers give back meanwhile stays
+/// mapped, so that no access faults; what it holds then means nothing. In a forked child every use is refused.
+pub struct SymmetricWindow {
+    board: Arc<Board>,
+    /// Where each rank's buffer begins in this process.
+    buffers: Vec<u64>,
+    /// Where each rank's signal pad begins in this process.
+    pads: Vec<u64>,
+    global_ranks: Vec<i32>,
+    bytes: usize,
+    pad: Pad,
+    /// Names the segment that this rank's buffer lies in.
+    segment: u64,
+    timeout: Duration,
+    /// A graph may use it: it lasts as long as its group.
+    recorded: AtomicBool,
+    held: OfProcess<Held>,
+}
+
+/// What a window keeps: memory of all ranks where this process has it mapped.
+struct Held {
+    place: Arc<Place>,
+    memory: Option<Memory>,
+}
+
+/// See [`Held`].
+struct Memory {
+    tables: Tables,
+    _pins: Vec<Pin>,
+    _own: OwnPin,
+}
+
+impl SymmetricWindow {
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.board.rank()
+    }
+
+    /// Bytes of each rank's buffer.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Where each rank's buffer begins in this process's addresses, or those of its device.
+    pub fn buffers(&self) -> &[u64] {
+        &self.buffers
+    }
+
+    /// Where each rank's signal pad begins.
+    pub fn pads(&self) -> &[u64] {
+        &self.pads
+    }
+
+    /// Ranks of the members in the default group.
+    pub fn global_ranks(&self) -> &[i32] {
+        &self.global_ranks
+    }
+
+    /// Where the device finds `buffers` as an array.
+    pub fn buffer_table(&self) -> u64 {
+        match self.tables() {
+            Tables::Host => self.buffers.as_ptr() as u64,
+            Tables::Gpu { buffers, .. } => buffers.address(),
+        }
+    }
+
+    /// Where the device finds `pads` as an array.
+    pub fn pad_table(&self) -> u64 {
+        match self.tables() {
+            Tables::Host => self.pads.as_ptr() as u64,
+            Tables::Gpu { pads, .. } => pads.address(),
+        }
+    }
+
+    /// Where the device finds `global_ranks` as an array.
+    pub fn rank_table(&self) -> u64 {
+        match self.tables() {
+            Tables::Host => self.global_ranks.as_ptr() as u64,
+            Tables::Gpu { ranks, .. } => ranks.address(),
+        }
+    }
+
+    /// What signals on GPUs; `None` on the host.
+    fn gpu(&self) -> Option<&Signals> {
+        self.held.place.signals.get().map(|(_, signals)| signals)
+    }
+
+    /// The same, to be used on `stream`, which may be recorded into a graph.
+    fn gpu_on(&self, stream: usize) -> Option<&Signals> {
+        let signals = self.gpu()?;
+        if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {
+            self.record();
+        }
+        Some(signals)
+    }
+
+    fn tables(&self) -> &Tables {
+        self.held.memory.as_ref().map_or(&Tables::Host, |memory| &memory.tables)
+    }
+
+    /// Refuses to be used in a forked child, whose signals would be its parent's.
+    pub fn check_process(&self) -> Result<()> {
+        if self.held.is_own() {
+            return Ok(());
+        }
+        let (name, maker, child) = (self.board.name(), self.board.pid(self.rank()), std::process::id());
+        Err(Error::config(format!(
+            "a window of group \"{name}\" was made by process {maker}, of which process {child} is a forked child; make a new group in the child"
+        )))
+    }
+
+    /// A graph that is being recorded uses it: it stays until the group goes, as graphs with signals of a group do.
+    pub fn record(&self) {
+        self.recorded.store(true, Ordering::Relaxed);
+    }
+
+    /// Runs `body`. A panic in it fails the group on all ranks.
+    pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.board.contain(body)
+    }
+
+    /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
+    pub fn failure(&self) -> Option<Error> {
+        self.gpu().map_or_else(|| self.board.failure(), Signals::failure)
+    }
+
+    /// Whether the memory that it was made of is still this rank's.
+    pub fn is_current(&self) -> bool {
+        // In a child the parent's locks may be held for ever.
+        if !self.held.is_own() {
+            return false;
+        }
+        let own = self.buffers[self.rank().index()];
+        let segment = self.held.place.heaps.get().and_then(|heaps| heaps.heap().segment(own));
+        segment.is_some_and(|(id, _)| id == self.segment)
+    }
+
+    /// The channel and the limit of a signal, if both are sound and nothing has failed.
+    fn checked(&self, channel: i32, timeout: Option<Duration>) -> Result<(u32, Duration)> {
+        self.check_process()?;
+        if let Some(error) = self.failure() {
+            return Err(error);
+        }
+        // Peers that have left as well could still meet in memory that stays mapped.
+        if self.board.absence(self.rank()).is_some() {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        }
+        let channel = SignalPads::check_channel(channel, self.pad.bytes, self.board.size())?;
+        Ok((channel, timeout.unwrap_or(self.timeout)))
+    }
+
+    fn on_host(&self) -> SignalPads<'_> {
+        // SAFETY: `rendezvous` saw that the pads are memory of all ranks, cleared, of this size, and pinned while `self` lives.
+        unsafe { SignalPads::new(&self.board, &self.pads, self.pad.bytes) }
+    }
+
+    /// Returns once all ranks have called it on this `channel`: what they wrote before is visible then. Fails with `Timeout`, naming who is
+    /// missing; the group goes on, the channel is as the ranks left it. On a GPU it is enqueued on `stream`, its failure fails the group, and
+    /// a later call tells.
+    pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
+        let (channel, timeout) = self.checked(channel, timeout)?;
+        match self.gpu_on(stream) {
+            Some(signals) => signals.barrier(&self.pads, channel, timeout, stream),
+            None => self.on_host().barrier(channel, timeout),
+        }
+    }
+
+    /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
+    pub fn put_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
+        let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
+        match self.gpu_on(stream) {
+            Some(signals) => signals.put(&self.pads, peer, channel, timeout, stream),
+            None => self.on_host().put(peer, channel, timeout),
+        }
+    }
+
+    /// Clears the word of `peer` on `channel` in this rank's pad, once it is set.
+    pub fn wait_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
+        let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
+        match self.gpu_on(stream) {
+            Some(signals) => signals.wait(&self.pads, peer, channel, timeout, stream),
+            None => self.on_host().wait(peer, channel, timeout),
+        }
+    }
+
+    fn peer(&self, peer: i32) -> Result<Rank> {
+        let n = self.board.size();
+        let known = u32::try_from(peer).ok().filter(|&peer| (peer as usize) < n).map(Rank);
+        known.ok_or_else(|| Error::value(format!("rank {peer} is outside the group of {n} ranks")))
+    }
+
+    /// Writes to `out` what `op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order. On the host only; nobody is waited for.
+    ///
+    /// # Safety
+    /// `out` is valid for writes of `bytes`, and is this rank's place among the sources or overlaps none; nobody writes to the sources meanwhile.
+    pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
+        self.check_process()?;
+        cpu::supports(op, dtype)?;
+        let size = dtype.size();
+        if self.gpu().is_some() || !bytes.is_multiple_of(size) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            let name = dtype.name();
+            return Err(Error::value(format!("{bytes} bytes of {name} at {offset} of a window of {} cannot be reduced here", self.bytes)));
+        }
+        let at = |&buffer: &u64| Source { ptr: (buffer as usize + offset) as *const u8, factor: 1.0 };
+        let sources: Vec<Source> = self.buffers.iter().map(at).collect();
+        // SAFETY: within the buffers (checked above), which are mapped while `self` lives; the rest is the caller's promise.
+        unsafe { cpu::reduce(op, dtype, out, &sources, bytes / size, Store::Cached) };
+        Ok(())
+    }
+}
+
+impl Drop for SymmetricWindow {
+    fn drop(&mut self) {
+        let Some(held) = self.held.own_mut() else { return };
+        if self.recorded.load(Ordering::Relaxed) {
+            let memory = held.memory.take();
+            held.place.recorded().extend(memory);
+        } else {
+            held.place.pads().note_dropped(self.pad);
+        }
+    }
+}

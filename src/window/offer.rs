@@ -1,0 +1,131 @@
+//! What each rank says of the memory that it brings to a rendezvous.
+
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::symm_mem::Address;
+
+/// Windows that a rank reports as dropped in one rendezvous.
+pub(super) const REPORTED: usize = 4;
+
+/// Numbers of windows that a rank has let go of; 0: none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Dropped(pub(super) [u64; REPORTED]);
+
+/// See the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Facts {
+    /// Memory of the host; else of a GPU.
+    pub(super) host: bool,
+    /// The rank has a place for windows of this kind.
+    pub(super) linked: bool,
+    /// It was allocated by itself, so its size is exact; else it lies in a pool.
+    pub(super) exact: bool,
+    /// Number of the allocation.
+    pub(super) number: u64,
+    pub(super) bytes: u64,
+    /// Offset in the rank's heap.
+    pub(super) buffer: u64,
+    /// Offset of the signal pad in the rank's heap.
+    pub(super) pad: u64,
+    pub(super) pad_bytes: u64,
+    /// Names the segment.
+    pub(super) segment: u64,
+    /// Windows that the rank has let go of.
+    pub(super) dropped: Dropped,
+    pub(super) heap: Address,
+}
+
+impl Facts {
+    const WORDS: usize = 6 + REPORTED;
+    pub(super) const BYTES: usize = 8 + 8 * Self::WORDS + Address::BYTES;
+
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![u8::from(self.host), u8::from(self.linked), u8::from(self.exact), 0, 0, 0, 0, 0];
+        let words = [self.number, self.bytes, self.buffer, self.pad, self.pad_bytes, self.segment];
+        bytes.extend(words.iter().chain(&self.dropped.0).flat_map(|word| word.to_le_bytes()));
+        bytes.extend(self.heap.encode());
+        bytes
+    }
+
+    /// What a rank encoded; `bytes` are [`Facts::BYTES`].
+    pub(super) fn decode(bytes: &[u8]) -> Self {
+        let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
+        let heap: [u8; Address::BYTES] = std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);
+        Self {
+            host: bytes[0] != 0,
+            linked: bytes[1] != 0,
+            exact: bytes[2] != 0,
+            number: word(0),
+            bytes: word(1),
+            buffer: word(2),
+            pad: word(3),
+            pad_bytes: word(4),
+            segment: word(5),
+            dropped: Dropped(std::array::from_fn(|i| word(6 + i))),
+            heap: Address::decode(&heap),
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        if self.host { "the host" } else { "a GPU" }
+    }
+}
+
+/// Refuses what does not fit together; the same error on all ranks.
+pub(super) fn compare(board: &Board, all: &[Facts]) -> Result<()> {
+    let (first, me) = (&all[0], board.rank());
+    let refused = |rank, one: String, two: String| {
+        let (zero, other, group) = (board.describe(crate::rank::Rank(0)), board.describe(rank), board.name());
+        Err(Error::mismatch(format!("the ranks of group \"{group}\" bring different memory to a rendezvous: {zero} {one}, {other} {two}")))
+    };
+    for (rank, facts) in board.ranks().zip(all) {
+        if facts.host != first.host {
+            return refused(rank, format!("memory of {}", first.kind()), format!("memory of {}", facts.kind()));
+        }
+        if facts.exact && first.exact && facts.bytes != first.bytes {
+            return refused(rank, format!("{} bytes", first.bytes), format!("{} bytes", facts.bytes));
+        }
+        if facts.pad_bytes != first.pad_bytes {
+            let pad = |facts: &Facts| format!("a signal pad of {} bytes", facts.pad_bytes);
+            return refused(rank, pad(first), pad(facts));
+        }
+        if facts.exact && first.exact && facts.number != first.number && me.0 == 0 {
+            let (one, two) = (board.describe(me), board.describe(rank));
+            log::warn!(
+                "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; both have {} bytes",
+                board.name(),
+                first.number,
+                facts.number,
+                facts.bytes
+            );
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_rank_says_arrives() {
+        let heap = Address { key: [3; 16], listener: [4; 16], span: 1 << 38 };
+        let dropped = Dropped([7, 0, 9, 1 << 60]);
+        let facts = Facts {
+            host: true,
+            linked: false,
+            exact: true,
+            number: 5,
+            bytes: 1 << 40,
+            buffer: 4096,
+            pad: 8192,
+            pad_bytes: 9216,
+            segment: 77,
+            dropped,
+            heap,
+        };
+        let bytes = facts.encode();
+        assert_eq!(bytes.len(), Facts::BYTES);
+        assert_eq!(Facts::decode(&bytes), facts);
+    }
+}

@@ -1,0 +1,168 @@
+//! The signal pads that this rank gives its windows.
+
+use super::offer::{Dropped, Facts, REPORTED};
+use crate::error::Result;
+use crate::mem::layout::MAX_RANKS;
+use crate::symm_mem::Heap;
+use std::collections::{HashMap, VecDeque};
+
+/// Pads are cut from segments of at least so many bytes.
+const SEGMENT: usize = 64 << 10;
+/// Pads begin on a pair of cache lines.
+const ALIGNMENT: usize = 128;
+
+/// A pad of this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Pad {
+    /// Number of its window, the same on all ranks; 0 before there is one.
+    number: u64,
+    pub(super) address: u64,
+    pub(super) bytes: usize,
+}
+
+/// Pads in use and pads to be used again: those whose windows all ranks have let go of, for until then a peer may still signal there.
+#[derive(Default)]
+pub(super) struct Pads {
+    /// All that pads were cut from.
+    segments: Vec<u64>,
+    /// By size.
+    free: HashMap<usize, Vec<u64>>,
+    /// What is left of the last segment: address, bytes.
+    rest: (u64, usize),
+    windows: u64,
+    /// Windows that some rank still has, by number.
+    living: HashMap<u64, Living>,
+    /// What this rank has to report.
+    dropped: VecDeque<Pad>,
+}
+
+/// A window that some rank still has.
+#[derive(Default)]
+struct Living {
+    /// Of this rank, once it has reported that it has let go.
+    pad: Option<Pad>,
+    /// A bit for each rank that has reported so. What a rank says twice, or of a window that is no more, changes nothing.
+    gone: u128,
+}
+
+// A bit for each rank.
+const _: () = assert!(MAX_RANKS <= u128::BITS as usize);
+
+impl Pads {
+    /// A pad of at least `bytes` bytes from the heap; not necessarily clear.
+    pub(super) fn take(&mut self, heap: &Heap, bytes: usize) -> Result<Pad> {
+        let bytes = bytes.max(1).next_multiple_of(ALIGNMENT);
+        if let Some(address) = self.free.get_mut(&bytes).and_then(Vec::pop) {
+            return Ok(Pad { number: 0, address, bytes });
+        }
+        if self.rest.1 < bytes {
+            let segment = bytes.max(SEGMENT);
+            self.rest = (heap.allocate(segment)?, segment);
+            self.segments.push(self.rest.0);
+        }
+        let address = self.rest.0;
+        self.rest = (address + bytes as u64, self.rest.1 - bytes);
+        Ok(Pad { number: 0, address, bytes })
+    }
+
+    /// No window came of what was taken last.
+    pub(super) fn put_back(&mut self, base: u64, own: &Facts) {
+        self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
+    }
+
+    /// What this rank reports next. It is told again until a window opens.
+    pub(super) fn dropped(&self) -> Dropped {
+        let mut numbers = [0; REPORTED];
+        numbers.iter_mut().zip(&self.dropped).for_each(|(number, pad)| *number = pad.number);
+        Dropped(numbers)
+    }
+
+    /// A window has been opened by all ranks, who said `all` of it, this rank `own`: its pad.
+    pub(super) fn opened(&mut self, all: &[Facts], base: u64, own: &Facts) -> Pad {
+        for (rank, facts) in all.iter().enumerate() {
+            for number in facts.dropped.0 {
+                if let Some(living) = self.living.get_mut(&number) {
+                    living.gone |= 1 << rank;
+                }
+            }
+        }
+        for number in own.dropped.0.into_iter().filter(|&number| number != 0) {
+            if let Some((pad, living)) = self.dropped.pop_front().zip(self.living.get_mut(&number)) {
+                living.pad = Some(pad);
+            }
+        }
+        let free = &mut self.free;
+        self.living.retain(|_, living| {
+            let pad = living.pad.filter(|_| living.gone.count_ones() as usize == all.len());
+            if let Some(pad) = pad {
+                free.entry(pad.bytes).or_default().push(pad.address);
+            }
+            pad.is_none()
+        });
+        self.windows += 1;
+        self.living.insert(self.windows, Living::default());
+        Pad { number: self.windows, address: base + own.pad, bytes: own.pad_bytes as usize }
+    }
+
+    /// What they were cut from, to be given back.
+    pub(super) fn into_segments(self) -> Vec<u64> {
+        self.segments
+    }
+
+    /// This rank has let go of the window with this pad.
+    pub(super) fn note_dropped(&mut self, pad: Pad) {
+        self.dropped.push_back(pad);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::symm_mem::{Address, HOST, of};
+
+    const BYTES: usize = 512;
+
+    /// What a rank says that has let go of the windows with these numbers.
+    fn facts(pad: u64, dropped: [u64; REPORTED]) -> Facts {
+        let heap = Address { key: [0; 16], listener: [0; 16], span: 1 };
+        let pad_bytes = BYTES as u64;
+        let dropped = Dropped(dropped);
+        Facts { host: true, linked: true, exact: true, number: 1, bytes: 1, buffer: 0, pad, pad_bytes, segment: 1, dropped, heap }
+    }
+
+    /// A rank with its pads, in a group of three.
+    struct Rank {
+        heap: std::sync::Arc<Heap>,
+        pads: Pads,
+    }
+
+    impl Rank {
+        /// The pad of a new window, while the peers report these numbers.
+        fn open(&mut self, peers: [[u64; REPORTED]; 2]) -> Pad {
+            let taken = self.pads.take(&self.heap, BYTES).expect("room");
+            let own = facts(taken.address - self.heap.base(), self.pads.dropped().0);
+            self.pads.opened(&[facts(0, peers[0]), own, facts(0, peers[1])], self.heap.base(), &own)
+        }
+    }
+
+    #[test]
+    fn a_pad_is_free_once_every_rank_has_let_go_however_often_one_says_so() {
+        let mut rank = Rank { heap: of(HOST).expect("the host has one"), pads: Pads::default() };
+        let first = rank.open([[0; 4]; 2]);
+        assert_eq!(first.number, 1);
+        rank.pads.note_dropped(first);
+        // Reports this one's own letting go; one peer repeats itself, and speaks of windows that never were.
+        let mut held = vec![rank.open([[1, 1, 1, 1], [u64::MAX, 2, 3, 0]])];
+        for _ in 0..3 {
+            held.push(rank.open([[1, 1, 9, 0], [0; 4]]));
+        }
+        assert!(held.iter().all(|pad| pad.address != first.address), "rank 2 has it still");
+        assert_eq!(rank.pads.living.len(), 5, "what never was is not remembered");
+        let next = rank.open([[0; 4], [1, 0, 0, 0]]);
+        assert_ne!(next.address, first.address, "taken before the ranks met");
+        assert_eq!(rank.open([[1; 4], [1; 4]]).address, first.address);
+        for segment in rank.pads.into_segments() {
+            crate::symm_mem::release(segment).expect("its own");
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! Signals between the GPUs of a group: `put_signal`, `wait_signal` and `barrier` of symmetric memory, each a small kernel on the caller's
+//! stream. A wait ends by the signal, by its deadline or because the group has failed, and never with a trap.
+
+mod request;
+
+pub use request::{GaveUp, Place, REPORT_WORDS, Signal};
+
+use crate::coll::cuda::agreement::launch_log;
+use crate::coll::cuda::arguments::MAX_PEERS;
+use crate::coll::cuda::communicator::NOTICE;
+use crate::coll::cuda::failure::abort_flag::Stop;
+use crate::coll::cuda::kernels::load;
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::kernels::cuda::compile::Variant;
+use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream, pass};
+use crate::mem::device::DeviceTable;
+use crate::mem::pinned::Words;
+use crate::rank::Rank;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Its file and its name.
+const PROGRAM: (&str, &str) = ("signal/signal", "signal");
+/// A warp: a lane for each peer.
+const THREADS: u32 = 32;
+
+/// Signals between the GPUs of a group, through pads that all of them have mapped. One per group and device.
+///
+/// A pad holds, zeroed at first, a word for each channel and rank that signals: `channel * ranks + source`. Of a channel and direction
+/// one signal is under way at a time: two puts to one rank on one channel, or two waits for one, must follow each other.
+pub struct Signals {
+    board: Arc<Board>,
+    kernel: Kernel,
+    enqueued: Mutex<Enqueued>,
+    held: ManuallyDrop<Held>,
+    // Last: everything above is given back in its context.
+    device: Arc<Device>,
+}
+
+#[derive(Default)]
+struct Enqueued {
+    /// Where something may be under way.
+    streams: Vec<Stream>,
+    /// Nothing may be enqueued any more.
+    closed: bool,
+}
+
+/// What kernels use, and what lives in the context.
+struct Held {
+    report: Words,
+    stop: Stop,
+    stream: OwnStream,
+}
+
+impl Signals {
+    /// Loads the kernel, so that nothing is left to be loaded when peers already wait in theirs. From now on a member's death fails the group
+    /// at once. Refuses groups of more than 8 ranks.
+    pub fn new(board: &Arc<Board>, device: i32) -> Result<Self> {
+        let (world, rank) = (board.size(), board.rank());
+        if world > MAX_PEERS {
+            return Err(Error::config(format!("the GPUs of a group of {world} ranks cannot signal each other; {MAX_PEERS} is the most")));
+        }
+        let device = Arc::new(Device::open(device)?);
+        let (program, symbol) = PROGRAM;
+        let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, gated: false };
+        let _relaxed = RelaxedCapture::begin()?;
+        let entered = device.enter()?;
+        let kernel = load(&device, &variant, symbol)?;
+        let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(board)?, stream: OwnStream::new()? };
+        drop(entered);
+        board.wait_unattended(launch_log::progress);
+        Ok(Self { board: Arc::clone(board), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
+    }
+
+    /// Enqueues a signal to `peer`; it is sent once `peer` has taken the last one of this channel. All that `stream` was given before is
+    /// visible after the wait that takes it. `pads`: of each rank, where this rank's GPU has it mapped.
+    pub fn put(&self, pads: &[u64], peer: Rank, channel: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Put(peer), pads, channel, timeout, stream)
+    }
+
+    /// Makes `stream` wait for a signal of `peer`, and takes it.
+    pub fn wait(&self, pads: &[u64], peer: Rank, channel: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Wait(peer), pads, channel, timeout, stream)
+    }
+
+    /// Makes `stream` wait until every rank's stream has come to its barrier of this channel. What any of them was given before is visible
+    /// after it.
+    pub fn barrier(&self, pads: &[u64], channel: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Barrier, pads, channel, timeout, stream)
+    }
+
+    fn enqueued(&self) -> MutexGuard<'_, Enqueued> {
+        // A panic between two launches leaves nothing half-changed.
+        self.enqueued.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn launch(&self, signal: Signal, pads: &[u64], channel: u32, timeout: Duration, stream: usize) -> Result<()> {
+        if let Some(failure) = self.failure() {
+            return Err(failure);
+        }
+        if pads.len() != self.board.size() {
+            let (name, n) = (self.board.name(), self.board.size());
+            return Err(Error::internal(format!("{} signal pads for the {n} ranks of group \"{name}\"", pads.len())));
+        }
+        let (stop, report) = (self.held.stop.device(), self.held.report.device());
+        let place = Place { me: self.board.rank(), pads, channel, timeout, stop, report };
+        let Some(args) = signal.args(&place)? else { return Ok(()) };
+        let stream = Stream(stream);
+        let _entered = self.device.enter()?;
+        let mut enqueued = self.enqueued();
+        if enqueued.closed {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        }
+        if !enqueued.streams.contains(&stream) {
+            enqueued.streams.push(stream);
+        }
+        // Whoever is refused leaves peers waiting for a kernel that does not come.
+        self.kernel.launch(stream, 1, THREADS, false, args.bytes()).map_err(|error| self.board.fail(error))
+    }
+
+    /// Why the group has failed, if it has: elsewhere, or in a signal of this rank that gave up, which fails the group once somebody asks.
+    pub fn failure(&self) -> Option<Error> {
+        if let Some(failure) = self.board.failure() {
+            return Some(failure);
+        }
+        let words = self.held.report.get();
+        let gave_up = GaveUp::read(words[0].load(Ordering::Acquire))?;
+        let seconds = f64::from(words[1].load(Ordering::Relaxed)) / 1e3;
+        let late = self.board.late(&|rank| gave_up.missing.contains(&rank));
+        let (me, name) = (self.board.describe(self.board.rank()), self.board.name());
+        let text = format!("{me} waited {seconds:.1} s until its timeout in {gave_up} of group \"{name}\" for {late}");
+        Some(self.board.fail(Error::timeout(text)))
+    }
+
+    /// Zeroes `bytes` bytes at `address` and waits until that is done; other streams may be captured meanwhile.
+    pub fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        let _relaxed = RelaxedCapture::begin()?;
+        let _entered = self.device.enter()?;
+        let stream = self.held.stream.stream();
+        stream.fill(address, 0, bytes)?;
+        stream.synchronize()
+    }
+
+    /// An array on the device that holds `words`: pointers, ranks.
+    pub fn table(&self, words: &[u8]) -> Result<DeviceTable> {
+        DeviceTable::new(&self.device, &self.held.stream, words)
+    }
+
+    /// Waits until the signals that were enqueued are done, at most `limit`; those that still wait are made to end. False if they have not
+    /// even so: what they use must stay. Nothing can be enqueued afterwards. Their graphs must not be replayed any more.
+    #[must_use = "memory that kernels use must not be given back"]
+    pub fn drain(&self, limit: Duration) -> bool {
+        self.enqueued().closed = true;
+        let streams = self.enqueued().streams.clone();
+        let Ok(events) = self.marked(&streams) else { return false };
+        let Ok(_entered) = self.device.enter() else { return false };
+        if !pass(&events, limit) {
+            self.held.report.get()[0].store(request::CLOSED, Ordering::Release);
+            if !pass(&events, NOTICE) {
+                return false;
+            }
+        }
+        self.enqueued().streams.clear();
+        true
+    }
+
+    /// A mark behind what each of `streams` was given.
+    fn marked(&self, streams: &[Stream]) -> Result<Vec<Event>> {
+        let _relaxed = RelaxedCapture::begin()?;
+        let _entered = self.device.enter()?;
+        let mut events = Vec::new();
+        for &stream in streams {
+            // What is being recorded into a graph is not running because of us.
+            if stream.capture()?.is_none() {
+                let event = Event::new()?;
+                event.record(stream)?;
+                events.push(event);
+            }
+        }
+        Ok(events)
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        if !self.drain(Duration::ZERO) {
+            log::warn!("group \"{}\": signals are still under way; what they use stays", self.board.name());
+            return;
+        }
+        // A thread that drops this need not have a context, without which the driver keeps what it was to give back.
+        if let (Ok(_relaxed), Ok(_entered)) = (RelaxedCapture::begin(), self.device.enter()) {
+            // SAFETY: once, here; `self.held` is not used afterwards, and no kernel uses what it holds, since all are done.
+            unsafe { ManuallyDrop::drop(&mut self.held) };
+        }
+    }
+}

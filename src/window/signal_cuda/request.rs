@@ -1,0 +1,160 @@
+//! What a signal is, as its kernel is told and as it says that it gave up.
+
+use crate::coll::cuda::arguments::{self, MAX_PEERS};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use std::fmt;
+use std::time::Duration;
+
+/// What a rank does on a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// Sends a signal to a rank, once that has taken the last one.
+    Put(Rank),
+    /// Takes the signal of a rank.
+    Wait(Rank),
+    /// Sends a signal to every peer and takes theirs.
+    Barrier,
+}
+
+/// Where signals go, and until when.
+#[derive(Clone, Copy, Debug)]
+pub struct Place<'a> {
+    /// This rank.
+    pub me: Rank,
+    /// Of each rank, as mapped here.
+    pub pads: &'a [u64],
+    /// Which signals belong together.
+    pub channel: u32,
+    /// How long a kernel waits.
+    pub timeout: Duration,
+    /// As the GPU sees it: not 0 once the group has failed.
+    pub stop: u64,
+    /// As the GPU sees it: [`REPORT_WORDS`] words.
+    pub report: u64,
+}
+
+/// Of what kernels report: a [`GaveUp`], and the milliseconds that were waited.
+pub const REPORT_WORDS: usize = 2;
+/// Channels that fit into a report.
+const CHANNELS: u32 = 1 << (KIND_BIT - CHANNEL_BIT);
+const CHANNEL_BIT: u32 = MAX_PEERS as u32;
+const KIND_BIT: u32 = 30;
+/// A report of nobody: kernels that wait end.
+pub(super) const CLOSED: u32 = 1;
+
+impl Signal {
+    /// What the kernel is told; `None` where there is nothing to do.
+    pub fn args(self, place: &Place<'_>) -> Result<Option<arguments::Signal>> {
+        let n = place.pads.len();
+        if n > MAX_PEERS {
+            return Err(Error::value(format!("{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most")));
+        }
+        if place.channel >= CHANNELS {
+            return Err(Error::value(format!("channel {} is out of range; the last one is {}", place.channel, CHANNELS - 1)));
+        }
+        let bit = |rank: Rank| if rank.index() < n { Ok(1 << rank.0) } else { Err(out_of_range(rank, n)) };
+        let everybody = (1u32 << n) - 1;
+        let (kind, put, wait) = match self {
+            Signal::Put(peer) => (1, bit(peer)?, 0),
+            Signal::Wait(peer) => (2, 0, bit(peer)?),
+            Signal::Barrier => (3, everybody & !bit(place.me)?, everybody & !bit(place.me)?),
+        };
+        let mut pads = [0; MAX_PEERS];
+        pads[..n].copy_from_slice(place.pads);
+        Ok((put | wait != 0).then_some(arguments::Signal {
+            pads,
+            stop: place.stop,
+            report: place.report,
+            timeout: u64::try_from(place.timeout.as_nanos()).unwrap_or(u64::MAX),
+            channel: place.channel * n as u32,
+            record: kind << KIND_BIT | place.channel << CHANNEL_BIT,
+            put,
+            wait,
+        }))
+    }
+}
+
+fn out_of_range(rank: Rank, n: usize) -> Error {
+    Error::value(format!("rank {rank} is outside the group of {n} ranks"))
+}
+
+/// A signal whose time ran out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GaveUp {
+    name: &'static str,
+    channel: u32,
+    /// Whose signal did not come, or who did not take the last one.
+    pub missing: Vec<Rank>,
+}
+
+impl GaveUp {
+    /// What the first word of a report says; `None`: nobody gave up.
+    pub fn read(word: u32) -> Option<Self> {
+        let name = match word >> KIND_BIT {
+            1 => "put_signal",
+            2 => "wait_signal",
+            3 => "barrier",
+            _ => return None,
+        };
+        let missing = (0..MAX_PEERS as u32).filter(|rank| word >> rank & 1 != 0).map(Rank).collect();
+        Some(Self { name, channel: word >> CHANNEL_BIT & (CHANNELS - 1), missing })
+    }
+}
+
+impl fmt::Display for GaveUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on channel {}", self.name, self.channel)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(pads: &[u64], channel: u32) -> Place<'_> {
+        Place { me: Rank(1), pads, channel, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
+    }
+
+    #[test]
+    fn a_signal_names_its_words_and_peers() {
+        let pads = [10, 20, 30];
+        let args = |signal: Signal| signal.args(&place(&pads, 5)).expect("valid").expect("something to do");
+        let put = args(Signal::Put(Rank(2)));
+        assert_eq!((put.put, put.wait, put.channel, put.timeout), (0b100, 0, 15, 1_500_000_000));
+        assert_eq!((&put.pads[..4], put.stop, put.report), (&[10, 20, 30, 0][..], 7, 9));
+        let wait = args(Signal::Wait(Rank(0)));
+        assert_eq!((wait.put, wait.wait), (0, 1));
+        let barrier = args(Signal::Barrier);
+        assert_eq!((barrier.put, barrier.wait), (0b101, 0b101));
+    }
+
+    #[test]
+    fn a_barrier_of_one_has_nothing_to_do() {
+        let alone = Place { me: Rank(0), ..place(&[10], 0) };
+        assert!(Signal::Barrier.args(&alone).expect("valid").is_none());
+        assert!(Signal::Put(Rank(0)).args(&alone).expect("valid").is_some());
+    }
+
+    #[test]
+    fn what_is_out_of_range_is_refused_by_name() {
+        let refused = |signal: Signal, pads: &[u64], channel| signal.args(&place(pads, channel)).expect_err("out of range").message;
+        assert_eq!(refused(Signal::Barrier, &[1; 9], 0), "9 ranks cannot signal each other between GPUs; 8 is the most");
+        assert_eq!(refused(Signal::Put(Rank(3)), &[1; 3], 0), "rank 3 is outside the group of 3 ranks");
+        assert_eq!(refused(Signal::Wait(Rank(40)), &[1; 3], 0), "rank 40 is outside the group of 3 ranks");
+        assert_eq!(refused(Signal::Barrier, &[1; 2], CHANNELS), "channel 4194304 is out of range; the last one is 4194303");
+    }
+
+    #[test]
+    fn a_report_is_read_as_it_was_prepared() {
+        for (signal, name) in [(Signal::Put(Rank(0)), "put_signal"), (Signal::Wait(Rank(0)), "wait_signal"), (Signal::Barrier, "barrier")] {
+            for channel in [0, 77, CHANNELS - 1] {
+                let args = signal.args(&place(&[1; 8], channel)).expect("valid").expect("something to do");
+                let gave_up = GaveUp::read(args.record | 0b1000_0100).expect("a report");
+                assert_eq!(gave_up, GaveUp { name, channel, missing: vec![Rank(2), Rank(7)] });
+                assert_eq!(gave_up.to_string(), format!("{name} on channel {channel}"));
+            }
+        }
+        assert_eq!((GaveUp::read(0), GaveUp::read(CLOSED)), (None, None));
+    }
+}

@@ -1,0 +1,325 @@
+//! Signals between ranks: words in shared memory that one rank sets and another clears.
+
+use crate::control::Board;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::sync::atomic::Atomic;
+use crate::sync::limit::Limit;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+const CLEAR: u32 = 0;
+const SET: u32 = 1;
+
+/// The signal pads of all ranks, as one of them has mapped them.
+///
+/// Word `channel * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write at
+/// once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
+#[derive(Clone, Copy, Debug)]
+pub struct SignalPads<'a> {
+    board: &'a Board,
+    pads: &'a [u64],
+    bytes: usize,
+}
+
+impl<'a> SignalPads<'a> {
+    /// Bytes of a word.
+    pub const WORD: usize = size_of::<AtomicU32>();
+
+    /// The pads of all ranks of `board`, each of `bytes` bytes.
+    ///
+    /// # Safety
+    /// Each address is that of `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first signal, accessed atomically,
+    /// and mapped here as long as this value is used.
+    pub unsafe fn new(board: &'a Board, pads: &'a [u64], bytes: usize) -> Self {
+        Self { board, pads, bytes }
+    }
+
+    /// Checks that a pad of `bytes` has `channel`, in a group of `n`.
+    pub fn check_channel(channel: i32, bytes: usize, n: usize) -> Result<u32> {
+        let channels = bytes / Self::WORD / n;
+        u32::try_from(channel).ok().filter(|&channel| (channel as usize) < channels).ok_or_else(|| {
+            Error::value(format!("channel {channel} does not exist: a signal pad of {bytes} bytes has {channels} for {n} ranks"))
+        })
+    }
+
+    /// The word that `source` sets in the pad of `owner`.
+    fn word(&self, owner: Rank, channel: u32, source: Rank) -> &AtomicU32 {
+        let index = channel as usize * self.board.size() + source.index();
+        assert!((index + 1) * Self::WORD <= self.bytes, "channel {channel} leaves the pad");
+        // SAFETY: within the pad (checked above), which is mapped, aligned and accessed atomically by the promise of `new`.
+        unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
+    }
+
+    /// Sets this rank's word in the pad of `peer` once it is clear.
+    pub fn put(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
+        let word = self.word(peer, channel, self.board.rank());
+        self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", channel))?;
+        self.set(word, peer);
+        Ok(())
+    }
+
+    /// Clears the word of `peer` in this rank's pad once it is set.
+    pub fn wait(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
+        let word = self.word(self.board.rank(), channel, peer);
+        self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", channel))?;
+        self.clear(word, peer);
+        Ok(())
+    }
+
+    /// Returns once all ranks have called it on this channel; what they wrote before is visible then.
+    pub fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
+        meet(&Channel { pads: self, channel, limit: Limit::from_first_wait(timeout) })
+    }
+
+    fn about(&self, what: &str, channel: u32) -> String {
+        format!("{what} on channel {channel} of symmetric memory of group \"{}\"", self.board.name())
+    }
+
+    fn set(&self, word: &AtomicU32, peer: Rank) {
+        word.store(SET, Ordering::Release);
+        self.tell(peer);
+    }
+
+    fn clear(&self, word: &AtomicU32, peer: Rank) {
+        word.store(CLEAR, Ordering::Release);
+        self.tell(peer);
+    }
+
+    fn tell(&self, peer: Rank) {
+        if peer != self.board.rank() {
+            self.board.wake(peer);
+        }
+    }
+
+    /// Waits until `word`, which is for `peer` to change, has `value`.
+    fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
+        let reached = || word.load(Ordering::Acquire) == value;
+        if peer == self.board.rank() {
+            let me = self.board.describe(peer);
+            return if reached() { Ok(()) } else { Err(Error::value(format!("{me} would wait for itself in {}", about()))) };
+        }
+        self.board.wait_alone(limit, about, |rank| rank == peer && !reached())
+    }
+}
+
+/// What a barrier needs of one channel of the pads. A trait, so that loom can stand in for the hardware (`tests/loom.rs`).
+pub trait Words {
+    /// One word of a pad.
+    type Word: Atomic<u32>;
+    /// Everybody else.
+    fn peers(&self) -> impl Iterator<Item = Rank>;
+    /// This rank's word in the pad of `peer`.
+    fn outward(&self, peer: Rank) -> &Self::Word;
+    /// The word of `peer` in this rank's pad.
+    fn inward(&self, peer: Rank) -> &Self::Word;
+    /// Returns once no peer is `missing`.
+    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()>;
+    /// What this rank has written is for others to see.
+    fn wake(&self);
+}
+
+/// Returns once all ranks have called it; what they wrote before is visible then. The words are clear for the next one.
+pub fn meet(words: &impl Words) -> Result<()> {
+    for peer in words.peers() {
+        let word = words.outward(peer);
+        words.wait(|rank| rank == peer && word.load(Ordering::Acquire) != CLEAR)?;
+        word.store(SET, Ordering::Release);
+    }
+    words.wake();
+    // All at once, so that the error names all who are missing.
+    words.wait(|peer| words.inward(peer).load(Ordering::Acquire) != SET)?;
+    for peer in words.peers() {
+        words.inward(peer).store(CLEAR, Ordering::Release);
+    }
+    words.wake();
+    Ok(())
+}
+
+/// One channel during one barrier.
+struct Channel<'a> {
+    pads: &'a SignalPads<'a>,
+    channel: u32,
+    limit: Limit,
+}
+
+impl Words for Channel<'_> {
+    type Word = AtomicU32;
+
+    fn peers(&self) -> impl Iterator<Item = Rank> {
+        self.pads.board.peers()
+    }
+
+    fn outward(&self, peer: Rank) -> &AtomicU32 {
+        self.pads.word(peer, self.channel, self.pads.board.rank())
+    }
+
+    fn inward(&self, peer: Rank) -> &AtomicU32 {
+        self.pads.word(self.pads.board.rank(), self.channel, peer)
+    }
+
+    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        self.pads.board.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.channel), missing)
+    }
+
+    fn wake(&self) {
+        self.pads.board.wake_sleepers();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Identity;
+    use crate::control::tests::{boards, rung};
+    use crate::error::Kind;
+    use crate::mem::layout::Layout;
+    use crate::mem::shm::Segment;
+    use std::sync::atomic::AtomicU64;
+
+    const BYTES: usize = 256;
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// Runs `body` on ranks that are threads.
+    fn with_ranks(n: u32, body: impl Fn(SignalPads<'_>, Rank) + Sync) -> Vec<Vec<u32>> {
+        let file = Segment::create(Layout::new(n as usize).total_bytes()).expect("memfd");
+        let memory: Vec<Vec<AtomicU32>> = (0..n).map(|_| (0..BYTES / 4).map(|_| AtomicU32::new(0)).collect()).collect();
+        let pads: Vec<u64> = memory.iter().map(|pad| pad.as_ptr() as u64).collect();
+        std::thread::scope(|scope| {
+            for rank in (0..n).map(Rank) {
+                let (file, pads, body) = (&file, &pads, &body);
+                scope.spawn(move || {
+                    let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(n as usize).total_bytes()).expect("map");
+                    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                    let board = Board::new(segment, rank, "test".into(), members, 64);
+                    // SAFETY: the words live longer than the threads and are atomics.
+                    body(unsafe { SignalPads::new(&board, pads, BYTES) }, rank);
+                });
+            }
+        });
+        memory.iter().map(|pad| pad.iter().map(|word| word.load(Ordering::Relaxed)).collect()).collect()
+    }
+
+    #[test]
+    fn a_ball_goes_round_and_leaves_the_pads_clear() {
+        let ball = AtomicU64::new(0);
+        let pads = with_ranks(3, |pads, me| {
+            let (next, last) = (Rank((me.0 + 1) % 3), Rank((me.0 + 2) % 3));
+            for round in 0..200 {
+                if me.0 > 0 {
+                    pads.wait(last, 5, LONG).expect("comes");
+                }
+                assert_eq!(ball.load(Ordering::Relaxed), 3 * round + u64::from(me.0));
+                ball.store(3 * round + u64::from(me.0) + 1, Ordering::Relaxed);
+                pads.put(next, 5, LONG).expect("clear");
+                if me.0 == 0 {
+                    pads.wait(last, 5, LONG).expect("comes");
+                }
+            }
+        });
+        assert!(pads.iter().flatten().all(|&word| word == 0), "{pads:?}");
+    }
+
+    #[test]
+    fn nobody_leaves_a_barrier_before_all_have_come() {
+        let counts = [AtomicU64::new(0), AtomicU64::new(0)];
+        let pads = with_ranks(4, |pads, _| {
+            for round in 1..=300u64 {
+                // Two channels in turn.
+                let channel = (round % 2) as u32;
+                let (count, calls) = (&counts[channel as usize], round.div_ceil(2));
+                count.fetch_add(1, Ordering::Relaxed);
+                pads.barrier(channel, LONG).expect("all come");
+                assert!(count.load(Ordering::Relaxed) >= 4 * calls, "round {round}");
+            }
+        });
+        assert!(pads.iter().flatten().all(|&word| word == 0), "{pads:?}");
+    }
+
+    #[test]
+    fn a_late_peer_is_named_and_the_group_goes_on() {
+        with_ranks(2, |pads, me| {
+            if me.0 == 0 {
+                let error = pads.wait(Rank(1), 3, Duration::from_millis(30)).expect_err("nobody sets it");
+                assert_eq!(error.kind, Kind::Timeout);
+                assert!(error.message.contains("rank 1") && error.message.contains("wait_signal on channel 3"), "{error}");
+                pads.put(Rank(1), 3, LONG).expect("clear");
+                let error = pads.put(Rank(1), 3, Duration::from_millis(30)).expect_err("still set");
+                assert!(error.kind == Kind::Timeout && error.message.contains("put_signal"), "{error}");
+                assert_eq!(pads.board.failure(), None);
+            }
+            pads.barrier(0, LONG).expect("works on");
+            if me.0 == 1 {
+                pads.wait(Rank(0), 3, LONG).expect("was set before");
+            }
+        });
+    }
+
+    /// Runs `body` on the pads of `n` ranks, all of this thread.
+    fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[Board])) {
+        let boards = boards(N as u32);
+        let memory: [[AtomicU32; BYTES / 4]; N] = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
+        let pads = memory.each_ref().map(|pad| pad.as_ptr() as u64);
+        // SAFETY: the words live longer than `body` runs and are atomics.
+        body(std::array::from_fn(|rank| unsafe { SignalPads::new(&boards[rank], &pads, BYTES) }), &boards);
+    }
+
+    #[test]
+    fn whoever_sleeps_is_told() {
+        alone(|[zero, one], boards| {
+            let told = |act: &dyn Fn() -> Result<()>| {
+                let rings = || [0, 1].map(|rank| rung(&boards[rank], Rank(rank as u32)));
+                let before = rings();
+                // Asked once rank 1 has announced that it sleeps.
+                boards[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
+                let after = rings();
+                [after[0] - before[0], after[1] - before[1]]
+            };
+            assert_eq!(told(&|| zero.put(Rank(1), 1, LONG)), [0, 1]);
+            assert_eq!(told(&|| one.wait(Rank(0), 1, LONG)), [1, 0]);
+            assert_eq!(told(&|| one.put(Rank(1), 1, LONG)), [0, 0], "a signal to itself");
+            one.put(Rank(0), 2, LONG).expect("clear");
+            assert_eq!(told(&|| zero.barrier(2, LONG)), [2, 2], "on arrival and when the words are clear again");
+        });
+    }
+
+    #[test]
+    fn a_barrier_names_who_has_not_taken_the_signal_before() {
+        alone(|[zero, _, _], _| {
+            zero.put(Rank(1), 3, LONG).expect("clear");
+            let error = zero.barrier(3, Duration::from_millis(30)).expect_err("rank 1 takes nothing");
+            assert!(error.kind == Kind::Timeout && error.message.contains("for rank 1 ("), "{error}");
+            assert!(error.message.contains("a barrier on channel 3"), "{error}");
+        });
+    }
+
+    #[test]
+    fn a_rank_does_not_wait_for_itself() {
+        with_ranks(1, |pads, me| {
+            assert_eq!(pads.wait(me, 0, LONG).expect_err("nobody else would").kind, Kind::Value);
+            pads.put(me, 0, LONG).expect("clear");
+            pads.wait(me, 0, LONG).expect("set");
+            pads.barrier(0, LONG).expect("all are here");
+        });
+    }
+
+    #[test]
+    fn each_channel_has_a_word_of_each_source() {
+        alone(|[zero, _, _], _| {
+            let index = |channel, source| {
+                let word: *const AtomicU32 = zero.word(Rank(1), channel, Rank(source));
+                (word as u64 - zero.pads[1]) as usize / SignalPads::WORD
+            };
+            assert_eq!([index(0, 0), index(0, 2), index(1, 0), index(5, 1)], [0, 2, 3, 16]);
+        });
+    }
+
+    #[test]
+    fn channels_are_counted() {
+        assert_eq!(SignalPads::check_channel(7, 64, 2), Ok(7));
+        for channel in [-1, 8] {
+            let error = SignalPads::check_channel(channel, 64, 2).expect_err("no such channel");
+            assert!(error.kind == Kind::Value && error.message.contains("has 8 for 2 ranks"), "{error}");
+        }
+    }
+}

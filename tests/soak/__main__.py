@@ -1,0 +1,78 @@
+"""Random collectives and faults on real processes, each result and each failure checked: ``python tests/soak``.
+
+A round is drawn from ``--seed`` and its number. The first broken promise prints the seed, the round, its program and
+the stacks of all processes, and ends the run with 1; ``--seed S --round R`` plays that round alone. Moments within a
+round are the machine's, so that a race may need ``--times``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
+
+import draw
+import faults
+from report import Report
+from supervisor import Supervisor, Violation
+
+
+def main() -> int:
+    options = arguments()
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    # Before ranks are forked.
+    faults.LIMIT = options.limit
+    report = Report(options.device)
+    start = time.monotonic()
+    verdict = 0
+    # No TemporaryDirectory: its finalizer would run in ranks that end in order.
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    supervisor = Supervisor(options.ranks, folder, options.device)
+    number = options.round or 0
+    try:
+        while options.round is None or report.rounds < options.times:
+            report.seconds = time.monotonic() - start
+            if options.round is None and report.seconds > 60 * options.minutes:
+                break
+            report.add(*supervisor.play(seed, number, options.only))
+            number += options.round is None
+    except Violation as violation:
+        program = draw.program(seed, number, options.ranks, options.only)
+        sys.stdout.write(f"--seed {seed} --round {number} --ranks {options.ranks}\n{program}\n{violation}\n")
+        verdict = 1
+    finally:
+        supervisor.close()
+        shutil.rmtree(folder)
+    report.seconds = time.monotonic() - start
+    verdict = verdict or bool(report.leaks())
+    sys.stdout.write(f"soak --seed {seed} --ranks {options.ranks} --device {options.device}\n{report.text()}\n")
+    sys.stdout.write(f"soak: {'FAILED' if verdict else 'passed'}\n")
+    if options.report:
+        record = {"seed": seed, "ranks": options.ranks, "device": options.device, "passed": not verdict}
+        Path(options.report).write_text(json.dumps({**record, **report.record()}, indent=1) + "\n")
+    return verdict
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, help="default: a random one, printed at the end")
+    parser.add_argument("--round", type=int, help="this round alone")
+    parser.add_argument("--times", type=int, default=1, help="how often to play --round")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", default="", choices=list(draw.FAULTS), help="this fault in every round")
+    parser.add_argument("--limit", type=float, default=faults.LIMIT, help="seconds in which a failure must be heard")
+    parser.add_argument("--report", help="a file for the figures, as JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

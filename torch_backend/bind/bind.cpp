@@ -1,0 +1,135 @@
+// The Python module torch_symm._C.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <chrono>
+#include <cmath>
+#include <variant>
+
+#include "bind/bind.hpp"
+#include "errors.hpp"
+#include "process_group/process_group.hpp"
+
+namespace py = pybind11;
+
+namespace symm {
+
+namespace {
+
+// A subclass of torch.distributed.DistBackendError for failures of this kind.
+void bind_error(py::module_& module, Kind kind, const char* name, const char* doc) {
+  const py::object base = py::module_::import("torch._C").attr("_DistBackendError");
+  const std::string full = std::string("torch_symm.") + name;
+  // Lives as long as the process: exceptions may be thrown by any thread until the end.
+  PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), doc, base.ptr(), nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  set_python_type(kind, type);
+  module.attr(name) = py::reinterpret_borrow<py::object>(type);
+}
+
+using Options = ProcessGroupSymm::Options;
+
+// A number of seconds, or a timedelta. In this order: pybind11 would take a float for the milliseconds, unchecked.
+using Timeout = std::variant<double, std::chrono::milliseconds>;
+
+std::chrono::milliseconds milliseconds_of(const Timeout& timeout) {
+  if (const auto* given = std::get_if<std::chrono::milliseconds>(&timeout)) {
+    return *given;
+  }
+  const double seconds = std::get<double>(timeout);
+  // A year: beyond it a deadline does not fit into every clock's arithmetic. Not a number fails both comparisons.
+  constexpr double kLongest = 365.0 * 24 * 3600;
+  TORCH_CHECK_VALUE(seconds >= 0 && seconds <= kLongest, "timeout must be from 0 to ", kLongest, " seconds, not ", seconds);
+  return std::chrono::milliseconds(std::llround(seconds * 1000));
+}
+
+void bind(py::module_ module) {
+  module.doc() = "The native part of torch_symm.";
+  module.attr("__version__") = std::string(version());
+  bind_error(module, Kind::Peer, "SymmPeerError", "A rank died, left or aborted while others needed it.");
+  bind_error(module, Kind::Timeout, "SymmTimeout", "A deadline passed; the message names the ranks that are missing.");
+  bind_error(module, Kind::Mismatch, "SymmMismatch", "Ranks were asked for different collectives; the message shows each.");
+  bind_error(module, Kind::Config, "SymmConfigError", "A group cannot be formed or used here; the message says why.");
+  bind_error(module, Kind::Aborted, "SymmAborted", "This process aborted or destroyed the group.");
+
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (Failure& failure) {
+      PyErr_SetString(failure.python_type(), failure.what());
+    }
+  });
+
+  // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
+  module.def(
+      "_leave_all", [] { leave_all(std::chrono::seconds(5)); }, py::call_guard<py::gil_scoped_release>());
+  py::module_::import("atexit").attr("register")(module.attr("_leave_all"));
+
+  py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
+      .def(
+          py::init([](const Timeout& timeout, const std::string& group, const std::vector<uint64_t>& ranks) {
+            auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
+            options->group_name = group;
+            options->global_ranks_in_group = ranks;
+            return options;
+          }),
+          py::arg("timeout") = Timeout(kBackendDefaultTimeout),
+          py::arg("group_name") = "",
+          py::arg("global_ranks_in_group") = std::vector<uint64_t>())
+      .def_property(
+          "timeout",
+          [](const Options& self) { return self.timeout; },
+          [](Options& self, const Timeout& timeout) { self.timeout = milliseconds_of(timeout); })
+      .def("__copy__", [](const Options& self) { return c10::make_intrusive<Options>(self); })
+      .def(
+          "__deepcopy__",
+          [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); },
+          py::arg("memo"));
+
+  py::class_<ProcessGroupSymm, Holder<ProcessGroupSymm>, ::c10d::Backend>(module, "ProcessGroupSymm")
+      .def(
+          py::init<const Holder<::c10d::Store>&, int, int, Holder<Options>>(),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
+      .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
+      // Has nothing to do: torch calls it on ranks outside a new group, where NCCL's split is collective; ours is among the new members alone.
+      .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
+      // c10d's own binding passes the index alone.
+      .def(
+          "supports_tensor_alloc",
+          [](ProcessGroupSymm&, const at::Device& device) { return sharing_device(device).has_value(); },
+          py::arg("device"))
+      .def("get_error", &ProcessGroupSymm::getError)
+      .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
+      .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
+
+  module.def("_stats", [] { return std::string(stats()); });
+  module.def("_shares", &shares, py::arg("device"));
+
+  bind_symmetric_memory(module);
+  bind_cost(module);
+  bind_fused(module);
+  bind_stores(module);
+  bind_topology(module);
+  bind_trace(module);
+  module.def("_cuda_libraries", &cuda_libraries, py::arg("folders"));
+}
+
+} // namespace
+
+} // namespace symm
+
+PYBIND11_MODULE(_C_init, module) {
+  symm::bind(module);
+}

@@ -1,0 +1,53 @@
+#include "process_group/call_site.hpp"
+
+#include <Python.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <string_view>
+
+namespace py = pybind11;
+
+namespace symm {
+
+namespace {
+
+// The same on all ranks: autograd's threads run the calls of one model alike.
+constexpr auto kNowhere = "no Python frame";
+
+// Whether a frame of this module stands between the user's line and the call: torch's wrappers, or a `with` of theirs.
+bool is_between(std::string_view module) {
+  for (const std::string_view package : {"torch", "torch_symm", "contextlib"}) {
+    if (module.substr(0, package.size()) == package && (module.size() == package.size() || module[package.size()] == '.')) {
+      return true;
+    }
+  }
+  return false;
+}
+
+} // namespace
+
+uint32_t find_call_site() {
+  if (!Py_IsInitialized()) {
+    return site_number(kNowhere);
+  }
+  const py::gil_scoped_acquire gil;
+  try {
+    auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    while (frame && !frame.is_none()) {
+      const std::string module = py::str(frame.attr("f_globals").attr("get")("__name__", ""));
+      if (!is_between(module)) {
+        const std::string file = py::str(frame.attr("f_code").attr("co_filename"));
+        const std::string line = py::str(frame.attr("f_lineno"));
+        return site_number(file + ":" + line);
+      }
+      frame = frame.attr("f_back");
+    }
+  } catch (const std::exception&) {
+    // A frame that cannot be read, a file whose name is no text.
+    return site_number(kNowhere);
+  }
+  return site_number(kNowhere);
+}
+
+} // namespace symm

@@ -1,0 +1,268 @@
+#include "process_group/operation.hpp"
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "errors.hpp"
+#include "process_group/call_site.hpp"
+
+namespace symm {
+
+namespace {
+
+Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
+  const auto bytes = static_cast<size_t>(contiguous.element_size());
+  const auto address = reinterpret_cast<size_t>(contiguous.data_ptr());
+  return Span{address + static_cast<size_t>(start) * bytes, static_cast<size_t>(count) * bytes};
+}
+
+// `lengths`, as arguments.hpp makes them, are those of consecutive parts of all of `whole`.
+void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, rust::Vec<Span>& spans) {
+  int64_t start = 0;
+  for (const auto length : lengths) {
+    spans.push_back(piece_of(whole, start, length));
+    start += length;
+  }
+}
+
+// Whether output `out` of `call` may be the same memory as input `in`.
+bool replaces(const CallSpec& call, size_t in, size_t out, size_t rank) {
+  const auto both = [&](size_t i, size_t o) { return in == i && out == o; };
+  switch (static_cast<Collective>(call.op)) {
+    case Collective::AllReduce:
+    case Collective::Reduce:
+      return both(0, 0);
+    case Collective::AllGather:
+    case Collective::Gather:
+      return both(0, rank);
+    case Collective::Scatter:
+    case Collective::ReduceScatter:
+      return both(rank, 0);
+    case Collective::Barrier:
+    case Collective::Broadcast:
+    case Collective::AllToAll:
+      return false;
+  }
+  return false;
+}
+
+// Whether two elements of the strided `tensor` may lie at one address. Exact unless dimensions interleave.
+bool elements_overlap(const at::Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dimensions;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) {
+      dimensions.emplace_back(tensor.stride(i), tensor.size(i));
+    }
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride <= reach) {
+      return true;
+    }
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+} // namespace
+
+Span span_of(const at::Tensor& contiguous) {
+  return piece_of(contiguous, 0, contiguous.numel());
+}
+
+std::string Operation::name() const {
+  return std::strchr(title, ':') + 1;
+}
+
+void Operation::check(const at::Tensor& tensor, const char* role) {
+  TORCH_CHECK_VALUE(tensor.defined(), name(), ": the ", role, " tensor is undefined");
+  const auto place = tensor.device();
+  TORCH_CHECK_VALUE(
+      place.is_cpu() || place.is_cuda(),
+      name(), ": the ", role, " tensor is on ", place, ", backend symm serves CPU and CUDA tensors");
+  TORCH_CHECK_VALUE(
+      !device || place == *device || (place.is_cpu() && device->is_cpu()),
+      name(), ": the ", role, " tensor is on ", place, ", another one on ", *device, "; all tensors of a call must be on one device");
+  device = place;
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kStrided,
+      name(), ": the ", role, " tensor has layout ", tensor.layout(), ", only strided (dense) tensors are served");
+  TORCH_CHECK_VALUE(!tensor.is_nested() && tensor.has_storage(), name(), ": the ", role, " tensor is not a plain dense tensor");
+  if (tensor.numel() == 0) {
+    return;
+  }
+  const auto& storage = tensor.storage();
+  TORCH_CHECK_VALUE(
+      storage.data() != nullptr, name(), ": the ", role, " tensor has ", tensor.numel(), " elements but its storage was freed");
+  const auto needed =
+      at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+  TORCH_CHECK_VALUE(
+      needed <= storage.nbytes(),
+      name(), ": the ", role, " tensor ends at byte ", needed, " of a storage of ", storage.nbytes(), " bytes");
+}
+
+CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
+  auto& call = calls.emplace_back();
+  call.op = static_cast<uint8_t>(op);
+  call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
+  call.factor = 1.0;
+  call.site = call_site();
+  return call;
+}
+
+void Operation::reduce_with(const ::c10d::ReduceOp& op) {
+  auto& call = calls.back();
+  call.reduce_op = static_cast<uint8_t>(op.op_);
+  symm::check(check_reduce(call.dtype, call.reduce_op));
+  if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) {
+    return;
+  }
+  const auto* supplement = dynamic_cast<const PremulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement != nullptr, name(), ": PREMUL_SUM comes without a factor");
+  const auto& tensor = supplement->tensor_factor;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor.defined() || tensor.device().is_cpu(), name(), ": the factor of PREMUL_SUM must be a number or a CPU tensor");
+  call.factor = tensor.defined() ? tensor.item<double>() : supplement->double_factor;
+}
+
+at::Tensor Operation::readable(const at::Tensor& tensor) {
+  check(tensor, "input");
+  return alive_.emplace_back(tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg().contiguous()
+                                                                 : tensor.contiguous());
+}
+
+bool Operation::meets_written(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) {
+    return false;
+  }
+  int64_t reach = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    reach += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  Span span{reinterpret_cast<size_t>(tensor.data_ptr()), static_cast<size_t>(reach) * tensor.element_size()};
+  const auto ends_before = [](const Span& one, const Span& other) { return one.addr + one.bytes <= other.addr; };
+  const auto [first, last] = std::equal_range(written_.begin(), written_.end(), span, ends_before);
+  if (first == last) {
+    written_.insert(first, span);
+    return false;
+  }
+  const auto end = std::max(span.addr + span.bytes, std::prev(last)->addr + std::prev(last)->bytes);
+  first->addr = std::min(span.addr, first->addr);
+  first->bytes = end - first->addr;
+  written_.erase(std::next(first), last);
+  return true;
+}
+
+at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
+  check(tensor, "output");
+  const auto direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+  if (!meets_written(tensor) && direct) {
+    return alive_.emplace_back(tensor);
+  }
+  TORCH_CHECK_VALUE(
+      direct || !elements_overlap(tensor),
+      name(), ": elements of the output tensor share memory (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
+      "); clone() it first");
+  auto copy = keep_values ? tensor.clone(at::MemoryFormat::Contiguous)
+                          : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  pending_.emplace_back(tensor, copy);
+  return alive_.emplace_back(copy);
+}
+
+void Operation::give(const at::Tensor& tensor) {
+  inputs.push_back(tensor);
+  calls.back().inputs.push_back(span_of(readable(tensor)));
+}
+
+void Operation::take(const at::Tensor& tensor) {
+  outputs.push_back(tensor);
+  calls.back().outputs.push_back(span_of(writable(tensor, false)));
+}
+
+void Operation::transform(const at::Tensor& tensor) {
+  inputs.push_back(tensor);
+  outputs.push_back(tensor);
+  const auto span = span_of(writable(tensor, true));
+  calls.back().inputs.push_back(span);
+  calls.back().outputs.push_back(span);
+}
+
+void Operation::give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
+  inputs.push_back(tensor);
+  add_pieces(readable(tensor), lengths, calls.back().inputs);
+}
+
+void Operation::take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
+  outputs.push_back(tensor);
+  add_pieces(writable(tensor, false), lengths, calls.back().outputs);
+}
+
+void Operation::write_back() {
+  // As the core writes contiguous tensors: unseen by autograd, and also where inference tensors may not be changed.
+  const at::AutoDispatchBelowADInplaceOrView plain;
+  for (auto& [tensor, copy] : pending_) {
+    tensor.copy_(copy);
+  }
+  pending_.clear();
+}
+
+void Operation::release_inputs() {
+  inputs.clear();
+  alive_.clear();
+}
+
+void Operation::separate(int rank) {
+  struct Output {
+    Span span;
+    size_t call;
+    size_t index;
+  };
+  // Apart from each other, as `writable` saw to.
+  c10::SmallVector<Output, 16> outputs;
+  for (size_t c = 0; c < calls.size(); ++c) {
+    for (size_t o = 0; o < calls[c].outputs.size(); ++o) {
+      if (calls[c].outputs[o].bytes > 0) {
+        outputs.push_back({calls[c].outputs[o], c, o});
+      }
+    }
+  }
+  const auto in_front = [](const Output& one, const Output& other) { return one.span.addr < other.span.addr; };
+  std::sort(outputs.begin(), outputs.end(), in_front);
+  for (size_t c = 0; c < calls.size(); ++c) {
+    for (size_t i = 0; i < calls[c].inputs.size(); ++i) {
+      auto& input = calls[c].inputs[i];
+      const auto overwritten = [&](const Output& output) {
+        const bool same = input.addr == output.span.addr && input.bytes == output.span.bytes;
+        const bool own = output.call == c && same && replaces(calls[c], i, output.index, static_cast<size_t>(rank));
+        return output.call <= c && !own;
+      };
+      const auto ends_before = [](const Output& output, size_t start) { return output.span.addr + output.span.bytes <= start; };
+      const auto starts_before = [](const Output& output, size_t end) { return output.span.addr < end; };
+      const auto first = std::lower_bound(outputs.begin(), outputs.end(), input.addr, ends_before);
+      const auto last = std::lower_bound(first, outputs.end(), input.addr + input.bytes, starts_before);
+      if (input.bytes > 0 && std::any_of(first, last, overwritten)) {
+        copy_aside(input);
+      }
+    }
+  }
+}
+
+void Operation::copy_aside(Span& input) {
+  const auto bytes = static_cast<int64_t>(input.bytes);
+  const auto options = at::TensorOptions(at::kByte).device(*device);
+  const auto& copy = alive_.emplace_back(at::empty({bytes}, options));
+  auto* const start = reinterpret_cast<void*>(input.addr);
+  if (on_cpu()) {
+    std::memcpy(copy.data_ptr(), start, input.bytes);
+  } else {
+    copy.copy_(at::for_blob(start, {bytes}).options(options).target_device(*device).make_tensor());
+  }
+  input.addr = reinterpret_cast<size_t>(copy.data_ptr());
+}
+
+} // namespace symm

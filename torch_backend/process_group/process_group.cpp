@@ -1,0 +1,287 @@
+// Joining, leaving and running; the calls themselves stand in collectives.cpp, lists.cpp and point_to_point.cpp.
+#include "process_group/process_group.hpp"
+
+#include <Python.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <list>
+
+#include "errors.hpp"
+#include "fused/workspace.hpp"
+#include "store/store.hpp"
+
+namespace symm {
+
+namespace {
+
+// Every group of this process.
+struct Living {
+  std::mutex mutex;
+  std::list<std::weak_ptr<rust::Box<GroupHandle>>> groups;
+};
+
+Living& living() {
+  // Never destroyed: threads may still end groups while the process exits.
+  static auto* all = new Living;
+  return *all;
+}
+
+c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
+  auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
+  copy_names(given, *options);
+  options->global_ranks_in_group = given.global_ranks_in_group;
+  return options;
+}
+
+} // namespace
+
+Group join_group(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    const ProcessGroupSymm::Options& options,
+    bool is_default) {
+  JoinSpec spec;
+  spec.group = options.group_name;
+  spec.rank = rank;
+  spec.size = size;
+  for (const auto global : options.global_ranks_in_group) {
+    spec.global_ranks.push_back(static_cast<int32_t>(global));
+  }
+  spec.is_default = is_default;
+  spec.timeout_ms = options.timeout.count();
+  auto joined = join(std::make_unique<TorchStore>(store), spec);
+  check(joined.status);
+  auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
+  auto& all = living();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.groups.remove_if([](const auto& other) { return other.expired(); });
+  all.groups.push_back(group);
+  return group;
+}
+
+ProcessGroupSymm::ProcessGroupSymm(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), store_(store), options_(std::move(options)) {
+  // torch lists the ranks of every group but the default one.
+  group_ = join_group(store_, rank, size, *options_, options_->global_ranks_in_group.empty());
+}
+
+ProcessGroupSymm::~ProcessGroupSymm() {
+  // The last reference may die in Python, with the GIL held; leaving waits for threads whose completions may need it.
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release release;
+    (*group_)->shutdown();
+  } else {
+    (*group_)->shutdown();
+  }
+}
+
+void leave_all(std::chrono::milliseconds limit) {
+  std::vector<Group> groups;
+  {
+    auto& all = living();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto& weak : all.groups) {
+      if (auto group = weak.lock()) {
+        groups.push_back(std::move(group));
+      }
+    }
+  }
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (const auto& group : groups) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    (*group)->leave(std::max<int64_t>(left.count(), 1));
+  }
+}
+
+c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions() {
+  return c10::static_intrusive_pointer_cast<::c10d::Backend::Options>(options_);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
+    std::shared_ptr<Operation> operation,
+    std::chrono::milliseconds timeout,
+    bool async) {
+  operation->separate(getRank());
+  if (!operation->on_cpu()) {
+    return launch_on_device(operation, timeout, async);
+  }
+  const auto sequence = (*group_)->sequence() + 1;
+  return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
+    const rust::Slice<const CallSpec> calls(operation->calls.data(), operation->calls.size());
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
+    if (async) {
+      work->set_ticket((*group_)->submit(calls, timeout.count(), std::make_unique<WorkCompletion>(work)));
+    } else {
+      work->complete(exception_of((*group_)->run(calls, timeout.count())), -1);
+      work->rethrow();
+    }
+    return remember(std::move(work));
+  });
+}
+
+void ProcessGroupSymm::refused() const {
+  (*group_)->refuse(status_of(std::current_exception()).message);
+  throw;
+}
+
+void ProcessGroupSymm::refused(int peer, int tag, bool send) const {
+  Transfer transfer{};
+  transfer.peer = peer;
+  transfer.tag = tag;
+  transfer.send = send;
+  (*group_)->refuse_message(transfer, status_of(std::current_exception()).message);
+  throw;
+}
+
+Caller ProcessGroupSymm::caller(uint64_t sequence) const {
+  return {options_->group_name, getGroupDesc(), options_->global_ranks_in_group, getSize(), getRank(), sequence, false};
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
+  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), (*group_)->sequence());
+  work->complete(nullptr, -1);
+  return remember(work);
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (coalesced_) {
+    coalesced_->parts.push_back(work);
+  }
+  return work;
+}
+
+void ProcessGroupSymm::startCoalescing() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  coalesced_.emplace();
+}
+
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::endCoalescing() {
+  Coalesced block;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (coalesced_) {
+      block = std::move(*coalesced_);
+    }
+    coalesced_.reset();
+  }
+  if (block.gathering) {
+    try {
+      block.gathering->launch();
+    } catch (...) {
+      if (!block.gathering->has_transfers()) {
+        refused();
+      }
+      throw;
+    }
+    if (block.parts.size() == 1) {
+      return block.gathering;
+    }
+  }
+  return c10::make_intrusive<WorkCoalesced>(getRank(), std::move(block.parts));
+}
+
+uint64_t ProcessGroupSymm::getSequenceNumberForGroup() {
+  return (*group_)->sequence();
+}
+
+void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  (*group_)->set_timeout(timeout.count());
+}
+
+void ProcessGroupSymm::enableCollectivesTiming() {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false,
+      "ProcessGroupSymm::enableCollectivesTiming: backend symm does not time single calls; a profiler does, and so does "
+      "python -m torch_symm trace");
+}
+
+::c10d::ErrorType ProcessGroupSymm::getError() {
+  const auto status = (*group_)->error();
+  if (status.kind == 0) {
+    return ::c10d::ErrorType::SUCCESS;
+  }
+  switch (static_cast<Kind>(status.kind)) {
+    case Kind::Timeout:
+      return ::c10d::ErrorType::TIMEOUT;
+    case Kind::Peer:
+      return ::c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void ProcessGroupSymm::abort() {
+  closed_ = true;
+  (*group_)->abort();
+}
+
+void ProcessGroupSymm::shutdown() {
+  closed_ = true;
+  (*group_)->shutdown();
+  // After its kernels have ended: giving memory back waits for the device.
+  Workspace::drop(options_->group_name);
+  pools_.let_go();
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& opts) {
+  const auto me = std::find(ranks.begin(), ranks.end(), getRank());
+  if (me == ranks.end()) {
+    return nullptr;
+  }
+  TORCH_CHECK_VALUE(opts, "split: the options of the new group are missing");
+  // torch asks once per device type, each time for the same group.
+  if (auto same = living_child(opts->group_name)) {
+    return same;
+  }
+  auto options = child_options(*opts);
+  options->global_ranks_in_group.clear();
+  for (const auto rank : ranks) {
+    const auto& global = options_->global_ranks_in_group;
+    options->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global.at(static_cast<size_t>(rank)));
+  }
+  auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-split/" + opts->group_name, store);
+  const auto place = static_cast<int>(me - ranks.begin());
+  auto child = c10::make_intrusive<ProcessGroupSymm>(prefixed, place, static_cast<int>(ranks.size()), options);
+  std::lock_guard<std::mutex> lock(mutex_);
+  children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<ProcessGroupSymm>(child));
+  return child;
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::living_child(const std::string& name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = children_.find(name);
+  if (known == children_.end()) {
+    return nullptr;
+  }
+  auto child = known->second.lock();
+  if (!child || child->closed_) {
+    children_.erase(known);
+    return nullptr;
+  }
+  return child;
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& opts,
+    const int& rank,
+    const int& size) {
+  TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
+  auto options = child_options(*opts);
+  auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
+  return c10::make_intrusive<ProcessGroupSymm>(prefixed, rank, size, options);
+}
+
+} // namespace symm

@@ -1,0 +1,143 @@
+#include "store/store.hpp"
+
+#include <c10/util/Type.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <chrono>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include "errors.hpp"
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+namespace {
+
+using Value = std::vector<uint8_t>;
+
+std::string text(const Piece& piece) {
+  return {piece.data.begin(), piece.data.end()};
+}
+
+std::vector<std::string> texts(rust::Slice<const Piece> pieces) {
+  std::vector<std::string> result;
+  for (const auto& piece : pieces) {
+    result.push_back(text(piece));
+  }
+  return result;
+}
+
+Value bytes(const Piece& piece) {
+  return {piece.data.begin(), piece.data.end()};
+}
+
+std::vector<Value> all_bytes(rust::Slice<const Piece> pieces) {
+  std::vector<Value> result;
+  for (const auto& piece : pieces) {
+    result.push_back(bytes(piece));
+  }
+  return result;
+}
+
+void add(StoreAnswer& answer, const Value& value) {
+  answer.pieces->add({value.data(), value.size()});
+}
+
+void ask(
+    ::c10d::Store& store,
+    StoreOp op,
+    rust::Slice<const Piece> keys,
+    rust::Slice<const Piece> values,
+    int64_t amount,
+    int64_t timeout_ms,
+    StoreAnswer& answer) {
+  // What has one key or value has it: Request::check() came before.
+  switch (op) {
+    case StoreOp::Set:
+      return store.set(text(keys[0]), bytes(values[0]));
+    case StoreOp::CompareSet:
+      return add(answer, store.compareSet(text(keys[0]), bytes(values[0]), bytes(values[1])));
+    case StoreOp::Get:
+      return add(answer, store.get(text(keys[0])));
+    case StoreOp::Add:
+      answer.number = store.add(text(keys[0]), amount);
+      return;
+    case StoreOp::Check:
+      answer.number = store.check(texts(keys)) ? 1 : 0;
+      return;
+    case StoreOp::Wait:
+      return store.wait(texts(keys), std::chrono::milliseconds(timeout_ms));
+    case StoreOp::Delete:
+      answer.number = store.deleteKey(text(keys[0])) ? 1 : 0;
+      return;
+    case StoreOp::NumKeys:
+      answer.number = store.getNumKeys();
+      return;
+    case StoreOp::Append:
+      return store.append(text(keys[0]), bytes(values[0]));
+    case StoreOp::MultiGet:
+      for (const auto& value : store.multiGet(texts(keys))) {
+        add(answer, value);
+      }
+      return;
+    case StoreOp::MultiSet:
+      return store.multiSet(texts(keys), all_bytes(values));
+    case StoreOp::Push:
+      return store.queuePush(text(keys[0]), bytes(values[0]));
+    case StoreOp::Pop:
+      return add(answer, store.queuePop(text(keys[0]), true));
+    case StoreOp::TryPop:
+      return add(answer, store.queuePop(text(keys[0]), false));
+    case StoreOp::QueueLen:
+      answer.number = store.queueLen(text(keys[0]));
+      return;
+    case StoreOp::ListKeys:
+      for (const auto& key : store.listKeys()) {
+        answer.pieces->add({reinterpret_cast<const uint8_t*>(key.data()), key.size()});
+      }
+      return;
+  }
+}
+
+} // namespace
+
+StoreAnswer TorchStore::call(
+    StoreOp op,
+    rust::Slice<const Piece> keys,
+    rust::Slice<const Piece> values,
+    int64_t amount,
+    int64_t timeout_ms) const noexcept {
+  StoreAnswer answer{Status{}, 0, no_pieces()};
+  try {
+    ask(*store_, op, keys, values, amount, timeout_ms, answer);
+  } catch (...) {
+    answer.status = status_of(std::current_exception());
+  }
+  return answer;
+}
+
+bool TorchStore::extended() const {
+  return store_->hasExtendedApi();
+}
+
+int64_t TorchStore::timeout_ms() const {
+  return store_->getTimeout().count();
+}
+
+rust::String TorchStore::name() const {
+  auto store = store_;
+  if (const auto* part = dynamic_cast<::c10d::PrefixStore*>(store.get())) {
+    store = const_cast<::c10d::PrefixStore*>(part)->getUnderlyingNonPrefixStore();
+  }
+  const auto& one = *store;
+  auto name = "the store (" + c10::demangle(typeid(one).name()) + ")";
+  if (const auto* tcp = dynamic_cast<const ::c10d::TCPStore*>(store.get())) {
+    name += " at " + tcp->getHost() + ":" + std::to_string(tcp->getPort());
+  }
+  return rust::String::lossy(name);
+}
+
+} // namespace symm

@@ -1,0 +1,236 @@
+// torch.ops.symm_mem reductions on CPU tensors. Arguments are torch's for CUDA, and so are its complaints; any dtype that the group
+// can add is served, at any alignment.
+#include "symm_mem/symm_ops.hpp"
+
+#include <ATen/MemoryOverlap.h>
+#include <c10/util/safe_numerics.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "errors.hpp"
+
+namespace symm {
+
+WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name) {
+  const auto found = ::c10d::symmetric_memory::rendezvous(tensor, group_name);
+  if (!found) {
+    return nullptr;
+  }
+  auto* const window = dynamic_cast<SymmetricWindow*>(found.get());
+  TORCH_CHECK_NOT_IMPLEMENTED(window != nullptr, "symmetric memory of ", tensor.device(), " is another backend's, not SYMM's");
+  return WindowPtr::reclaim_copy(window);
+}
+
+WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what) {
+  auto window = find_window(tensor, group_name);
+  TORCH_CHECK(window, op, ": ", what, " must be allocated with empty_strided_p2p().");
+  return window;
+}
+
+int64_t times(const char* op, int64_t a, int64_t b) {
+  int64_t product = 0;
+  TORCH_CHECK_VALUE(!c10::mul_overflows(a, b, &product), op, ": ", a, " times ", b, " is more than a tensor can have");
+  return product;
+}
+
+size_t offset_of(const at::Tensor& tensor) {
+  return static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
+}
+
+namespace {
+
+// Ranks' parts begin at cache lines, as far as the tensor does.
+constexpr int64_t kPartBytes = 64;
+
+void check_sum(const at::Tensor& input, const std::string& reduce_op, const char* op) {
+  TORCH_CHECK(reduce_op == "sum", op, ": only sum is supported for now.");
+  check(check_reduce(static_cast<int32_t>(input.scalar_type()), ::c10d::ReduceOp::SUM));
+}
+
+// Of an operator whose output is of its input's shape.
+void check_output(const at::Tensor& input, const at::Tensor& output, const char* op) {
+  TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
+  TORCH_CHECK(
+      output.sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(), ", output.sizes(): ",
+      output.sizes());
+  TORCH_CHECK(
+      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
+      output.scalar_type());
+}
+
+at::Tensor one_shot(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& local_input,
+    const std::string& reduce_op,
+    const std::string& group_name,
+    const at::Tensor& out) {
+  constexpr auto op = "one_shot_all_reduce";
+  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+  check_output(input, out, op);
+  check_sum(input, reduce_op, op);
+  if (local_input) {
+    TORCH_CHECK(local_input->is_contiguous(), op, ": local input must be contiguous.");
+    TORCH_CHECK(local_input->numel() <= input.numel(), op, ": local input size must be smaller than symm buffer size.");
+    TORCH_CHECK(
+        local_input->scalar_type() == input.scalar_type(), op, ": the buffer is ", input.scalar_type(), ", the local input ",
+        local_input->scalar_type());
+  }
+  if (input.numel() == 0) {
+    return out;
+  }
+  // Peers read the input while this rank writes its output.
+  at::assert_no_overlap(out, input);
+  const auto window = window_of(input, group_name, op);
+  if (local_input) {
+    std::memmove(input.data_ptr(), local_input->const_data_ptr(), local_input->nbytes());
+  }
+  together(*window, [&] {
+    window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, offset_of(input), input.nbytes(), out.data_ptr());
+  });
+  return out;
+}
+
+at::Tensor one_shot_all_reduce(const at::Tensor& input, std::string reduce_op, std::string group_name) {
+  return one_shot(input, std::nullopt, reduce_op, group_name, at::empty_like(input));
+}
+
+at::Tensor one_shot_all_reduce_out(const at::Tensor& input, std::string reduce_op, std::string group_name, at::Tensor out) {
+  return one_shot(input, std::nullopt, reduce_op, group_name, out);
+}
+
+at::Tensor one_shot_all_reduce_copy(
+    const at::Tensor& symm_buffer,
+    const at::Tensor& local_input,
+    std::string reduce_op,
+    std::string group_name) {
+  return one_shot(symm_buffer, local_input, reduce_op, group_name, at::empty_like(local_input));
+}
+
+at::Tensor one_shot_all_reduce_copy_out(
+    const at::Tensor& symm_buffer,
+    const at::Tensor& local_input,
+    std::string reduce_op,
+    std::string group_name,
+    at::Tensor out) {
+  return one_shot(symm_buffer, local_input, reduce_op, group_name, out);
+}
+
+// The elements that rank `rank` of `size` reduces for all.
+std::pair<int64_t, int64_t> part_of(const at::Tensor& tensor, int rank, int size) {
+  const auto step = std::max<int64_t>(kPartBytes / tensor.element_size(), 1);
+  const auto share = (tensor.numel() + step * size - 1) / (step * size) * step;
+  const auto begin = std::min(share * rank, tensor.numel());
+  return {begin, std::min(begin + share, tensor.numel())};
+}
+
+// Each rank reduces its part in its own buffer, where the others then fetch it; nobody else reads that part of that buffer before.
+at::Tensor two_shot(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& output,
+    const std::string& reduce_op,
+    const std::string& group_name) {
+  constexpr auto op = "two_shot_all_reduce";
+  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+  check_sum(input, reduce_op, op);
+  if (output) {
+    check_output(input, *output, op);
+    at::assert_no_overlap(*output, input);
+  }
+  const auto& result = output ? *output : input;
+  if (input.numel() == 0) {
+    return result;
+  }
+  const auto window = window_of(input, group_name, op);
+  const auto rank = window->get_rank();
+  const auto size = window->get_world_size();
+  const auto element = static_cast<size_t>(input.element_size());
+  const auto start = offset_of(input);
+  together(*window, [&] {
+    const auto [first, last] = part_of(input, rank, size);
+    const auto at = start + first * element;
+    window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, at, (last - first) * element, window->at(rank, at));
+  });
+  auto* const to = static_cast<std::byte*>(result.data_ptr());
+  // From the next rank on, so that not all read the same one.
+  for (int step = output ? 0 : 1; step < size; ++step) {
+    const auto from = (rank + step) % size;
+    const auto [first, last] = part_of(input, from, size);
+    std::memcpy(to + first * element, window->at(from, start + first * element), (last - first) * element);
+  }
+  window->barrier(0, 0);
+  return result;
+}
+
+at::Tensor two_shot_all_reduce_(at::Tensor input, std::string reduce_op, std::string group_name) {
+  return two_shot(input, std::nullopt, reduce_op, group_name);
+}
+
+at::Tensor two_shot_all_reduce_out(at::Tensor input, std::string reduce_op, std::string group_name, at::Tensor output) {
+  return two_shot(input, output, reduce_op, group_name);
+}
+
+at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool split_last_dim, at::Tensor output) {
+  constexpr auto op = "reduce_scatter";
+  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+  TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
+  TORCH_CHECK(
+      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
+      output.scalar_type());
+  check_sum(input, "sum", op);
+  const auto window = window_of(input, group_name, op);
+  const auto size = window->get_world_size();
+  TORCH_CHECK(
+      input.numel() % size == 0, "expected number of elements to be divisible by world_size * alignment, number of elements ",
+      input.numel(), " world size ", size);
+  if (split_last_dim) {
+    TORCH_CHECK(
+        input.dim() > 0 && input.dim() == output.dim() &&
+            input.sizes().slice(0, input.dim() - 1) == output.sizes().slice(0, output.dim() - 1),
+        "reduce_scatter expected input and output to have same sizes except in the last dimension");
+    TORCH_CHECK(
+        input.size(-1) % size == 0, "expected last dimension to be divisible by world_size * alignment, last dimension ",
+        input.size(-1), " world size ", size);
+    TORCH_CHECK(
+        output.size(-1) == input.size(-1) / size,
+        "reduce_scatter expected output last dim size to be input last dim size / world_size");
+  } else {
+    TORCH_CHECK(input.dim() == 1, "reduce_scatter expected 1D input");
+    TORCH_CHECK(output.dim() == 1, "reduce_scatter expected 1D output");
+    TORCH_CHECK(
+        output.numel() == input.numel() / size, "reduce_scatter expected an output of ", input.numel() / size,
+        " elements, got ", output.numel());
+  }
+  if (input.numel() == 0) {
+    return output;
+  }
+  at::assert_no_overlap(output, input);
+  // Rows of which each rank gets one part; all is one row if the tensor is not split along its last dimension.
+  const auto row = input.size(-1) * input.element_size();
+  const auto part = row / size;
+  together(*window, [&] {
+    auto* to = static_cast<std::byte*>(output.data_ptr());
+    const auto end = offset_of(input) + input.nbytes();
+    for (auto at = offset_of(input) + part * window->get_rank(); at < end; at += row, to += part) {
+      window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, at, part, to);
+    }
+  });
+  return output;
+}
+
+} // namespace
+
+void add_reductions(torch::Library& library) {
+  add<one_shot_all_reduce>(library, "one_shot_all_reduce");
+  add<one_shot_all_reduce_out>(library, "one_shot_all_reduce_out");
+  add<one_shot_all_reduce_copy>(library, "one_shot_all_reduce_copy");
+  add<one_shot_all_reduce_copy_out>(library, "one_shot_all_reduce_copy_out");
+  add<two_shot_all_reduce_>(library, "two_shot_all_reduce_");
+  add<two_shot_all_reduce_out>(library, "two_shot_all_reduce_out");
+  add<reduce_scatter_out>(library, "reduce_scatter_out");
+}
+
+} // namespace symm

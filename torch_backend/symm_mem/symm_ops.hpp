@@ -1,0 +1,64 @@
+// What torch.ops.symm_mem operators on CPU tensors have in common.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <exception>
+#include <string>
+#include <type_traits>
+
+#include "symm_mem/symmetric_window.hpp"
+
+namespace symm {
+
+using WindowPtr = c10::intrusive_ptr<SymmetricWindow>;
+
+// The window of the tensor's memory in the group; collective if the group has none yet. Null if the memory is not symmetric.
+WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
+// The same, refusing memory that is not symmetric: it is `op` that wants it, as its `what`.
+WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
+
+// a * b, of which neither is negative; refused if no tensor can have so many elements.
+int64_t times(const char* op, int64_t a, int64_t b);
+
+// Where the tensor begins in its rank's buffer.
+size_t offset_of(const at::Tensor& tensor);
+
+// Runs `body` while every rank is in the call: all have come before it begins, and none returns before all are done with it, so
+// that inputs may be overwritten at once. A failure waits for the others: theirs may not fail.
+template <typename Body>
+void together(SymmetricWindow& window, Body body) {
+  window.barrier(0, 0);
+  std::exception_ptr failure;
+  try {
+    body();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  window.barrier(0, 0);
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+// `Kernel` as the dispatcher calls it with values on a stack. Registered so, its C++ types need not be those of the kernel that another
+// library has for CUDA, which differ between versions of torch; a kernel with other types is refused, and with it the extension.
+template <auto Kernel>
+void boxed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  using Pointer = c10::CompileTimeFunctionPointer<std::remove_pointer_t<decltype(Kernel)>, Kernel>;
+  using Functor = typename c10::impl::WrapFunctionIntoFunctor<Pointer>::type;
+  Functor functor;
+  c10::impl::make_boxed_from_unboxed_functor<Functor, /*AllowDeprecatedTypes=*/false>::call(&functor, op, keys, stack);
+}
+
+template <auto Kernel>
+void add(torch::Library& library, const char* name) {
+  library.impl(name, torch::CppFunction::makeFromBoxedFunction<&boxed<Kernel>>());
+}
+
+// Adds the operators of one file. Called by name: a linker takes no notice of a registration that nobody refers to.
+void add_reductions(torch::Library& library);
+void add_exchanges(torch::Library& library);
+
+} // namespace symm

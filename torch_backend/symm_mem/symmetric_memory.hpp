@@ -1,0 +1,77 @@
+// Symmetric memory behind torch.distributed._symmetric_memory.
+#pragma once
+
+#include <sys/types.h>
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "compat.hpp"
+#include "symm_mem/symmetric_window.hpp"
+
+namespace symm {
+
+// Segments of the core's heaps. May be used from any thread, with and without the GIL.
+class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemoryAllocator {
+ public:
+  // CPU or CUDA. Touches no device.
+  explicit SymmetricAllocator(c10::DeviceType type) : type_(type) {}
+
+  // Zeroed. `device_idx` -1: the current device. `group_name`: for rendezvous() without one.
+  void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
+  // Kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the memory already.
+  void free(void* ptr) override;
+  // No rendezvous finds the windows any more that begin in these bytes, which are about to be given back.
+  void forget(size_t address, size_t bytes);
+  size_t get_alloc_size(void* ptr) override;
+  // Collective unless the group has the window already. Null if the memory is not symmetric, as torch's operators expect.
+  // `group_name` none: that of the allocation, else the default group.
+  c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> rendezvous(
+      void* ptr,
+      const std::optional<std::string>& group_name) override;
+  // torch asks for what rendezvous() would take.
+  bool has_allocation(void* ptr) SYMM_OVERRIDE_HAS_ALLOCATION;
+  bool has_multicast_support(int) override {
+    return false;
+  }
+  c10::DeviceType supported_device_type() override {
+    return type_;
+  }
+  std::string name() override {
+    return "SYMM";
+  }
+
+ private:
+  struct Block {
+    size_t bytes;
+    at::Device device;
+    std::optional<std::string> group_name;
+    // The process that made it: a forked child inherits the record, not the memory.
+    pid_t owner;
+  };
+  // By the first address of the memory and the name of the group.
+  using Key = std::pair<size_t, std::string>;
+  using Windows = std::map<Key, c10::intrusive_ptr<SymmetricWindow>>;
+
+  // What `alloc` gave that holds `address`; mutex_ must be held.
+  const std::pair<const size_t, Block>* covering(size_t address) const;
+  // Where memory that may have come from the core otherwise (torch_symm.mem_allocator) lies, if it is symmetric.
+  std::optional<at::Device> elsewhere(size_t address) const;
+  // The window if it still serves `group`; forgets it if not.
+  c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);
+
+  const c10::DeviceType type_;
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  std::map<size_t, Block> blocks_;
+  Windows windows_;
+};
+
+// Makes symmetric memory of the CPU torch's, if it has none, with torch.ops.symm_mem for it, and that of CUDA available to torch's
+// set_backend("SYMM").
+void register_symmetric_memory();
+
+} // namespace symm

@@ -1,0 +1,111 @@
+// c10d's view of a window of the core: the ranks' buffers as this process reaches them, and their signal pads.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
+
+#include <optional>
+#include <vector>
+
+#include "process_group/membership.hpp"
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+// Keeps the memory of all ranks, this one's own too, whoever gives it back. Signals fail once its group has ended, all calls in a forked
+// child. May be used from any thread, one at a time per channel.
+class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
+ public:
+  // `bytes` of each rank's buffer, `pad_bytes` of each rank's signal pad.
+  SymmetricWindow(rust::Box<WindowHandle> window, const Membership& member, at::Device device, size_t bytes, size_t pad_bytes);
+
+  ~SymmetricWindow() override;
+
+  std::vector<void*> get_buffer_ptrs() override;
+  std::vector<void*> get_signal_pad_ptrs() override;
+  // On the host, too: arrays that live as long as this.
+  void** get_buffer_ptrs_dev() override;
+  void** get_signal_pad_ptrs_dev() override;
+  size_t get_buffer_size() override {
+    return bytes_;
+  }
+  // Always 0: a buffer begins where the memory does that rendezvous() was given.
+  size_t get_offset() override {
+    return 0;
+  }
+
+  // As torch's functions of these names, which these hide: what they return keeps the window, and any request that leaves the memory of
+  // `rank` is refused.
+  at::Tensor get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
+  at::Tensor get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype);
+  at::Tensor get_signal_pad(
+      int rank,
+      c10::IntArrayRef sizes = {},
+      std::optional<c10::ScalarType> dtype = std::nullopt,
+      int64_t storage_offset = 0);
+
+  bool has_multicast_support() override {
+    return false;
+  }
+  void* get_multicast_ptr() override {
+    return nullptr;
+  }
+
+  // On CUDA these only enqueue, on the caller's current stream; what failed there is thrown by a later call. `timeout_ms` 0: the
+  // group's timeout.
+  void barrier(int channel, size_t timeout_ms) override;
+  void put_signal(int dst_rank, int channel, size_t timeout_ms) override;
+  void wait_signal(int src_rank, int channel, size_t timeout_ms) override;
+
+  int get_rank() override {
+    return rank_;
+  }
+  int get_world_size() override {
+    return world_size_;
+  }
+  c10::Device get_device() override {
+    return device_;
+  }
+  const std::vector<int>& get_rank_to_global_rank() override {
+    return global_ranks_;
+  }
+  int* get_rank_to_global_rank_dev() override;
+  bool world_within_direct_access() override {
+    return true;
+  }
+
+  // On the host: writes to `out` what `reduce_op`, a c10d code, makes of `bytes` at `offset` of all ranks' buffers, in rank order.
+  // `out` may be that part of this rank's buffer. Nobody is waited for.
+  void reduce(c10::ScalarType dtype, uint8_t reduce_op, size_t offset, size_t bytes, void* out);
+  // This process's address of `offset` in the buffer of `rank`.
+  std::byte* at(int rank, size_t offset) const;
+  // Whether it still is that of its memory, in this group of this process.
+  bool serves(const Group& group) const;
+
+ private:
+  // Of the calling thread on the device; 0 on the host.
+  size_t stream() const;
+  // Before an address leaves: throws in a forked child; what a graph that is being recorded may use stays.
+  void note_use() const;
+  // A tensor in the `room` bytes that `rank` has at one of `begins`.
+  at::Tensor view(
+      const char* op,
+      const std::vector<void*>& begins,
+      size_t room,
+      int rank,
+      c10::IntArrayRef sizes,
+      c10::ScalarType dtype,
+      int64_t offset);
+
+  rust::Box<WindowHandle> window_;
+  const std::weak_ptr<rust::Box<GroupHandle>> group_;
+  const int rank_;
+  const int world_size_;
+  const at::Device device_;
+  const size_t bytes_;
+  const size_t pad_bytes_;
+  std::vector<void*> buffers_;
+  std::vector<void*> pads_;
+  std::vector<int> global_ranks_;
+};
+
+} // namespace symm

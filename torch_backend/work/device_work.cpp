@@ -1,0 +1,232 @@
+#include "work/device_work.hpp"
+
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
+
+#include <thread>
+
+#include "errors.hpp"
+#include "process_group/record.hpp"
+
+namespace symm {
+
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// How often a blocked host looks before it sleeps between looks.
+constexpr int kEagerLooks = 200;
+constexpr std::chrono::microseconds kNap(50);
+// A kernel counts its deadline from when it runs; what it says then names the ranks, which a wait that gives up cannot.
+constexpr std::chrono::milliseconds kKernelsFirst(1000);
+
+} // namespace
+
+DeviceWork::DeviceWork(
+    int rank,
+    Group group,
+    std::shared_ptr<DeviceStreams> streams,
+    const Operation& operation,
+    uint64_t sequence)
+    : Work(rank, operation.type, profiled() ? operation.title : nullptr, profiled_inputs(operation)),
+      group_(std::move(group)),
+      streams_(std::move(streams)),
+      sequence_(sequence) {}
+
+DeviceWork::DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence)
+    : Work(rank, ::c10d::OpType::COALESCED, profiled() ? "symm:coalesced" : nullptr),
+      group_(std::move(group)),
+      streams_(std::move(streams)),
+      sequence_(sequence) {}
+
+DeviceWork::~DeviceWork() {
+  const bool open = background_ && stream_ && !ordered_ && phase_ != Phase::Done;
+  if (!open && !end_) {
+    return;
+  }
+  try {
+    const c10::DeviceGuard guard(device());
+    if (open) {
+      keep_tensors();
+    }
+    if (end_) {
+      streams_->put_back(std::move(*end_));
+      end_.reset();
+    }
+  } catch (...) {
+    // The driver is gone already, and the memory with it.
+  }
+}
+
+bool DeviceWork::add(const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return gather(operation, timeout, background);
+}
+
+bool DeviceWork::add(const std::shared_ptr<Operation>& operation, const Transfer& transfer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!gather(operation, Milliseconds(transfer.timeout_ms), true)) {
+    return false;
+  }
+  transfers_.push_back(transfer);
+  return true;
+}
+
+bool DeviceWork::gather(const std::shared_ptr<Operation>& operation, Milliseconds timeout, bool background) {
+  if (phase_ != Phase::Gathering) {
+    return false;
+  }
+  operations_.push_back(operation);
+  background_ = background_ || background;
+  const bool limited = timeout.count() > 0 && timeout_.value_or(timeout).count() > 0;
+  timeout_ = limited ? std::max(timeout, timeout_.value_or(timeout)) : ::c10d::kUnsetTimeout;
+  return true;
+}
+
+bool DeviceWork::isCompleted() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  launch_gathered();
+  const auto now = progress();
+  return now == Progress::Done || now == Progress::Recorded || failure();
+}
+
+bool DeviceWork::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto now = progress();
+  return (now == Progress::Done || now == Progress::Recorded) && !failure();
+}
+
+std::exception_ptr DeviceWork::exception() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure();
+}
+
+void DeviceWork::rethrow() const {
+  if (auto error = exception()) {
+    std::rethrow_exception(error);
+  }
+}
+
+int DeviceWork::sourceRank() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return transfers_.size() == 1 && !transfers_.front().send ? transfers_.front().peer : -1;
+}
+
+std::vector<at::Tensor> DeviceWork::result() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<at::Tensor> all;
+  for (const auto& operation : operations_) {
+    all.insert(all.end(), operation->outputs.begin(), operation->outputs.end());
+  }
+  return all;
+}
+
+void DeviceWork::synchronize() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  launch_gathered();
+  if (phase_ == Phase::Refused) {
+    return;
+  }
+  const auto waiting = streams_->current();
+  if (waiting != *stream_) {
+    const c10::DeviceGuard guard(device());
+    end().block(waiting);
+  }
+  if (background_ && !ordered_) {
+    // Memory of tensors that are let go returns to the stream they were made on, as a rule the one that launched.
+    if (waiting != *origin_) {
+      keep_tensors();
+    }
+    ordered_ = true;
+    release_inputs();
+  }
+}
+
+bool DeviceWork::wait(Milliseconds timeout) {
+  synchronize();
+  if (timeout.count() > 0 || opType_ == ::c10d::OpType::BARRIER || blocking_wait()) {
+    block_host(timeout);
+  } else if (background_) {
+    rethrow();
+  }
+  return true;
+}
+
+void DeviceWork::block_host(Milliseconds timeout) {
+  const auto begun = std::chrono::steady_clock::now();
+  auto limit = timeout;
+  if (limit.count() <= 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    limit = timeout_.value_or(limit);
+  }
+  if (limit.count() <= 0) {
+    limit = Milliseconds((*group_)->timeout());
+  }
+  if (timeout.count() <= 0) {
+    limit += kKernelsFirst;
+  }
+  for (int looks = 0;; ++looks) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (progress() != Progress::Running || failure()) {
+        break;
+      }
+    }
+    if (std::chrono::steady_clock::now() - begun > limit) {
+      const auto text = c10::str("wait() gave up after ", limit.count() / 1000.0, " s; the call itself goes on");
+      check(Status{static_cast<uint8_t>(Kind::WaitTimeout), text});
+    }
+    if (looks < kEagerLooks) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+  rethrow();
+}
+
+void DeviceWork::abort() {
+  (*group_)->abort();
+}
+
+uint64_t DeviceWork::getSequencenumber() const {
+  return sequence_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  launch_gathered();
+  if (future_) {
+    return future_;
+  }
+  c10::IValue value;
+  c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
+  if (operations_.size() == 1 && !operations_.front()->lists.empty()) {
+    value = operations_.front()->lists;
+    type = c10::ListType::create(type);
+  } else {
+    std::vector<at::Tensor> all;
+    for (const auto& operation : operations_) {
+      all.insert(all.end(), operation->outputs.begin(), operation->outputs.end());
+    }
+    value = std::move(all);
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(std::move(type), std::vector<c10::Device>{device()});
+  if (auto error = failure()) {
+    future_->setError(error);
+  } else {
+    // The future marks the current stream: whoever uses the value waits for that.
+    const c10::StreamGuard guard(*stream_);
+    future_->markCompleted(std::move(value));
+  }
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFutureResult() {
+  auto outcome = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  const auto result = getFuture()->hasError() ? ::c10d::WorkResult::COMM_ERROR : ::c10d::WorkResult::SUCCESS;
+  outcome->markCompleted(c10::IValue(static_cast<int64_t>(result)));
+  return outcome;
+}
+
+} // namespace symm

@@ -1,0 +1,88 @@
+// The handle of one call.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "process_group/operation.hpp"
+#include "symm/src/bridge.rs.h"
+
+namespace symm {
+
+using Group = std::shared_ptr<rust::Box<GroupHandle>>;
+
+// A call that runs, has run, or waits in the group's queue. Owns the call's tensors.
+class WorkSymm final : public ::c10d::Work {
+ public:
+  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  // Has nothing to do: no stream waits for memory of the host.
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  uint64_t getSequencenumber() const override;
+
+  // Ends the call: writes results back, then tells waiting threads, then the future.
+  void complete(std::exception_ptr error, int source);
+  // What `Group::wait` is asked for. 0: the call was refused; throws why.
+  void set_ticket(uint64_t ticket);
+  // Throws the call's exception, if it has one.
+  void rethrow() const;
+
+ private:
+  // Whether both the call and the future, if anybody has it, have ended. `mutex_` must be held.
+  bool ended() const;
+  // Once, by whoever sees both the future and the end of the call.
+  void fulfil(c10::ivalue::Future& future);
+
+  Group group_;
+  std::shared_ptr<Operation> operation_;
+  uint64_t sequence_;
+  uint64_t ticket_ = 0;
+  int source_ = -1;
+  std::atomic_flag fulfilled_ = ATOMIC_FLAG_INIT;
+  // Guarded by mutex_ of the base.
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Several calls as one.
+class WorkCoalesced final : public ::c10d::Work {
+ public:
+  WorkCoalesced(int rank, std::vector<c10::intrusive_ptr<::c10d::Work>> parts);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+
+ private:
+  std::vector<c10::intrusive_ptr<::c10d::Work>> parts_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// What the core calls when an asynchronous call has ended.
+class WorkCompletion final : public Completion {
+ public:
+  explicit WorkCompletion(c10::intrusive_ptr<WorkSymm> work) : work_(std::move(work)) {}
+  void complete(const Status& status, int32_t source) const override;
+
+ private:
+  c10::intrusive_ptr<WorkSymm> work_;
+};
+
+} // namespace symm
