@@ -12,7 +12,7 @@ mod torch {
     use std::process::Command;
 
     /// What the interpreter says: include paths, library path, torch's version.
-    struct Facts {
+    struct Readings {
         includes: Vec<String>,
         library: String,
         version: String,
@@ -28,7 +28,7 @@ print(os.path.join(root, 'include', 'torch', 'csrc', 'api', 'include'))
 print(sysconfig.get_paths()['include'])
 ";
 
-    fn ask_python() -> Facts {
+    fn ask_python() -> Readings {
         let python = ["SYMM_PYTHON", "PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"].iter().find_map(|name| {
             println!("cargo::rerun-if-env-changed={name}");
             std::env::var(name).ok()
@@ -45,7 +45,7 @@ print(sysconfig.get_paths()['include'])
         let lines: Vec<String> = text.lines().map(String::from).collect();
         let header = Path::new(&lines[4]).join("Python.h");
         assert!(header.exists(), "the headers of {python} are missing ({}); install python3-dev", header.display());
-        Facts { version: lines[0].clone(), library: lines[1].clone(), includes: lines[2..].to_vec() }
+        Readings { version: lines[0].clone(), library: lines[1].clone(), includes: lines[2..].to_vec() }
     }
 
     fn sources(folder: &str) -> Vec<PathBuf> {

@@ -8,7 +8,7 @@
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
-use symm::completion::Done;
+use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
@@ -109,7 +109,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         factor: 1.0,
         inputs: inputs.clone(),
         outputs: outputs.clone(),
-        site: None,
+        call_site: None,
     };
     let out = all(output);
     let message = all(input);
@@ -118,7 +118,7 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
             // Half of a ping-pong between ranks 0 and 1.
             let transfer = |send: bool, peer, span| {
                 let message = Message { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
-                let done = Done::new(|outcome, _| outcome.unwrap());
+                let done = Completion::new(|outcome, _| outcome.unwrap());
                 let ticket = if send { group.send(message, done) } else { group.recv(message, done) };
                 group.wait(ticket.unwrap(), None).unwrap();
             };

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
-use symm::control::{Board, Identity};
+use symm::control::{ControlBlock, Identity};
 
 pub const CANARY: u8 = 0xA5;
 pub const ME: Rank = Rank(0);
@@ -13,17 +13,17 @@ pub const PEER: Rank = Rank(1);
 
 static FILE: OnceLock<OwnedFd> = OnceLock::new();
 
-/// The board of `ME` in a group with `PEER`, over memory that holds what the last input has left there.
-pub fn board() -> Board {
+/// The control block of `ME` in a group with `PEER`, over memory that holds what the last input has left there.
+pub fn control() -> ControlBlock {
     let bytes = Layout::new(2).total_bytes();
     let file = FILE.get_or_init(|| Segment::create(bytes).expect("a file")).try_clone().expect("dup");
     let segment = Segment::map(file, bytes).expect("maps");
     let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
-    Board::new(segment, ME, "fuzzed".into(), members, 0)
+    ControlBlock::new(segment, ME, "fuzzed".into(), members, 0)
 }
 
 /// Nothing in `bytes` bytes of its memory from `offset` on.
-pub fn blank(board: &Board, offset: usize, bytes: usize) {
+pub fn blank(control: &ControlBlock, offset: usize, bytes: usize) {
     // SAFETY: within the segment (checked by `ptr`), which nobody else uses.
-    unsafe { board.segment().ptr(offset, bytes).write_bytes(0, bytes) }
+    unsafe { control.segment().ptr(offset, bytes).write_bytes(0, bytes) }
 }

@@ -31,8 +31,8 @@ pub mod ffi {
         factor: f64,
         inputs: Vec<Span>,
         outputs: Vec<Span>,
-        /// From `site_number`; 0: sites are not compared.
-        site: u32,
+        /// From `call_site_number`; 0: sites are not compared.
+        call_site: u32,
     }
 
     /// Who joins which group.
@@ -280,11 +280,11 @@ pub mod ffi {
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
 
         /// Clients of one store, for `store::load`.
-        type Crowd;
-        fn crowd() -> Box<Crowd>;
-        fn admit(self: &mut Crowd, store: UniquePtr<StoreHandle>);
+        type LoadGenerator;
+        fn load_generator() -> Box<LoadGenerator>;
+        fn admit(self: &mut LoadGenerator, store: UniquePtr<StoreHandle>);
         /// `work` is a name of `store::load::Work`.
-        fn drive(self: &Crowd, work: &str, calls: u32) -> LoadAnswer;
+        fn drive(self: &LoadGenerator, work: &str, calls: u32) -> LoadAnswer;
 
         /// Between the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
@@ -348,7 +348,7 @@ pub mod ffi {
         /// Sets up the group's memory on CUDA device `device`: blocks until all ranks have called it or launched; idempotent.
         fn connect(self: &GroupHandle, device: i32) -> Status;
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
-        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, site: u32) -> Status;
+        fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
 
         /// Collective: what every rank has at an `address` of its own, as this rank reaches it, each with a signal pad of at least
         /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
@@ -429,10 +429,10 @@ pub mod ffi {
         fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
-        /// Whether calls are to bring their sites: `SYMM_DEBUG=site`.
-        fn sites_wanted() -> bool;
+        /// Whether calls are to bring their sites: `SYMM_DEBUG=call_site`.
+        fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
-        fn site_number(text: &str) -> u32;
+        fn call_site_number(text: &str) -> u32;
         /// JSON: which algorithm has served how many CUDA calls of this process.
         fn stats() -> String;
         /// JSON: the last calls of this process.
@@ -465,12 +465,12 @@ use cuda::{blocking_wait, capture_of, stats};
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::{check_reduce, cuda_libraries};
-use load::{Crowd, crowd};
+use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
-use outcome::{completion, guarded, milliseconds, started};
+use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
-use trace::{keep_trace, site_number, sites_wanted, trace_text};
+use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
 use window::{WindowHandle, allocate_window, free_window};
 
 fn version() -> String {

@@ -14,13 +14,13 @@ pub trait Observer: Send + Sync {
 
 /// Where the outcome of an asynchronous call goes. Clones share the one callback; the first call wins.
 #[derive(Clone)]
-pub struct Done {
+pub struct Completion {
     callback: Arc<Mutex<Option<Callback>>>,
     /// Beside the callback, not around it: wrapping would allocate for every call.
     observer: Option<(Arc<dyn Observer>, u64)>,
 }
 
-impl Done {
+impl Completion {
     /// Wraps `callback`, which gets the outcome and, for a receive, the rank that sent.
     pub fn new(callback: impl FnOnce(Result<()>, Option<Rank>) + Send + 'static) -> Self {
         Self { callback: Arc::new(Mutex::new(Some(Box::new(callback)))), observer: None }

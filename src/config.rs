@@ -58,7 +58,7 @@ pub struct Config {
     /// Default off.
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
-    pub debug_site: bool,
+    pub debug_call_site: bool,
     /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/trace.md`); absent: a folder of the user's in
     /// `temporary`.
     pub trace_dir: Option<PathBuf>,
@@ -170,10 +170,10 @@ impl Config {
                 usual()
             }
         };
-        let mut debug_site = false;
+        let mut debug_call_site = false;
         for word in set("SYMM_DEBUG").iter().flat_map(|words| words.split(',')).map(str::trim).filter(|word| !word.is_empty()) {
             match word {
-                "site" => debug_site = true,
+                "site" => debug_call_site = true,
                 _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"site\" is; ignored")),
             }
         }
@@ -203,7 +203,7 @@ impl Config {
             cache_dir,
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
-            debug_site,
+            debug_call_site,
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
         };
@@ -254,7 +254,7 @@ mod tests {
             cache_dir: CacheDir::Unknown,
             topology_file: None,
             blocking_wait: false,
-            debug_site: false,
+            debug_call_site: false,
             trace_dir: None,
             temporary: "/tmp".into(),
         };
@@ -299,13 +299,13 @@ mod tests {
             blocking_wait: true,
             trace_dir: Some("/scratch/traces".into()),
             temporary: "/scratch".into(),
-            debug_site: true,
+            debug_call_site: true,
         };
         assert_eq!((config, complaints), (expected, 0));
         assert_eq!(parse(&[("SYMM_PROFILE", "0")]).0.profile, ProfileChoice::Off);
         for (words, expected) in [("", (false, 0)), ("site", (true, 0)), (" site, sight,", (true, 1)), ("all", (false, 1))] {
             let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
-            assert_eq!((config.debug_site, complaints), expected, "{words}");
+            assert_eq!((config.debug_call_site, complaints), expected, "{words}");
         }
         let (config, complaints) =
             parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here")]);
@@ -326,8 +326,8 @@ mod tests {
 
     #[test]
     fn misspelt_settings_are_told_which_was_meant() {
-        let said = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
-        assert!(said.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{said}");
+        let message = misspelt("SYMM_BLOCKING_WAITS").expect("no setting");
+        assert!(message.ends_with("did you mean SYMM_BLOCKING_WAIT?"), "{message}");
         assert!(misspelt("SYMM_LOGS").expect("no setting").ends_with("did you mean SYMM_LOG?"));
         assert!(misspelt("SYMM_TRANSPORT_LAYER").expect("no setting").contains("there are SYMM_BLOCKING_WAIT, SYMM_CACHE_DIR"));
         for fine in ["SYMM_LOG", "SYMM_JOB_SECRET", "SYMM_TEST_WORLDS", "SYMM_PYTHON", "TORCH_SYMMMEM", "PATH"] {

@@ -6,11 +6,11 @@
 
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
-use crate::completion::Done;
+use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
-use crate::trace::{Place, Recorder};
+use crate::trace::{Recorder, Target};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -68,7 +68,7 @@ struct State {
 struct Asleep {
     workers: usize,
     /// Workers that leave a job to its submitter.
-    patient: usize,
+    waiting: usize,
     waiters: usize,
 }
 
@@ -79,14 +79,14 @@ struct Job {
     number: u64,
     submitted: Instant,
     timeout: Duration,
-    done: Done,
+    completion: Completion,
 }
 
 /// A job whose completion has not been called.
 struct Finished {
     ticket: u64,
     outcome: Result<()>,
-    done: Done,
+    completion: Completion,
 }
 
 /// A lock whose holder panicked is taken over: every state change under these locks is a single step.
@@ -151,24 +151,24 @@ impl Engine {
         }
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
-        let done = Done::new(move |result, _| *lock(&slot) = result);
-        let number = self.recorder.schedule(&calls, timeout, false, Place::Host);
-        let ticket = state.push(calls, number, timeout, done);
+        let completion = Completion::new(move |result, _| *lock(&slot) = result);
+        let number = self.recorder.schedule(&calls, timeout, false, Target::Host);
+        let ticket = state.push(calls, number, timeout, completion);
         self.finish(state, ticket, None)?;
         lock(&outcome).clone()
     }
 
-    /// Queues `calls`; `done` hears the outcome.
-    pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, done: Done) -> Result<u64> {
+    /// Queues `calls`; `completion` hears the outcome.
+    pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, completion: Completion) -> Result<u64> {
         let mut state = lock(&self.state);
         if state.ready == 0 {
             self.start_worker(&mut state)?;
         }
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
-        let number = self.recorder.schedule(&calls, timeout, true, Place::Host);
-        let ticket = state.push(calls, number, timeout, done);
+        let number = self.recorder.schedule(&calls, timeout, true, Target::Host);
+        let ticket = state.push(calls, number, timeout, completion);
         // The submitter of several waits for none of them yet.
-        if !state.busy && (state.asleep.patient == 0 || state.queue.len() > 1) {
+        if !state.busy && (state.asleep.waiting == 0 || state.queue.len() > 1) {
             self.wake_workers(&state);
         }
         Ok(ticket)
@@ -180,7 +180,7 @@ impl Engine {
         if let Some(submitted) = state.open.get(&ticket) {
             let runs_it = limit.is_none() && submitted.elapsed() < SOON;
             state.grace = if runs_it { (2 * state.grace).clamp(*GRACE.start(), *GRACE.end()) } else { Duration::ZERO };
-            if limit.is_some() && state.asleep.patient > 0 {
+            if limit.is_some() && state.asleep.waiting > 0 {
                 self.wake_workers(&state);
             }
         }
@@ -260,9 +260,9 @@ impl Engine {
             if !state.busy
                 && let Some(left) = state.patience()
             {
-                state.asleep.patient += 1;
+                state.asleep.waiting += 1;
                 state = self.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                state.asleep.patient -= 1;
+                state.asleep.waiting -= 1;
                 continue;
             } else if !state.busy
                 && let Some(job) = state.queue.pop_front()
@@ -312,7 +312,7 @@ impl Engine {
     }
 
     fn wake_workers(&self, state: &State) {
-        if state.asleep.workers + state.asleep.patient > 0 {
+        if state.asleep.workers + state.asleep.waiting > 0 {
             self.work.notify_all();
         }
     }
@@ -329,7 +329,7 @@ impl Engine {
         drop(state);
         let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout), job.timeout, Some(job.number));
         self.rest(&mut lock(&self.state));
-        Finished { ticket: job.ticket, outcome, done: job.done }
+        Finished { ticket: job.ticket, outcome, completion: job.completion }
     }
 
     /// `queued`: the recorder's number of the first call, if it was scheduled before.
@@ -349,7 +349,7 @@ impl Engine {
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));
-        let outcome = catch_unwind(body).unwrap_or_else(|panic| Err(runner.board().panicked(&*panic)));
+        let outcome = catch_unwind(body).unwrap_or_else(|panic| Err(runner.control().panicked(&*panic)));
         drop(runner);
         outcome.inspect_err(|error| {
             if let Some(first) = queued {
@@ -371,7 +371,7 @@ impl Engine {
 impl Finished {
     /// Calls the completion, without any lock held.
     fn tell(self, engine: &Engine) {
-        self.done.call(self.outcome, None);
+        self.completion.call(self.outcome, None);
         let mut state = lock(&engine.state);
         state.open.remove(&self.ticket);
         engine.wake_waiters(&state);
@@ -385,11 +385,11 @@ impl State {
         self.grace.checked_sub(job.submitted.elapsed())
     }
 
-    fn push(&mut self, calls: Vec<Call>, number: u64, timeout: Duration, done: Done) -> u64 {
+    fn push(&mut self, calls: Vec<Call>, number: u64, timeout: Duration, completion: Completion) -> u64 {
         let (ticket, submitted) = (self.next, Instant::now());
         self.next += 1;
         self.open.insert(ticket, submitted);
-        self.queue.push_back(Job { ticket, calls, number, submitted, timeout, done });
+        self.queue.push_back(Job { ticket, calls, number, submitted, timeout, completion });
         ticket
     }
 }

@@ -10,9 +10,9 @@ use crate::coll::cost::profile;
 use crate::coll::cpu::Runner;
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::plan::Thresholds;
-use crate::completion::{Done, Observer};
+use crate::completion::{Completion, Observer};
 use crate::config::Config;
-use crate::control::{Board, Identity};
+use crate::control::{ControlBlock, Identity};
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::sync::call_site::Site;
+use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
 use crate::sys::{fork, remote};
 use crate::trace::{self, Recorder};
@@ -43,7 +43,7 @@ pub struct JoinOptions {
     pub size: i32,
     /// Ranks of the members in the default group; empty: the same as here.
     pub global_ranks: Vec<i32>,
-    /// Whether this is the job's first group, of which a rank that is taken is refused also once it has formed (`boot::Place`).
+    /// Whether this is the job's first group, of which a rank that is taken is refused also once it has formed (`boot::Membership`).
     pub is_default: bool,
     /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
     pub timeout: Option<Duration>,
@@ -68,7 +68,7 @@ impl Default for Tuning {
 
 /// A joined group.
 pub struct Group {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     engine: Arc<Engine>,
     transfers: Arc<Transfers>,
     refusals: Arc<Refusals>,
@@ -78,12 +78,12 @@ pub struct Group {
     /// Of the process that made the group.
     generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
-    place: Mutex<Option<boot::Place>>,
+    membership: Mutex<Option<boot::Membership>>,
     /// Since the first call on a GPU.
-    plane: Arc<device::Slot>,
-    /// Held by whoever sets the plane up.
+    communicator: Arc<device::Slot>,
+    /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
-    places: window::Places,
+    domains: window::Domains,
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
@@ -116,7 +116,7 @@ impl Group {
             timeout,
             segment_bytes: segment_bytes as u64,
             reserved_bytes: layout.control_bytes(),
-            keep_place: options.is_default,
+            keep_membership: options.is_default,
             // A job that starts anew has the same ranks in other processes.
             known: (!options.is_default).then_some(boot::Known { global_ranks: &options.global_ranks, ended: trace::ended }),
         };
@@ -128,7 +128,7 @@ impl Group {
         let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
         let segment = Segment::map_at(joined.segment, joined.addresses)?;
         let mut made = Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)?;
-        made.place = Mutex::new(joined.place);
+        made.membership = Mutex::new(joined.membership);
         Ok(made)
     }
 
@@ -149,44 +149,45 @@ impl Group {
     ) -> Result<Self> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
-        let board = Arc::new(Board::new(segment, rank, name.into(), members, spins));
-        let plane = Arc::<device::Slot>::default();
+        let control = Arc::new(ControlBlock::new(segment, rank, name.into(), members, spins));
+        let communicator = Arc::<device::Slot>::default();
         let watching = if watched.is_empty() {
             None
         } else {
-            // The board does not outlive the group because somebody watches its members.
-            let (listener, slot) = (Arc::downgrade(&board), Arc::downgrade(&plane));
+            // The control block does not outlive the group because somebody watches its members.
+            let (listener, slot) = (Arc::downgrade(&control), Arc::downgrade(&communicator));
             let on_exit: watch::OnExit = Arc::new(move |rank, how| {
-                let Some(board) = listener.upgrade() else { return };
-                let _ = board.contain(|| {
-                    board.note_gone(rank, format!("has ended ({how})"));
-                    slot.upgrade().inspect(|slot| device::bury(slot, rank));
+                let Some(control) = listener.upgrade() else { return };
+                let _ = control.contain(|| {
+                    control.note_gone(rank, format!("has ended ({how})"));
+                    slot.upgrade().inspect(|slot| device::release_dead(slot, rank));
                     Ok(())
                 });
             });
-            let told = |error: Error| board.fail(Error { message: format!("{}: {}", board.describe(rank), error.message), ..error });
-            Some(watch::watch(watched, on_exit).map_err(told)?)
+            let reported =
+                |error: Error| control.fail(Error { message: format!("{}: {}", control.describe(rank), error.message), ..error });
+            Some(watch::watch(watched, on_exit).map_err(reported)?)
         };
         let limit = Limit::from(Instant::now(), timeout);
-        let direct = meet(&board, &limit, tuning.direct)?;
-        log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", board.describe(rank), board.size());
-        let recorder = Recorder::new(&board, timeout);
-        let engine = Engine::new(Runner::new(Arc::clone(&board), tuning.thresholds), Arc::clone(&recorder));
-        let transfers = Transfers::new(Arc::clone(&board), direct);
+        let direct = meet(&control, &limit, tuning.direct)?;
+        log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", control.describe(rank), control.size());
+        let recorder = Recorder::new(&control, timeout);
+        let engine = Engine::new(Runner::new(Arc::clone(&control), tuning.thresholds), Arc::clone(&recorder));
+        let transfers = Transfers::new(Arc::clone(&control), direct);
         Ok(Self {
-            refusals: Refusals::new(&board, &engine, &transfers),
+            refusals: Refusals::new(&control, &engine, &transfers),
             engine,
             transfers,
-            board,
+            control,
             recorder,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
             closed: AtomicBool::new(false),
             generation: fork::generation(),
             watching: Mutex::new(watching),
-            place: Mutex::default(),
-            plane,
+            membership: Mutex::default(),
+            communicator,
             setting_up: Mutex::new(()),
-            places: window::Places::default(),
+            domains: window::Domains::default(),
         })
     }
 
@@ -197,29 +198,35 @@ impl Group {
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
-    /// Queues `calls`; `done` hears the outcome. The ticket is for `wait`.
-    pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, done: Done) -> Result<u64> {
+    /// Queues `calls`; `completion` hears the outcome. The ticket is for `wait`.
+    pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, completion: Completion) -> Result<u64> {
         self.check_calls(&calls)?;
         self.check_kernels()?;
-        self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), done)
+        self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
 
     /// Starts a send.
-    pub fn send(&self, message: Message, done: Done) -> Result<u64> {
-        self.recorded(true, &message, done, |timeout, done| self.transfers.send(message, timeout, done))
+    pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
+        self.recorded(true, &message, completion, |timeout, completion| self.transfers.send(message, timeout, completion))
     }
 
     /// Starts a receive.
-    pub fn recv(&self, message: Message, done: Done) -> Result<u64> {
-        self.recorded(false, &message, done, |timeout, done| self.transfers.recv(message, timeout, done))
+    pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
+        self.recorded(false, &message, completion, |timeout, completion| self.transfers.recv(message, timeout, completion))
     }
 
-    fn recorded(&self, send: bool, message: &Message, done: Done, start: impl FnOnce(Duration, Done) -> Result<u64>) -> Result<u64> {
+    fn recorded(
+        &self,
+        send: bool,
+        message: &Message,
+        completion: Completion,
+        start: impl FnOnce(Duration, Completion) -> Result<u64>,
+    ) -> Result<u64> {
         self.check_alive()?;
         let timeout = message.timeout.unwrap_or_else(|| self.timeout());
-        let number = self.recorder.message(send, message, timeout, trace::Place::Host);
-        let done = done.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
-        start(timeout, done).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false))
+        let number = self.recorder.message(send, message, timeout, trace::Target::Host);
+        let completion = completion.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
+        start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false))
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
@@ -232,7 +239,7 @@ impl Group {
     /// no other call within 80 ms, the group fails: they hear so within 100 ms of their call or of this one, whichever is later.
     pub fn refuse(&self, text: String) {
         if self.check_alive().and_then(|()| self.check_kernels()).is_ok() {
-            self.refusals.add(text, Refused::Collective { on_device: self.plane().is_some() });
+            self.refusals.add(text, Refused::Collective { on_device: self.communicator().is_some() });
         }
     }
 
@@ -251,10 +258,10 @@ impl Group {
     }
 
     /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, site: Option<&'static Site>) -> Result<()> {
+    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         if timeout.is_zero() {
-            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.board.rank())));
+            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.control.rank())));
         }
         let barrier = Call {
             op: Op::Barrier,
@@ -264,17 +271,17 @@ impl Group {
             factor: 1.0,
             inputs: Vec::new(),
             outputs: Vec::new(),
-            site,
+            call_site,
         };
         self.run(vec![barrier], Some(timeout)).map_err(|error| {
-            let (me, cause) = (self.board.rank(), &error.message);
+            let (me, cause) = (self.control.rank(), &error.message);
             if me.0 != 0 {
                 let reached = format!("Rank {me} successfully reached monitoredBarrier");
                 let text = format!("{reached}, but received errors while waiting for send/recv from rank 0: {cause}");
                 return Error { message: text, ..error };
             }
-            let begun = |rank: Rank| self.board.collective(rank);
-            let late: Vec<Rank> = self.board.ranks().filter(|&rank| begun(rank) < begun(self.board.rank())).collect();
+            let begun = |rank: Rank| self.control.collective(rank);
+            let late: Vec<Rank> = self.control.ranks().filter(|&rank| begun(rank) < begun(self.control.rank())).collect();
             let Some(first) = late.first() else { return error };
             let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
             let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
@@ -289,8 +296,8 @@ impl Group {
         if self.check_process().is_err() || self.closed.load(Ordering::Acquire) {
             return;
         }
-        let me = self.board.describe(self.board.rank());
-        let error = self.board.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.board.name())));
+        let me = self.control.describe(self.control.rank());
+        let error = self.control.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
         self.transfers.close(&error);
     }
 
@@ -305,24 +312,24 @@ impl Group {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (name, since) = (self.board.name(), Instant::now());
+        let (name, since) = (self.control.name(), Instant::now());
         self.refusals.forget();
         let launched = self.disconnect(limit);
         if !self.engine.drain(limit.saturating_sub(since.elapsed())) {
-            let (me, seconds) = (self.board.describe(self.board.rank()), since.elapsed().as_secs_f32());
-            self.board.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
+            let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
+            self.control.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
         }
         self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
         self.transfers.stop();
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
-        self.places.drain(limit.saturating_sub(since.elapsed()));
-        self.board.depart();
+        self.domains.drain(limit.saturating_sub(since.elapsed()));
+        self.control.depart();
         if launched {
-            launch_log::abandon(&self.board);
+            launch_log::abandon(&self.control);
         }
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
-        drop(self.place.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(self.membership.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.recorder.leave();
     }
 
@@ -343,25 +350,25 @@ impl Group {
 
     /// The group's first failure, or a member's death that no call has run into yet.
     pub fn error(&self) -> Option<Error> {
-        self.failure().or_else(|| self.board.dead())
+        self.failure().or_else(|| self.control.dead())
     }
 
     /// The group's first failure, on the host or a device.
     pub fn failure(&self) -> Option<Error> {
-        let failure = self.plane().and_then(|plane| plane.failure()).or_else(|| self.board.failure());
+        let failure = self.communicator().and_then(|communicator| communicator.failure()).or_else(|| self.control.failure());
         failure.inspect(|error| self.recorder.saw(error))
     }
 
     /// Runs `body`. A panic in it fails the group on all ranks, unless this process is a forked child, which must not touch it.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
-        if self.check_process().is_ok() { self.board.contain(body) } else { body() }
+        if self.check_process().is_ok() { self.control.contain(body) } else { body() }
     }
 
     fn check_process(&self) -> Result<()> {
         if fork::generation() == self.generation {
             return Ok(());
         }
-        let (name, maker) = (self.board.name(), self.board.pid(self.board.rank()));
+        let (name, maker) = (self.control.name(), self.control.pid(self.control.rank()));
         Err(Error::config(format!(
             "group \"{name}\" was made by process {maker}, of which process {} is a forked child; make a new group in the child",
             std::process::id()
@@ -371,7 +378,7 @@ impl Group {
     fn check_open(&self) -> Result<()> {
         self.check_process()?;
         if self.closed.load(Ordering::Acquire) {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         Ok(())
     }
@@ -379,18 +386,18 @@ impl Group {
     /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
     fn check_calls(&self, calls: &[Call]) -> Result<()> {
         self.check_open()?;
-        calls.iter().try_for_each(|call| call.validate(self.board.rank(), self.board.size()))
+        calls.iter().try_for_each(|call| call.validate(self.control.rank(), self.control.size()))
     }
 
     /// Whether a kernel of this rank has given up: nobody but who asks hears of it.
     fn check_kernels(&self) -> Result<()> {
-        let failure = self.plane().and_then(|plane| plane.failure());
+        let failure = self.communicator().and_then(|communicator| communicator.failure());
         failure.map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
     }
 
     fn check_alive(&self) -> Result<()> {
         self.check_open()?;
-        self.board.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
+        self.control.failure().map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))
     }
 }
 
@@ -398,34 +405,34 @@ impl Drop for Group {
     fn drop(&mut self) {
         self.shutdown();
         if self.check_process().is_err() {
-            self.forget_plane();
-            self.places.forget();
+            self.forget_communicator();
+            self.domains.forget();
         }
     }
 }
 
 /// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.
-fn meet(board: &Board, limit: &Limit, try_direct: bool) -> Result<bool> {
-    let me = board.rank();
-    let about = || format!("joining group \"{}\"", board.name());
+fn meet(control: &ControlBlock, limit: &Limit, try_direct: bool) -> Result<bool> {
+    let me = control.rank();
+    let about = || format!("joining group \"{}\"", control.name());
     let arrive = |phase: u32| {
-        board.phase(me).store(phase, Ordering::Release);
-        board.wake_sleepers();
-        board.wait_together(limit, &about, |peer| board.phase(peer).load(Ordering::Acquire) < phase)
+        control.phase(me).store(phase, Ordering::Release);
+        control.wake_sleepers();
+        control.wait_together(limit, &about, |peer| control.phase(peer).load(Ordering::Acquire) < phase)
     };
     let word = std::hint::black_box(Box::new(PROBE));
-    board.probe(me).store(std::ptr::from_ref(&*word) as u64, Ordering::Relaxed);
+    control.probe(me).store(std::ptr::from_ref(&*word) as u64, Ordering::Relaxed);
     arrive(1)?;
     let readable = |peer: Rank| {
         let mut copy = [0u8; 8];
-        let from = board.probe(peer).load(Ordering::Relaxed) as usize;
+        let from = control.probe(peer).load(Ordering::Relaxed) as usize;
         // SAFETY: `copy` is a local array of 8 bytes.
-        let read = unsafe { remote::read_memory(board.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
+        let read = unsafe { remote::read_memory(control.pid(peer), from, copy.as_mut_ptr(), copy.len()) };
         read.is_ok() && copy == PROBE.to_ne_bytes()
     };
-    board.capable(me).store(u32::from(try_direct && board.peers().all(readable)), Ordering::Relaxed);
+    control.capable(me).store(u32::from(try_direct && control.peers().all(readable)), Ordering::Relaxed);
     arrive(2)?;
-    Ok(board.ranks().all(|rank| board.capable(rank).load(Ordering::Relaxed) == 1))
+    Ok(control.ranks().all(|rank| control.capable(rank).load(Ordering::Relaxed) == 1))
 }
 
 /// What a rank expects to find at a peer's probe address.

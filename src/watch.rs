@@ -279,22 +279,22 @@ mod tests {
     fn each_subscriber_hears_of_each_rank_once() {
         let (mut first, member) = sleeper();
         let (mut second, other) = sleeper();
-        let (_a, heard_by_a) = watching(&[myself(), member.clone(), other.clone()]);
-        let (_b, heard_by_b) = watching(&[member.clone(), member]);
-        let (c, heard_by_c) = watching(&[other]);
+        let (_a, received_by_a) = watching(&[myself(), member.clone(), other.clone()]);
+        let (_b, received_by_b) = watching(&[member.clone(), member]);
+        let (c, received_by_c) = watching(&[other]);
         drop(c);
         let killed = Instant::now();
         first.kill().expect("killed");
         let second_look = Duration::from_secs(2);
         let how = "killed by signal 9 (SIGKILL)".to_owned();
-        assert_eq!(heard_by_a.recv_timeout(second_look), Ok((Rank(1), how.clone())));
+        assert_eq!(received_by_a.recv_timeout(second_look), Ok((Rank(1), how.clone())));
         assert!(killed.elapsed() < Duration::from_millis(100), "{:?}", killed.elapsed());
-        assert_eq!(heard_by_b.recv_timeout(second_look), Ok((Rank(0), how.clone())));
-        assert_eq!(heard_by_b.recv_timeout(second_look), Ok((Rank(1), how.clone())));
+        assert_eq!(received_by_b.recv_timeout(second_look), Ok((Rank(0), how.clone())));
+        assert_eq!(received_by_b.recv_timeout(second_look), Ok((Rank(1), how.clone())));
         second.kill().expect("killed");
-        assert_eq!(heard_by_a.recv_timeout(second_look), Ok((Rank(2), how)));
-        assert!(heard_by_b.recv_timeout(Duration::from_millis(50)).is_err());
-        assert!(heard_by_c.try_recv().is_err());
+        assert_eq!(received_by_a.recv_timeout(second_look), Ok((Rank(2), how)));
+        assert!(received_by_b.recv_timeout(Duration::from_millis(50)).is_err());
+        assert!(received_by_c.try_recv().is_err());
         first.wait().expect("reaped");
         second.wait().expect("reaped");
     }
@@ -303,9 +303,9 @@ mod tests {
     fn an_exit_code_is_told_where_the_kernel_knows_it() {
         let mut child = Command::new("sh").args(["-c", "read x; exit 3"]).stdin(std::process::Stdio::piped()).spawn().expect("sh runs");
         let member = member_of(child.id());
-        let (_watch, heard) = watching(&[member]);
+        let (_watch, received) = watching(&[member]);
         drop(child.stdin.take());
-        let (rank, how) = heard.recv_timeout(Duration::from_secs(5)).expect("heard");
+        let (rank, how) = received.recv_timeout(Duration::from_secs(5)).expect("received");
         assert_eq!((rank, how.as_str()), (Rank(0), "exited with code 3"));
         child.wait().expect("reaped");
     }
@@ -329,7 +329,7 @@ mod tests {
 
     #[test]
     fn timers_go_off_in_their_order_unless_dropped() {
-        let (sender, heard) = channel();
+        let (sender, received) = channel();
         let timer = |delay: u64, name: &'static str| {
             let sender = sender.clone();
             after(Duration::from_millis(delay), move || sender.send(name).unwrap_or_default()).expect("starts")
@@ -338,31 +338,31 @@ mod tests {
         let (_late, _early, dropped) = (timer(150, "late"), timer(30, "early"), timer(60, "dropped"));
         drop(dropped);
         let patience = Duration::from_secs(5);
-        assert_eq!(heard.recv_timeout(patience), Ok("early"));
+        assert_eq!(received.recv_timeout(patience), Ok("early"));
         assert!(begun.elapsed() >= Duration::from_millis(30));
-        assert_eq!(heard.recv_timeout(patience), Ok("late"));
+        assert_eq!(received.recv_timeout(patience), Ok("late"));
         assert!(begun.elapsed() >= Duration::from_millis(150));
         let again = sender.clone();
         let _chain = after(Duration::ZERO, move || {
             let second = after(Duration::ZERO, move || again.send("from the callback").unwrap_or_default()).expect("starts");
             std::mem::forget(second);
         });
-        assert_eq!(heard.recv_timeout(patience), Ok("from the callback"));
-        assert!(heard.try_recv().is_err(), "what was dropped never came");
+        assert_eq!(received.recv_timeout(patience), Ok("from the callback"));
+        assert!(received.try_recv().is_err(), "what was dropped never came");
     }
 
     #[test]
     fn a_forked_child_watches_anew_and_leaves_the_parent_alone() {
         let (mut sleeper, member) = sleeper();
-        let (subscription, heard) = watching(std::slice::from_ref(&member));
+        let (subscription, received) = watching(std::slice::from_ref(&member));
         // SAFETY: the child runs only code under test and `_exit`; glibc repairs malloc in a child.
         let child = unsafe { libc::fork() };
         if child == 0 {
             drop(subscription);
             let (_watch, news) = watching(&[member]);
-            let heard = news.recv_timeout(Duration::from_secs(5));
+            let received = news.recv_timeout(Duration::from_secs(5));
             // SAFETY: `_exit` takes any code.
-            unsafe { libc::_exit(i32::from(heard.is_err())) };
+            unsafe { libc::_exit(i32::from(received.is_err())) };
         }
         std::thread::sleep(Duration::from_millis(50));
         sleeper.kill().expect("killed");
@@ -370,7 +370,7 @@ mod tests {
         // SAFETY: `status` is valid for a write; `child` is our own.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0);
-        assert!(heard.recv_timeout(Duration::from_secs(2)).is_ok());
+        assert!(received.recv_timeout(Duration::from_secs(2)).is_ok());
         drop(subscription);
         sleeper.wait().expect("reaped");
     }

@@ -32,7 +32,7 @@ fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
 }
 
 fn call(op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, rank: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype, reduce_op, root: Rank(root), factor: f64::from(rank) + 0.5, inputs, outputs, site: None }
+    Call { op, dtype, reduce_op, root: Rank(root), factor: f64::from(rank) + 0.5, inputs, outputs, call_site: None }
 }
 
 fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {

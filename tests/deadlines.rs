@@ -10,7 +10,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op};
 use symm::coll::plan::Thresholds;
-use symm::completion::Done;
+use symm::completion::Completion;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::{Error, Kind};
 use symm::group::{Group, Tuning};
@@ -29,7 +29,7 @@ const TIMEOUT: Duration = Duration::from_millis(60);
 fn barrier(group: &Group, timeout: Duration) -> Result<(), Error> {
     let (inputs, outputs) = (Vec::new(), Vec::new());
     let call =
-        Call { op: Op::Barrier, dtype: DType::U8, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, site: None };
+        Call { op: Op::Barrier, dtype: DType::U8, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
     group.run(vec![call], Some(timeout))
 }
 
@@ -37,10 +37,10 @@ fn barrier(group: &Group, timeout: Duration) -> Result<(), Error> {
 fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     let mut room = [0u8; 8];
     let message = Message { peer: Some(Rank(1)), tag: 1, dtype: DType::U8, span: span(&mut room), timeout: Some(timeout) };
-    let heard: &'static Mutex<_> = Box::leak(Box::new(Mutex::new(Ok(()))));
-    let ticket = group.recv(message, Done::new(move |outcome, _| *heard.lock().expect("not poisoned") = outcome))?;
+    let received: &'static Mutex<_> = Box::leak(Box::new(Mutex::new(Ok(()))));
+    let ticket = group.recv(message, Completion::new(move |outcome, _| *received.lock().expect("not poisoned") = outcome))?;
     group.wait(ticket, None)?;
-    heard.lock().expect("not poisoned").clone()
+    received.lock().expect("not poisoned").clone()
 }
 
 /// Rank 0 waits in `call`, which must end at `limit` with `kind`; rank 1 does `other` meanwhile and says when that began to count.

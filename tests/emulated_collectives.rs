@@ -41,7 +41,7 @@ fn run(n: usize, cases: &[Case], rounds: usize) -> HashMap<&'static str, usize> 
                         let call = tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
                         call.validate(Rank(me as u32), n).expect("a valid call");
                         let plan = host.plan(&call);
-                        if let Some(launch) = host.site(me, i as u64, Some(&call)).prepare(&call, plan) {
+                        if let Some(launch) = host.context(me, i as u64, Some(&call)).prepare(&call, plan) {
                             host.run(me, &launch, case.dtype, case.reduce_op);
                         }
                     }
@@ -83,7 +83,7 @@ fn mixture(counts: &[usize]) -> Vec<Case> {
 #[test]
 fn two_ranks() {
     let served = run(2, &mixture(&[1, 7, 0, 300, 1500, 40_000, 5, 2]), 2);
-    for name in ["exchange_low_latency", "exchange_staged", "exchange_mixed", "reduce_low_latency", "reduce_staged", "two_stage"] {
+    for name in ["exchange_low_latency", "exchange_staged", "exchange_mixed", "reduce_low_latency", "reduce_staged", "rsag_staged"] {
         assert!(served.contains_key(name), "{name} in {served:?}");
     }
 }
@@ -91,7 +91,7 @@ fn two_ranks() {
 #[test]
 fn three_ranks() {
     let served = run(3, &mixture(&[1, 33, 1300, 20_001, 64]), 1);
-    for name in ["one_shot", "two_shot", "two_stage"] {
+    for name in ["one_shot", "two_shot", "rsag_staged"] {
         assert!(served.contains_key(name), "{name} in {served:?}");
     }
 }
@@ -118,7 +118,7 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
         (0..2).map(|channel| (0..2).map(|me| Tensors::new(&[800_000], &[800_000], 0, channel * 2 + me + 1)).collect()).collect();
     let defines =
         ["-DSYMM_WORLD=2".into(), format!("-DSYMM_DTYPE={}", DType::F32 as u8), "-DSYMM_OP=0".into(), "-DSYMM_RESIDENT=15".into()];
-    let program = Program::build_with("all_reduce/staged", &defines);
+    let program = Program::build_with("all_reduce/rsag_staged", &defines);
     std::thread::scope(|scope| {
         for me in 0..2 {
             for turn in 0..2 {
@@ -128,11 +128,11 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
                     std::thread::sleep(Duration::from_millis(100 * turn as u64));
                     let call = tensors.call(case.op, case.dtype, case.reduce_op, 0);
                     let plan = host.plan(&call);
-                    let launch = host.site(me, 1, Some(&call)).prepare(&call, plan).unwrap();
+                    let launch = host.context(me, 1, Some(&call)).prepare(&call, plan).unwrap();
                     assert_eq!(launch.blocks, 3 * lanes as u32);
-                    assert!(matches!(launch.args, Args::TwoStage(_)), "{plan:?}");
+                    assert!(matches!(launch.args, Args::RsagStaged(_)), "{plan:?}");
                     // SAFETY: memory and tensors live until all ranks are done.
-                    unsafe { program.launch("all_reduce_staged", me as u32, launch.blocks, THREADS, launch.args.bytes()) };
+                    unsafe { program.launch("rsag_staged", me as u32, launch.blocks, THREADS, launch.args.bytes()) };
                 });
             }
         }
@@ -161,7 +161,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
                     let call = tensors.call(op, DType::F32, ReduceOp::Sum, 0);
                     let plan = host.plan(&call);
                     assert_ne!(plan, Plan::Nothing);
-                    host.run(me, &host.site(me, 77, Some(&call)).prepare(&call, plan).unwrap(), DType::F32, ReduceOp::Sum);
+                    host.run(me, &host.context(me, 77, Some(&call)).prepare(&call, plan).unwrap(), DType::F32, ReduceOp::Sum);
                 });
             }
         });

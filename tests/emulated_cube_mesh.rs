@@ -8,8 +8,8 @@ use emulated::Program;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::arguments::{Common, REPORT_WORDS};
-use symm::coll::cuda::launch::{Edges, Launch, Site};
-use symm::coll::cuda::plan::{self, Facts, Plan, Tuning};
+use symm::coll::cuda::launch::{Edges, Launch, LaunchContext};
+use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
@@ -54,7 +54,7 @@ impl Host {
     fn new(mesh: CubeMesh) -> Self {
         let layout = Layout::new(N, 64 << 20).expect("fits");
         let mut units = vec![0u128; layout.channel_bytes() / 16];
-        units[layout.marked() / 16..][..layout.marked_bytes() / 16].fill(u128::MAX);
+        units[layout.sentinel() / 16..][..layout.sentinel_bytes() / 16].fill(u128::MAX);
         let guard = vec![GUARD; units.len()];
         let tuning = Tuning { lanes: 2, threads: THREADS as usize, ..Tuning::of(N) };
         let reports = vec![vec![0; REPORT_WORDS]; N];
@@ -63,7 +63,7 @@ impl Host {
     }
 
     fn plan(&self, call: &Call) -> Plan {
-        plan::choose(call, &Facts { n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, gated: false })
+        plan::choose(call, &Conditions { n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, zero_copy: false })
     }
 
     fn launch(&self, me: usize, number: u64, call: &Call) -> Option<Launch> {
@@ -77,8 +77,8 @@ impl Host {
         let (stop, report) = (&raw const *self.stop as u64, self.reports[me].as_ptr() as u64);
         let common = Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call: number };
         let edges = Some(Edges { mesh: &self.mesh, peer: along });
-        let site = Site { me, n: N, layout: &self.layout, edges, threads: THREADS, common, symmetric: None };
-        site.prepare(call, self.plan(call))
+        let call_site = LaunchContext { me, n: N, layout: &self.layout, edges, threads: THREADS, common, symmetric: None };
+        call_site.prepare(call, self.plan(call))
     }
 
     fn run(&self, me: usize, number: u64, call: &Call, blocks: Option<u32>) {
@@ -265,7 +265,7 @@ impl Tensors {
         let spans = |data: &[Vec<u8>]| data.iter().map(|d| Span { addr: d.as_ptr() as usize + shift, bytes: d.len() - shift }).collect();
         let inputs: Vec<Span> = spans(&self.inputs);
         let outputs = if self.case.in_place { inputs.clone() } else { spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(0), factor: 0.5, inputs, outputs, site: None }
+        Call { op, dtype, reduce_op, root: Rank(0), factor: 0.5, inputs, outputs, call_site: None }
     }
 
     fn input(&self, i: usize) -> &[u8] {

@@ -119,7 +119,7 @@ impl Drop for Guarded {
 }
 
 /// A collective of all of `n` ranks.
-struct Asked {
+struct Request {
     op: Op,
     n: usize,
     dtype: DType,
@@ -162,11 +162,11 @@ impl Scene {
         }
         let op = random.of(Op::ALL);
         let base = random.bytes(dtype.size());
-        Self::collective(random, heaps, symmetry, Asked { op, n, dtype, reduce_op, base })
+        Self::collective(random, heaps, symmetry, Request { op, n, dtype, reduce_op, base })
     }
 
-    fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, asked: Asked) -> Self {
-        let Asked { op, n, dtype, reduce_op, base } = asked;
+    fn collective(random: &mut Random, heaps: &[Heap], symmetry: Symmetry, requested: Request) -> Self {
+        let Request { op, n, dtype, reduce_op, base } = requested;
         let (root, uneven) = (random.below(n), random.below(3));
         // A rank with short messages alone, among others whose messages are longer than any with flags in the data.
         let apart = (op == Op::AllToAll && n < 5 && random.below(3) == 0).then(|| random.below(n));
@@ -213,7 +213,7 @@ impl Scene {
                 factor: factor(me),
                 inputs: spans(&inputs),
                 outputs: spans(&outputs),
-                site: None,
+                call_site: None,
             };
             let replaces = match op {
                 Op::AllReduce | Op::Reduce => Some((0, 0)),
@@ -264,13 +264,13 @@ impl Scene {
     }
 
     fn run(&self, host: &Host, me: usize, number: u64) {
-        let site = |call| host.site(me, number, call);
+        let call_site = |call| host.context(me, number, call);
         let run = |launch: &Launch| host.run(me, launch, self.dtype, self.reduce_op);
         let call = match &self.acts[me] {
             Act::Collective(call) => call,
             Act::Transfers { sends, receives, apart } => {
                 let plan = plan::transfers(&host.layout, &host.tuning);
-                let launch = |sends: &[_], receives: &[_]| run(&site(None).transfers(sends, receives, plan).unwrap());
+                let launch = |sends: &[_], receives: &[_]| run(&call_site(None).transfers(sends, receives, plan).unwrap());
                 if !apart {
                     return launch(sends, receives);
                 }
@@ -282,12 +282,12 @@ impl Scene {
         };
         call.validate(Rank(me as u32), host.n).expect("a valid call");
         let plan = host.plan(call);
-        if let Some(launch) = site(Some(call)).prepare(call, plan) {
+        if let Some(launch) = call_site(Some(call)).prepare(call, plan) {
             run(&launch);
         }
     }
 
-    /// Whether `me` moves something in a gated kernel, to or from a peer.
+    /// Whether `me` moves something in a zero-copy kernel, to or from a peer.
     fn moves(&self, host: &Host, me: usize) -> bool {
         let Act::Collective(call) = &self.acts[me] else { return false };
         let plan = host.plan(call);
@@ -296,7 +296,7 @@ impl Scene {
         // The root of a broadcast gives all through staging.
         let gives = call.op == Op::Broadcast && call.root.index() == me;
         let moved = !gives && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
-        host.is_gated(call) && plan.can_be_gated() && moved
+        host.is_zero_copy(call) && plan.can_be_zero_copy() && moved
     }
 
     fn check(&self, about: &str) {
@@ -314,7 +314,7 @@ impl Scene {
 const HEAP: usize = 256 << 20;
 
 /// Random programs on `n` ranks, each under a random tuning; `SYMM_RANDOM_SEED` and `SYMM_RANDOM_PROGRAMS` for others and more.
-fn random_programs(n: usize, gated: bool) {
+fn random_programs(n: usize, zero_copy: bool) {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
     let seed = number("SYMM_RANDOM_SEED", 1);
     for program in 0..number("SYMM_RANDOM_PROGRAMS", 2) {
@@ -322,9 +322,9 @@ fn random_programs(n: usize, gated: bool) {
         let tuning = Tuning {
             one_shot_bytes: random.of(&[0, 700, 5000, 70_000]),
             two_shot_bytes: random.of(&[0, 6000, 70_000]),
-            gated_two_shot_bytes: random.of(&[0, 0, 6000]),
-            gated_bytes: random.of(&[1, 1, 2000]),
-            low_latency_bytes: random.of(&[0, 600, 5000, if gated { 700 } else { 30_000 }]),
+            zero_copy_two_shot_bytes: random.of(&[0, 0, 6000]),
+            zero_copy_bytes: random.of(&[1, 1, 2000]),
+            low_latency_bytes: random.of(&[0, 600, 5000, if zero_copy { 700 } else { 30_000 }]),
             block_units: random.of(&[16, 60, 256]),
             blocks: 64,
             lanes: 1 + random.below(4),
@@ -332,8 +332,8 @@ fn random_programs(n: usize, gated: bool) {
             overlap: 0,
         };
         let mut host = Host::with_tuning(n, tuning);
-        if gated {
-            host.gate(HEAP);
+        if zero_copy {
+            host.handshake(HEAP);
         }
         if program % 2 == 1 {
             host.age();
@@ -358,7 +358,7 @@ fn random_programs(n: usize, gated: bool) {
             scene.check(&format!("step {i} of program {program}, {n} ranks, {tuning:?}"));
         }
         assert!(host.is_well(), "a kernel gave up");
-        assert_eq!(gated, host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
+        assert_eq!(zero_copy, host.direct().iter().all(|&kernels| kernels > 0), "{:?}", host.direct());
     }
 }
 
@@ -388,35 +388,35 @@ fn random_programs_on_five_ranks() {
 }
 
 #[test]
-fn random_gated_programs_on_two_ranks() {
+fn random_zero_copy_programs_on_two_ranks() {
     random_programs(2, true);
 }
 
 #[test]
-fn random_gated_programs_on_three_ranks() {
+fn random_zero_copy_programs_on_three_ranks() {
     random_programs(3, true);
 }
 
 #[test]
-fn random_gated_programs_on_four_ranks() {
+fn random_zero_copy_programs_on_four_ranks() {
     random_programs(4, true);
 }
 
 #[test]
-fn random_gated_programs_on_eight_ranks() {
+fn random_zero_copy_programs_on_eight_ranks() {
     random_programs(8, true);
 }
 
-/// Under which every collective of `n` ranks that can be gated is.
-fn always_gated(n: usize) -> Tuning {
-    let long = Tuning { one_shot_bytes: 0, gated_two_shot_bytes: 0, gated_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
+/// Under which every collective of `n` ranks that can be zero-copy is.
+fn always_zero_copy(n: usize) -> Tuning {
+    let long = Tuning { one_shot_bytes: 0, zero_copy_two_shot_bytes: 0, zero_copy_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
     Tuning { lanes: 2, threads: 8, ..long }
 }
 
 /// Every collective on symmetric tensors alone goes direct, whatever its element type and operation, and whatever its tails.
 fn all_symmetric_goes_direct(n: usize) {
-    let mut host = Host::with_tuning(n, always_gated(n));
-    host.gate(HEAP);
+    let mut host = Host::with_tuning(n, always_zero_copy(n));
+    host.handshake(HEAP);
     let mut random = Random(n as u64);
     let reductions = [
         (DType::F32, ReduceOp::Sum),
@@ -432,8 +432,8 @@ fn all_symmetric_goes_direct(n: usize) {
             // Longer than what flags in the data carry where nobody knows the longest message.
             let least = if *op == Op::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();
-            let asked = Asked { op: *op, n, dtype, reduce_op, base };
-            scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, asked));
+            let requested = Request { op: *op, n, dtype, reduce_op, base };
+            scenes.push(Scene::collective(&mut random, &host.heaps, Symmetry::All, requested));
         }
     }
     let least: Vec<usize> = (0..n).map(|me| scenes.iter().filter(|scene| scene.moves(&host, me)).count()).collect();
@@ -475,11 +475,11 @@ fn all_symmetric_goes_direct_on_eight_ranks() {
 fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
     // Not a gather: of its ranks only the root needs all others.
     for op in [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::Broadcast] {
-        let mut host = Host::with_tuning(3, always_gated(3));
-        host.gate(HEAP);
+        let mut host = Host::with_tuning(3, always_zero_copy(3));
+        host.handshake(HEAP);
         host.timeout = Duration::from_millis(300);
-        let asked = Asked { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
-        let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, asked);
+        let requested = Request { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
+        let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, requested);
         let before: Vec<Vec<u8>> = scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
         let begun = Instant::now();
         std::thread::scope(|scope| {

@@ -7,7 +7,7 @@ use emulated::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::rank::Rank;
-use symm::window::signal_cuda::{GaveUp, Place, REPORT_WORDS, Signal};
+use symm::window::signal_cuda::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
 
 const CHANNELS: usize = 8;
 /// Longer than any test takes on a busy machine.
@@ -36,7 +36,7 @@ impl Host {
     fn run(&self, me: usize, signal: Signal, channel: u32) {
         let pads: Vec<u64> = self.pads.iter().map(|pad| pad.as_ptr() as u64).collect();
         let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
-        let place = Place { me: Rank(me as u32), pads: &pads, channel, timeout: self.timeout, stop, report };
+        let place = SignalEnds { me: Rank(me as u32), pads: &pads, channel, timeout: self.timeout, stop, report };
         let args = signal.args(&place).unwrap().expect("something to do");
         // SAFETY: pads, reports and the stop word outlive the launch and are written as atomics alone.
         unsafe { self.program.launch("signal", me as u32, 1, 8, args.bytes()) };

@@ -31,14 +31,14 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Call, Vec<(usize, u
     let outputs: Vec<Span> = (0..RANKS).map(|from| span(lengths[from][me], 0)).collect();
     let expected = outputs.iter().enumerate().map(|(from, output)| (output.addr, output.bytes, value(from, me))).collect();
     let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(0));
-    (Call { op: Op::AllToAll, dtype, reduce_op, root, factor: 1.0, inputs, outputs, site: None }, expected)
+    (Call { op: Op::AllToAll, dtype, reduce_op, root, factor: 1.0, inputs, outputs, call_site: None }, expected)
 }
 
 /// Runs one call after the other, each rank as fast as it can.
 fn run(program: &[Lengths]) {
     // As on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.
     let mut host = Host::with_tuning(RANKS, Tuning { lanes: 2, threads: 8, ..Tuning::of(RANKS) });
-    host.gate(256 << 20);
+    host.handshake(256 << 20);
     host.timeout = Duration::from_secs(20);
     let calls: Vec<Vec<_>> = (0..RANKS).map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect()).collect();
     std::thread::scope(|scope| {
@@ -46,7 +46,7 @@ fn run(program: &[Lengths]) {
             let host = &host;
             scope.spawn(move || {
                 for (number, (call, _)) in calls.iter().enumerate() {
-                    let launch = host.site(me, number as u64 + 1, Some(call)).prepare(call, host.plan(call)).unwrap();
+                    let launch = host.context(me, number as u64 + 1, Some(call)).prepare(call, host.plan(call)).unwrap();
                     host.run(me, &launch, DType::U8, ReduceOp::Sum);
                 }
             });

@@ -45,7 +45,7 @@ fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
         timeout,
         segment_bytes: BYTES,
         reserved_bytes: 4096,
-        keep_place: false,
+        keep_membership: false,
         known: None,
     }
 }
@@ -157,7 +157,7 @@ fn p20_received_descriptors_are_closed_on_exec() {
 
 /// Runs `body`, which may only make system calls, in a process of another user; `None` where this user may not become another.
 /// True: `body` was.
-fn as_stranger(body: impl FnOnce() -> bool) -> Option<bool> {
+fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if !rustix::process::geteuid().is_root() {
         let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
         return None;
@@ -207,8 +207,8 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
         }
         hello.extend(BYTES.to_le_bytes());
         hello.extend(token(&record));
-        let stranger = scope.spawn(move || {
-            as_stranger(|| {
+        let unidentified = scope.spawn(move || {
+            as_unidentified(|| {
                 let socket = socket();
                 rustix::net::connect(&socket, &address).is_ok()
                     && (rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL).is_err() || is_turned_away(&socket))
@@ -217,7 +217,7 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
         // Rank 0 listens once all records are there.
         thread::sleep(Duration::from_millis(100));
         let joined = join(&store, &spec(1, LONG));
-        assert!(stranger.join().unwrap().unwrap_or(true), "a stranger was answered");
+        assert!(unidentified.join().unwrap().unwrap_or(true), "a unidentified peer was answered");
         assert!(joined.is_ok() && leader.join().unwrap().is_ok(), "nobody else is disturbed");
     });
 }
@@ -277,7 +277,7 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
     let hidden = format!("symm-test-store-{}", std::process::id());
     let abstract_one = stores::master(&format!("unix:@{hidden}"), None);
     let connect = |address: SocketAddrUnix| {
-        as_stranger(move || {
+        as_unidentified(move || {
             let kind = SocketType::STREAM;
             let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
             rustix::net::connect(&socket, &address).is_err() || is_turned_away(&socket)
@@ -289,7 +289,7 @@ fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
     let _open = symm::store::file::FileStore::open(&file, 1).unwrap();
     let name = std::ffi::CString::new(file.to_str().unwrap()).unwrap();
     // SAFETY: a path that ends with a zero.
-    let refused = as_stranger(|| unsafe { libc::open(name.as_ptr(), libc::O_RDONLY) < 0 });
+    let refused = as_unidentified(|| unsafe { libc::open(name.as_ptr(), libc::O_RDONLY) < 0 });
     assert!(refused.unwrap_or(true), "another user reads the store");
     for store in [&named, &abstract_one] {
         store.add("honest", 1).unwrap();

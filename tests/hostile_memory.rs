@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
-use symm::completion::Done;
+use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::{Error, Kind, Result};
@@ -50,9 +50,9 @@ fn message(peer: u32, tag: i32, span: Span) -> Message {
 }
 
 /// Where the outcome of a send or receive will stand.
-fn heard() -> (Done, impl Fn() -> Option<Result<()>>) {
+fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
     let (sender, receiver) = std::sync::mpsc::channel();
-    let done = Done::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
+    let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
     (done, move || receiver.try_recv().ok())
 }
 
@@ -128,7 +128,7 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
     // More than the ring holds, so that some wait for room.
     let sent: Vec<(Pages, _)> = (0..20)
         .map(|tag| {
-            let (pages, (done, outcome)) = (Pages::new(60 << 10), heard());
+            let (pages, (done, outcome)) = (Pages::new(60 << 10), received());
             sender.send(message(1, tag, pages.span()), done).unwrap();
             (pages, outcome)
         })
@@ -151,7 +151,7 @@ fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
     let mut ring = Ring { forger: &forger, tail: 0 };
     // A long message is offered, and asked for twice: it must not be read again once it has been sent.
     let pages = Pages::new(2 << 20);
-    let (done, outcome) = heard();
+    let (done, outcome) = received();
     let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
     for _ in 0..2 {
         ring.say([3, ticket, 0, 0], 32);
@@ -181,7 +181,7 @@ fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
         let (file, forger) = memory(2);
         let [victim, _silent] = pair(&file, PATIENCE, false);
         let mut room = [0u8; 16];
-        let (done, outcome) = heard();
+        let (done, outcome) = received();
         victim.recv(message(1, 3, span(&mut room)), done).unwrap();
         Ring { forger: &forger, tail: 0 }.say(words, bytes);
         let error = until(what, || {
@@ -221,7 +221,7 @@ fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() 
     assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
     // A receive of another tag has to look behind all of them.
     let mut room = [0u8; 16];
-    let (done, outcome) = heard();
+    let (done, outcome) = received();
     victim.recv(message(1, 6, span(&mut room)), done).unwrap();
     ring.say([1 | 6 << 32, u64::MAX >> 1, 16, 0], 64);
     until("the message behind the flood", || {
@@ -239,7 +239,7 @@ fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)]) -> Option<Result<()>> {
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
     let mut room = vec![0u8; bytes];
-    let (done, outcome) = heard();
+    let (done, outcome) = received();
     victim.recv(message(1, 3, span(&mut room)), done).unwrap();
     for &(words, taken) in frames {
         ring.say(words, taken);
@@ -285,7 +285,7 @@ fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender(
     let (file, forger) = memory(2);
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
-    let (done, outcome) = heard();
+    let (done, outcome) = received();
     victim.recv(message(1, 3, span(&mut [0u8; 16])), done).unwrap();
     for number in 1..=1024 {
         ring.say([1, number, 0, 0], 32);
@@ -311,7 +311,7 @@ impl Dice {
 }
 
 fn call(op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, site: None, inputs, outputs }
+    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, call_site: None, inputs, outputs }
 }
 
 /// Some calls of two ranks, whose data lie in `mine`, between guards.
@@ -326,7 +326,7 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
             None,
         )?;
         group.run(vec![call(Op::AllGather, 0, vec![part(0, count)], vec![part(4, count), part(5, count)])], None)?;
-        let (done, outcome) = heard();
+        let (done, outcome) = received();
         let peer = 1 - me as u32;
         let ticket = if me == 0 {
             group.send(message(peer, 1, part(6, count)), done)?
@@ -376,8 +376,8 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
                 thread::sleep(Duration::from_millis(100));
                 victim.abort();
             }
-            let patient = Instant::now() + Duration::from_secs(5);
-            while !running.is_finished() && Instant::now() < patient {
+            let waiting = Instant::now() + Duration::from_secs(5);
+            while !running.is_finished() && Instant::now() < waiting {
                 thread::sleep(Duration::from_millis(5));
             }
             // Not where the deadline does what it is for.
@@ -459,8 +459,8 @@ fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
     let [victim, _silent] = pair(&file, PATIENCE, false);
     let mut ring = Ring { forger: &forger, tail: 0 };
     let (mut first, mut second) = ([0u8; 16], [0u8; 16]);
-    let ticket = victim.recv(message(1, 3, span(&mut first)), Done::new(|_, _| panic!("a completion's bug"))).unwrap();
-    let (done, outcome) = heard();
+    let ticket = victim.recv(message(1, 3, span(&mut first)), Completion::new(|_, _| panic!("a completion's bug"))).unwrap();
+    let (done, outcome) = received();
     victim.recv(message(1, 4, span(&mut second)), done).unwrap();
     thread::scope(|scope| {
         let waiting = scope.spawn(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| victim.wait(ticket, Some(PATIENCE)))));

@@ -15,10 +15,10 @@ use symm::error::{Error, Kind, Result};
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::file::FileStore;
-use symm::store::lane::Lane;
 use symm::store::memory::MemoryStore;
 use symm::store::request::{Op, Request};
 use symm::store::table::Reply;
+use symm::store::worker::Worker;
 use symm::sys::lock::{Mode, try_lock};
 use symm::sys::process::{self, ProcessId};
 use symm::sys::socket;
@@ -65,7 +65,7 @@ fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> JoinSpec<'_> {
         timeout,
         segment_bytes: 8192,
         reserved_bytes: 4096,
-        keep_place: false,
+        keep_membership: false,
         known: None,
     }
 }
@@ -223,9 +223,9 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
     let lock = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
     assert!(try_lock(lock.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
     let (go, stopped) = channel();
-    let lane = Lane::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
+    let worker = Worker::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
     let holder = format!("is held by process {} (alive, ", std::process::id());
-    let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&lane, "the store at x:1 did not answer CompareSet within ")];
+    let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&worker, "the store at x:1 did not answer CompareSet within ")];
     for (store, expected) in cases {
         let started = Instant::now();
         let outcome = join(store, &spec("g", 1, 2, SHORT));
@@ -236,7 +236,7 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
             format!("rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet of \"symm/g/0/1\" was not", std::process::id());
         assert!(message.starts_with(&begin) && message.contains(expected), "{message}");
     }
-    drop((go, lane, lock));
+    drop((go, worker, lock));
     drop(file);
 }
 
@@ -385,7 +385,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let store = MemoryStore::new();
     let held = json!({ "host": record_of(1, 2)["host"], "pid": child.id(), "start_time": start_time, "socket": name });
     store.set("symm/g/0/1/place", &serde_json::to_vec(&held).unwrap()).unwrap();
-    let placed = |rank, timeout| JoinSpec { keep_place: true, ..spec("g", rank, 2, timeout) };
+    let placed = |rank, timeout| JoinSpec { keep_membership: true, ..spec("g", rank, 2, timeout) };
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
 
     let listener = socket::listen_at(&name, 1).unwrap();
@@ -406,7 +406,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
         drop(listener);
         waiting.join().unwrap()
     });
-    assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.place.is_some())), "{outcomes:?}");
+    assert!(outcomes.iter().all(|outcome| outcome.as_ref().is_ok_and(|joined| joined.membership.is_some())), "{outcomes:?}");
     drop(outcomes);
 
     // A listener alone does not count: a forked child may have it still, when the process has ended.
@@ -522,7 +522,7 @@ fn wrong_words_are_answered_with_a_reason() {
             rustix::net::send(&socket, &message, SendFlags::NOSIGNAL).unwrap();
             let mut answer = [0; 4096];
             let (_, length) = rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
-            // No token for strangers.
+            // No token for unidentified peers.
             assert_eq!(answer[4..20], [0; 16]);
             let text = std::str::from_utf8(&answer[21..length]).unwrap();
             assert!(text.contains(expected), "{text}");

@@ -36,7 +36,7 @@ struct Role {
     timeout_ms: u64,
     /// How long this rank sleeps before it connects.
     sleep_ms: u64,
-    keep_place: bool,
+    keep_membership: bool,
     /// Descriptors that it may open beyond those it has.
     spare: Option<usize>,
     /// Once joined: kill itself, or wait for the news of it.
@@ -120,7 +120,7 @@ fn rank_process() {
         timeout: Duration::from_millis(role.timeout_ms),
         segment_bytes: 1 << 20,
         reserved_bytes: 4096,
-        keep_place: role.keep_place,
+        keep_membership: role.keep_membership,
         known: None,
     };
     let started = Instant::now();
@@ -179,7 +179,7 @@ impl Job {
 
     fn role(&self, rank: u32) -> Role {
         let dir = self.dir.clone();
-        Role { dir, rank, size: 4, timeout_ms: 2000, sleep_ms: 0, keep_place: false, spare: None, then: Then::Exit }
+        Role { dir, rank, size: 4, timeout_ms: 2000, sleep_ms: 0, keep_membership: false, spare: None, then: Then::Exit }
     }
 
     fn start(&mut self, role: &Role) {
@@ -324,7 +324,7 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
 #[test]
 fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
     let mut job = Job::new("late");
-    let placed = Role { keep_place: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
+    let placed = Role { keep_membership: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
     let holder = |job: &Job, rank: u32| {
         let held = job.store.get(&format!("symm/g/0/{rank}/place"), Some(Duration::from_secs(20))).unwrap();
         serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)

@@ -47,7 +47,7 @@ struct Outcome {
     /// The variant, in words.
     title: String,
     program: String,
-    gated: bool,
+    zero_copy: bool,
     arch: String,
     kernels: Result<Vec<Needs>, String>,
 }
@@ -62,10 +62,10 @@ fn mentions(text: &str, word: &str) -> bool {
 }
 
 fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
-    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, gated: false };
-    // Kernels on marked slots are for types in which a word of all ones is a NaN.
-    let marked = mentions(program.text, "static_assert(EMPTY_IS_NAN");
-    let served = |dtype: DType| !marked || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
+    let plain = Variant { program: program.name, world: 0, rank: 0, dtype: None, op: None, zero_copy: false };
+    // Kernels on sentinel slots are for types in which a word of all ones is a NaN.
+    let sentinel = mentions(program.text, "static_assert(EMPTY_IS_NAN");
+    let served = |dtype: DType| !sentinel || matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
     let typed: Vec<Variant> = match mentions(program.text, "SYMM_DTYPE") {
         true => ELEMENTS
             .iter()
@@ -81,9 +81,9 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         for world in WORLDS.filter(|world| thorough || FEW_WORLDS.contains(world)) {
             // The last rank where the order of visits wraps around.
             let ranks = if thorough && FEW_WORLDS.contains(&world) { vec![0, world - 1] } else { vec![0] };
-            let gates: &[bool] = if mentions(program.text, "#ifdef SYMM_GATED") { &[false, true] } else { &[false] };
-            let with = |(rank, gated)| (Variant { world, rank, gated, ..variant }, arch);
-            all.extend(ranks.into_iter().flat_map(|rank| gates.iter().map(move |&gated| (rank, gated))).map(with));
+            let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_GATED") { &[false, true] } else { &[false] };
+            let with = |(rank, zero_copy)| (Variant { world, rank, zero_copy, ..variant }, arch);
+            all.extend(ranks.into_iter().flat_map(|rank| handshakes.iter().map(move |&zero_copy| (rank, zero_copy))).map(with));
         }
     }
     all
@@ -139,12 +139,12 @@ fn outcomes() -> Option<&'static [Outcome]> {
 #[test]
 #[ignore = "the tests start it"]
 fn a_part_of_the_programs() {
-    let Ok(told) = std::env::var(PART) else { return };
-    let [part, parts, file] = told.splitn(3, ' ').collect::<Vec<_>>().try_into().unwrap();
+    let Ok(reported) = std::env::var(PART) else { return };
+    let [part, parts, file] = reported.splitn(3, ' ').collect::<Vec<_>>().try_into().unwrap();
     let compiled = |(variant, arch): (Variant, Arch)| Outcome {
         title: variant.to_string(),
         program: variant.program.into(),
-        gated: variant.gated,
+        zero_copy: variant.zero_copy,
         arch: arch.to_string(),
         kernels: compile(&variant, arch, &["--ptxas-options=-v"]).map(|done| parse(&done.log)).map_err(|error| error.message),
     };
@@ -158,22 +158,22 @@ fn every_program_compiles() {
     let Some(outcomes) = outcomes() else { return };
     let mut registers: BTreeMap<(&str, bool, &str), u32> = BTreeMap::new();
     let mut failures: Vec<String> = Vec::new();
-    for Outcome { title, program, gated, arch, kernels } in outcomes {
+    for Outcome { title, program, zero_copy, arch, kernels } in outcomes {
         match kernels {
             // Then what ptxas prints has changed, and spills would not be seen either.
             Ok(kernels) if kernels.is_empty() || kernels.iter().any(|kernel| kernel.registers == 0) => {
                 failures.push(format!("{title} for {arch}: no kernel, or none whose needs are known: {kernels:?}"));
             }
             Ok(kernels) => {
-                let most = registers.entry((program, *gated, arch)).or_default();
+                let most = registers.entry((program, *zero_copy, arch)).or_default();
                 *most = kernels.iter().map(|kernel| kernel.registers).fold(*most, u32::max);
             }
             Err(message) => failures.push(format!("{title} for {arch}: {message}")),
         }
     }
     let mut report = format!("{} variants of {} programs; most registers of a thread:\n", outcomes.len(), PROGRAMS.len());
-    for ((program, gated, arch), most) in registers {
-        let _ = writeln!(report, "  {program}{} {arch}: {most}", if gated { ", gated" } else { "" });
+    for ((program, zero_copy, arch), most) in registers {
+        let _ = writeln!(report, "  {program}{} {arch}: {most}", if zero_copy { ", zero-copy" } else { "" });
     }
     let _ = std::io::stderr().write_all(report.as_bytes());
     // Most of them are the same mistake.

@@ -28,7 +28,7 @@ fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
         factor: 1.0,
         inputs: vec![span],
         outputs: vec![span],
-        site: None,
+        call_site: None,
     };
     group.run(vec![call], None)
 }

@@ -81,7 +81,7 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
             let mut tail = 0;
             for (number, units) in FRAMES.into_iter().enumerate() {
                 let room = loop {
-                    match ring.room(tail, units * UNIT) {
+                    match ring.reserve(tail, units * UNIT) {
                         Some(room) => break room,
                         None => thread::yield_now(),
                     }
@@ -263,10 +263,10 @@ fn a_publisher_sees_the_sleeper_or_the_sleeper_sees_the_flag() {
 
 /// Two ranks launch, and the second asks for symmetric memory somewhere on the way: both decide alike for every launch.
 #[test]
-fn ranks_agree_from_which_launch_on_kernels_are_gated() {
+fn ranks_agree_from_which_launch_on_kernels_are_zero_copy() {
     const LAUNCHES: u64 = 2;
     struct Words {
-        gate: AtomicU64,
+        handshake: AtomicU64,
         launched: [AtomicU64; 2],
     }
     struct Seen {
@@ -275,10 +275,10 @@ fn ranks_agree_from_which_launch_on_kernels_are_gated() {
     }
     impl Shared for Seen {
         fn word(&self) -> u64 {
-            self.words.gate.load(Ordering::Acquire)
+            self.words.handshake.load(Ordering::Acquire)
         }
         fn exchange(&self, from: u64, to: u64) -> bool {
-            self.words.gate.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+            self.words.handshake.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
         }
         fn most_launched(&self) -> u64 {
             fence(Ordering::SeqCst);
@@ -303,7 +303,7 @@ fn ranks_agree_from_which_launch_on_kernels_are_gated() {
     }
     for wants in [[LAUNCHES + 1, 1], [LAUNCHES + 1, 2], [2, 1]] {
         model(3, move || {
-            let words = Arc::new(Words { gate: AtomicU64::new(0), launched: [AtomicU64::new(0), AtomicU64::new(0)] });
+            let words = Arc::new(Words { handshake: AtomicU64::new(0), launched: [AtomicU64::new(0), AtomicU64::new(0)] });
             let other = Arc::clone(&words);
             let thread = thread::spawn(move || run(other, 1, wants[1]));
             let (mine, theirs) = (run(words, 0, wants[0]), thread.join().unwrap());

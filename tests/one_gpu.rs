@@ -9,8 +9,8 @@ use std::collections::HashMap;
 use std::io::Write;
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::launch::{Edges, Launch, Program, Site, Symmetric};
-use symm::coll::cuda::plan::{self, Facts, Tuning};
+use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Program, Symmetric};
+use symm::coll::cuda::plan::{self, Conditions, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::compile::{Arch, Variant, cubin};
@@ -23,7 +23,7 @@ use symm::topo::graph::CubeMesh;
 /// Bytes for the tensors of one rank in one call.
 const ARENA: usize = 64 << 20;
 
-/// A program, gated or not, and what it is compiled for if it looks at elements.
+/// A program, zero-copy or not, and what it is compiled for if it looks at elements.
 type Key = (Program, bool, Option<(DType, ReduceOp)>);
 
 struct Rank {
@@ -41,7 +41,7 @@ struct Group<'a> {
     tuning: Tuning,
     stop: Words,
     cube_mesh: Option<CubeMesh>,
-    /// The ranks (a bit each) whose tensors are symmetric memory, where calls are gated.
+    /// The ranks (a bit each) whose tensors are symmetric memory, where calls are zero-copy.
     symmetric: Option<u32>,
     ranks: Vec<Rank>,
 }
@@ -53,7 +53,7 @@ impl<'a> Group<'a> {
         let tuning = Tuning {
             one_shot_bytes: 8 << 10,
             two_shot_bytes: 64 << 10,
-            gated_bytes: 1,
+            zero_copy_bytes: 1,
             low_latency_bytes: 16 << 10,
             blocks: 4,
             lanes: 4,
@@ -66,7 +66,7 @@ impl<'a> Group<'a> {
         let rank = |_| {
             let (memory, arena, stream) = (map(layout.channel_bytes()), map(ARENA), OwnStream::new().unwrap());
             stream.stream().fill(memory.address(), 0, layout.channel_bytes()).unwrap();
-            stream.stream().fill(memory.address() + layout.marked() as u64, 0xFF, layout.marked_bytes()).unwrap();
+            stream.stream().fill(memory.address() + layout.sentinel() as u64, 0xFF, layout.sentinel_bytes()).unwrap();
             stream.stream().synchronize().unwrap();
             Rank { memory, arena, stream, report: Words::new(REPORT_WORDS).unwrap(), kernels: HashMap::new() }
         };
@@ -85,10 +85,10 @@ impl<'a> Group<'a> {
     /// The kernel for `launch`, loaded.
     fn kernel(&mut self, me: usize, launch: &Launch, case: &Case) -> Kernel {
         let (major, minor) = self.device.capability;
-        let key = (launch.program, launch.gated, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
+        let key = (launch.program, launch.zero_copy, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
         let (program, symbol) = launch.program.names();
         let (dtype, op) = key.2.unzip();
-        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, gated: launch.gated };
+        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, zero_copy: launch.zero_copy };
         let load = || Kernel::load(&cubin(&variant, Arch { major, minor }).unwrap(), symbol).unwrap();
         *self.ranks[me].kernels.entry(key).or_insert_with(load)
     }
@@ -137,23 +137,24 @@ impl<'a> Group<'a> {
             self.ranks[me].stream.stream().synchronize().unwrap();
         }
         let layout = self.layout;
-        let gated = self.symmetric.is_some();
+        let zero_copy = self.symmetric.is_some();
         let mut heap = [0; MAX_RANKS];
         heap.iter_mut().zip(&self.ranks).for_each(|(begins, rank)| *begins = rank.arena.address());
         let before: Vec<u32> = (0..self.n).map(|me| self.direct(me)).collect();
         let launches: Vec<_> = (0..self.n)
             .map(|me| {
                 let cube_mesh = self.cube_mesh.is_some();
-                let gated = gated && plan::worth_gating(&device[me], self.n, &self.tuning);
-                let plan = plan::choose(&device[me], &Facts { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, gated });
-                name = plan.served_as(gated);
+                let zero_copy = zero_copy && plan::worth_gating(&device[me], self.n, &self.tuning);
+                let plan =
+                    plan::choose(&device[me], &Conditions { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
+                name = plan.served_as(zero_copy);
                 let report = self.ranks[me].report.device();
                 let common = Common { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };
                 let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
                 let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
                 let reachable = move |_: Span| here;
-                let symmetric = gated.then_some(Symmetric { heap, channel: 0, least: 1, reachable: &reachable });
-                Site { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
+                let symmetric = zero_copy.then_some(Symmetric { heap, channel: 0, least: 1, reachable: &reachable });
+                LaunchContext { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();
         // Loading may wait for all that runs, which waits for the kernel that is being loaded: all are loaded first.
@@ -174,7 +175,7 @@ impl<'a> Group<'a> {
         for (me, before) in before.into_iter().enumerate() {
             let direct = self.direct(me) - before;
             // The root of a broadcast gives all through staging.
-            let moves = name.ends_with("_gated") && (case.op != Op::Broadcast || call(me).root.index() != me);
+            let moves = name.ends_with("_zero_copy") && (case.op != Op::Broadcast || call(me).root.index() != me);
             assert!(direct <= 1 && (!all || direct == u32::from(moves)), "rank {me} in {name}: {direct} kernels");
             for (i, expected) in case.expected(me, &tensors).iter().enumerate() {
                 let wrong = tensors[me].output(i).iter().zip(expected).position(|(a, b)| a != b);
@@ -190,13 +191,13 @@ const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
 
 /// Compiles what the ranks will need, side by side, so that it is cached.
 fn compile_all(device: &Device, n: usize) {
-    use Program::{AllReduceStaged, Broadcast, Exchange, OneShot, ReduceLowLatency, ReduceStaged, TwoShot};
+    use Program::{Broadcast, Exchange, OneShot, ReduceLowLatency, ReduceStaged, RsagStaged, TwoShot};
     let (major, minor) = device.capability;
     let compile = |rank: u32, program: Program, dtype: Option<DType>| {
-        let can_be_gated = matches!(program, Exchange | Broadcast | ReduceStaged | AllReduceStaged);
-        for gated in [false, true].into_iter().filter(|&gated| !gated || can_be_gated) {
+        let can_be_zero_copy = matches!(program, Exchange | Broadcast | ReduceStaged | RsagStaged);
+        for zero_copy in [false, true].into_iter().filter(|&zero_copy| !zero_copy || can_be_zero_copy) {
             let op = dtype.map(|_| ReduceOp::Sum);
-            let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op, gated };
+            let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op, zero_copy };
             cubin(&variant, Arch { major, minor }).unwrap();
         }
     };
@@ -206,8 +207,8 @@ fn compile_all(device: &Device, n: usize) {
             scope.spawn(move || [Exchange, Broadcast].into_iter().for_each(|program| compile(rank, program, None)));
             for dtype in DTYPES {
                 scope.spawn(move || {
-                    let marked: &[Program] = if dtype == DType::BF16 { &[OneShot, TwoShot] } else { &[] };
-                    let programs = [ReduceLowLatency, ReduceStaged, AllReduceStaged].iter().chain(marked);
+                    let sentinel: &[Program] = if dtype == DType::BF16 { &[OneShot, TwoShot] } else { &[] };
+                    let programs = [ReduceLowLatency, ReduceStaged, RsagStaged].iter().chain(sentinel);
                     programs.for_each(|&program| compile(rank, program, Some(dtype)));
                 });
             }

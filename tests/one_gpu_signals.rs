@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use symm::control::{Board, Identity};
+use symm::control::{ControlBlock, Identity};
 use symm::error::Kind;
 use symm::kernels::cuda::driver::{Device, OwnStream, check};
 use symm::kernels::cuda::nvrtc::nvrtc;
@@ -26,7 +26,7 @@ struct Member {
     /// A byte that peers copy, and what was copied from each.
     shown: DeviceTable,
     seen: DeviceTable,
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
 }
 
 impl Member {
@@ -49,13 +49,13 @@ fn members(n: u32) -> Vec<Member> {
     let member = |rank| {
         let segment = Segment::map(file.try_clone().unwrap(), bytes).unwrap();
         let identities = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-        let board = Arc::new(Board::new(segment, Rank(rank), "test".into(), identities, 1));
-        board.segment().reserve(0, board.layout().control_bytes(), format_args!("a test")).unwrap();
-        let signals = Signals::new(&board, 0).unwrap();
+        let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), identities, 1));
+        control.segment().reserve(0, control.layout().control_bytes(), format_args!("a test")).unwrap();
+        let signals = Signals::new(&control, 0).unwrap();
         let pad = signals.table(&vec![0xFF; CHANNELS * 4 * n as usize]).unwrap();
         signals.clear(pad.address(), CHANNELS * 4 * n as usize).unwrap();
         let (shown, seen) = (signals.table(&[0]).unwrap(), signals.table(&vec![0; n as usize]).unwrap());
-        Member { signals, stream: OwnStream::new().unwrap(), pad, shown, seen, board }
+        Member { signals, stream: OwnStream::new().unwrap(), pad, shown, seen, control }
     };
     (0..n).map(member).collect()
 }
@@ -179,7 +179,7 @@ fn one_barrier_at_a_time(n: u32) {
 fn late(members: &[Member]) {
     let pads = pads(members);
     // Another user of the same group.
-    let second = Signals::new(&members[1].board, 0).unwrap();
+    let second = Signals::new(&members[1].control, 0).unwrap();
     let begun = Instant::now();
     members[1].signals.barrier(&pads, 9, Duration::from_millis(200), members[1].raw()).unwrap();
     members[1].stream.stream().synchronize().unwrap();
@@ -189,8 +189,8 @@ fn late(members: &[Member]) {
     assert!(error.message.contains("waited 0.2 s until its timeout in barrier on channel 9 of group \"test\" for rank"), "{error}");
     let named = (0..members.len()).filter(|&rank| error.message.contains(&format!("rank {rank}: pid"))).collect::<Vec<_>>();
     assert_eq!(named, (0..members.len()).filter(|&rank| rank != 1).collect::<Vec<_>>(), "{error}");
-    let heard = members[0].signals.put(&pads, Rank(1), 0, PATIENCE, members[0].raw()).expect_err("the group has failed");
-    assert_eq!(heard.kind, Kind::Timeout);
+    let received = members[0].signals.put(&pads, Rank(1), 0, PATIENCE, members[0].raw()).expect_err("the group has failed");
+    assert_eq!(received.kind, Kind::Timeout);
     drop(second);
     assert_eq!(members[1].signals.failure().map(|error| error.kind), Some(Kind::Timeout));
 }

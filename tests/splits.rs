@@ -65,7 +65,10 @@ impl Outputs {
 fn run(group: &Group, op: Op, inputs: &[Vec<i32>], outputs: &mut Outputs) -> Result<(), Error> {
     let inputs = inputs.iter().map(|data| Span { addr: data.as_ptr() as usize, bytes: 4 * data.len() }).collect();
     let outputs = outputs.spans();
-    group.run(vec![Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, site: None, inputs, outputs }], None)
+    group.run(
+        vec![Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, call_site: None, inputs, outputs }],
+        None,
+    )
 }
 
 fn all_to_all(group: &Group, me: usize, counts: &Counts) {

@@ -1,4 +1,4 @@
-//! The store's server against strangers, liars, and clients that are slow, silent or dead.
+//! The store's server against unidentified peers, liars, and clients that are slow, silent or dead.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod stores;
@@ -31,7 +31,7 @@ fn honest(port: u16, secret: Option<&str>) -> TcpStore {
 }
 
 /// A connection that has heard the server's first words.
-fn stranger(port: u16) -> (TcpStream, [u8; OPENING]) {
+fn unidentified(port: u16) -> (TcpStream, [u8; OPENING]) {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
     socket.set_read_timeout(Some(LONG)).unwrap();
     let mut words = [0; OPENING];
@@ -41,7 +41,7 @@ fn stranger(port: u16) -> (TcpStream, [u8; OPENING]) {
 
 /// A connection that the server has admitted.
 fn admitted(port: u16) -> TcpStream {
-    let (mut socket, words) = stranger(port);
+    let (mut socket, words) = unidentified(port);
     let (introduction, hello) = Introduction::answer(&words, None).unwrap();
     socket.write_all(&hello).unwrap();
     let mut admission = [0; ADMISSION];
@@ -97,7 +97,7 @@ fn p18_garbage_closes_its_connection_and_no_other() {
     let (_server, port) = server(Limits::default(), None);
     let store = honest(port, None);
     for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 4], &[0xff; 4096], b"symmkv1", b"symmkv0\n"] {
-        let (mut socket, _) = stranger(port);
+        let (mut socket, _) = unidentified(port);
         let _ = socket.write_all(garbage);
         let _ = socket.shutdown(Shutdown::Write);
         assert!(closed(socket));
@@ -189,15 +189,15 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
 #[test]
 fn p18_a_thousand_idle_connections_and_as_many_strangers_delay_nobody() {
     let _serial = serial();
-    let limits = Limits { strangers: 100, hello: Duration::from_secs(2), ..Limits::default() };
+    let limits = Limits { unidentified: 100, hello: Duration::from_secs(2), ..Limits::default() };
     let (_server, port) = server(limits, None);
     let store = honest(port, None);
     let before = descriptors();
     let idle: Vec<TcpStream> = (0..1000).map(|_| admitted(port)).collect();
-    let strangers: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
+    let unidentified: Vec<TcpStream> = (0..1000).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
     println!("slowest call beside them: {:?}", slowest(&store, |_| {}));
-    // The oldest strangers have gone to make room, the others go when their time is over.
-    let mut ends = strangers;
+    // The oldest unidentified peers have gone to make room, the others go when their time is over.
+    let mut ends = unidentified;
     assert!(closed(ends.remove(0)));
     let started = Instant::now();
     assert!(ends.into_iter().all(closed));
@@ -220,13 +220,13 @@ fn p18_only_those_who_know_the_secret_are_served() {
         assert!(error.kind == Kind::Config && error.message.contains("secret"), "{error}");
     }
     // A whole hello that was good for another connection, with requests right behind it.
-    let (mut first, words) = stranger(port);
+    let (mut first, words) = unidentified(port);
     let (_, hello) = Introduction::answer(&words, Some(b"right")).unwrap();
     first.write_all(&hello).unwrap();
     let mut admission = [0; ADMISSION];
     first.read_exact(&mut admission).unwrap();
     assert_eq!(admission[0], 1);
-    let (mut second, _) = stranger(port);
+    let (mut second, _) = unidentified(port);
     second.write_all(&[&hello[..], &frame(Op::Set, &["key"], &[b"replayed"])].concat()).unwrap();
     let mut admission = [1; ADMISSION];
     second.read_exact(&mut admission).unwrap();
@@ -358,7 +358,7 @@ fn p18_strangers_leave_descriptors_to_ranks_and_to_the_process() {
     let port = free_port();
     let mut child = start_server(port, Some(64));
     let idle: Vec<TcpStream> = (0..300).map(|_| TcpStream::connect(("127.0.0.1", port)).unwrap()).collect();
-    // Not after the five seconds in which strangers have to introduce themselves.
+    // Not after the five seconds in which unidentified peers have to introduce themselves.
     let timeout = Duration::from_secs(3);
     let ranks: Vec<TcpStore> = (0..8).map(|_| TcpStore::open(TcpOptions { timeout, ..options("127.0.0.1", port) }).unwrap()).collect();
     assert_eq!(ranks.iter().map(|rank| rank.add("came", 1).unwrap()).max(), Some(8));

@@ -32,7 +32,7 @@ fn words(address: u64, count: usize) -> &'static [AtomicU32] {
 
 fn barrier(group: &Group) {
     let (dtype, reduce_op, root, factor) = (DType::U8, ReduceOp::Sum, Rank(0), 1.0);
-    let call = Call { op: Op::Barrier, dtype, reduce_op, root, factor, inputs: Vec::new(), outputs: Vec::new(), site: None };
+    let call = Call { op: Op::Barrier, dtype, reduce_op, root, factor, inputs: Vec::new(), outputs: Vec::new(), call_site: None };
     group.run(vec![call], None).unwrap();
 }
 

@@ -6,7 +6,7 @@
 mod peer;
 
 use libfuzzer_sys::fuzz_target;
-use peer::{CANARY, ME, PEER, blank, board};
+use peer::{CANARY, ME, PEER, blank, control};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -62,16 +62,16 @@ fuzz_target!(|data: &[u8]| {
         op,
         dtype: DType::U8,
         reduce_op: ReduceOp::Sum,
-        site: None,
+        call_site: None,
         root: Rank(root),
         factor: 1.0,
         inputs: spans[..inputs].to_vec(),
         outputs: spans[inputs..].to_vec(),
     };
     assert_eq!(call.validate(ME, n), Ok(()));
-    let board = Arc::new(board());
-    blank(&board, 0, board.layout().control_bytes());
-    let (segment, layout) = (board.segment(), board.layout());
+    let control = Arc::new(control());
+    blank(&control, 0, control.layout().control_bytes());
+    let (segment, layout) = (control.segment(), control.layout());
     let (post, table) = (layout.post(PEER, 1), layout.table_words() * 8);
     let write = |at: usize, room: usize, bytes: &mut &[u8]| {
         let (now, later) = bytes.split_at(bytes.len().min(room));
@@ -100,9 +100,9 @@ fuzz_target!(|data: &[u8]| {
         word(post + 8).store(Description::of(&call).fingerprint(&call), Ordering::Relaxed);
     }
     word(post).publish(1);
-    board.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
+    control.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
     let (limit, begun) = (Limit::from(Instant::now(), Duration::ZERO), Instant::now());
-    let outcome = Runner::new(Arc::clone(&board), Thresholds::DEFAULT).run(&call, &limit);
+    let outcome = Runner::new(Arc::clone(&control), Thresholds::DEFAULT).run(&call, &limit);
     assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);
     assert!(begun.elapsed() < Duration::from_secs(5), "stayed for {:?}", begun.elapsed());
     assert!(memory.iter().all(Guarded::intact), "written outside the tensors");

@@ -5,12 +5,12 @@
 mod peer;
 
 use libfuzzer_sys::fuzz_target;
-use peer::{CANARY, ME, PEER, blank, board};
+use peer::{CANARY, ME, PEER, blank, control};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use symm::coll::call::Span;
-use symm::completion::Done;
+use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_BYTES, RING_HEAD};
 use symm::p2p::{Message, Transfers};
@@ -19,12 +19,12 @@ const WANTED: usize = 64;
 
 fuzz_target!(|data: &[u8]| {
     let Some((&[tail, flags, place], frames)) = data.split_first_chunk::<3>() else { return };
-    let board = Arc::new(board());
+    let control = Arc::new(control());
     for (from, to) in [(ME, PEER), (PEER, ME)] {
-        blank(&board, board.layout().ring(from, to), RING_HEAD);
+        blank(&control, control.layout().ring(from, to), RING_HEAD);
     }
-    blank(&board, 0, HEADER_BYTES);
-    let (segment, ring) = (board.segment(), board.layout().ring(PEER, ME));
+    blank(&control, 0, HEADER_BYTES);
+    let (segment, ring) = (control.segment(), control.layout().ring(PEER, ME));
     // Frames begin at the ring's start or just before its end; the rest of it says nothing.
     let begin = if place < 128 { 0 } else { RING_BYTES - 32 * (usize::from(place) - 127) };
     let bytes = frames.len().min(RING_BYTES - begin);
@@ -35,7 +35,7 @@ fuzz_target!(|data: &[u8]| {
         segment.ptr(start + RING_BYTES - 8192, 8192).write_bytes(0, 8192);
         segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
     }
-    let transfers = Transfers::new(Arc::clone(&board), false);
+    let transfers = Transfers::new(Arc::clone(&control), false);
     let mut memory = vec![CANARY; 3 * WANTED];
     let span = Span { addr: memory.as_mut_ptr() as usize + WANTED, bytes: WANTED };
     let message = Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None };
@@ -45,7 +45,7 @@ fuzz_target!(|data: &[u8]| {
         // SAFETY: the counters at the head of the ring are atomics.
         unsafe { segment.at::<AtomicU64>(ring + index * LINE_PAIR) }
     };
-    let quiet = || Done::new(|_, _| {});
+    let quiet = || Completion::new(|_, _| {});
     if flags & 1 != 0 {
         let _ = transfers.send(source, Duration::from_secs(60), quiet());
     }

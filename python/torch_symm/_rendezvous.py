@@ -223,7 +223,7 @@ def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None
     # The same processes may meet again in the same store, as `init_rpc` does after `init_process_group`.
     turn = store.add(f"symm/turn/{rank}", 1)
     here = [f"symm/here/{turn}/{other}" for other in range(world_size)]
-    told = f"symm/told/{turn}"
+    reported = f"symm/reported/{turn}"
     store.set(here[rank], "1")
 
     def complaint() -> str:
@@ -236,10 +236,10 @@ def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None
     left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     if rank != 0:
         try:
-            store.wait([told], left + LAST_WORDS)
-            words = store.get(told).decode()
+            store.wait([reported], left + LAST_WORDS)
+            words = store.get(reported).decode()
             if words:
-                store.set(f"symm/heard/{turn}/{rank}", "1")
+                store.set(f"symm/received/{turn}/{rank}", "1")
         except DistNetworkError as error:
             raise DistNetworkError(f"rank 0, which serves the rendezvous, has ended or gone: {error}") from error
         except DistStoreError:
@@ -252,11 +252,11 @@ def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None
     except DistStoreError as error:
         words = complaint()
         came = [other for other in range(1, world_size) if store.check([here[other]])]
-        store.set(told, words)
+        store.set(reported, words)
         with contextlib.suppress(DistStoreError):
-            store.wait([f"symm/heard/{turn}/{other}" for other in came], LAST_WORDS)
+            store.wait([f"symm/received/{turn}/{other}" for other in came], LAST_WORDS)
         raise DistStoreError(words) from error
-    store.set(told, "")
+    store.set(reported, "")
     for key in here:
         store.delete_key(key)
 

@@ -1,8 +1,8 @@
 //! One rank's key in the store: taken, changed and given back by its owner only.
 
 use super::Attempt;
+use super::membership::{self, Membership};
 use super::record::Record;
-use super::seat::{self, Place};
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
@@ -18,7 +18,7 @@ fn joining() -> MutexGuard<'static, HashSet<[u8; 16]>> {
     JOINING.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A rank's place, held against any other claimant.
+/// A rank's membership, held against any other claimant.
 pub(super) struct Claim<'a> {
     attempt: &'a Attempt<'a>,
     key: String,
@@ -28,7 +28,7 @@ pub(super) struct Claim<'a> {
     /// Whether a record of an earlier attempt stood here.
     pub(super) again: bool,
     /// Announced when the record goes.
-    pub(super) place: Option<Place>,
+    pub(super) membership: Option<Membership>,
 }
 
 impl<'a> Claim<'a> {
@@ -37,14 +37,14 @@ impl<'a> Claim<'a> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
         joining().insert(record.nonce);
-        let mut claim = Self { attempt, key, record, bytes, again: false, place: None };
+        let mut claim = Self { attempt, key, record, bytes, again: false, membership: None };
         let mut expected = Vec::new();
         loop {
             let standing = attempt.store.compare_set(&claim.key, &expected, &claim.bytes)?;
             if standing == claim.bytes {
-                if attempt.spec.keep_place {
+                if attempt.spec.keep_membership {
                     // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked before.
-                    seat::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
+                    membership::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
                 }
                 return Ok(claim);
             }
@@ -86,8 +86,8 @@ impl<'a> Claim<'a> {
         if !lives {
             return Ok(());
         }
-        let place = if other.host == attempt.host { String::new() } else { format!(" on host {:?}", other.host_name) };
-        Err(attempt.twice(other.pid, &place))
+        let membership = if other.host == attempt.host { String::new() } else { format!(" on host {:?}", other.host_name) };
+        Err(attempt.twice(other.pid, &membership))
     }
 
     /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
@@ -103,8 +103,8 @@ impl<'a> Claim<'a> {
 
     /// Removes the key, since all others have read it; what says who has the rank from now on stands before that.
     pub(super) fn withdraw(&self) {
-        if let Some(place) = &self.place {
-            place.announce(self.attempt);
+        if let Some(membership) = &self.membership {
+            membership.announce(self.attempt);
         }
         self.remove();
     }

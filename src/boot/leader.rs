@@ -177,16 +177,16 @@ impl Reception<'_> {
                 return Err(self.left(*rank));
             }
         }
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for source in ready {
             match *source {
                 Source::Connection(rank) => return Err(self.left(rank)),
-                Source::Guest(index) => heard.push(index),
+                Source::Guest(index) => received.push(index),
                 Source::Listener | Source::Process(_) => {}
             }
         }
         // From the back, so that the indices in front stay right.
-        for index in heard.into_iter().rev() {
+        for index in received.into_iter().rev() {
             let guest = self.guests.remove(index);
             self.hear(guest)?;
         }
@@ -314,7 +314,7 @@ impl Reception<'_> {
     }
 
     fn refuse(&self, socket: &OwnedFd, error: &Error) {
-        // The group's token is not for strangers: the answer to a failure carries none.
+        // The group's token is not for unidentified peers: the answer to a failure carries none.
         let answer = Answer { token: [0; 16], failure: Some(error.clone()) };
         // Best effort: whoever does not hear it finds the connection closed, and the cause in rank 0's record.
         let _ = socket::send(socket, &answer.encode(), None);

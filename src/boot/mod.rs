@@ -4,7 +4,7 @@
 //!    of them and reads all of them (`gather`): a fixed number of store round trips, whatever the size.
 //! 2. Rank 0 makes the memory and hands its descriptor to each of the others over a Unix socket (`leader`, `member`).
 //!    It has listened since before it published, under a random name that stands in its record.
-//! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`place`).
+//! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`membership`).
 //!
 //! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
 //! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
@@ -15,9 +15,9 @@ pub mod fuzz;
 mod gather;
 mod leader;
 mod member;
+mod membership;
 pub mod pass;
 mod record;
-mod seat;
 mod wire;
 
 use crate::error::{Error, Result};
@@ -30,11 +30,11 @@ use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::{interrupt, random};
 use claim::Claim;
+pub use membership::Membership;
 use record::Record;
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
-pub use seat::Place;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,7 +70,7 @@ pub struct JoinSpec<'a> {
     pub reserved_bytes: usize,
     /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
     /// a descriptor.
-    pub keep_place: bool,
+    pub keep_membership: bool,
     /// What this process knows of the ranks beforehand, where it may go by that.
     pub known: Option<Known<'a>>,
 }
@@ -106,8 +106,8 @@ pub struct Joined {
     pub token: [u8; 16],
     /// Where this process may map `segment`. Kept since before it met the others, who have heard why if they could not be had.
     pub addresses: Addresses,
-    /// This rank's place, as long as it is not dropped.
-    pub place: Option<Place>,
+    /// This rank's membership, as long as it is not dropped.
+    pub membership: Option<Membership>,
 }
 
 /// What meeting the others gives.
@@ -203,9 +203,9 @@ impl Attempt<'_> {
     }
 
     /// The error of a rank that somebody else has already.
-    fn twice(&self, other: u32, place: &str) -> Error {
+    fn twice(&self, other: u32, membership: &str) -> Error {
         let (rank, group, own) = (self.spec.rank, self.group(), self.own.pid);
-        Error::config(format!("rank {rank} of {group} is claimed twice: by pid {other}{place} and by pid {own}"))
+        Error::config(format!("rank {rank} of {group} is claimed twice: by pid {other}{membership} and by pid {own}"))
     }
 
     fn ended(&self, rank: Rank, pid: u32, cause: &str) -> Error {
@@ -235,9 +235,9 @@ impl Attempt<'_> {
             return Error::os(&format!("{} could not {what} to join {}", self.me(), self.group()), errno);
         }
         let (limit, open) = process::descriptors();
-        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two. And a place.
+        // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two. And a membership.
         let others = self.spec.size as usize - 1;
-        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.keep_place);
+        let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.keep_membership);
         let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
         Error::config(format!(
             "RLIMIT_NOFILE {limit} of {} is too low: {open} descriptors are open and joining {} needs up to {need} more",
@@ -293,15 +293,15 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         known?;
         let (segment, addresses) = (leader::segment(&attempt)?, attempt.addresses()?);
         let ProcessId { pid, start_time } = attempt.own;
-        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, addresses, place: None });
+        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, addresses, membership: None });
     }
-    if spec.keep_place && known.is_ok() {
-        seat::refuse_taken(&attempt, true)?;
+    if spec.keep_membership && known.is_ok() {
+        membership::refuse_taken(&attempt, true)?;
     }
     let seat = known.and_then(|_| {
         let leads = rank == Rank(0);
         let seat = if leads { Seat::Leader(leader::Seat::take(&attempt)?) } else { Seat::Member(member::Seat::take(&attempt)?) };
-        Ok((seat, spec.keep_place.then(|| Place::take(&attempt)).transpose()?, attempt.addresses()?))
+        Ok((seat, spec.keep_membership.then(|| Membership::take(&attempt)).transpose()?, attempt.addresses()?))
     });
     let mut record = Record {
         protocol: record::PROTOCOL,
@@ -325,8 +325,8 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         Err(error) => record.fail(error),
     }
     let mut claim = Claim::publish(&attempt, record).map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
-    let outcome = seat.and_then(|(seat, place, addresses)| {
-        claim.place = place;
+    let outcome = seat.and_then(|(seat, membership, addresses)| {
+        claim.membership = membership;
         let gathered = gather::gather(&attempt, &claim);
         let met = match seat {
             Seat::Leader(seat) => seat.hand_out(&attempt, &claim, gathered?),
@@ -335,7 +335,9 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         Ok((met?, addresses))
     });
     match outcome {
-        Ok((Met { segment, members, token }, addresses)) => Ok(Joined { segment, members, token, addresses, place: claim.place.take() }),
+        Ok((Met { segment, members, token }, addresses)) => {
+            Ok(Joined { segment, members, token, addresses, membership: claim.membership.take() })
+        }
         Err(error) => {
             claim.fail(&error);
             Err(error)

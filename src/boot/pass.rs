@@ -58,12 +58,12 @@ impl Mailbox {
         let own = rustix::process::geteuid().as_raw();
         let mut sent = Vec::new();
         for name in names.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, name)| name) {
-            let socket = self.patiently(limit, hope, "connect", || socket::connect_to(&String::from_utf8_lossy(name)))?;
+            let socket = self.retried(limit, hope, "connect", || socket::connect_to(&String::from_utf8_lossy(name)))?;
             let peer = socket::peer(&socket).map_err(os("identify a peer"))?;
             if peer.uid != own {
                 return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
             }
-            self.patiently(limit, hope, "send", || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
+            self.retried(limit, hope, "send", || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
             // Kept until all is done: closing it would be read as an end before the message.
             sent.push(socket);
         }
@@ -87,7 +87,7 @@ impl Mailbox {
         }
     }
 
-    fn patiently<T>(
+    fn retried<T>(
         &self,
         limit: &Limit,
         hope: &dyn Fn() -> Result<()>,
@@ -267,7 +267,7 @@ mod tests {
         let mailbox = Mailbox::open(1).expect("opens");
         for errno in [Errno::AGAIN, Errno::INTR] {
             let limit = Limit::from(Instant::now(), Duration::from_millis(20));
-            let error = mailbox.patiently(&limit, &|| Ok(()), "try", || Err::<(), _>(errno)).expect_err("never");
+            let error = mailbox.retried(&limit, &|| Ok(()), "try", || Err::<(), _>(errno)).expect_err("never");
             assert_eq!(error.kind, Kind::Timeout, "{errno}: {error}");
         }
     }

@@ -5,10 +5,10 @@ use super::guarded;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::fused::sum_parts::{self, Sum};
-use crate::fused::{self, Facts, Product};
+use crate::fused::{self, DeviceModel, Product};
 
 /// The product of one rank's rows, and what multiplies it.
-fn product(spec: &ProductSpec) -> Result<(Product, Facts)> {
+fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
     if spec.rank >= spec.size {
         return Err(Error::value(format!("there is no rank {} among {}", spec.rank, spec.size)));
     }
@@ -20,8 +20,8 @@ fn product(spec: &ProductSpec) -> Result<(Product, Facts)> {
 pub(super) fn plan_gather(spec: &ProductSpec) -> GatherPlan {
     let (mut own_early, mut products) = (false, Vec::new());
     let status = guarded(|| {
-        let (product, facts) = product(spec)?;
-        let plan = fused::gather(spec.size, spec.rank, &product, &facts);
+        let (product, model) = product(spec)?;
+        let plan = fused::gather(spec.size, spec.rank, &product, &model);
         own_early = plan.own_early;
         products =
             plan.products.iter().map(|run| ShardRun { first: run.ranks.start, count: run.ranks.len(), arrived: run.arrived }).collect();
@@ -32,8 +32,8 @@ pub(super) fn plan_gather(spec: &ProductSpec) -> GatherPlan {
 
 pub(super) fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status {
     guarded(|| {
-        let (product, facts) = product(spec)?;
-        *pulled = fused::pulled(spec.size, &product, &facts);
+        let (product, model) = product(spec)?;
+        *pulled = fused::pulled(spec.size, &product, &model);
         Ok(())
     })
 }

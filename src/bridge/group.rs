@@ -1,15 +1,15 @@
 //! A group, as C++ holds it.
 
 use super::torch_store::TorchStore;
-use super::{completion, ffi, guarded, milliseconds, started};
+use super::{ffi, from_cpp, guarded, milliseconds, started};
 use crate::coll::call::{Call, Op, Span};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
 use crate::p2p::Message;
 use crate::rank::Rank;
-use crate::store::lane::Lane;
-use crate::sync::call_site::Site;
+use crate::store::worker::Worker;
+use crate::sync::call_site::CallSite;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,19 +31,19 @@ impl GroupHandle {
         guarded(|| self.with(|group| group.run(translate(calls)?, milliseconds(timeout_ms))))
     }
 
-    pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.with(|group| group.submit(translate(calls)?, milliseconds(timeout_ms), done)), done)
+    pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let completion = from_cpp(completion);
+        started(|completion| self.with(|group| group.submit(translate(calls)?, milliseconds(timeout_ms), completion)), completion)
     }
 
-    pub(super) fn send(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.with(|group| group.send(message(transfer)?, done)), done)
+    pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let completion = from_cpp(completion);
+        started(|completion| self.with(|group| group.send(message(transfer)?, completion)), completion)
     }
 
-    pub(super) fn recv(&self, transfer: &ffi::Transfer, done: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let done = completion(done);
-        started(|done| self.with(|group| group.recv(message(transfer)?, done)), done)
+    pub(super) fn recv(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
+        let completion = from_cpp(completion);
+        started(|completion| self.with(|group| group.recv(message(transfer)?, completion)), completion)
     }
 
     pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
@@ -59,9 +59,9 @@ impl GroupHandle {
         });
     }
 
-    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, site: u32) -> ffi::Status {
+    pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, Site::known(site))))
+        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
     }
 
     pub(super) fn refuse(&self, text: &str) {
@@ -146,8 +146,8 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec
         };
         let store = TorchStore::new(store);
         let name = store.name()?;
-        // The lane goes before an answer is looked at: it ends with what it does, or leaves it behind.
-        group = Lane::new(Arc::new(store), name).and_then(|lane| Group::join(&lane, &options));
+        // The worker goes before an answer is looked at: it ends with what it does, or leaves it behind.
+        group = Worker::new(Arc::new(store), name).and_then(|worker| Group::join(&worker, &options));
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }
@@ -166,7 +166,7 @@ pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
                 factor: call.factor,
                 inputs: spans(&call.inputs),
                 outputs: spans(&call.outputs),
-                site: Site::known(call.site),
+                call_site: CallSite::known(call.call_site),
             })
         })
         .collect()

@@ -7,13 +7,13 @@ use crate::store::Store;
 use crate::store::load::{Work, drive};
 
 /// Stores of which each is one client.
-pub(super) struct Crowd(Vec<TorchStore>);
+pub(super) struct LoadGenerator(Vec<TorchStore>);
 
-pub(super) fn crowd() -> Box<Crowd> {
-    Box::new(Crowd(Vec::new()))
+pub(super) fn load_generator() -> Box<LoadGenerator> {
+    Box::new(LoadGenerator(Vec::new()))
 }
 
-impl Crowd {
+impl LoadGenerator {
     pub(super) fn admit(&mut self, store: cxx::UniquePtr<StoreHandle>) {
         self.0.push(TorchStore::new(store));
     }

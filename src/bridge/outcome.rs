@@ -1,7 +1,7 @@
 //! Outcomes on their way between the two languages: no panic and no exception crosses.
 
 use super::ffi;
-use crate::completion::Done;
+use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,10 +13,10 @@ pub(super) fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
     status(outcome)
 }
 
-/// Runs `body` with `done`; if it fails, `done` hears of it here and the ticket is 0, which is always complete.
-pub(super) fn started(body: impl FnOnce(Done) -> Result<u64>, done: Done) -> u64 {
-    let failed = done.clone();
-    let outcome = catch_unwind(AssertUnwindSafe(|| body(done))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
+/// Runs `body` with `completion`; if it fails, `completion` hears of it here and the ticket is 0, which is always complete.
+pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: Completion) -> u64 {
+    let failed = completion.clone();
+    let outcome = catch_unwind(AssertUnwindSafe(|| body(completion))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));
     outcome.unwrap_or_else(|error| {
         failed.call(Err(error), None);
         0
@@ -35,15 +35,15 @@ pub(super) fn milliseconds(value: i64) -> Option<Duration> {
 }
 
 /// A completion of the C++ side, callable once from any thread.
-pub(super) fn completion(done: cxx::UniquePtr<ffi::Completion>) -> Done {
+pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completion {
     struct Callback(cxx::UniquePtr<ffi::Completion>);
     // SAFETY: `Completion::complete` may be called on any thread, as bridge.rs demands of its implementation.
     unsafe impl Send for Callback {}
-    let callback = Callback(done);
-    Done::new(move |outcome, source: Option<Rank>| {
-        let Callback(done) = &callback;
-        if let Some(done) = done.as_ref() {
-            done.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
+    let callback = Callback(completion);
+    Completion::new(move |outcome, source: Option<Rank>| {
+        let Callback(completion) = &callback;
+        if let Some(completion) = completion.as_ref() {
+            completion.complete(&status(outcome), source.map_or(-1, |rank| rank.0 as i32));
         }
     })
 }

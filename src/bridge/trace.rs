@@ -3,7 +3,7 @@
 use super::ffi::TopologyReport;
 use super::guarded;
 use crate::config::Config;
-use crate::sync::call_site::Site;
+use crate::sync::call_site::CallSite;
 use crate::trace::{folder, render};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -29,19 +29,19 @@ pub(super) fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyRep
     TopologyReport { status, text }
 }
 
-pub(super) fn sites_wanted() -> bool {
+pub(super) fn call_sites_wanted() -> bool {
     let mut wanted = false;
     guarded(|| {
-        wanted = Config::get().debug_site;
+        wanted = Config::get().debug_call_site;
         Ok(())
     });
     wanted
 }
 
-pub(super) fn site_number(text: &str) -> u32 {
+pub(super) fn call_site_number(text: &str) -> u32 {
     let mut number = 0;
     guarded(|| {
-        number = Site::number(text);
+        number = CallSite::number(text);
         Ok(())
     });
     number

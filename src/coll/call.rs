@@ -4,7 +4,7 @@ use crate::dtype::{DType, ReduceOp};
 pub use crate::mem::span::Span;
 pub use crate::op::Op;
 use crate::rank::Rank;
-use crate::sync::call_site::Site;
+use crate::sync::call_site::CallSite;
 
 /// One collective on one rank.
 ///
@@ -38,5 +38,5 @@ pub struct Call {
     /// What this rank receives.
     pub outputs: Vec<Span>,
     /// Where the user's program makes the call, if that is to be compared too.
-    pub site: Option<&'static Site>,
+    pub call_site: Option<&'static CallSite>,
 }

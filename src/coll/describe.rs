@@ -23,8 +23,8 @@ impl Description {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
         let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
-        let sited = if call.site.is_some() { SITED } else { 0 };
-        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | sited | root << 32;
+        let with_call_site = if call.call_site.is_some() { SITED } else { 0 };
+        let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
         Self { head, bytes: call.agreed_bytes() }
     }
 
@@ -34,19 +34,19 @@ impl Description {
         for span in call.agreed_lengths() {
             hash = mix(hash ^ span.bytes as u64);
         }
-        if let Some(site) = call.site {
-            hash = mix(hash ^ site.hash());
+        if let Some(call_site) = call.call_site {
+            hash = mix(hash ^ call_site.hash());
         }
         hash
     }
 
     /// Whether the site is compared too.
-    pub fn is_sited(self) -> bool {
+    pub fn has_call_site(self) -> bool {
         self.head & SITED != 0
     }
 
     /// The same call without regard to its site.
-    pub fn unsited(self) -> Self {
+    pub fn without_call_site(self) -> Self {
         Self { head: self.head & !SITED, ..self }
     }
 }
@@ -180,12 +180,12 @@ impl Call {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::call_site::Site;
+    use crate::sync::call_site::CallSite;
 
     fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Call {
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, site: None }
+        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
     }
 
     #[test]
@@ -208,16 +208,16 @@ mod tests {
 
     #[test]
     fn fingerprints_tell_sites_apart() {
-        let at = |text: &str| Call { site: Site::known(Site::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
+        let at = |text: &str| Call { call_site: CallSite::known(CallSite::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
         let print = |call: &Call| Description::of(call).fingerprint(call);
         let plain = call(Op::AllReduce, 0, &[4], &[4]);
         assert_eq!(print(&at("a.py:1")), print(&at("a.py:1")));
         assert_ne!(print(&at("a.py:1")), print(&at("a.py:2")));
         assert_ne!(print(&at("a.py:1")), print(&plain));
-        let sited = Description::of(&at("a.py:1"));
-        assert!(sited.is_sited() && sited != Description::of(&plain));
-        assert_eq!(sited.unsited(), Description::of(&plain));
-        assert_eq!(sited.to_string(), Description::of(&plain).to_string());
+        let with_call_site = Description::of(&at("a.py:1"));
+        assert!(with_call_site.has_call_site() && with_call_site != Description::of(&plain));
+        assert_eq!(with_call_site.without_call_site(), Description::of(&plain));
+        assert_eq!(with_call_site.to_string(), Description::of(&plain).to_string());
     }
 
     #[test]

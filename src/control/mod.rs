@@ -7,7 +7,7 @@ use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
 use crate::op::Op;
 use crate::rank::{Rank, name_ranks};
-use crate::sync::call_site::Inscription;
+use crate::sync::call_site::CallSiteText;
 use crate::sync::doorbell::{Doorbell, Sleepers};
 use crate::sync::failure::FirstFailure;
 use crate::sync::last_look::lost;
@@ -46,14 +46,14 @@ struct MemberWords {
     attending: AtomicU32,
     /// 1 + the core where it last began something; 0: nothing begun yet.
     core: AtomicU32,
-    site: AlignedInscription,
+    call_site: AlignedCallSite,
 }
 
 #[repr(C, align(128))]
 struct AlignedBell(Doorbell);
 
 #[repr(C, align(128))]
-struct AlignedInscription(Inscription);
+struct AlignedCallSite(CallSiteText);
 
 const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
 
@@ -67,11 +67,11 @@ pub struct Identity {
 }
 
 /// How far the calls of a rank have come that kernels make, in words.
-pub type Progress = fn(&Board, Rank) -> String;
+pub type Progress = fn(&ControlBlock, Rank) -> String;
 
 /// A member's view of its group.
 #[derive(Debug)]
-pub struct Board {
+pub struct ControlBlock {
     segment: Segment,
     layout: Layout,
     rank: Rank,
@@ -109,7 +109,7 @@ const PART_EVERY: u32 = 8;
 /// somebody does want it, it is often the very rank that is waited for.
 pub const YIELDS: u32 = 200;
 
-impl Board {
+impl ControlBlock {
     /// The view of `rank` in the group `name`; `spins` turns are spent before the core is given away.
     pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
         let layout = Layout::new(members.len());
@@ -223,8 +223,8 @@ impl Board {
 
     /// Where the call stands that `rank` has posted last, if it says so. Written before the post, and not again before everybody has seen that
     /// the calls agree.
-    pub fn site(&self, rank: Rank) -> &Inscription {
-        &self.words(rank).site.0
+    pub fn call_site(&self, rank: Rank) -> &CallSiteText {
+        &self.words(rank).call_site.0
     }
 
     fn note_core(&self) {
@@ -346,7 +346,7 @@ impl Board {
 
     fn fail_if_unattended(&self) {
         if let Some(progress) = self.unattended.get()
-            && let Some(((rank, _), dead)) = self.casualty().zip(self.dead())
+            && let Some(((rank, _), dead)) = self.dead_rank().zip(self.dead())
         {
             let (theirs, me, own) = (progress(self, rank), self.describe(self.rank), progress(self, self.rank));
             self.fail(Error::peer(format!("{}, {theirs}; {me} is alive, {own}", dead.message)));
@@ -382,12 +382,12 @@ impl Board {
 
     /// That a member's process has ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
-        let (rank, how) = self.casualty()?;
+        let (rank, how) = self.dead_rank()?;
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
     }
 
     /// The first member whose process ended without leaving the group, and how it ended.
-    pub fn casualty(&self) -> Option<(Rank, &String)> {
+    pub fn dead_rank(&self) -> Option<(Rank, &String)> {
         if !self.any_gone.load(Ordering::Acquire) {
             return None;
         }
@@ -508,7 +508,7 @@ impl Board {
 
     /// Who has died in a wait that some are still missing from.
     fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
-        let (peer, how) = self.casualty()?;
+        let (peer, how) = self.dead_rank()?;
         // Asked again after the death was seen: else that rank may have come through before it died.
         self.peers().any(missing).then(|| {
             let (seconds, late) = (limit.waited().as_secs_f32(), self.late(missing));

@@ -2,34 +2,34 @@
 
 use super::*;
 
-/// The boards of a group of `n` ranks, all of this process.
-pub(crate) fn boards(n: u32) -> Vec<Board> {
+/// The control blocks of a group of `n` ranks, all of this process.
+pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
     let bytes = Layout::new(n as usize).total_bytes();
     let file = Segment::create(bytes).expect("memfd");
-    let board = |rank| {
+    let control = |rank| {
         let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
         let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-        Board::new(segment, Rank(rank), "test".into(), members, 1)
+        ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)
     };
-    (0..n).map(board).collect()
+    (0..n).map(control).collect()
 }
 
 /// How often the bell of `rank` was rung.
-pub(crate) fn rung(board: &Board, rank: Rank) -> u32 {
-    board.words(rank).bell.0.rung()
+pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
+    control.words(rank).bell.0.rung()
 }
 
 /// Rank 0 of a group whose other ranks are `pids`.
-fn board(pids: &[u32]) -> Board {
+fn control(pids: &[u32]) -> ControlBlock {
     let members: Vec<Identity> =
         std::iter::once(std::process::id()).chain(pids.iter().copied()).zip(0..).map(|(pid, global)| Identity { pid, global }).collect();
     let bytes = Layout::new(members.len()).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
-    Board::new(segment, Rank(0), "test".into(), members, 1)
+    ControlBlock::new(segment, Rank(0), "test".into(), members, 1)
 }
 
-fn stands(board: &Board, rank: u32, doing: Doing) {
-    board.words(Rank(rank)).doing.store(doing.word(), Ordering::Relaxed);
+fn stands(control: &ControlBlock, rank: u32, doing: Doing) {
+    control.words(Rank(rank)).doing.store(doing.word(), Ordering::Relaxed);
 }
 
 #[test]
@@ -43,11 +43,11 @@ fn a_timeout_says_what_each_missing_rank_is_doing() {
         assert!(std::time::Instant::now() < until, "{:?}", process::state(pid));
         std::thread::sleep(Duration::from_millis(1));
     }
-    let board = board(&[pid, pid, pid, u32::MAX]);
-    stands(&board, 1, Doing { number: 1041, op: Op::AllGather, finished: false });
-    stands(&board, 2, Doing { number: 1041, op: Op::AllGather, finished: true });
-    stands(&board, 4, Doing { number: 7, op: Op::Barrier, finished: true });
-    let late = board.late(&|rank| rank != Rank(0));
+    let control = control(&[pid, pid, pid, u32::MAX]);
+    stands(&control, 1, Doing { number: 1041, op: Op::AllGather, finished: false });
+    stands(&control, 2, Doing { number: 1041, op: Op::AllGather, finished: true });
+    stands(&control, 4, Doing { number: 7, op: Op::Barrier, finished: true });
+    let late = control.late(&|rank| rank != Rank(0));
     sleeper.kill().expect("killed");
     sleeper.wait().expect("reaped");
     let expected = format!(
@@ -75,11 +75,11 @@ fn where_a_rank_stands_survives_its_word() {
 
 #[test]
 fn a_group_warns_once_for_all_its_calls() {
-    let board = board(&[std::process::id()]);
-    assert!(!board.warned.load(Ordering::Relaxed));
+    let control = control(&[std::process::id()]);
+    assert!(!control.warned.load(Ordering::Relaxed));
     for _ in 0..2 {
         let limit = Limit::from_first_wait(Duration::from_millis(600));
-        board.wait_alone(&limit, &|| "a test".into(), |_| true).expect_err("late");
-        assert!(board.warned.load(Ordering::Relaxed));
+        control.wait_alone(&limit, &|| "a test".into(), |_| true).expect_err("late");
+        assert!(control.warned.load(Ordering::Relaxed));
     }
 }

@@ -1,6 +1,6 @@
 //! An all-gather before a product: shards arrive one after the other, and groups of them are multiplied.
 
-use super::{Facts, Product, SIGNAL_US};
+use super::{DeviceModel, Product, SIGNAL_US};
 use std::ops::Range;
 
 /// Shards that are multiplied at once, and how many peers' shards must have arrived before.
@@ -29,10 +29,10 @@ pub struct Gather {
 ///
 /// Copying the own rows costs the processors the same whenever it is done; beside the last product of a call that waits for the link it comes
 /// at its end (4 H200, 4096 × 8192 × 2048: 236 µs, early 228).
-pub fn gather(n: usize, rank: usize, product: &Product, facts: &Facts) -> Gather {
-    let own = 2.0 * facts.memory_us(product.bytes(product.depth));
-    let (late, products) = grouped(n, rank, product, facts, 0.0);
-    let (early, behind) = grouped(n, rank, product, facts, own);
+pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> Gather {
+    let own = 2.0 * model.memory_us(product.bytes(product.depth));
+    let (late, products) = grouped(n, rank, product, model, 0.0);
+    let (early, behind) = grouped(n, rank, product, model, own);
     // Not by rounding errors: where products are what takes long, both are the same.
     let own_early = early + 1e-3 < late + own;
     Gather { own_early, products: if own_early { behind } else { products } }
@@ -43,16 +43,16 @@ pub fn gather(n: usize, rank: usize, product: &Product, facts: &Facts) -> Gather
 ///
 /// Where a group ends decides only when its product may begin, so that the earliest end of everything up to a shard is made of the
 /// earliest end of everything up to an earlier one: a table over shards finds the best of all groupings.
-fn grouped(n: usize, rank: usize, product: &Product, facts: &Facts, busy: f64) -> (f64, Vec<Shards>) {
+fn grouped(n: usize, rank: usize, product: &Product, model: &DeviceModel, busy: f64) -> (f64, Vec<Shards>) {
     let shard = product.bytes(product.depth);
-    let ready = SIGNAL_US + 2.0 * facts.memory_us(shard);
-    let arrival = |shards: usize| ready + shards as f64 * facts.copy_us(shard);
+    let ready = SIGNAL_US + 2.0 * model.memory_us(shard);
+    let arrival = |shards: usize| ready + shards as f64 * model.copy_us(shard);
     // Of all shards up to one: when their products end at best, and where the last group of that begins.
-    let mut best = vec![(ready + facts.product_us(product.rows, product) + busy, 0)];
+    let mut best = vec![(ready + model.product_us(product.rows, product) + busy, 0)];
     for last in 1..n {
         let end = |before: usize| {
             let products = runs(n, rank, before, last);
-            let work: f64 = products.map(|ranks| facts.product_us(ranks.len().saturating_mul(product.rows), product)).sum();
+            let work: f64 = products.map(|ranks| model.product_us(ranks.len().saturating_mul(product.rows), product)).sum();
             best[before].0.max(arrival(last)) + work
         };
         // Of equals the larger group: it is fewer calls of the library.

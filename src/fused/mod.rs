@@ -1,4 +1,4 @@
-//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, but for [`facts`].
+//! Matrix products fused with an all-gather before or a reduce-scatter after them: which part runs when. Pure, but for [`model`].
 //!
 //! Products are cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied at once. What is decided here is how to
 //! cut so that the link is never idle and the last product is short; nothing of it changes a result beyond how products of other shapes
@@ -30,7 +30,7 @@ pub struct Product {
 
 /// What the plans reckon with.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Facts {
+pub struct DeviceModel {
     /// Processors that each multiply a tile at a time.
     pub processors: usize,
     /// Floating-point operations of one of them in a microsecond, within a large product.
@@ -62,7 +62,7 @@ impl Product {
     }
 }
 
-impl Facts {
+impl DeviceModel {
     /// How long the product of `rows` rows takes. Tiles run in waves of one per processor; where there are fewer tiles than processors,
     /// several share one, and a last wave that is not full is made of smaller tiles.
     pub fn product_us(&self, rows: usize, product: &Product) -> f64 {

@@ -1,6 +1,6 @@
 //! What a device and its links can do.
 
-use super::Facts;
+use super::DeviceModel;
 use crate::coll::cost::hardware;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -11,38 +11,38 @@ use std::sync::{Mutex, PoisonError};
 
 /// What does not depend on the element type.
 #[derive(Clone, Copy)]
-struct Model {
+struct Hardware {
     major: u32,
     processors: usize,
     link: f64,
 }
 
 /// Of a core and the host's memory; any number does where nothing overlaps.
-const HOST: Facts = Facts { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
+const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
 /// Each device is asked once.
-static MODELS: Mutex<BTreeMap<i32, Model>> = Mutex::new(BTreeMap::new());
+static HARDWARE: Mutex<BTreeMap<i32, Hardware>> = Mutex::new(BTreeMap::new());
 
 /// Of CUDA device `device`; of the host if it is negative.
-pub fn of_device(device: i32, dtype: DType) -> Result<Facts> {
+pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
     if device < 0 {
         return Ok(HOST);
     }
-    let mut known = MODELS.lock().unwrap_or_else(PoisonError::into_inner);
-    let model = match known.get(&device) {
-        Some(model) => *model,
+    let mut known = HARDWARE.lock().unwrap_or_else(PoisonError::into_inner);
+    let hardware = match known.get(&device) {
+        Some(hardware) => *hardware,
         None => *known.entry(device).or_insert(ask(device)?),
     };
-    Ok(facts(model, dtype))
+    Ok(model(hardware, dtype))
 }
 
-fn ask(device: i32) -> Result<Model> {
+fn ask(device: i32) -> Result<Hardware> {
     let opened = Device::open(device)?;
     let way = hardware::gpus().map_or(Way::Pcie, |(_, way)| *way);
-    Ok(Model { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
+    Ok(Hardware { major: opened.capability.0, processors: opened.processors()?, link: way.link().gb_per_s })
 }
 
-fn facts(Model { major, processors, link }: Model, dtype: DType) -> Facts {
+fn model(Hardware { major, processors, link }: Hardware, dtype: DType) -> DeviceModel {
     // TFLOPS of a processor in 16 bits: 790 of 132 processors of an H200 (2026-11-20, 4096 × 1024 × 8192); others in proportion to their
     // data sheets. Wider types run without tensor cores.
     let (wide, memory) = match major {
@@ -52,7 +52,7 @@ fn facts(Model { major, processors, link }: Model, dtype: DType) -> Facts {
         10.. => (10.0, 6000.0),
     };
     let teraflops = if dtype.size() <= 2 { wide } else { wide / 15.0 };
-    Facts { processors, flops_per_us: teraflops * 1e6, link, memory }
+    DeviceModel { processors, flops_per_us: teraflops * 1e6, link, memory }
 }
 
 #[cfg(test)]
@@ -60,12 +60,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn facts_of_known_devices() {
-        let h200 = Model { major: 9, processors: 132, link: 369.0 };
-        let wide = facts(h200, DType::BF16);
+    fn models_of_known_devices() {
+        let h200 = Hardware { major: 9, processors: 132, link: 369.0 };
+        let wide = model(h200, DType::BF16);
         assert_eq!((wide.processors, wide.flops_per_us, wide.link), (132, 6e6, 369.0));
-        assert!(facts(h200, DType::F32).flops_per_us < wide.flops_per_us / 10.0);
-        assert!(facts(Model { major: 12, ..h200 }, DType::F16).memory > wide.memory);
+        assert!(model(h200, DType::F32).flops_per_us < wide.flops_per_us / 10.0);
+        assert!(model(Hardware { major: 12, ..h200 }, DType::F16).memory > wide.memory);
     }
 
     #[test]

@@ -99,7 +99,7 @@ pub fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
     };
     let _entered = device.enter()?;
     let (world, rank) = (sum.parts.len() as u32, sum.rank as u32);
-    let variant = Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), gated: false };
+    let variant = Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), zero_copy: false };
     let kernel = load(device, &variant, NAMES.1)?;
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
     kernel.launch(Stream(stream), wanted.min(BLOCKS * *processors) as u32, THREADS, false, bytes_of(&args))

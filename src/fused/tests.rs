@@ -1,7 +1,7 @@
 use super::*;
 
 /// H200 over a switch of NVLinks.
-const H200: Facts = Facts { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
+const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
 
 fn bf16(rows: usize, columns: usize, depth: usize) -> Product {
     Product { rows, columns, depth, element: 2 }
@@ -85,16 +85,16 @@ fn groups_of_the_shapes_that_are_measured() {
 #[test]
 fn the_own_rows_are_copied_while_the_link_is_waited_for() {
     let product = bf16(1024, 3584, 8192);
-    assert!(gather(8, 3, &product, &Facts { link: 100.0, ..H200 }).own_early);
+    assert!(gather(8, 3, &product, &DeviceModel { link: 100.0, ..H200 }).own_early);
     // As it was measured to be better.
     assert!(gather(4, 0, &bf16(1024, 2048, 8192), &H200).own_early);
-    assert!(!gather(8, 3, &product, &Facts { link: 1e9, ..H200 }).own_early);
+    assert!(!gather(8, 3, &product, &DeviceModel { link: 1e9, ..H200 }).own_early);
 }
 
 #[test]
 fn a_group_that_wraps_is_two_products() {
     // On a link so fast that nothing is worth waiting less for.
-    let plan = gather(4, 2, &bf16(128, 256, 64), &Facts { link: 1e9, ..H200 }).products;
+    let plan = gather(4, 2, &bf16(128, 256, 64), &DeviceModel { link: 1e9, ..H200 }).products;
     let of = |ranks, arrived| Shards { ranks, arrived };
     let wrapped = plan.iter().all(|shards| shards.ranks.start == 3 || shards.ranks.end <= 2);
     assert!(wrapped, "{plan:?}");

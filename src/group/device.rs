@@ -2,8 +2,8 @@
 
 use super::Group;
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::cuda::communicator::Communicator;
 pub use crate::coll::cuda::communicator::CudaTarget;
-use crate::coll::cuda::communicator::Plane;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
@@ -16,8 +16,8 @@ use crate::window::{Meeting, SymmetricWindow};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Where a group keeps its plane.
-pub(super) type Slot = RwLock<Option<Arc<Plane>>>;
+/// Where a group keeps its communicator.
+pub(super) type Slot = RwLock<Option<Arc<Communicator>>>;
 
 /// A send or a receive in the memory of a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -30,9 +30,9 @@ pub struct Transfer {
 
 impl Group {
     /// The group's GPUs, if they are set up. None in a forked child, where the driver's memory is not mapped.
-    pub(super) fn plane(&self) -> Option<Arc<Plane>> {
+    pub(super) fn communicator(&self) -> Option<Arc<Communicator>> {
         self.check_process().ok()?;
-        in_use(&self.plane)
+        in_use(&self.communicator)
     }
 
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
@@ -40,50 +40,50 @@ impl Group {
         self.connected(device, self.timeout()).map(|_| ())
     }
 
-    fn connected(&self, device: i32, timeout: Duration) -> Result<Arc<Plane>> {
+    fn connected(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
         self.check_open()?;
-        let plane = match self.plane() {
-            Some(plane) => plane,
+        let communicator = match self.communicator() {
+            Some(communicator) => communicator,
             None => self.set_up(device, timeout)?,
         };
-        if plane.device() != device {
-            let (name, first) = (self.board.name(), plane.device());
+        if communicator.device() != device {
+            let (name, first) = (self.control.name(), communicator.device());
             return Err(Error::value(format!(
                 "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group has one GPU per rank"
             )));
         }
-        Ok(plane)
+        Ok(communicator)
     }
 
     #[cold]
-    fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Plane>> {
-        // Not the plane's own lock: who asks for failures or leaves must not wait for peers that never come.
+    fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
+        // Not the communicator's own lock: who asks for failures or leaves must not wait for peers that never come.
         let _turn = self.setting_up.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plane) = self.plane() {
-            return Ok(plane);
+        if let Some(communicator) = self.communicator() {
+            return Ok(communicator);
         }
         self.check_alive()?;
         let limit = Limit::from(Instant::now(), timeout);
-        let plane = Arc::new(Plane::connect(&self.board, device, &limit, &|bytes| self.gather_on_host(bytes, &limit))?);
-        let mut place = self.plane.write().unwrap_or_else(PoisonError::into_inner);
-        // `leave` closes the group before it takes the plane: one of the two sees the other.
+        let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_host(bytes, &limit))?);
+        let mut place = self.communicator.write().unwrap_or_else(PoisonError::into_inner);
+        // `leave` closes the group before it takes the communicator: one of the two sees the other.
         self.check_open()?;
-        *place = Some(Arc::clone(&plane));
-        Ok(plane)
+        *place = Some(Arc::clone(&communicator));
+        Ok(communicator)
     }
 
-    /// Collective: a window on what every rank has at an `address` of its own; see [`window::Places::rendezvous`].
+    /// Collective: a window on what every rank has at an `address` of its own; see [`window::Domains::rendezvous`].
     pub fn rendezvous(&self, device: i32, address: u64, pad_bytes: usize, timeout: Option<Duration>) -> Result<SymmetricWindow> {
         self.check_alive()?;
         let limit = Limit::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
         let gather = |bytes: &[u8]| self.gather_on_host(bytes, &limit);
-        let meeting = Meeting { board: &self.board, gather: &gather, limit: &limit, timeout: self.timeout() };
-        self.places.rendezvous(&meeting, device, address, pad_bytes)
+        let meeting = Meeting { control: &self.control, gather: &gather, limit: &limit, timeout: self.timeout() };
+        self.domains.rendezvous(&meeting, device, address, pad_bytes)
     }
 
     /// `bytes` of every rank, through the host's memory.
     pub(super) fn gather_on_host(&self, bytes: &[u8], limit: &Limit) -> Result<Vec<Vec<u8>>> {
-        let mut all = vec![vec![0u8; bytes.len()]; self.board.size()];
+        let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
         let call = Call {
             op: Op::AllGather,
@@ -93,7 +93,7 @@ impl Group {
             factor: 1.0,
             inputs: vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }],
             outputs,
-            site: None,
+            call_site: None,
         };
         self.engine.run(vec![call], limit.left().unwrap_or(Duration::from_millis(1)))?;
         Ok(all)
@@ -103,12 +103,12 @@ impl Group {
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_calls(calls)?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
-        let plane = self.connected(target.device, timeout)?;
+        let communicator = self.connected(target.device, timeout)?;
         self.engine.count(calls.len());
         let CudaTarget { device, stream, background } = target;
-        let first = self.recorder.schedule(calls, timeout, background, trace::Place::Cuda { device, stream, background });
+        let first = self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background });
         let mut next = first;
-        let outcome = plane.launch(calls, target, timeout, |sequence| {
+        let outcome = communicator.launch(calls, target, timeout, |sequence| {
             self.recorder.start(next, sequence);
             next += 1;
         });
@@ -125,18 +125,18 @@ impl Group {
         self.check_alive()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let CudaTarget { device, stream, background } = target;
-        let place = trace::Place::Cuda { device, stream, background };
+        let place = trace::Target::Cuda { device, stream, background };
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for transfer in transfers {
-            let peer = transfer.message.peer.filter(|peer| peer.index() < self.board.size());
+            let peer = transfer.message.peer.filter(|peer| peer.index() < self.control.size());
             let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
             let messages = if transfer.send { &mut sends } else { &mut receives };
             messages.push((peer, transfer.message.span));
         }
-        let plane = self.connected(target.device, timeout)?;
+        let communicator = self.connected(target.device, timeout)?;
         let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
         let numbers: Vec<u64> = transfers.iter().map(note).collect();
-        plane.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
+        communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
             numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true));
             self.recorder.saw(error);
         })
@@ -144,45 +144,45 @@ impl Group {
 
     /// Gives the GPU's memory back once what was enqueued is done. False if there was none.
     pub(super) fn disconnect(&self, limit: Duration) -> bool {
-        let plane = self.plane.write().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(plane) = plane else { return false };
-        if !plane.drain(limit) {
-            log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.board.name());
-            std::mem::forget(plane);
+        let communicator = self.communicator.write().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(communicator) = communicator else { return false };
+        if !communicator.drain(limit) {
+            log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.control.name());
+            std::mem::forget(communicator);
         } else {
             // Another thread may be about to be told that the group was destroyed, and lets go of it then.
-            give_up(plane);
+            give_up(communicator);
         }
         true
     }
 
-    /// Lets go of a plane that is another process's: the driver does not work here.
-    pub(super) fn forget_plane(&self) {
+    /// Lets go of a communicator that is another process's: the driver does not work here.
+    pub(super) fn forget_communicator(&self) {
         // One owner that never goes: a lock may have been held when the process was forked.
-        std::mem::forget(Arc::clone(&self.plane));
+        std::mem::forget(Arc::clone(&self.communicator));
     }
 }
 
-fn in_use(slot: &Slot) -> Option<Arc<Plane>> {
+fn in_use(slot: &Slot) -> Option<Arc<Communicator>> {
     slot.read().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
 /// Lets go of the GPU memory of `rank`, which has died, on a thread of its own since kernels take a moment to end.
-pub(super) fn bury(slot: &Slot, rank: Rank) {
-    let Some(plane) = in_use(slot) else { return };
+pub(super) fn release_dead(slot: &Slot, rank: Rank) {
+    let Some(communicator) = in_use(slot) else { return };
     let work = move || {
-        plane.bury(rank);
-        give_up(plane);
+        communicator.release_dead(rank);
+        give_up(communicator);
     };
     if let Err(error) = thread::spawn("symm-release", Some(256 << 10), work) {
         log::warn!("the GPU memory of a dead rank stays until the group is destroyed: {error}");
     }
 }
 
-/// Gives the plane back where nobody else uses it; else whoever is the last does.
-fn give_up(plane: Arc<Plane>) {
-    if let Some(plane) = Arc::into_inner(plane) {
-        plane.release();
+/// Gives the communicator back where nobody else uses it; else whoever is the last does.
+fn give_up(communicator: Arc<Communicator>) {
+    if let Some(communicator) = Arc::into_inner(communicator) {
+        communicator.release();
     }
 }
 

@@ -5,7 +5,7 @@
 //! nobody. Waiting ranks do no more for this than to say which message they sleep for.
 
 use crate::coll::cuda::agreement::launch_log;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::p2p::Transfers;
@@ -21,7 +21,7 @@ const NEXT_LOOK: Duration = Duration::from_millis(50);
 
 /// What this rank has refused and not made up for.
 pub(super) struct Refusals {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     engine: Arc<Engine>,
     transfers: Arc<Transfers>,
     note: Mutex<Option<Note>>,
@@ -40,7 +40,7 @@ struct Note {
     text: String,
     refused: Refused,
     /// What this rank had been asked for by then.
-    asked: u64,
+    requested: u64,
     look: Option<Subscription>,
 }
 
@@ -52,9 +52,9 @@ struct Waiting {
 }
 
 impl Refusals {
-    pub(super) fn new(board: &Arc<Board>, engine: &Arc<Engine>, transfers: &Arc<Transfers>) -> Arc<Self> {
-        let (board, engine, transfers) = (Arc::clone(board), Arc::clone(engine), Arc::clone(transfers));
-        Arc::new(Self { board, engine, transfers, note: Mutex::new(None) })
+    pub(super) fn new(control: &Arc<ControlBlock>, engine: &Arc<Engine>, transfers: &Arc<Transfers>) -> Arc<Self> {
+        let (control, engine, transfers) = (Arc::clone(control), Arc::clone(engine), Arc::clone(transfers));
+        Arc::new(Self { control, engine, transfers, note: Mutex::new(None) })
     }
 
     fn note(&self) -> MutexGuard<'_, Option<Note>> {
@@ -63,19 +63,19 @@ impl Refusals {
 
     /// Notes that a call was refused because of `text`. The last refusal counts.
     pub(super) fn add(self: &Arc<Self>, text: String, refused: Refused) {
-        if self.board.size() == 1 {
+        if self.control.size() == 1 {
             return;
         }
         let mut note = self.note();
         let look = self.look_after(FIRST_LOOK);
-        *note = Some(Note { text, refused, asked: self.asked(refused), look });
+        *note = Some(Note { text, refused, requested: self.requested(refused), look });
     }
 
     /// Counts the calls that make up for what was refused: a collective for a collective, anything for a message.
-    fn asked(&self, refused: Refused) -> u64 {
+    fn requested(&self, refused: Refused) -> u64 {
         match refused {
             Refused::Collective { .. } => self.engine.sequence(),
-            Refused::Message { .. } => self.engine.sequence() + self.transfers.asked(),
+            Refused::Message { .. } => self.engine.sequence() + self.transfers.requested(),
         }
     }
 
@@ -89,7 +89,7 @@ impl Refusals {
         let refusals = Arc::downgrade(self);
         let look = move || {
             if let Some(refusals) = refusals.upgrade() {
-                let _ = refusals.board.contain(|| {
+                let _ = refusals.control.contain(|| {
                     refusals.look();
                     Ok(())
                 });
@@ -103,7 +103,7 @@ impl Refusals {
         let Some(refused) = note.as_mut() else { return };
         let waiting = self.waiting(refused.refused);
         // After the peers: who waited for a rank that has not moved since waits for it now.
-        if self.asked(refused.refused) != refused.asked || self.board.failure().is_some() {
+        if self.requested(refused.refused) != refused.requested || self.control.failure().is_some() {
             *note = None;
             return;
         }
@@ -111,7 +111,7 @@ impl Refusals {
             refused.look = self.look_after(NEXT_LOOK);
             return;
         }
-        let (me, group) = (self.board.describe(self.board.rank()), self.board.name());
+        let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
         let ranks: Vec<Rank> = waiting.iter().map(|waiting| waiting.rank).collect();
         let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
         let text = format!(
@@ -120,14 +120,14 @@ impl Refusals {
         );
         *note = None;
         drop(note);
-        self.board.fail(Error::mismatch(text));
+        self.control.fail(Error::mismatch(text));
     }
 
     fn waiting(&self, refused: Refused) -> Vec<Waiting> {
         match refused {
             Refused::Collective { on_device } => self.in_collectives(on_device),
             Refused::Message { send, peer, tag } => {
-                let peers = self.board.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
+                let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
                 let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
                 self.transfers.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
             }
@@ -135,15 +135,15 @@ impl Refusals {
     }
 
     fn in_collectives(&self, on_device: bool) -> Vec<Waiting> {
-        let (me, board) = (self.board.rank(), &self.board);
-        let on_host = board.peers().filter_map(|rank| {
-            let doing = board.doing(rank)?;
-            (doing.number > board.collective(me))
+        let (me, control) = (self.control.rank(), &self.control);
+        let on_host = control.peers().filter_map(|rank| {
+            let doing = control.doing(rank)?;
+            (doing.number > control.collective(me))
                 .then(|| Waiting { rank, call: format!("{}, collective #{}", doing.op.name(), doing.number) })
         });
-        let on_devices = board.peers().filter(|_| on_device).filter_map(|rank| {
-            let first = launch_log::launched(board, me) + 1;
-            (launch_log::launched(board, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
+        let on_devices = control.peers().filter(|_| on_device).filter_map(|rank| {
+            let first = launch_log::launched(control, me) + 1;
+            (launch_log::launched(control, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
         });
         let mut all: Vec<Waiting> = on_host.chain(on_devices).collect();
         all.sort_by_key(|waiting| waiting.rank);
@@ -160,8 +160,8 @@ mod tests {
     use crate::coll::cpu::Runner;
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::coll::plan::Thresholds;
-    use crate::completion::Done;
-    use crate::control::tests::boards;
+    use crate::completion::Completion;
+    use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
     use crate::p2p::Message;
@@ -170,26 +170,26 @@ mod tests {
 
     /// Three ranks of this process.
     fn ranks() -> Vec<Arc<Refusals>> {
-        let rank = |board: Board| {
-            let board = Arc::new(board);
-            let recorder = Recorder::new(&board, Duration::from_secs(1));
-            let engine = Engine::new(Runner::new(Arc::clone(&board), Thresholds::default()), recorder);
-            Refusals::new(&board, &engine, &Transfers::new(Arc::clone(&board), false))
+        let rank = |control: ControlBlock| {
+            let control = Arc::new(control);
+            let recorder = Recorder::new(&control, Duration::from_secs(1));
+            let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default()), recorder);
+            Refusals::new(&control, &engine, &Transfers::new(Arc::clone(&control), false))
         };
-        boards(3).into_iter().map(rank).collect()
+        controls(3).into_iter().map(rank).collect()
     }
 
     fn launch(refusals: &Refusals, number: u64) {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
-        launch_log::compare(&refusals.board, number, &call, Channel::Collectives).expect("all alike");
+        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None };
+        launch_log::compare(&refusals.control, number, &call, Channel::Collectives).expect("all alike");
     }
 
     fn failure_within(refusals: &Refusals, limit: Duration) -> Option<Error> {
         let begun = Instant::now();
         while begun.elapsed() < limit {
-            if let Some(failure) = refusals.board.failure() {
+            if let Some(failure) = refusals.control.failure() {
                 return Some(failure);
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -208,16 +208,16 @@ mod tests {
             if later {
                 assert_eq!(failure_within(&ranks[0], QUIET), None, "nobody waits");
             }
-            ranks[0].board.begin(1, Op::AllGather);
-            ranks[2].board.begin(1, Op::AllGather);
-            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("told");
+            ranks[0].control.begin(1, Op::AllGather);
+            ranks[2].control.begin(1, Op::AllGather);
+            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
             assert_eq!(failure.kind, Kind::Mismatch);
             let pid = std::process::id();
             let text = format!(
                 "rank 1 (pid {pid}) refused a call and made no other; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
             );
             assert_eq!(failure.message, text);
-            assert_eq!(ranks[2].board.failure(), Some(failure));
+            assert_eq!(ranks[2].control.failure(), Some(failure));
         }
     }
 
@@ -227,7 +227,7 @@ mod tests {
         ranks.iter().for_each(|rank| launch(rank, 1));
         ranks[1].add("no such dtype".into(), Refused::Collective { on_device: true });
         launch(&ranks[0], 2);
-        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("told");
+        let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
         assert!(failure.message.contains("rank 0 waits for it in CUDA collective #2"), "{failure}");
     }
 
@@ -239,10 +239,10 @@ mod tests {
         moved_on[1].add("made up for".into(), ON_HOST);
         moved_on[1].engine.count(1);
         for ranks in [&forgetful, &moved_on] {
-            ranks[0].board.begin(1, Op::Barrier);
+            ranks[0].control.begin(1, Op::Barrier);
             assert_eq!(failure_within(&ranks[0], QUIET), None);
         }
-        alike.iter().for_each(|rank| rank.board.begin(1, Op::Barrier));
+        alike.iter().for_each(|rank| rank.control.begin(1, Op::Barrier));
         alike.iter().for_each(|rank| rank.add("all alike".into(), Refused::Collective { on_device: true }));
         assert_eq!(failure_within(&alike[0], QUIET), None);
     }
@@ -258,7 +258,7 @@ mod tests {
     fn a_peer_that_sleeps_for_a_refused_message_is_told() {
         // What rank 1 refused, whom rank 0 waits for, and whether that is the same.
         let refused = |peer, tag| Refused::Message { send: true, peer, tag };
-        for (refused, peer, told) in [
+        for (refused, peer, reported) in [
             (refused(Some(Rank(0)), 7), Rank(1), true),
             (refused(Some(Rank(0)), 8), Rank(1), false),
             (refused(Some(Rank(2)), 7), Rank(1), false),
@@ -268,11 +268,11 @@ mod tests {
             let ranks = ranks();
             let first = &ranks[0].transfers;
             std::thread::scope(|scope| {
-                let ticket = first.recv(message(peer), PATIENCE, Done::new(|_, _| {})).expect("begun");
+                let ticket = first.recv(message(peer), PATIENCE, Completion::new(|_, _| {})).expect("begun");
                 let waiting = scope.spawn(move || first.wait(ticket, None));
                 ranks[1].add("too short".into(), refused);
-                let failure = failure_within(&ranks[2], if told { PATIENCE } else { QUIET });
-                assert_eq!(failure.is_some(), told, "{refused:?}, from {peer}");
+                let failure = failure_within(&ranks[2], if reported { PATIENCE } else { QUIET });
+                assert_eq!(failure.is_some(), reported, "{refused:?}, from {peer}");
                 if let Some(failure) = failure {
                     let pid = std::process::id();
                     let text = format!(
@@ -280,7 +280,7 @@ mod tests {
                     );
                     assert_eq!((failure.kind, failure.message), (Kind::Mismatch, text));
                 }
-                ranks[0].board.fail(Error::aborted("over"));
+                ranks[0].control.fail(Error::aborted("over"));
                 waiting.join().expect("no panic").expect("its completion was called");
                 ranks.iter().for_each(|rank| rank.transfers.stop());
             });
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
         let ranks = ranks();
-        let quiet = || Done::new(|_, _| {});
+        let quiet = || Completion::new(|_, _| {});
         let transfers = &ranks[0].transfers;
         std::thread::scope(|scope| {
             ranks[1].add("too short".into(), Refused::Message { send: true, peer: Some(Rank(0)), tag: 7 });
@@ -300,7 +300,7 @@ mod tests {
             transfers.wait(first, None).expect("it came");
             let waiting = scope.spawn(move || transfers.wait(second, None));
             assert_eq!(failure_within(&ranks[0], QUIET), None);
-            ranks[0].board.fail(Error::aborted("over"));
+            ranks[0].control.fail(Error::aborted("over"));
             waiting.join().expect("no panic").expect("its completion was called");
             ranks.iter().for_each(|rank| rank.transfers.stop());
         });

@@ -27,7 +27,7 @@ fn span<T>(slice: &mut [T]) -> Span {
 }
 
 fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, site: None }
+    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn all_to_all_and_messages_of_every_plan() {
             let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
             let mut got = vec![0i32; count];
             let message = |peer, span| Message { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None };
-            let done = || Done::new(|outcome, _| outcome.expect("transfer"));
+            let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
             let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
             let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
             group.wait(recv, None).expect("wait");
@@ -130,11 +130,11 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
         let submit = |done| group.submit(vec![call(Op::Barrier, vec![], vec![])], None, done).expect("queued");
         // Waited for at once, so often that a worker leaves the next one to its submitter for a while.
         for _ in 0..20 {
-            group.wait(submit(Done::new(|outcome, _| outcome.expect("a barrier"))), None).expect("done");
+            group.wait(submit(Completion::new(|outcome, _| outcome.expect("a barrier"))), None).expect("done");
         }
         for limit in [None, Some(Duration::from_secs(20))] {
-            let (told, hears) = std::sync::mpsc::channel();
-            let ticket = submit(Done::new(move |outcome, _| told.send(outcome).expect("heard")));
+            let (reported, hears) = std::sync::mpsc::channel();
+            let ticket = submit(Completion::new(move |outcome, _| reported.send(outcome).expect("received")));
             if limit.is_some() {
                 group.wait(ticket, limit).expect("done");
             }

@@ -1,9 +1,9 @@
 //! Where everything lies in a group's memory. Pure.
 //!
 //! ```text
-//! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1 | ledger 0 .. n-1
+//! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1 | launch log 0 .. n-1
 //! ```
-//! Control (up to the rings) is reserved when the group is made; rings, staging and ledgers when they are first used.
+//! Control (up to the rings) is reserved when the group is made; rings, staging and launch logs when they are first used.
 
 use crate::rank::Rank;
 
@@ -27,8 +27,8 @@ pub const LINE_PAIR: usize = 128;
 pub const HEADER_BYTES: usize = 4096;
 /// One member's own words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
-/// Bytes of a rank's ledger of launches; a multiple of a page.
-pub const LEDGER_BYTES: usize = 64 << 10;
+/// Bytes of a rank's launch log of launches; a multiple of a page.
+pub const LAUNCH_LOG_BYTES: usize = 64 << 10;
 /// More members than this are refused: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;
 
@@ -111,13 +111,13 @@ impl Layout {
     }
 
     /// Offset of the pages in which a rank notes the calls that it has launched on its GPU.
-    pub fn ledger(self, rank: Rank) -> usize {
-        self.staging(Rank(self.n as u32)).next_multiple_of(4096) + rank.index() * LEDGER_BYTES
+    pub fn launch_log(self, rank: Rank) -> usize {
+        self.staging(Rank(self.n as u32)).next_multiple_of(4096) + rank.index() * LAUNCH_LOG_BYTES
     }
 
     /// Bytes of the whole.
     pub fn total_bytes(self) -> usize {
-        self.ledger(Rank(self.n as u32))
+        self.launch_log(Rank(self.n as u32))
     }
 
     fn posts(self) -> usize {
@@ -142,7 +142,7 @@ mod tests {
             list.extend((0..2).map(|seq| (layout.post(a, seq), layout.post_bytes())));
             list.extend((0..n).map(|b| (layout.ring(a, Rank(b)), layout.ring_bytes())));
             list.extend((0..INPUT_SLOTS).map(|slot| (layout.input(a, slot), SLOT_BYTES)));
-            list.push((layout.ledger(a), LEDGER_BYTES));
+            list.push((layout.launch_log(a), LAUNCH_LOG_BYTES));
             list.extend((0..RESULT_SLOTS).map(|slot| (layout.result(a, slot), layout.result_bytes())));
         }
         list

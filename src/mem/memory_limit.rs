@@ -7,25 +7,25 @@ use std::sync::OnceLock;
 
 /// Memory that can still be had, at most: what the kernel would drop or swap out to give it counts as free.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct MemoryLimit {
     /// Bytes.
     pub free: u64,
     /// Whose limit that is.
     of: String,
 }
 
-impl fmt::Display for Room {
+impl fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} are free {}", self.free, self.of)
     }
 }
 
 /// The least room of all that limit this process; `None` where nothing tells.
-pub fn room() -> Option<Room> {
+pub fn tightest() -> Option<MemoryLimit> {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
     let meminfo = read(Path::new("/proc/meminfo"))?;
     let swap = field(&meminfo, "SwapFree:").unwrap_or(0) * 1024;
-    let machine = field(&meminfo, "MemAvailable:").map(|kib| Room { free: kib * 1024 + swap, of: "on this machine".into() });
+    let machine = field(&meminfo, "MemAvailable:").map(|kib| MemoryLimit { free: kib * 1024 + swap, of: "on this machine".into() });
     // Looked up once: whoever moves processes between groups does so before they begin.
     static GROUPS: PerProcess<OnceLock<Vec<(Version, PathBuf)>>> = PerProcess::new(OnceLock::new);
     let groups = GROUPS.get().get_or_init(|| {
@@ -34,9 +34,9 @@ pub fn room() -> Option<Room> {
     });
     let limited = groups.iter().flat_map(|(version, folder)| {
         let free = version.free(swap, |name| read(&folder.join(name)));
-        free.map(|free| Room { free, of: format!("in the memory cgroup {}", folder.display()) })
+        free.map(|free| MemoryLimit { free, of: format!("in the memory cgroup {}", folder.display()) })
     });
-    limited.chain(machine).min_by_key(|room| room.free)
+    limited.chain(machine).min_by_key(|limit| limit.free)
 }
 
 /// The number after `name` at the begin of a line.
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn this_process_has_room() {
-        let room = room().expect("a machine with /proc");
-        assert!(room.free > 0 && room.to_string().contains(" are free "), "{room}");
+        let limit = tightest().expect("a machine with /proc");
+        assert!(limit.free > 0 && limit.to_string().contains(" are free "), "{limit}");
     }
 }

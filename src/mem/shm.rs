@@ -1,6 +1,6 @@
 //! One mapped piece of anonymous shared memory.
 
-use super::memory_limit::room;
+use super::memory_limit::tightest;
 use crate::error::{Error, Result};
 use crate::sys::again::retry;
 use crate::sys::process;
@@ -165,12 +165,12 @@ impl Segment {
 /// Allocates pages of `file` that it does not have yet: a full machine is an error here and not SIGBUS at the first touch, and a full
 /// control group is one and not the end of a process that the kernel picks.
 pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
-    let room = room();
+    let limit = tightest();
     let none = |reason: &str| {
-        let free = room.as_ref().map_or_else(String::new, |room| format!(", {room}"));
+        let free = limit.as_ref().map_or_else(String::new, |limit| format!(", {limit}"));
         Error::config(format!("out of memory: {purpose} needs {bytes} bytes{free}{reason}"))
     };
-    if room.as_ref().is_some_and(|room| room.free < bytes as u64) {
+    if limit.as_ref().is_some_and(|limit| limit.free < bytes as u64) {
         return Err(none(""));
     }
     // A signal undoes what has been allocated, and a timer's would do so for ever.

@@ -2,7 +2,7 @@
 
 use super::frame::{Frame, Kind};
 use crate::coll::call::Span;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
 use crate::mem::layout::{LINE_PAIR, RING_BYTES, RING_HEAD};
@@ -25,7 +25,7 @@ pub(super) enum Outgoing {
 
 /// This rank's side of the connection to `peer`.
 #[derive(Debug)]
-pub(super) struct Channel {
+pub(super) struct Connection {
     peer: Rank,
     tail: u64,
     head: u64,
@@ -49,23 +49,23 @@ struct Side<'a> {
     data: *mut u8,
 }
 
-fn side(board: &Board, from: Rank, to: Rank) -> Side<'_> {
-    let (segment, offset) = (board.segment(), board.layout().ring(from, to));
+fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
+    let (segment, offset) = (control.segment(), control.layout().ring(from, to));
     // SAFETY: three counters on line pairs of their own at the head of each ring.
     let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
     let ring = Ring { tail: word(0), head: word(1), capacity: RING_BYTES as u64 };
     Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, RING_BYTES) }
 }
 
-impl Channel {
+impl Connection {
     pub(super) fn new(peer: Rank) -> Self {
         Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0 }
     }
 
     /// Whether another short message may go without being asked for.
-    pub(super) fn may_send_eagerly(&self, board: &Board) -> bool {
+    pub(super) fn may_send_eagerly(&self, control: &ControlBlock) -> bool {
         // Wrapping here and below: a count that no peer can have means that nothing more goes unasked, not a panic.
-        self.eager.wrapping_sub(side(board, board.rank(), self.peer).matched.observe()) < EAGER_WINDOW
+        self.eager.wrapping_sub(side(control, control.rank(), self.peer).matched.observe()) < EAGER_WINDOW
     }
 
     pub(super) fn enqueue(&mut self, item: Outgoing) {
@@ -81,63 +81,64 @@ impl Channel {
     }
 
     /// Tells the peer that one of its short messages found its receive.
-    pub(super) fn count_match(&mut self, board: &Board) {
+    pub(super) fn count_match(&mut self, control: &ControlBlock) {
         self.matched += 1;
-        side(board, self.peer, board.rank()).matched.publish(self.matched);
+        side(control, self.peer, control.rank()).matched.publish(self.matched);
     }
 
     /// Whether the peer has sent something.
-    pub(super) fn has_come(&self, board: &Board) -> bool {
-        side(board, self.peer, board.rank()).ring.oldest(self.head).is_some()
+    pub(super) fn has_come(&self, control: &ControlBlock) -> bool {
+        side(control, self.peer, control.rank()).ring.oldest(self.head).is_some()
     }
 
     /// Whether the peer has made room for what waits here.
-    pub(super) fn has_room(&self, board: &Board) -> bool {
-        let room = |item: &Outgoing| side(board, board.rank(), self.peer).ring.room(self.tail, next_frame(item).footprint()).is_some();
-        self.outbox.front().is_some_and(room)
+    pub(super) fn has_room(&self, control: &ControlBlock) -> bool {
+        let reserved =
+            |item: &Outgoing| side(control, control.rank(), self.peer).ring.reserve(self.tail, next_frame(item).footprint()).is_some();
+        self.outbox.front().is_some_and(reserved)
     }
 
     /// Whether the peer has read all that was to be sent to it.
-    pub(super) fn is_drained(&self, board: &Board) -> bool {
-        self.outbox.is_empty() && side(board, board.rank(), self.peer).ring.head.observe() == self.tail
+    pub(super) fn is_drained(&self, control: &ControlBlock) -> bool {
+        self.outbox.is_empty() && side(control, control.rank(), self.peer).ring.head.observe() == self.tail
     }
 
     /// Writes what fits; `sent` hears the ids of messages that need their memory no longer. Returns whether anything was written.
-    pub(super) fn flush(&mut self, board: &Board, mut sent: impl FnMut(u64)) -> Result<bool> {
+    pub(super) fn flush(&mut self, control: &ControlBlock, mut sent: impl FnMut(u64)) -> Result<bool> {
         if self.outbox.is_empty() {
             return Ok(false);
         }
-        let layout = board.layout();
+        let layout = control.layout();
         if !self.reserved {
-            let purpose = format_args!("messages from rank {} to rank {}", board.rank(), self.peer);
-            board.segment().reserve(layout.ring(board.rank(), self.peer), layout.ring_bytes(), purpose)?;
+            let purpose = format_args!("messages from rank {} to rank {}", control.rank(), self.peer);
+            control.segment().reserve(layout.ring(control.rank(), self.peer), layout.ring_bytes(), purpose)?;
             self.reserved = true;
         }
-        let side = side(board, board.rank(), self.peer);
+        let side = side(control, control.rank(), self.peer);
         let before = self.tail;
         while let Some(item) = self.outbox.front_mut() {
             let frame = next_frame(item);
-            let Some(room) = side.ring.room(self.tail, frame.footprint()) else { break };
-            if let Some(place) = room.padding {
+            let Some(reserved) = side.ring.reserve(self.tail, frame.footprint()) else { break };
+            if let Some(place) = reserved.padding {
                 write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
             }
-            write_head(&side, room.place, frame);
+            write_head(&side, reserved.place, frame);
             let payload = match item {
                 Outgoing::Control(_) => None,
                 Outgoing::Eager(_, span) => Some(span.ptr()),
                 Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
             };
             if let Some(from) = payload {
-                // SAFETY: `room` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span is
+                // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span is
                 // the sender's, whose send is not complete yet.
-                unsafe { cpu::copy(side.data.add((room.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
+                unsafe { cpu::copy(side.data.add((reserved.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
             }
-            self.tail = room.tail;
+            self.tail = reserved.tail;
             side.ring.publish(self.tail);
             match item {
                 Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
                     head.value += frame.payload() as u64;
-                    board.wake(self.peer);
+                    control.wake(self.peer);
                     continue;
                 }
                 Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
@@ -146,14 +147,14 @@ impl Channel {
             self.outbox.pop_front();
         }
         if self.tail != before {
-            board.wake(self.peer);
+            control.wake(self.peer);
         }
         Ok(self.tail != before)
     }
 
     /// Hands the oldest incoming frame and its payload to `take`; false if there is none.
-    pub(super) fn receive(&mut self, board: &Board, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
-        let side = side(board, self.peer, board.rank());
+    pub(super) fn receive(&mut self, control: &ControlBlock, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
+        let side = side(control, self.peer, control.rank());
         loop {
             let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
             // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
@@ -169,7 +170,7 @@ impl Channel {
             // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never end.
             let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
             let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
-                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", board.describe(self.peer))));
+                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", control.describe(self.peer))));
             };
             if frame.kind == Kind::Padding {
                 self.head += capacity - place;
@@ -186,7 +187,7 @@ impl Channel {
             side.ring.release(self.head);
             // Only a producer that ran out of room waits for this.
             if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
-                board.wake(self.peer);
+                control.wake(self.peer);
             }
             return Ok(true);
         }
@@ -200,7 +201,7 @@ fn next_frame(item: &Outgoing) -> Frame {
 }
 
 fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
-    // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `room`.
+    // SAFETY: `place` is a multiple of UNIT below the capacity, granted by `reserved`.
     unsafe { side.data.add(place as usize).cast::<[u64; 4]>().write(frame.encode()) }
 }
 
@@ -214,11 +215,11 @@ mod tests {
 
     const PEER: Rank = Rank(1);
 
-    fn board() -> Board {
+    fn control() -> ControlBlock {
         let bytes = Layout::new(2).total_bytes();
         let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
         let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
-        Board::new(segment, Rank(0), "test".into(), members, 0)
+        ControlBlock::new(segment, Rank(0), "test".into(), members, 0)
     }
 
     #[test]
@@ -227,17 +228,17 @@ mod tests {
         let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
         // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent.
         for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), RING_BYTES as u64 + 32), (Some(long), 64)] {
-            let (board, mut channel) = (board(), Channel::new(PEER));
-            let ring = side(&board, PEER, Rank(0));
+            let (control, mut connection) = (control(), Connection::new(PEER));
+            let ring = side(&control, PEER, Rank(0));
             if let Some(frame) = frame {
                 write_head(&ring, 0, frame);
             }
             ring.ring.publish(tail);
-            let error = channel.receive(&board, |_, _| Ok(())).expect_err("it makes no sense");
+            let error = connection.receive(&control, |_, _| Ok(())).expect_err("it makes no sense");
             assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
         }
-        let (board, mut channel) = (board(), Channel::new(PEER));
-        let ring = side(&board, PEER, Rank(0));
+        let (control, mut connection) = (control(), Connection::new(PEER));
+        let ring = side(&control, PEER, Rank(0));
         write_head(&ring, 0, offer);
         ring.ring.publish(32);
         let mut came = None;
@@ -245,8 +246,8 @@ mod tests {
             came = Some(frame);
             Ok(())
         };
-        assert_eq!(channel.receive(&board, take), Ok(true));
+        assert_eq!(connection.receive(&control, take), Ok(true));
         assert_eq!(came, Some(offer));
-        assert_eq!(channel.receive(&board, |_, _| Ok(())), Ok(false));
+        assert_eq!(connection.receive(&control, |_, _| Ok(())), Ok(false));
     }
 }

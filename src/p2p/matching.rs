@@ -1,7 +1,7 @@
 //! Which message goes to which receive: the oldest of equal tag, per sender.
 
 use crate::coll::call::Span;
-use crate::completion::Done;
+use crate::completion::Completion;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ pub(super) struct Posted {
     pub tag: i32,
     pub span: Span,
     pub limit: Limit,
-    pub done: Done,
+    pub completion: Completion,
 }
 
 /// A message that waits for its receive.
@@ -94,7 +94,7 @@ mod tests {
 
     fn posted(ticket: u64, peer: Option<u32>, tag: i32) -> Posted {
         let limit = Limit::from_first_wait(Duration::from_secs(1));
-        Posted { ticket, peer: peer.map(Rank), tag, span: Span { addr: 0, bytes: 0 }, limit, done: Done::new(|_, _| {}) }
+        Posted { ticket, peer: peer.map(Rank), tag, span: Span { addr: 0, bytes: 0 }, limit, completion: Completion::new(|_, _| {}) }
     }
 
     #[test]

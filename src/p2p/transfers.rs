@@ -2,12 +2,12 @@
 
 mod state;
 
-use super::connection::{Channel, Outgoing};
+use super::connection::{Connection, Outgoing};
 use super::frame::{EAGER_BYTES, Frame, Kind};
 use super::matching::{Content, Matching, Posted, Unexpected};
 use crate::coll::call::Span;
-use crate::completion::Done;
-use crate::control::{Board, YIELDS};
+use crate::completion::Completion;
+use crate::control::{ControlBlock, YIELDS};
 use crate::error::{Error, Result};
 use crate::p2p::message::Message;
 use crate::rank::Rank;
@@ -25,17 +25,17 @@ pub const TICKET_BIT: u64 = 1 << 63;
 
 /// A rank's sends and receives.
 pub struct Transfers {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     direct: bool,
     state: Mutex<State>,
     /// The progress thread waits here while nothing is open.
     begun: Condvar,
     worker: Mutex<Option<JoinHandle<()>>>,
-    asked: AtomicU64,
+    requested: AtomicU64,
 }
 
 struct State {
-    channels: Vec<Channel>,
+    connections: Vec<Connection>,
     matching: Matching,
     sends: BTreeMap<u64, Sending>,
     streams: BTreeMap<(Rank, u64), Stream>,
@@ -55,9 +55,9 @@ struct Sending {
     tag: i32,
     span: Span,
     limit: Limit,
-    done: Done,
+    completion: Completion,
     /// It is on its way in frames.
-    asked: bool,
+    requested: bool,
 }
 
 /// A message that comes in frames.
@@ -68,7 +68,7 @@ struct Stream {
 
 struct Finished {
     ticket: u64,
-    done: Done,
+    completion: Completion,
     outcome: Result<()>,
     source: Option<Rank>,
 }
@@ -102,10 +102,10 @@ const PAUSE: Duration = Duration::from_millis(1);
 
 impl Transfers {
     /// No transfers yet. `direct`: every rank may read every other's memory.
-    pub fn new(board: Arc<Board>, direct: bool) -> Arc<Self> {
+    pub fn new(control: Arc<ControlBlock>, direct: bool) -> Arc<Self> {
         let state = State {
-            channels: board.ranks().map(Channel::new).collect(),
-            matching: Matching::new(board.size()),
+            connections: control.ranks().map(Connection::new).collect(),
+            matching: Matching::new(control.size()),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
             finished: Vec::new(),
@@ -117,37 +117,37 @@ impl Transfers {
             stopping: false,
         };
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
-        Arc::new(Self { board, direct, state, begun, worker, asked: AtomicU64::new(0) })
+        Arc::new(Self { control, direct, state, begun, worker, requested: AtomicU64::new(0) })
     }
 
     /// Starts a send.
-    pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, done: Done) -> Result<u64> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
+    pub fn send(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+        self.requested.fetch_add(1, Ordering::Relaxed);
         let peer = message.peer.ok_or_else(|| Error::value("send needs a destination rank"))?;
         self.check_peer(peer)?;
         // A short one would be done before anybody looks; a receive may still find what had come.
-        if let Some((dead, how)) = self.board.casualty() {
-            let what = state::about(&self.board, "send", message.span.bytes, message.tag);
-            let (dead, me, peer) = (self.board.describe(dead), self.board.describe(self.board.rank()), self.board.describe(peer));
-            return Err(self.board.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
+        if let Some((dead, how)) = self.control.dead_rank() {
+            let what = state::about(&self.control, "send", message.span.bytes, message.tag);
+            let (dead, me, peer) = (self.control.describe(dead), self.control.describe(self.control.rank()), self.control.describe(peer));
+            return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
         self.start_worker()?;
         let mut state = self.lock();
         let ticket = state.ticket();
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
-        state.sends.insert(ticket, Sending { peer, tag, span, limit: Limit::from(Instant::now(), timeout), done, asked: false });
-        if peer == self.board.rank() {
+        state.sends.insert(ticket, Sending { peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, requested: false });
+        if peer == self.control.rank() {
             match state.matching.take_receive(peer, tag) {
                 Some(posted) => {
-                    let delivered = state.deliver_own(&self.board, posted, ticket);
+                    let delivered = state.deliver_own(&self.control, posted, ticket);
                     self.absorb(&mut state, delivered.map(|()| true));
                 }
                 None => state.matching.keep(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } }),
             }
         } else {
-            let channel = &mut state.channels[peer.index()];
+            let connection = &mut state.connections[peer.index()];
             let frame = |kind, value| Frame { kind, tag, id: ticket, bytes, value };
-            channel.enqueue(if span.bytes <= EAGER_BYTES && channel.may_send_eagerly(&self.board) {
+            connection.enqueue(if span.bytes <= EAGER_BYTES && connection.may_send_eagerly(&self.control) {
                 Outgoing::Eager(frame(Kind::Eager, 0), span)
             } else {
                 Outgoing::Control(frame(Kind::Offer, span.addr as u64))
@@ -158,8 +158,8 @@ impl Transfers {
     }
 
     /// Starts a receive.
-    pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, done: Done) -> Result<u64> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
+    pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+        self.requested.fetch_add(1, Ordering::Relaxed);
         if let Some(peer) = message.peer {
             self.check_peer(peer)?;
         }
@@ -167,10 +167,10 @@ impl Transfers {
         let mut state = self.lock();
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
-        let posted = Posted { ticket, peer, tag, span, limit: Limit::from(Instant::now(), timeout), done };
+        let posted = Posted { ticket, peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion };
         match state.matching.take_message(peer, tag) {
             Some(message) => {
-                let delivered = state.deliver(&self.board, self.direct, posted, message);
+                let delivered = state.deliver(&self.control, self.direct, posted, message);
                 self.absorb(&mut state, delivered.map(|()| true));
             }
             None => state.matching.posted.push_back(posted),
@@ -180,10 +180,10 @@ impl Transfers {
     }
 
     fn check_peer(&self, peer: Rank) -> Result<()> {
-        if peer.index() < self.board.size() {
+        if peer.index() < self.control.size() {
             return Ok(());
         }
-        Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.board.size())))
+        Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.control.size())))
     }
 
     /// Moves things along once; where something stays open, sees to it that the progress thread looks after it.
@@ -215,14 +215,14 @@ impl Transfers {
                 return Ok(());
             }
             let mut stirred = self.advance(&mut state);
-            let crowded = || self.board.in_the_way(self.board.peers().filter(|&peer| self.board.attends(peer)));
-            let spins = if turns == 0 && !crowded() { self.board.spins() } else { SPINS_BETWEEN };
+            let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
+            let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
             for _ in 0..spins {
                 if stirred || !state.finished.is_empty() {
                     break;
                 }
                 std::hint::spin_loop();
-                stirred = state.stirs(&self.board);
+                stirred = state.stirs(&self.control);
             }
             let finished = !state.finished.is_empty();
             self.settle(state);
@@ -242,10 +242,10 @@ impl Transfers {
                 return Err(Error::wait_timeout(text));
             }
             let left = left.min(self.soonest_deadline());
-            self.board.sleep(left, || {
+            self.control.sleep(left, || {
                 let mut state = self.lock();
-                state.announce(&self.board, ticket);
-                !state.open.contains(&ticket) || state.stirs(&self.board) || self.board.failure().is_some()
+                state.announce(&self.control, ticket);
+                !state.open.contains(&ticket) || state.stirs(&self.control) || self.control.failure().is_some()
             });
         }
     }
@@ -254,20 +254,20 @@ impl Transfers {
     fn attend(&self, change: isize) {
         let mut state = self.lock();
         state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
-        state.take_back(&self.board);
-        self.board.attend(state.waiting_threads > 0);
+        state.take_back(&self.control);
+        self.control.attend(state.waiting_threads > 0);
     }
 
     /// Number of sends and receives asked for.
-    pub fn asked(&self) -> u64 {
-        self.asked.load(Ordering::Relaxed)
+    pub fn requested(&self) -> u64 {
+        self.requested.load(Ordering::Relaxed)
     }
 
     /// Which of `peers` sleeps for a message that this rank has not begun: `send`s of theirs, or receives, with this tag. Never waits: while
     /// something is moved along here, nobody is said to.
     pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
-        peers.find(|&peer| state.is_awaited(&self.board, peer, send, tag))
+        peers.find(|&peer| state.is_awaited(&self.control, peer, send, tag))
     }
 
     /// Completes everything that is open with `error`.
@@ -294,14 +294,14 @@ impl Transfers {
 
     /// Writes and reads what can be; a failure closes everything.
     fn advance(&self, state: &mut State) -> bool {
-        let moved = state.advance(&self.board, self.direct);
+        let moved = state.advance(&self.control, self.direct);
         self.absorb(state, moved)
     }
 
     /// A failure of one transfer is the group's.
     fn absorb(&self, state: &mut State, moved: Result<bool>) -> bool {
         moved.unwrap_or_else(|error| {
-            let error = self.board.fail(error);
+            let error = self.control.fail(error);
             state.fail_all(&error);
             true
         })
@@ -315,8 +315,8 @@ impl Transfers {
             return;
         }
         let tickets: Vec<u64> = finished.iter().map(|finished| finished.ticket).collect();
-        for Finished { done, outcome, source, .. } in finished {
-            done.call(outcome, source);
+        for Finished { completion, outcome, source, .. } in finished {
+            completion.call(outcome, source);
         }
         let mut state = self.lock();
         for ticket in tickets {
@@ -324,7 +324,7 @@ impl Transfers {
         }
         drop(state);
         // Other threads of this rank may sleep until one of these tickets is complete.
-        self.board.wake_sleepers();
+        self.control.wake_sleepers();
     }
 
     /// Fails the group if something open can never complete.
@@ -333,10 +333,10 @@ impl Transfers {
         if state.open.is_empty() {
             return;
         }
-        let lost = Lost::among(&self.board);
+        let lost = Lost::among(&self.control);
         // What a peer wrote before it ended is still served.
         self.advance(&mut state);
-        let failure = self.board.failure().or_else(|| state.hopeless(&self.board, &lost).map(|error| self.board.fail(error)));
+        let failure = self.control.failure().or_else(|| state.hopeless(&self.control, &lost).map(|error| self.control.fail(error)));
         if let Some(failure) = failure {
             state.fail_all(&failure);
         }
@@ -361,7 +361,7 @@ impl Transfers {
     }
 
     fn work(&self) {
-        let moved = self.board.contain(|| {
+        let moved = self.control.contain(|| {
             self.move_along();
             Ok(())
         });

@@ -5,7 +5,6 @@
 //! [`request::Request`]s; the methods of [`Store`] are those of `c10d::Store`.
 
 pub mod file;
-pub mod lane;
 pub mod load;
 pub mod memory;
 pub mod prefix;
@@ -13,6 +12,7 @@ pub mod request;
 pub mod table;
 pub mod tcp;
 pub mod until;
+pub mod worker;
 
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};

@@ -73,7 +73,7 @@ struct Holds {
 struct Claim {
     failed: Failed,
     /// The peer is dead, and no kernel of the group uses its segments any more.
-    buried: bool,
+    released: bool,
 }
 
 /// A group's claim to a link. While it lasts the peer's segments stay mapped as long as this group's kernels may use them. The link
@@ -134,7 +134,7 @@ impl Link {
         }
         holds.next += 1;
         let id = holds.next;
-        holds.all.insert(id, Claim { failed, buried: false });
+        holds.all.insert(id, Claim { failed, released: false });
         drop(holds);
         Some(Hold { link: Arc::clone(self), id, generation: generation(), _attention: attention })
     }
@@ -142,8 +142,8 @@ impl Link {
     /// Whether any group that uses the link has failed. Asks all of them: each makes its failure known.
     pub(super) fn any_failed(&self) -> bool {
         // Asked outside the lock: who answers may hold others.
-        let asked: Vec<Failed> = self.holds().all.values().map(|claim| Arc::clone(&claim.failed)).collect();
-        asked.iter().fold(false, |any, failed| failed() | any)
+        let requested: Vec<Failed> = self.holds().all.values().map(|claim| Arc::clone(&claim.failed)).collect();
+        requested.iter().fold(false, |any, failed| failed() | any)
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -293,16 +293,16 @@ impl Hold {
     }
 
     /// The peer's process has ended, and no kernel of this group uses its segments any more: they go once all groups say so.
-    pub fn bury(&self) {
+    pub fn release_dead(&self) {
         let mut holds = self.link.holds();
         if let Some(claim) = holds.all.get_mut(&self.id) {
-            claim.buried = true;
+            claim.released = true;
         }
-        let agreed = holds.all.values().all(|claim| claim.buried);
+        let agreed = holds.all.values().all(|claim| claim.released);
         drop(holds);
         if agreed {
             self.link.close();
-            self.link.remote.bury();
+            self.link.remote.release_dead();
         }
     }
 

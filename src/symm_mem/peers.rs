@@ -1,7 +1,7 @@
 //! The symmetric memory of a group: every rank's heap, as this rank's device sees it.
 
 use super::{Address, Failed, Heap, Hold, Pin};
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::mem::span::Span;
 use crate::rank::Rank;
@@ -28,10 +28,10 @@ const TEXT_BYTES: usize = 400;
 
 /// One step that all ranks take: what each has to say in `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the
 /// rank at fault "cannot" do.
-pub fn step(gather: &AllGather<'_>, board: &Board, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
     match &own {
-        Ok(said) => message[1..][..bytes].copy_from_slice(said),
+        Ok(messages) => message[1..][..bytes].copy_from_slice(messages),
         Err(error) => {
             message[0] = error.kind as u8;
             let text = error.message.as_bytes();
@@ -41,10 +41,10 @@ pub fn step(gather: &AllGather<'_>, board: &Board, deed: &str, bytes: usize, own
     }
     let all = gather(&message)?;
     own?;
-    for (rank, message) in board.ranks().zip(&all) {
+    for (rank, message) in control.ranks().zip(&all) {
         if message[0] != 0 {
             let text = String::from_utf8_lossy(&message[1..]);
-            let text = format!("{} cannot {deed} group \"{}\": {}", board.describe(rank), board.name(), text.trim_end_matches('\0'));
+            let text = format!("{} cannot {deed} group \"{}\": {}", control.describe(rank), control.name(), text.trim_end_matches('\0'));
             return Err(Error { kind: Kind::from_code(message[0]).unwrap_or(Kind::Internal), message: text });
         }
     }
@@ -75,7 +75,7 @@ impl Heaps {
     /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed; else
     /// why not. The same on all ranks. `failed` tells of the group.
     pub fn link(
-        board: &Board,
+        control: &ControlBlock,
         step: &Step<'_>,
         heap: Option<&Arc<Heap>>,
         addresses: &[Option<Address>],
@@ -84,8 +84,8 @@ impl Heaps {
     ) -> Result<std::result::Result<Self, Lacking>> {
         let known: Option<Vec<Address>> = addresses.iter().copied().collect();
         let (Some(addresses), Some(heap)) = (known, heap) else {
-            let without = board.ranks().zip(addresses).find(|(_, address)| address.is_none());
-            let without = without.map_or_else(|| "this rank".into(), |(rank, _)| board.describe(rank));
+            let without = control.ranks().zip(addresses).find(|(_, address)| address.is_none());
+            let without = without.map_or_else(|| "this rank".into(), |(rank, _)| control.describe(rank));
             return Ok(Err(format!("{without} has none to give")));
         };
         // One for all attempts: they are for links that close just now, which needs no waiting.
@@ -93,7 +93,7 @@ impl Heaps {
         let deadline = Instant::now() + patience;
         let first = OnceCell::new();
         for _ in 0..ATTEMPTS {
-            match Self::attempt(board, step, heap, &addresses, failed, deadline)? {
+            match Self::attempt(control, step, heap, &addresses, failed, deadline)? {
                 Ok(heaps) => return Ok(Ok(heaps)),
                 Err(reason) => drop(first.set(reason)),
             }
@@ -102,14 +102,14 @@ impl Heaps {
     }
 
     fn attempt(
-        board: &Board,
+        control: &ControlBlock,
         step: &Step<'_>,
         heap: &Arc<Heap>,
         addresses: &[Address],
         failed: &Failed,
         deadline: Instant,
     ) -> Result<std::result::Result<Self, Lacking>> {
-        let me = board.rank().index();
+        let me = control.rank().index();
         // Of two ends the one with the lower key connects, and says under which number.
         let own = addresses[me].key;
         let mut holds: Vec<Option<Hold>> = addresses.iter().map(|_| None).collect();
@@ -123,10 +123,10 @@ impl Heaps {
                 (holds[rank], numbers[rank]) = (Some(hold), number);
             }
         }
-        let said = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let said = step(8 * addresses.len(), Ok(said))?;
+        let messages = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let messages = step(8 * addresses.len(), Ok(messages))?;
         for (rank, address) in addresses.iter().enumerate().filter(|(_, address)| own > address.key) {
-            let number = said[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
+            let number = messages[rank].chunks_exact(8).nth(me).and_then(|word| word.try_into().ok()).map_or(0, u64::from_le_bytes);
             if number != 0 && attention.is_ok() {
                 holds[rank] = heap.meet(address, number, failed, deadline).inspect_err(noted).ok().flatten();
                 if holds[rank].is_none() {
@@ -139,17 +139,17 @@ impl Heaps {
         let mut lacking: Vec<u8> = (0..n).map(|rank| u8::from(addresses[rank].key != own && holds[rank].is_none())).collect();
         let why = why.into_inner().unwrap_or_else(|| "its peer made none".into());
         lacking.extend(why.bytes().chain(std::iter::repeat(0)).take(REASON_BYTES));
-        let said = step(n + REASON_BYTES, Ok(lacking))?;
-        let first = board.ranks().zip(&said).find_map(|(rank, said)| {
-            let (lacking, why) = said.split_at(n);
-            let other = board.ranks().zip(lacking).find(|(_, lacking)| **lacking == 1)?.0;
+        let messages = step(n + REASON_BYTES, Ok(lacking))?;
+        let first = control.ranks().zip(&messages).find_map(|(rank, messages)| {
+            let (lacking, why) = messages.split_at(n);
+            let other = control.ranks().zip(lacking).find(|(_, lacking)| **lacking == 1)?.0;
             let why = String::from_utf8_lossy(why);
-            Some(format!("{} has no link with {}: {}", board.describe(rank), board.describe(other), why.trim_end_matches('\0')))
+            Some(format!("{} has no link with {}: {}", control.describe(rank), control.describe(other), why.trim_end_matches('\0')))
         });
         if let Some(reason) = first {
-            log::info!("group \"{}\": {reason}", board.name());
+            log::info!("group \"{}\": {reason}", control.name());
             // What a peer has not met it does not have: the next attempt makes another.
-            let dead = holds.into_iter().zip(&said).filter(|(_, lacking)| lacking.get(me) == Some(&1));
+            let dead = holds.into_iter().zip(&messages).filter(|(_, lacking)| lacking.get(me) == Some(&1));
             dead.filter_map(|(hold, _)| hold).for_each(Hold::abandon);
             return Ok(Err(reason));
         }
@@ -164,9 +164,9 @@ impl Heaps {
 
     /// Lets go of the segments of `rank`, whose process has ended, unless another group still has to. No kernel of this group may use them
     /// any more. Those that a window shows stay as long as it does.
-    pub fn bury(&self, rank: Rank) {
+    pub fn release_dead(&self, rank: Rank) {
         if let Some(hold) = self.holds.get(rank.index()).and_then(Option::as_ref) {
-            hold.bury();
+            hold.release_dead();
         }
     }
 
@@ -200,7 +200,7 @@ impl Heaps {
     }
 
     /// The same for a window, within half of what is left of `limit`: who has not mapped it, if anybody.
-    pub fn strangers(&self, span: Span, limit: &Limit) -> Vec<Rank> {
+    pub fn unmapped_by(&self, span: Span, limit: &Limit) -> Vec<Rank> {
         if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
             return Vec::new();
         }
@@ -222,10 +222,10 @@ mod tests {
 
     const N: usize = 4;
 
-    fn board(file: &rustix::fd::OwnedFd, rank: usize) -> Board {
+    fn control(file: &rustix::fd::OwnedFd, rank: usize) -> ControlBlock {
         let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(N).total_bytes()).expect("map");
         let members = (0..N as u32).map(|global| Identity { pid: std::process::id(), global }).collect();
-        Board::new(segment, Rank(rank as u32), "test".into(), members, 1)
+        ControlBlock::new(segment, Rank(rank as u32), "test".into(), members, 1)
     }
 
     fn limit() -> Limit {
@@ -235,28 +235,28 @@ mod tests {
     /// What ranks have said, by step.
     #[derive(Default)]
     struct Table {
-        said: Mutex<Vec<[Option<Vec<u8>>; N]>>,
+        messages: Mutex<Vec<[Option<Vec<u8>>; N]>>,
         changed: Condvar,
     }
 
     impl Table {
         fn step(&self, rank: usize, number: usize, own: Vec<u8>) -> Vec<Vec<u8>> {
-            let mut said = self.said.lock().expect("not poisoned");
-            if said.len() <= number {
-                said.resize(number + 1, Default::default());
+            let mut messages = self.messages.lock().expect("not poisoned");
+            if messages.len() <= number {
+                messages.resize(number + 1, Default::default());
             }
-            said[number][rank] = Some(own);
+            messages[number][rank] = Some(own);
             self.changed.notify_all();
             let limit = Duration::from_secs(30);
-            let late = |said: &mut Vec<[Option<Vec<u8>>; N]>| said[number].iter().any(Option::is_none);
-            let (said, over) = self.changed.wait_timeout_while(said, limit, late).expect("not poisoned");
+            let late = |messages: &mut Vec<[Option<Vec<u8>>; N]>| messages[number].iter().any(Option::is_none);
+            let (messages, over) = self.changed.wait_timeout_while(messages, limit, late).expect("not poisoned");
             assert!(!over.timed_out(), "rank {rank} waits for others in step {number}");
-            said[number].iter().flatten().cloned().collect()
+            messages[number].iter().flatten().cloned().collect()
         }
     }
 
     /// Runs `body` on ranks that are threads, with a heap each and a step for all of them.
-    fn with_ranks(body: impl Fn(&Board, usize, &Arc<Heap>, &Step<'_>) + Sync) {
+    fn with_ranks(body: impl Fn(&ControlBlock, usize, &Arc<Heap>, &Step<'_>) + Sync) {
         let file = Segment::create(Layout::new(N).total_bytes()).expect("memfd");
         let table = Table::default();
         std::thread::scope(|scope| {
@@ -266,27 +266,27 @@ mod tests {
                     let heap = Heap::new(Arc::new(Host::new(16))).expect("made");
                     let number = Cell::new(0);
                     let step = |bytes: usize, own: Result<Vec<u8>>| {
-                        let own = own.expect("said");
+                        let own = own.expect("messages");
                         assert_eq!(own.len(), bytes);
                         Ok(table.step(rank, number.replace(number.get() + 1), own))
                     };
-                    body(&board(file, rank), rank, &heap, &step);
+                    body(&control(file, rank), rank, &heap, &step);
                 });
             }
         });
     }
 
-    fn told(heap: &Heap, step: &Step<'_>) -> Vec<Option<Address>> {
-        let said = step(Address::BYTES, Ok(heap.address().encode().to_vec())).expect("said");
-        said.iter().map(|bytes| bytes[..].try_into().ok().map(Address::decode)).collect()
+    fn reported(heap: &Heap, step: &Step<'_>) -> Vec<Option<Address>> {
+        let messages = step(Address::BYTES, Ok(heap.address().encode().to_vec())).expect("messages");
+        messages.iter().map(|bytes| bytes[..].try_into().ok().map(Address::decode)).collect()
     }
 
     #[test]
     fn what_a_rank_allocates_all_others_reach() {
-        with_ranks(|board, me, heap, step| {
-            let addresses = told(heap, step);
+        with_ranks(|control, me, heap, step| {
+            let addresses = reported(heap, step);
             let failed: Failed = Arc::new(|| false);
-            let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+            let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
             let spans = |addr: u64| vec![Span { addr: addr as usize, bytes: PAGE }];
             assert!(!heaps.holds_any(spans(heap.base()).iter()), "nothing is allocated");
             // Each rank's tensor lies at an offset of its own.
@@ -296,8 +296,8 @@ mod tests {
             write(address, 100 + me as u64);
             assert!(heaps.reachable(spans(address)[0]));
             assert!(!heaps.reachable(Span { addr: address as usize, bytes: 2 * PAGE }));
-            let said = step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("said");
-            for (rank, offset) in said.iter().enumerate() {
+            let messages = step(8, Ok((address - heap.base()).to_le_bytes().to_vec())).expect("messages");
+            for (rank, offset) in messages.iter().enumerate() {
                 let offset = u64::from_le_bytes(offset[..].try_into().expect("8 bytes"));
                 assert_eq!(read(heaps.bases[rank] + offset), 100 + rank as u64, "rank {rank} as rank {me} sees it");
             }
@@ -307,14 +307,14 @@ mod tests {
 
     #[test]
     fn groups_come_and_go_in_any_order() {
-        with_ranks(|board, me, heap, step| {
-            let addresses = told(heap, step);
+        with_ranks(|control, me, heap, step| {
+            let addresses = reported(heap, step);
             let failed: Failed = Arc::new(|| false);
             heap.allocate(PAGE).expect("room");
             let mut before = None;
             let begun = Instant::now();
             for round in 0..20 {
-                let heaps = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
+                let heaps = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit()).expect("agreed").expect("linked");
                 assert!(heaps.reachable(Span { addr: heap.base() as usize, bytes: PAGE }), "round {round}");
                 step(0, Ok(Vec::new())).expect("all have looked");
                 // Some ranks let go of a group before they make the next, some after: links are found just when they close.
@@ -328,20 +328,20 @@ mod tests {
 
     #[test]
     fn one_rank_without_a_heap_is_enough_for_none_to_link() {
-        with_ranks(|board, me, heap, step| {
-            let mut addresses = told(heap, step);
+        with_ranks(|control, me, heap, step| {
+            let mut addresses = reported(heap, step);
             addresses[2] = None;
             let failed: Failed = Arc::new(|| false);
             let own = (me != 2).then_some(heap);
-            let reason = Heaps::link(board, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
+            let reason = Heaps::link(control, step, own, &addresses, &failed, &limit()).expect("agreed").err().expect("not linked");
             assert!(reason.contains("rank 2"), "{reason}");
         });
     }
 
     #[test]
     fn a_link_that_does_not_come_is_named_before_the_limit() {
-        with_ranks(|board, me, heap, step| {
-            let mut addresses = told(heap, step);
+        with_ranks(|control, me, heap, step| {
+            let mut addresses = reported(heap, step);
             // To the one with the highest key all others connect; nobody has this listener.
             let last = (0..N).max_by_key(|&rank| addresses[rank].map(|address| address.key)).expect("ranks");
             if let Some(address) = &mut addresses[last] {
@@ -350,7 +350,7 @@ mod tests {
             let failed: Failed = Arc::new(|| false);
             let begun = Instant::now();
             let limit = Limit::from(begun, Duration::from_millis(800));
-            let linked = Heaps::link(board, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
+            let linked = Heaps::link(control, step, Some(heap), &addresses, &failed, &limit).expect("agreed");
             let Err(reason) = linked else { panic!("rank {me} is linked with a rank that cannot be found") };
             assert!(reason.contains("no link with") && reason.contains(&format!("rank {last}")), "{reason}");
             assert!(limit.left().is_some(), "{:?}", begun.elapsed());

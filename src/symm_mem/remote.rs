@@ -111,7 +111,7 @@ impl Remote {
     }
 
     /// Lets go of all that is not pinned: the peer is dead.
-    pub(super) fn bury(&self) {
+    pub(super) fn release_dead(&self) {
         self.unmap_unpinned(|phase| phase != Phase::Refused);
     }
 

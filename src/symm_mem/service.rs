@@ -16,12 +16,12 @@ use rustix::io::Errno;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How long a stranger may take to introduce itself.
+/// How long a unidentified peer may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(5);
 /// How long to wait for what nobody tells of.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Strangers at once, of all heaps.
-const STRANGERS: usize = 64;
+/// Unidentified peers at once, of all heaps.
+const UNIDENTIFIED: usize = 64;
 
 /// Lines that other processes can cause.
 static BROKEN_LINKS: RateLimit = RateLimit::new();
@@ -65,7 +65,7 @@ impl Heap {
 }
 
 /// A connection that has not said yet what it wants.
-struct Stranger {
+struct Unidentified {
     heap: Arc<Heap>,
     pid: u32,
     socket: OwnedFd,
@@ -73,7 +73,7 @@ struct Stranger {
 }
 
 fn run(wake: &Wake) {
-    let mut strangers: Vec<Stranger> = Vec::new();
+    let mut unidentified: Vec<Unidentified> = Vec::new();
     // For one turn, of `PAUSE` at most: who cannot be let in would keep the thread turning.
     let mut deaf = false;
     loop {
@@ -93,9 +93,9 @@ fn run(wake: &Wake) {
         for (_, link) in &links {
             link.send();
         }
-        let ready = wait(wake, &heaps, &strangers, &links, deaf);
+        let ready = wait(wake, &heaps, &unidentified, &links, deaf);
         let (listeners, rest) = ready.split_at(heaps.len());
-        let (waiting, served) = rest.split_at(strangers.len());
+        let (waiting, served) = rest.split_at(unidentified.len());
         for ((heap, link), _) in links.iter().zip(served).filter(|(_, ready)| **ready) {
             if let Err(violation) = link.receive(&**heap) {
                 BROKEN_LINKS.warn(format_args!("process {}, linked for symmetric memory, {violation}; the link is closed", link.pid));
@@ -103,23 +103,23 @@ fn run(wake: &Wake) {
             }
         }
         let mut waiting = waiting.iter();
-        strangers = strangers.into_iter().filter_map(|stranger| introduced(stranger, *waiting.next()?)).collect();
+        unidentified = unidentified.into_iter().filter_map(|unidentified| introduced(unidentified, *waiting.next()?)).collect();
         deaf = false;
         for (heap, _) in heaps.iter().zip(listeners).filter(|(_, ready)| **ready) {
-            deaf |= !welcome(heap, &mut strangers);
+            deaf |= !welcome(heap, &mut unidentified);
         }
     }
 }
 
-/// Which of the listeners, strangers and links have something to read, in this order.
-fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
+/// Which of the listeners, unidentified peers and links have something to read, in this order.
+fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];
     // As many as can be served are let in.
-    let full = strangers.len() >= STRANGERS;
+    let full = unidentified.len() >= UNIDENTIFIED;
     let knocks = if full || deaf { PollFlags::empty() } else { PollFlags::IN };
     fds.extend(heaps.iter().map(|heap| PollFd::from_borrowed_fd(heap.listener().as_fd(), knocks)));
-    fds.extend(strangers.iter().map(|stranger| reads(stranger.socket.as_fd())));
+    fds.extend(unidentified.iter().map(|unidentified| reads(unidentified.socket.as_fd())));
     let mut mail = false;
     for (_, link) in links {
         let outgoing = link.has_mail();
@@ -128,7 +128,7 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<
         fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
     }
     // Mail and who knocks may also wait for descriptors to become free, of which nobody tells.
-    let pause = (mail || deaf || !strangers.is_empty()).then_some(PAUSE);
+    let pause = (mail || deaf || !unidentified.is_empty()).then_some(PAUSE);
     match poll(&mut fds, pause.as_ref()) {
         Ok(_) => {}
         Err(Errno::INTR) => return vec![false; fds.len() - 1],
@@ -146,8 +146,8 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], strangers: &[Stranger], links: &[(Arc<
 
 /// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who cannot
 /// be let in now.
-fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
-    for _ in strangers.len()..STRANGERS {
+fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
+    for _ in unidentified.len()..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {
             Ok(socket) => socket,
             Err(Errno::AGAIN) => return true,
@@ -161,7 +161,7 @@ fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
                 let Peer { uid, pid } = peer;
                 OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
             }
-            Ok(peer) => strangers.push(Stranger { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
+            Ok(peer) => unidentified.push(Unidentified { heap: Arc::clone(heap), pid: peer.pid, socket, since: Instant::now() }),
             Err(errno) => {
                 UNKNOWN.warn(format_args!("somebody who knocked at the symmetric memory of this process cannot be identified: {errno}"));
             }
@@ -170,27 +170,27 @@ fn welcome(heap: &Arc<Heap>, strangers: &mut Vec<Stranger>) -> bool {
     true
 }
 
-/// The stranger, if it has still to introduce itself.
-fn introduced(stranger: Stranger, ready: bool) -> Option<Stranger> {
-    let patient = stranger.since.elapsed() < INTRODUCTION;
+/// The unidentified peer, if it has still to introduce itself.
+fn introduced(unidentified: Unidentified, ready: bool) -> Option<Unidentified> {
+    let waiting = unidentified.since.elapsed() < INTRODUCTION;
     if !ready {
-        return patient.then_some(stranger);
+        return waiting.then_some(unidentified);
     }
     let mut buffer = [0; FRAME_BYTES + 1];
-    match socket::receive(&stranger.socket, &mut buffer) {
+    match socket::receive(&unidentified.socket, &mut buffer) {
         Ok(Received { length: 0, .. }) => {}
         Ok(Received { length, fd: None, cut: false }) => {
-            if let Err(violation) = stranger.heap.admit(stranger.pid, stranger.socket, &buffer[..length]) {
-                let pid = stranger.pid;
+            if let Err(violation) = unidentified.heap.admit(unidentified.pid, unidentified.socket, &buffer[..length]) {
+                let pid = unidentified.pid;
                 REFUSED.warn(format_args!("process {pid}, which knocked at the symmetric memory of this one, {violation}; refused"));
             }
         }
         Ok(_) => {
-            let pid = stranger.pid;
+            let pid = unidentified.pid;
             REFUSED.warn(format_args!("process {pid} knocked at the symmetric memory of this one with descriptors; refused"));
         }
-        Err(Errno::AGAIN | Errno::INTR) => return patient.then_some(stranger),
-        Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", stranger.pid),
+        Err(Errno::AGAIN | Errno::INTR) => return waiting.then_some(unidentified),
+        Err(errno) => log::info!("process {}, which knocked at the symmetric memory of this one, has left: {errno}", unidentified.pid),
     }
     None
 }

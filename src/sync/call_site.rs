@@ -1,4 +1,4 @@
-//! Where in the user's program a call stands, under `SYMM_DEBUG=site`.
+//! Where in the user's program a call stands, under `SYMM_DEBUG=call_site`.
 
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
@@ -7,14 +7,14 @@ use std::sync::{Mutex, MutexGuard};
 
 /// A line of the user's program.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Site {
+pub struct CallSite {
     text: String,
     hash: u64,
 }
 
 #[derive(Default)]
 struct Known {
-    all: Vec<&'static Site>,
+    all: Vec<&'static CallSite>,
     numbers: HashMap<&'static str, u32>,
 }
 
@@ -25,7 +25,7 @@ fn known() -> MutexGuard<'static, Known> {
     KNOWN.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-impl Site {
+impl CallSite {
     /// The number of the site that `text` names, from 1.
     pub fn number(text: &str) -> u32 {
         let mut known = known();
@@ -34,10 +34,10 @@ impl Site {
         }
         // FNV-1a: the same on all ranks.
         let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-        let site: &'static Site = Box::leak(Box::new(Self { text: text.into(), hash }));
-        known.all.push(site);
+        let call_site: &'static CallSite = Box::leak(Box::new(Self { text: text.into(), hash }));
+        known.all.push(call_site);
         let number = known.all.len() as u32;
-        known.numbers.insert(&site.text, number);
+        known.numbers.insert(&call_site.text, number);
         number
     }
 
@@ -57,21 +57,21 @@ impl Site {
     }
 }
 
-/// Bytes of an inscription.
+/// Bytes of an text of a call site.
 const BYTES: usize = 128;
 
 /// The end of a site's text in shared memory, where peers read it: the line stands there, and the file's own name.
 #[repr(C)]
-pub struct Inscription([AtomicU8; BYTES]);
+pub struct CallSiteText([AtomicU8; BYTES]);
 
-impl Inscription {
-    /// Writes `site`; who reads it needs a flag that is published afterwards.
-    pub fn write(&self, site: &Site) {
-        let mut start = site.text.len().saturating_sub(BYTES);
-        while !site.text.is_char_boundary(start) {
+impl CallSiteText {
+    /// Writes `call_site`; who reads it needs a flag that is published afterwards.
+    pub fn write(&self, call_site: &CallSite) {
+        let mut start = call_site.text.len().saturating_sub(BYTES);
+        while !call_site.text.is_char_boundary(start) {
             start += 1;
         }
-        let tail = site.text[start..].bytes().chain(std::iter::repeat(0));
+        let tail = call_site.text[start..].bytes().chain(std::iter::repeat(0));
         self.0.iter().zip(tail).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
     }
 
@@ -88,24 +88,24 @@ mod tests {
 
     #[test]
     fn sites_are_known_by_their_numbers() {
-        let (one, two) = (Site::number("one.py:1"), Site::number("two.py:1"));
-        assert_eq!(one, Site::number("one.py:1"));
-        let (one, two) = (Site::known(one).expect("known"), Site::known(two).expect("known"));
+        let (one, two) = (CallSite::number("one.py:1"), CallSite::number("two.py:1"));
+        assert_eq!(one, CallSite::number("one.py:1"));
+        let (one, two) = (CallSite::known(one).expect("known"), CallSite::known(two).expect("known"));
         assert_eq!((one.text(), two.text()), ("one.py:1", "two.py:1"));
         assert_ne!(one.hash(), two.hash());
-        let vector = Site::known(Site::number("foobar")).expect("known");
+        let vector = CallSite::known(CallSite::number("foobar")).expect("known");
         assert_eq!(vector.hash(), 0x8594_4171_f739_67e8, "FNV-1a");
-        assert_eq!(Site::known(0), None);
-        assert_eq!(Site::known(u32::MAX), None);
+        assert_eq!(CallSite::known(0), None);
+        assert_eq!(CallSite::known(u32::MAX), None);
     }
 
     #[test]
-    fn inscriptions_keep_the_end() {
-        let inscription = Inscription(std::array::from_fn(|_| AtomicU8::new(b'x')));
+    fn call_site_texts_keep_the_end() {
+        let call_site_text = CallSiteText(std::array::from_fn(|_| AtomicU8::new(b'x')));
         for (letter, times, end) in [("a", 1, ".py:1"), ("é", 200, ".py:22"), ("é", 200, ".py:4"), ("d", 121, ".py:333")] {
             let text = letter.repeat(times) + end;
-            inscription.write(Site::known(Site::number(&text)).expect("known"));
-            let read = inscription.read();
+            call_site_text.write(CallSite::known(CallSite::number(&text)).expect("known"));
+            let read = call_site_text.read();
             assert!(text.ends_with(&read) && (read == text || read.len() > BYTES - 2), "{read}");
         }
     }

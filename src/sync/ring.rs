@@ -21,7 +21,7 @@ pub struct Ring<'a, F> {
 
 /// Where a frame may be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct Reservation {
     /// Place of bytes to skip at the end of the ring, if any: the producer marks them as padding.
     pub padding: Option<u64>,
     /// Place of the frame.
@@ -31,13 +31,13 @@ pub struct Room {
 }
 
 impl<F: Flag> Ring<'_, F> {
-    /// Room for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
-    pub fn room(&self, tail: u64, bytes: u64) -> Option<Room> {
+    /// reservation for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
+    pub fn reserve(&self, tail: u64, bytes: u64) -> Option<Reservation> {
         let place = tail % self.capacity;
         let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };
         let end = tail + skip + bytes;
         // Acquires the consumer's last reads of what is about to be overwritten. Wrapping: a head that no consumer can have grants nothing.
-        (end.wrapping_sub(self.head.observe()) <= self.capacity).then_some(Room {
+        (end.wrapping_sub(self.head.observe()) <= self.capacity).then_some(Reservation {
             padding: (skip > 0).then_some(place),
             place: (tail + skip) % self.capacity,
             tail: end,
@@ -69,15 +69,15 @@ mod tests {
     fn frames_never_wrap_and_never_overtake() {
         let (tail, head) = (AtomicU64::new(0), AtomicU64::new(0));
         let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
-        let first = ring.room(0, 3 * UNIT).expect("empty");
-        assert_eq!(first, Room { padding: None, place: 0, tail: 3 * UNIT });
+        let first = ring.reserve(0, 3 * UNIT).expect("empty");
+        assert_eq!(first, Reservation { padding: None, place: 0, tail: 3 * UNIT });
         assert_eq!(ring.oldest(0), None);
         ring.publish(first.tail);
         assert_eq!(ring.oldest(0), Some(0));
-        assert_eq!(ring.room(first.tail, 2 * UNIT), None, "one unit is free");
+        assert_eq!(ring.reserve(first.tail, 2 * UNIT), None, "one unit is free");
         ring.release(3 * UNIT);
-        let second = ring.room(first.tail, 2 * UNIT).expect("all is free");
-        assert_eq!(second, Room { padding: Some(3 * UNIT), place: 0, tail: 6 * UNIT });
+        let second = ring.reserve(first.tail, 2 * UNIT).expect("all is free");
+        assert_eq!(second, Reservation { padding: Some(3 * UNIT), place: 0, tail: 6 * UNIT });
         ring.publish(second.tail);
         assert_eq!(ring.oldest(4 * UNIT), Some(0));
         assert_eq!(ring.oldest(5 * UNIT), Some(UNIT));
@@ -88,7 +88,7 @@ mod tests {
     fn a_frame_may_end_where_the_ring_does() {
         let (tail, head) = (AtomicU64::new(0), AtomicU64::new(9 * UNIT));
         let ring = Ring { tail: &tail, head: &head, capacity: 4 * UNIT };
-        let room = |from, units| ring.room(from * UNIT, units * UNIT).map(|room| (room.padding, room.place / UNIT, room.tail / UNIT));
+        let room = |from, units| ring.reserve(from * UNIT, units * UNIT).map(|room| (room.padding, room.place / UNIT, room.tail / UNIT));
         assert_eq!(room(9, 3), Some((None, 1, 12)));
         assert_eq!(room(9, 4), None, "with the padding it would take seven");
         assert_eq!(room(10, 2), Some((None, 2, 12)));

@@ -59,8 +59,8 @@ impl Injected {
             return Err(Error::value(format!("{} GPUs; from 1 to {MAX_GPUS} are possible", file.gpus)));
         }
         let rows = |what: &str, rows: usize| {
-            let said = || Error::value(format!("{what} has {rows} rows, but there are {} GPUs", file.gpus));
-            if rows == file.gpus { Ok(()) } else { Err(said()) }
+            let message = || Error::value(format!("{what} has {rows} rows, but there are {} GPUs", file.gpus));
+            if rows == file.gpus { Ok(()) } else { Err(message()) }
         };
         let of = |what: &'static str| move |error: Error| Error::value(format!("{what}: {}", error.message));
         rows("links", file.links.len())?;

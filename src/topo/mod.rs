@@ -20,7 +20,7 @@ use device::{Gpu, Mig, PciAddress, Uuid};
 use graph::{Topology, classify};
 use injected::Injected;
 use mesh::NvlMesh;
-use nvml::Facts;
+use nvml::Readings;
 use square::Square;
 use std::path::Path;
 
@@ -86,7 +86,7 @@ impl Detected {
 /// # Errors
 /// [`Config`](crate::error::Kind::Config) if the file is faulty.
 pub fn detect() -> Result<Detected> {
-    assemble(Config::get().topology_file.as_deref(), nvml::facts())
+    assemble(Config::get().topology_file.as_deref(), nvml::readings())
 }
 
 /// NVLink counts between the GPUs with these UUIDs, in this order; with or without `GPU-` in front.
@@ -98,15 +98,17 @@ pub fn connectivity_of(uuids: &[String]) -> Result<NvlMesh> {
     Ok(detect()?.select(&uuids)?.mesh)
 }
 
-fn assemble(file: Option<&str>, facts: std::result::Result<&Facts, &str>) -> Result<Detected> {
-    match (file, facts) {
-        (Some(path), facts) => {
+fn assemble(file: Option<&str>, readings: std::result::Result<&Readings, &str>) -> Result<Detected> {
+    match (file, readings) {
+        (Some(path), readings) => {
             let Injected { mesh, peers } = Injected::load(Path::new(path))?;
-            let here = facts.map_or(&[][..], |facts| &facts.gpus);
+            let here = readings.map_or(&[][..], |readings| &readings.gpus);
             let gpus = (0..mesh.size()).map(|gpu| here.get(gpu).cloned().unwrap_or_else(|| stand_in(gpu))).collect();
             Ok(Detected::new(Source::Injected(path.into()), gpus, mesh, peers))
         }
-        (None, Ok(facts)) => Ok(Detected::new(Source::Nvml, facts.gpus.clone(), NvlMesh::observed(&facts.links), facts.peers.clone())),
+        (None, Ok(readings)) => {
+            Ok(Detected::new(Source::Nvml, readings.gpus.clone(), NvlMesh::observed(&readings.links), readings.peers.clone()))
+        }
         (None, Err(reason)) => {
             let nothing = NvlMesh::observed(&[]);
             Ok(Detected::new(Source::Absent(reason.into()), vec![], nothing, Square::from_pairs(0, |_, _| false)))

@@ -17,31 +17,31 @@ const MAX_LINKS: u32 = 18;
 
 /// The GPUs of this host in the order of their PCI addresses, and what each reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Facts {
+pub(super) struct Readings {
     pub(super) gpus: Vec<Gpu>,
     pub(super) links: Vec<Links>,
     /// Whether NVML grants both reading and writing of each other's memory.
     pub(super) peers: Square<bool>,
 }
 
-/// The facts, or why there are none; asked once in a process.
+/// The readings, or why there are none; asked once in a process.
 ///
 /// NVML is closed again: its open device files would be inherited by forked ranks.
-pub(super) fn facts() -> Result<&'static Facts, &'static str> {
-    static FACTS: OnceLock<Result<Facts, String>> = OnceLock::new();
-    let facts = FACTS.get_or_init(|| {
-        let facts = read(OsStr::new(LIBRARY), Path::new("/sys"));
-        match &facts {
-            Ok(facts) => log::debug!("NVML: {facts:?}"),
+pub(super) fn readings() -> Result<&'static Readings, &'static str> {
+    static FACTS: OnceLock<Result<Readings, String>> = OnceLock::new();
+    let readings = FACTS.get_or_init(|| {
+        let readings = read(OsStr::new(LIBRARY), Path::new("/sys"));
+        match &readings {
+            Ok(readings) => log::debug!("NVML: {readings:?}"),
             Err(reason) => log::debug!("no NVML: {reason}"),
         }
-        facts
+        readings
     });
-    facts.as_ref().map_err(String::as_str)
+    readings.as_ref().map_err(String::as_str)
 }
 
 /// What the NVML at `library` tells. GPUs that it cannot name are left out, with a warning.
-fn read(library: &OsStr, sys: &Path) -> Result<Facts, String> {
+fn read(library: &OsStr, sys: &Path) -> Result<Readings, String> {
     let nvml = Nvml::builder().lib_path(library).init().map_err(|error| format!("NVML does not start: {error}"))?;
     let count = nvml.device_count().map_err(|error| format!("NVML counts no GPUs: {error}"))?;
     let named = (0..count).filter_map(|index| {
@@ -58,7 +58,7 @@ fn read(library: &OsStr, sys: &Path) -> Result<Facts, String> {
         let ((one, one_device), (other, other_device)) = (&devices[a], &devices[b]);
         one.mig == Mig::Off && other.mig == Mig::Off && (a == b || reach(one_device, other_device))
     });
-    Ok(Facts { gpus: devices.into_iter().map(|(gpu, _)| gpu).collect(), links, peers })
+    Ok(Readings { gpus: devices.into_iter().map(|(gpu, _)| gpu).collect(), links, peers })
 }
 
 fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
@@ -66,7 +66,7 @@ fn describe(device: &Device<'_>, sys: &Path) -> Result<Gpu, String> {
     let uuid = Uuid::new(&device.uuid().map_err(sentence)?);
     let bus = device.pci_info().map_err(sentence)?.bus_id;
     let bus = PciAddress::parse(&bus).ok_or_else(|| format!("{bus:?} is no PCI address"))?;
-    let place = sysfs::place(sys, bus);
+    let place = sysfs::path_of(sys, bus);
     let up = (0..MAX_LINKS).map(|link| device.link_wrapper_for(link)).find(|link| link.is_active().unwrap_or(false));
     Ok(Gpu {
         uuid,

@@ -23,7 +23,7 @@ pub fn render(detected: &Detected) -> String {
     table.extend((0..gpus.len()).map(|gpu| row(detected, gpu)));
     text.push('\n');
     text.push_str(&align(&table));
-    text.push_str(&strangers(detected));
+    text.push_str(&unlinked(detected));
     text.push_str("\nNV# = so many NVLinks\n");
     for ancestor in Ancestor::ALL {
         text.push_str(&format!("{} = {}\n", ancestor.label(), ancestor.meaning()));
@@ -64,7 +64,7 @@ fn align(table: &[Vec<String>]) -> String {
     table.iter().map(line).collect()
 }
 
-fn strangers(detected: &Detected) -> String {
+fn unlinked(detected: &Detected) -> String {
     let size = detected.gpus.len();
     let pairs = (0..size).flat_map(|a| (a + 1..size).map(move |b| (a, b)));
     let apart: Vec<String> = pairs.filter(|&(a, b)| !detected.peers.at(a, b)).map(|(a, b)| format!("{a}-{b}")).collect();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// What sysfs tells about a device.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct PciPath {
     /// Its folder, with the bridges on the way to it.
     pub(super) path: Option<String>,
     /// The nearest NUMA node; the system writes -1 where there is none.
@@ -13,9 +13,9 @@ pub(super) struct Place {
 }
 
 /// The place of the device at `bus`; `root` is `/sys`. What cannot be read is not known.
-pub(super) fn place(root: &Path, bus: PciAddress) -> Place {
+pub(super) fn path_of(root: &Path, bus: PciAddress) -> PciPath {
     let link = root.join(format!("bus/pci/devices/{bus}.0"));
-    Place {
+    PciPath {
         path: std::fs::canonicalize(&link).ok().and_then(|path| path.into_os_string().into_string().ok()),
         numa: std::fs::read_to_string(link.join("numa_node")).ok().and_then(|node| node.trim().parse().ok()),
     }
@@ -36,10 +36,10 @@ mod tests {
             std::fs::write(folder.join("numa_node"), node)?;
             std::os::unix::fs::symlink(&folder, devices.join(name))?;
         }
-        let at = |bus| place(root.path(), PciAddress { domain: 0, bus, device: 0 });
+        let at = |bus| path_of(root.path(), PciAddress { domain: 0, bus, device: 0 });
         assert!(at(0x3b).path.is_some_and(|path| path.ends_with("/devices/pci0000:3a/0000:3b:00.0")));
         assert_eq!((at(0x3b).numa, at(0x3c).numa), (Some(1), None));
-        assert_eq!(at(0x3d), Place { path: None, numa: None });
+        assert_eq!(at(0x3d), PciPath { path: None, numa: None });
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! What `detect` makes of facts and files, without asking for either.
+//! What `detect` makes of readings and files, without asking for either.
 
 use super::mesh::{Links, Remote};
 use super::*;
@@ -11,12 +11,12 @@ fn gpu(name: &str, bus: u8) -> Gpu {
 }
 
 /// Three GPUs at switches, the third with MIG.
-fn facts() -> Facts {
+fn readings() -> Readings {
     let mut gpus = vec![gpu("GPU-a", 1), gpu("GPU-b", 2), gpu("GPU-c", 3)];
     gpus[2].mig = Mig::On(vec![Uuid::new("MIG-x"), Uuid::new("MIG-y")]);
     let remotes = |gpu: &Gpu| if gpu.mig == Mig::Off { vec![Remote::Switch; 18] } else { vec![] };
     let links = gpus.iter().map(|gpu| Links { bus: gpu.bus, remotes: remotes(gpu) }).collect();
-    Facts { gpus, links, peers: Square::from_pairs(3, |_, b| b != 2) }
+    Readings { gpus, links, peers: Square::from_pairs(3, |_, b| b != 2) }
 }
 
 fn select(detected: &Detected, uuids: &[&str]) -> Result<Detected> {
@@ -29,9 +29,9 @@ fn file(text: &str) -> tempfile::NamedTempFile {
     file
 }
 
-fn injected(text: &str, facts: std::result::Result<&Facts, &str>) -> Result<Detected> {
+fn injected(text: &str, readings: std::result::Result<&Readings, &str>) -> Result<Detected> {
     let file = file(text);
-    assemble(Some(file.path().to_str().expect("UTF-8")), facts)
+    assemble(Some(file.path().to_str().expect("UTF-8")), readings)
 }
 
 const THREE: &str = r#"{"gpus": 3, "links": [[0, 1, 2], [1, 0, 3], [2, 3, 0]], "p2p": true}"#;
@@ -51,7 +51,7 @@ fn this_host_is_detected_without_failing() {
 
 #[test]
 fn a_selection_has_the_order_asked_for_and_a_structure_of_its_own() {
-    let detected = assemble(None, Ok(&facts())).expect("facts");
+    let detected = assemble(None, Ok(&readings())).expect("readings");
     assert_eq!((&detected.source, &detected.topology), (&Source::Nvml, &Topology::Unknown));
     let two = select(&detected, &["B", "GPU-a"]).expect("both are there");
     assert_eq!(two.topology, Topology::FullyConnected);
@@ -61,7 +61,7 @@ fn a_selection_has_the_order_asked_for_and_a_structure_of_its_own() {
 
 #[test]
 fn instances_of_one_gpu_are_strangers() {
-    let detected = assemble(None, Ok(&facts())).expect("facts");
+    let detected = assemble(None, Ok(&readings())).expect("readings");
     let instances = select(&detected, &["MIG-x", "MIG-y", "GPU-a"]).expect("all are there");
     assert_eq!(instances.topology, Topology::Unknown);
     assert!(instances.peers.every_pair(|granted| !granted));
@@ -70,27 +70,27 @@ fn instances_of_one_gpu_are_strangers() {
 #[test]
 fn an_unknown_gpu_is_named() {
     let message = |detected: &Detected| select(detected, &["GPU-z"]).expect_err("it is not there").message;
-    let detected = assemble(None, Ok(&facts())).expect("facts");
+    let detected = assemble(None, Ok(&readings())).expect("readings");
     assert_eq!(message(&detected), "GPU z is not among the 3 that NVML shows to this process");
     let detected = assemble(None, Err("no library")).expect("no NVML is no error");
     assert_eq!(message(&detected), "how GPU z is connected is not known: no library");
-    let message = message(&injected(THREE, Ok(&facts())).expect("a right file"));
+    let message = message(&injected(THREE, Ok(&readings())).expect("a right file"));
     assert!(message.starts_with("GPU z is not among the first 3 of this host, which /"), "{message}");
 }
 
 #[test]
 fn a_file_replaces_the_links_of_the_gpus_that_are_there() {
-    let detected = injected(THREE, Ok(&facts())).expect("a right file");
+    let detected = injected(THREE, Ok(&readings())).expect("a right file");
     assert_eq!(detected.topology, Topology::FullyConnected);
     assert_eq!(select(&detected, &["c", "a"]).expect("both are there").mesh.links(0, 1), 2);
 }
 
 #[test]
 fn a_file_may_describe_gpus_that_are_not_there() {
-    let mut one = facts();
+    let mut one = readings();
     one.gpus.truncate(1);
-    for (facts, first) in [(Err("no library"), "injected-0"), (Ok(&one), "a")] {
-        let detected = injected(THREE, facts).expect("a right file");
+    for (readings, first) in [(Err("no library"), "injected-0"), (Ok(&one), "a")] {
+        let detected = injected(THREE, readings).expect("a right file");
         let two = select(&detected, &[first, "injected-2"]).expect("both are there");
         assert_eq!(two.mesh.links(0, 1), 2);
     }
@@ -98,14 +98,14 @@ fn a_file_may_describe_gpus_that_are_not_there() {
 
 #[test]
 fn a_faulty_file_is_an_error_even_with_nvml() {
-    let error = injected(r#"{"gpus": 2}"#, Ok(&facts())).expect_err("no links");
+    let error = injected(r#"{"gpus": 2}"#, Ok(&readings())).expect_err("no links");
     assert_eq!(error.kind, Kind::Config);
     assert!(error.message.contains("missing field `links`"), "{error}");
 }
 
 #[test]
 fn the_report_shows_every_pair() {
-    let text = report::render(&assemble(None, Ok(&facts())).expect("facts"));
+    let text = report::render(&assemble(None, Ok(&readings())).expect("readings"));
     let expected = "\
 3 GPUs, unknown (NVML)
 

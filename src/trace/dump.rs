@@ -1,7 +1,7 @@
 //! The dump: everything that is kept, as JSON (`docs/trace.md`).
 
 use super::clock::Day;
-use super::entry::{Entry, Place, State, What};
+use super::entry::{Entry, State, Target, What};
 use super::registry::{self, Failure, Peer, Record};
 use super::{Journal, KEPT, folder};
 use crate::error::{Error, Kind, Result};
@@ -37,7 +37,7 @@ struct Group {
     memory: u64,
     name: String,
     rank: u32,
-    members: Vec<registry::Place>,
+    members: Vec<registry::Member>,
     timeout_ms: u64,
     joined_ns: Option<u64>,
     left_ns: Option<u64>,
@@ -126,16 +126,16 @@ fn call(entry: &Entry, day: Day) -> Call {
     let bytes = entry.bytes_in.max(entry.bytes_out);
     let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
     let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
-        What::Collective { op, reduce_op, root, said, even } => {
+        What::Collective { op, reduce_op, root, description, even } => {
             let reduce_op = op.reduces().then(|| reduce_op.name());
-            (op.name(), said.to_string(), reduce_op, op.rooted().then_some(root.0), None, None, even)
+            (op.name(), description.to_string(), reduce_op, op.rooted().then_some(root.0), None, None, even)
         }
         What::Send { peer, tag } => ("send", format!("send{}", with(tag)), None, None, peer, Some(tag), true),
         What::Receive { peer, tag } => ("recv", format!("recv{}", with(tag)), None, None, peer, Some(tag), true),
     };
     let (device, stream, background) = match entry.place {
-        Place::Host => ("cpu".into(), None, None),
-        Place::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
+        Target::Host => ("cpu".into(), None, None),
+        Target::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
     };
     let (state, outcome) = match entry.state {
         State::Scheduled => ("scheduled", None),
@@ -224,6 +224,6 @@ fn write(journal: &Journal, global: u32) -> Result<PathBuf> {
 
 /// Whether `path` has not been told of.
 fn tell(path: &std::path::Path) -> bool {
-    static TOLD: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
-    TOLD.get().lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path.to_owned())
+    static WARNED: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
+    WARNED.get().lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path.to_owned())
 }

@@ -14,7 +14,7 @@ pub(super) enum What {
         op: Op,
         reduce_op: ReduceOp,
         root: Rank,
-        said: Description,
+        description: Description,
         even: bool,
     },
     Send {
@@ -30,7 +30,7 @@ pub(super) enum What {
 
 /// Where a call's tensors are, and what runs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Target {
     /// In the host's memory.
     Host,
     /// On a GPU.
@@ -68,7 +68,7 @@ pub(super) struct Entry {
     pub(super) bytes_out: u64,
     /// As error messages print it: of collectives on the host and on CUDA each, from 1. Of sends and receives together. 0: not begun.
     pub(super) sequence: u64,
-    pub(super) place: Place,
+    pub(super) place: Target,
     pub(super) asynchronous: bool,
     pub(super) timeout_ms: u64,
     /// Readings of `clock::now`; 0: not yet.
@@ -88,7 +88,7 @@ impl Entry {
         bytes_in: 0,
         bytes_out: 0,
         sequence: 0,
-        place: Place::Host,
+        place: Target::Host,
         asynchronous: false,
         timeout_ms: 0,
         created: 0,
@@ -104,7 +104,7 @@ impl Entry {
         let even = lengths.iter().all(|span| span.bytes == lengths[0].bytes);
         let (op, reduce_op, root) = (call.op, call.reduce_op, call.root);
         Self {
-            what: What::Collective { op, reduce_op, root, said: Description::of(call), even },
+            what: What::Collective { op, reduce_op, root, description: Description::of(call), even },
             dtype: call.dtype,
             bytes_in: sum(&call.inputs),
             bytes_out: sum(&call.outputs),
@@ -131,7 +131,7 @@ impl Entry {
         let bytes = match self.what {
             What::Collective { op: Op::Barrier, .. } => 0,
             What::Collective { op: Op::AllToAll, .. } => self.bytes_in,
-            What::Collective { said, .. } => said.bytes,
+            What::Collective { description, .. } => description.bytes,
             What::Send { .. } | What::Receive { .. } => self.bytes_in.max(self.bytes_out),
         };
         bytes / self.dtype.size() as u64

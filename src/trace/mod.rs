@@ -11,12 +11,12 @@ pub mod folder;
 mod registry;
 mod ring;
 
-pub use entry::Place;
+pub use entry::Target;
 pub use ring::KEPT;
 
 use crate::coll::call::Call;
 use crate::completion::Observer;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::p2p::Message;
 use crate::rank::Rank;
@@ -68,7 +68,7 @@ pub fn ended(global: u32) -> Option<String> {
 pub struct Recorder {
     journal: &'static Journal,
     group: u64,
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
@@ -79,17 +79,17 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// For the group of `board`, whose calls have `timeout` unless they bring their own.
-    pub fn new(board: &Arc<Board>, timeout: Duration) -> Arc<Self> {
-        Self::in_journal(JOURNAL.get(), board, timeout)
+    /// For the group of `control`, whose calls have `timeout` unless they bring their own.
+    pub fn new(control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
+        Self::in_journal(JOURNAL.get(), control, timeout)
     }
 
-    fn in_journal(journal: &'static Journal, board: &Arc<Board>, timeout: Duration) -> Arc<Self> {
-        let group = journal.groups().add(board, timeout);
+    fn in_journal(journal: &'static Journal, control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
+        let group = journal.groups().add(control, timeout);
         Arc::new(Self {
             journal,
             group,
-            board: Arc::clone(board),
+            control: Arc::clone(control),
             messages: AtomicU64::new(0),
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -103,8 +103,8 @@ impl Recorder {
     }
 
     /// Notes `calls`, which begin later: the number of the first entry, which the others follow.
-    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Place) -> u64 {
-        if place != Place::Host && !self.cuda.swap(true, Ordering::Relaxed) {
+    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Target) -> u64 {
+        if place != Target::Host && !self.cuda.swap(true, Ordering::Relaxed) {
             self.journal.groups().note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
@@ -151,7 +151,7 @@ impl Recorder {
     }
 
     /// Notes a send or receive that begins now; returns its number.
-    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Place) -> u64 {
+    pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Target) -> u64 {
         let (number, created) = (self.journal.ring.take(1), clock::now());
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let (group, asynchronous, timeout_ms) = (self.group, true, milliseconds(timeout));
@@ -165,7 +165,7 @@ impl Recorder {
     /// blame for.
     pub fn saw(&self, error: &Error) {
         let failure = match error.kind {
-            Kind::Peer | Kind::Timeout | Kind::Mismatch | Kind::Internal => self.board.failure().is_some(),
+            Kind::Peer | Kind::Timeout | Kind::Mismatch | Kind::Internal => self.control.failure().is_some(),
             Kind::Config
             | Kind::Aborted
             | Kind::Value
@@ -179,8 +179,8 @@ impl Recorder {
         if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.journal.groups().note_failure(self.group, &self.board, error);
-        let global = self.board.global(self.board.rank());
+        self.journal.groups().note_failure(self.group, &self.control, error);
+        let global = self.control.global(self.control.rank());
         let written = dump::begin(self.journal, global, error);
         let late = written.as_ref().is_some_and(|written| written.recv_timeout(PATIENCE).is_err());
         if late {

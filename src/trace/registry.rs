@@ -2,7 +2,7 @@
 
 use super::clock;
 use crate::coll::cuda::agreement::launch_log;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Kind};
 use crate::rank::Rank;
 use crate::sys::process;
@@ -15,7 +15,7 @@ const LEFT: usize = 64;
 
 /// A member, as the dump lists it.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(super) struct Place {
+pub(super) struct Member {
     pub(super) rank: u32,
     pub(super) global_rank: u32,
     pub(super) pid: u32,
@@ -25,7 +25,7 @@ pub(super) struct Place {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Peer {
     #[serde(flatten)]
-    pub(super) place: Place,
+    pub(super) place: Member,
     /// What its process was doing; absent: there was none.
     pub(super) process: Option<&'static str>,
     /// Number of the last collective on the host that it had begun.
@@ -53,48 +53,48 @@ pub(super) struct Record {
     pub(super) memory: u64,
     pub(super) name: String,
     pub(super) rank: Rank,
-    pub(super) members: Vec<Place>,
+    pub(super) members: Vec<Member>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,
     pub(super) left: u64,
     pub(super) failure: Option<Failure>,
     /// Last collective begun and launched, since the group was left.
     last: (u64, Option<u64>),
-    board: Weak<Board>,
+    control: Weak<ControlBlock>,
     cuda: bool,
 }
 
 impl Record {
     /// Last collective begun on the host, and launched on CUDA.
     pub(super) fn last(&self) -> (u64, Option<u64>) {
-        self.board.upgrade().filter(|_| self.left == 0).map_or(self.last, |board| reached(&board, self.rank, self.cuda))
+        self.control.upgrade().filter(|_| self.left == 0).map_or(self.last, |control| reached(&control, self.rank, self.cuda))
     }
 
     /// What is known of the members now; nothing once the group was left.
     pub(super) fn peers(&self) -> Vec<Peer> {
-        let board = self.board.upgrade().filter(|_| self.left == 0);
-        board.map_or_else(Vec::new, |board| peers(&board, self.cuda))
+        let control = self.control.upgrade().filter(|_| self.left == 0);
+        control.map_or_else(Vec::new, |control| peers(&control, self.cuda))
     }
 }
 
-fn reached(board: &Board, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
-    // Without a GPU nobody has reserved the ledger's memory, and a look would.
-    (board.collective(rank), cuda.then(|| launch_log::launched(board, rank)))
+fn reached(control: &ControlBlock, rank: Rank, cuda: bool) -> (u64, Option<u64>) {
+    // Without a GPU nobody has reserved the launch log's memory, and a look would.
+    (control.collective(rank), cuda.then(|| launch_log::launched(control, rank)))
 }
 
-fn place(board: &Board, rank: Rank) -> Place {
-    Place { rank: rank.0, global_rank: board.global(rank), pid: board.pid(rank) }
+fn place(control: &ControlBlock, rank: Rank) -> Member {
+    Member { rank: rank.0, global_rank: control.global(rank), pid: control.pid(rank) }
 }
 
-fn peers(board: &Board, cuda: bool) -> Vec<Peer> {
+fn peers(control: &ControlBlock, cuda: bool) -> Vec<Peer> {
     let peer = |rank: Rank| {
-        let (begun, launched) = reached(board, rank, cuda);
-        let process = process::state(board.pid(rank));
+        let (begun, launched) = reached(control, rank, cuda);
+        let process = process::state(control.pid(rank));
         // Another rank may have told of a death that this one's watcher has yet to see.
         let over = || process.is_none_or(|state| state == "exited").then(|| "has ended".into());
-        Peer { place: place(board, rank), process, begun, launched, absence: board.absence(rank).or_else(over) }
+        Peer { place: place(control, rank), process, begun, launched, absence: control.absence(rank).or_else(over) }
     };
-    board.ranks().map(peer).collect()
+    control.ranks().map(peer).collect()
 }
 
 #[derive(Default)]
@@ -105,20 +105,20 @@ pub(super) struct Registry {
 
 impl Registry {
     /// Takes note of a group; returns its number in this process.
-    pub(super) fn add(&mut self, board: &Arc<Board>, timeout: Duration) -> u64 {
+    pub(super) fn add(&mut self, control: &Arc<ControlBlock>, timeout: Duration) -> u64 {
         self.next += 1;
         self.records.push(Record {
             id: self.next,
-            memory: board.segment().identity(),
-            name: board.name().into(),
-            rank: board.rank(),
-            members: board.ranks().map(|rank| place(board, rank)).collect(),
+            memory: control.segment().identity(),
+            name: control.name().into(),
+            rank: control.rank(),
+            members: control.ranks().map(|rank| place(control, rank)).collect(),
             timeout_ms: super::milliseconds(timeout),
             joined: clock::now(),
             left: 0,
             failure: None,
             last: (0, None),
-            board: Arc::downgrade(board),
+            control: Arc::downgrade(control),
             cuda: false,
         });
         self.next
@@ -136,11 +136,11 @@ impl Registry {
     }
 
     /// The group has failed.
-    pub(super) fn note_failure(&mut self, id: u64, board: &Board, error: &Error) {
+    pub(super) fn note_failure(&mut self, id: u64, control: &ControlBlock, error: &Error) {
         if let Some(record) = self.find(id)
             && record.failure.is_none()
         {
-            let peers = peers(board, record.cuda);
+            let peers = peers(control, record.cuda);
             record.failure = Some(Failure { kind: error.kind, message: error.message.clone(), at: clock::now(), peers });
         }
     }
@@ -150,7 +150,7 @@ impl Registry {
         let Some(record) = self.find(id).filter(|record| record.left == 0) else { return };
         record.last = record.last();
         record.left = clock::now();
-        record.board = Weak::new();
+        record.control = Weak::new();
         let left = |record: &&Record| record.left != 0;
         if self.records.iter().filter(left).count() > LEFT
             && let Some(oldest) = self.records.iter().filter(left).min_by_key(|record| record.left).map(|record| record.id)
@@ -163,9 +163,9 @@ impl Registry {
     /// \"default\" has ended (exited with code 1)".
     pub(super) fn ended(&self, global: u32) -> Option<String> {
         let open = self.records.iter().filter(|record| record.left == 0);
-        open.filter_map(|record| record.board.upgrade()).filter(|board| board.any_ended()).find_map(|board| {
-            let rank = board.ranks().find(|&rank| board.global(rank) == global)?;
-            Some(format!("{} of group \"{}\" {}", board.describe(rank), board.name(), board.ended(rank)?))
+        open.filter_map(|record| record.control.upgrade()).filter(|control| control.any_ended()).find_map(|control| {
+            let rank = control.ranks().find(|&rank| control.global(rank) == global)?;
+            Some(format!("{} of group \"{}\" {}", control.describe(rank), control.name(), control.ended(rank)?))
         })
     }
 

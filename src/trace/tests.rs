@@ -13,17 +13,17 @@ fn journal() -> &'static Journal {
 }
 
 /// Of rank 1 of 3.
-fn board(name: &str) -> Arc<Board> {
+fn control(name: &str) -> Arc<ControlBlock> {
     let bytes = Layout::new(3).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
     let members = (0..3).map(|rank| Identity { pid: std::process::id(), global: 10 + rank }).collect();
-    Arc::new(Board::new(segment, Rank(1), name.into(), members, 1))
+    Arc::new(ControlBlock::new(segment, Rank(1), name.into(), members, 1))
 }
 
 fn call(op: Op, bytes: usize) -> Call {
     let span = vec![Span { addr: 0, bytes }];
     let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
-    Call { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone(), outputs: span, site: None }
+    Call { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone(), outputs: span, call_site: None }
 }
 
 fn rendered(journal: &Journal) -> Value {
@@ -34,23 +34,23 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 #[test]
 fn a_dump_tells_each_calls_story() {
-    let (journal, board) = (journal(), board("a \"group\""));
-    let recorder = Recorder::in_journal(journal, &board, LIMIT);
+    let (journal, control) = (journal(), control("a \"group\""));
+    let recorder = Recorder::in_journal(journal, &control, LIMIT);
     let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
     recorder.end(done, &Ok(()), true);
     let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
     recorder.end(failed, &Err(Error::mismatch("no")), true);
     let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
     recorder.end(refused, &Err(Error::peer("no")), false);
-    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Place::Host);
+    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host);
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
-    let place = Place::Cuda { device: 1, stream: 77, background: true };
+    let place = Target::Cuda { device: 1, stream: 77, background: true };
     let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
     recorder.start(launched, 1);
     let span = Span { addr: 0, bytes: 12 };
     let message = Message { peer: None, tag: 5, dtype: DType::I32, span, timeout: None };
-    let received = recorder.message(false, &message, LIMIT, Place::Host);
+    let received = recorder.message(false, &message, LIMIT, Target::Host);
     recorder.ended(received, &Ok(()), Some(Rank(2)));
 
     let dump = rendered(journal);
@@ -58,7 +58,7 @@ fn a_dump_tells_each_calls_story() {
     assert_eq!(dump["pid"], std::process::id());
     let group = &dump["groups"][0];
     assert_eq!((&group["name"], &group["rank"], &group["timeout_ms"]), (&"a \"group\"".into(), &1.into(), &30_000.into()));
-    assert_eq!(group["memory"], board.segment().identity());
+    assert_eq!(group["memory"], control.segment().identity());
     assert_eq!((&group["members"][2]["global_rank"], &group["failure"]), (&12.into(), &Value::Null));
     assert_eq!(group["peers"].as_array().map(Vec::len), Some(3));
     let calls = dump["calls"].as_array().expect("a list");
@@ -79,18 +79,18 @@ fn a_dump_tells_each_calls_story() {
 
 #[test]
 fn a_failure_is_kept_with_what_was_known_of_the_peers() {
-    let (journal, board) = (journal(), board("failing"));
-    let recorder = Recorder::in_journal(journal, &board, LIMIT);
+    let (journal, control) = (journal(), control("failing"));
+    let recorder = Recorder::in_journal(journal, &control, LIMIT);
     recorder.saw(&Error::timeout("this call alone"));
-    recorder.saw(&board.fail(Error::aborted("by this rank")));
+    recorder.saw(&control.fail(Error::aborted("by this rank")));
     assert_eq!(rendered(journal)["groups"][0]["failure"], Value::Null, "neither fails the group for others to explain");
 
-    let board = self::board("failing");
-    let recorder = Recorder::in_journal(journal, &board, LIMIT);
-    board.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
-    board.begin(41, Op::AllReduce);
-    recorder.saw(&board.fail(Error::peer("rank 2 has ended")));
-    board.begin(42, Op::AllReduce);
+    let control = self::control("failing");
+    let recorder = Recorder::in_journal(journal, &control, LIMIT);
+    control.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
+    control.begin(41, Op::AllReduce);
+    recorder.saw(&control.fail(Error::peer("rank 2 has ended")));
+    control.begin(42, Op::AllReduce);
     recorder.saw(&Error::peer("a later one"));
     let dump = rendered(journal);
     let group = &dump["groups"][1];
@@ -103,9 +103,9 @@ fn a_failure_is_kept_with_what_was_known_of_the_peers() {
 #[test]
 fn groups_that_were_left_are_forgotten_in_their_order() {
     let journal = journal();
-    let kept = Recorder::in_journal(journal, &board("open"), LIMIT);
+    let kept = Recorder::in_journal(journal, &control("open"), LIMIT);
     for number in 0..100 {
-        let recorder = Recorder::in_journal(journal, &board(&number.to_string()), LIMIT);
+        let recorder = Recorder::in_journal(journal, &control(&number.to_string()), LIMIT);
         recorder.begin(&call(Op::Barrier, 0), LIMIT, 1);
         recorder.leave();
         recorder.leave();
@@ -121,7 +121,7 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
 #[test]
 #[ignore = "a measurement"]
 fn what_an_entry_costs() {
-    let recorder = Recorder::in_journal(journal(), &board("measured"), LIMIT);
+    let recorder = Recorder::in_journal(journal(), &control("measured"), LIMIT);
     let call = call(Op::AllReduce, 4);
     let mut blocks: Vec<f64> = (0..50)
         .map(|_| {

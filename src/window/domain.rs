@@ -2,10 +2,10 @@
 
 use super::Memory;
 use super::allocations;
-use super::offer::{Dropped, Facts};
+use super::offer::{Dropped, Offer};
 use super::pad_pool::Pads;
 use super::signal_cuda::Signals;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::symm_mem::peers::Heaps;
 use crate::symm_mem::{self, HOST, Heap};
@@ -22,7 +22,7 @@ pub(super) enum Kind {
 
 /// What a group has of one kind of memory.
 #[derive(Default)]
-pub(super) struct Place {
+pub(super) struct Domain {
     /// Since the first window.
     pub(super) heaps: OnceLock<Heaps>,
     pads: Mutex<Pads>,
@@ -32,15 +32,15 @@ pub(super) struct Place {
     recorded: Mutex<Vec<Memory>>,
 }
 
-/// The places of a group. Locked while the ranks meet: they take one step after another.
+/// The domains of a group. Locked while the ranks meet: they take one step after another.
 #[derive(Default)]
-pub struct Places(pub(super) Mutex<HashMap<Kind, Arc<Place>>>);
+pub struct Domains(pub(super) Mutex<HashMap<Kind, Arc<Domain>>>);
 
-impl Places {
+impl Domains {
     /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued afterwards.
     pub fn drain(&self, limit: Duration) {
-        let places: Vec<Arc<Place>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
-        for (_, signals) in places.iter().filter_map(|place| place.signals.get()) {
+        let domains: Vec<Arc<Domain>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
             if !signals.drain(limit) {
                 log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
             }
@@ -53,7 +53,7 @@ impl Places {
     }
 }
 
-impl Place {
+impl Domain {
     pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
         // Nothing under this lock panics between two changes.
         self.pads.lock().unwrap_or_else(PoisonError::into_inner)
@@ -65,30 +65,30 @@ impl Place {
     }
 
     /// What signals between the group's GPUs. Called by one thread at a time.
-    fn signals(&self, board: &Arc<Board>, device: i32) -> Result<&Signals> {
+    fn signals(&self, control: &Arc<ControlBlock>, device: i32) -> Result<&Signals> {
         if self.signals.get().is_none() {
-            let made = Signals::new(board, device)?;
+            let made = Signals::new(control, device)?;
             self.signals.get_or_init(|| (device, made));
         }
         match self.signals.get() {
             Some((known, signals)) if *known == device => Ok(signals),
             Some((known, _)) => Err(Error::value(format!(
                 "group \"{}\" has windows on cuda:{known}, this tensor is on cuda:{device}; a group has one GPU per rank",
-                board.name()
+                control.name()
             ))),
             None => Err(Error::internal("signals were just made")),
         }
     }
 
     /// What this rank brings: its heap, and what it says of itself.
-    pub(super) fn prepare(&self, board: &Arc<Board>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Facts)> {
+    pub(super) fn prepare(&self, control: &Arc<ControlBlock>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Offer)> {
         let heap = symm_mem::of(device)?;
-        let place = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
+        let domain = if device == HOST { "the host".into() } else { format!("cuda:{device}") };
         let foreign =
-            || Error::value(format!("the tensor at {address:#x} is not in symmetric memory of {place}; allocate it with symm_mem.empty"));
+            || Error::value(format!("the tensor at {address:#x} is not in symmetric memory of {domain}; allocate it with symm_mem.empty"));
         let (segment, left) = heap.segment(address).ok_or_else(foreign)?;
         if device != HOST {
-            self.signals(board, device)?;
+            self.signals(control, device)?;
         }
         let dropped = self.pads().dropped();
         if dropped != Dropped::default() {
@@ -99,7 +99,7 @@ impl Place {
         // Before the ranks meet: none of them signals earlier.
         heap.clear(pad.address, pad.bytes)?;
         let allocation = allocations::find(address);
-        let facts = Facts {
+        let offer = Offer {
             host: device == HOST,
             linked: self.heaps.get().is_some(),
             exact: allocation.is_some(),
@@ -112,11 +112,11 @@ impl Place {
             dropped,
             heap: heap.address(),
         };
-        Ok((heap, facts))
+        Ok((heap, offer))
     }
 }
 
-impl Drop for Place {
+impl Drop for Domain {
     /// Gives the pads back; their group and its windows are gone.
     fn drop(&mut self) {
         let pads = std::mem::take(self.pads.get_mut().unwrap_or_else(PoisonError::into_inner));

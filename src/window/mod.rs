@@ -8,7 +8,7 @@ mod rendezvous;
 pub mod signal_cuda;
 pub mod signal_host;
 
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Source, Store};
@@ -17,8 +17,8 @@ use crate::mem::device::DeviceTable;
 use crate::rank::Rank;
 use crate::symm_mem::{OwnPin, Pin};
 use crate::sys::fork::OfProcess;
-use domain::Place;
-pub use domain::Places;
+use domain::Domain;
+pub use domain::Domains;
 use pad_pool::Pad;
 pub use rendezvous::Meeting;
 use signal_cuda::Signals;
@@ -41,7 +41,7 @@ enum Tables {
 /// See the module. This rank's own memory lives as long as its windows, whoever gives it back. Memory that peers give back meanwhile stays
 /// mapped, so that no access faults; what it holds then means nothing. In a forked child every use is refused.
 pub struct SymmetricWindow {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     /// Where each rank's buffer begins in this process.
     buffers: Vec<u64>,
     /// Where each rank's signal pad begins in this process.
@@ -59,7 +59,7 @@ pub struct SymmetricWindow {
 
 /// What a window keeps: memory of all ranks where this process has it mapped.
 struct Held {
-    place: Arc<Place>,
+    domain: Arc<Domain>,
     memory: Option<Memory>,
 }
 
@@ -73,7 +73,7 @@ struct Memory {
 impl SymmetricWindow {
     /// This rank.
     pub fn rank(&self) -> Rank {
-        self.board.rank()
+        self.control.rank()
     }
 
     /// Bytes of each rank's buffer.
@@ -122,7 +122,7 @@ impl SymmetricWindow {
 
     /// What signals on GPUs; `None` on the host.
     fn gpu(&self) -> Option<&Signals> {
-        self.held.place.signals.get().map(|(_, signals)| signals)
+        self.held.domain.signals.get().map(|(_, signals)| signals)
     }
 
     /// The same, to be used on `stream`, which may be recorded into a graph.
@@ -143,7 +143,7 @@ impl SymmetricWindow {
         if self.held.is_own() {
             return Ok(());
         }
-        let (name, maker, child) = (self.board.name(), self.board.pid(self.rank()), std::process::id());
+        let (name, maker, child) = (self.control.name(), self.control.pid(self.rank()), std::process::id());
         Err(Error::config(format!(
             "a window of group \"{name}\" was made by process {maker}, of which process {child} is a forked child; make a new group in the child"
         )))
@@ -156,12 +156,12 @@ impl SymmetricWindow {
 
     /// Runs `body`. A panic in it fails the group on all ranks.
     pub fn contain<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.board.contain(body)
+        self.control.contain(body)
     }
 
     /// Why a signal of this rank has failed that nobody waited for, or the group, if one has.
     pub fn failure(&self) -> Option<Error> {
-        self.gpu().map_or_else(|| self.board.failure(), Signals::failure)
+        self.gpu().map_or_else(|| self.control.failure(), Signals::failure)
     }
 
     /// Whether the memory that it was made of is still this rank's.
@@ -171,7 +171,7 @@ impl SymmetricWindow {
             return false;
         }
         let own = self.buffers[self.rank().index()];
-        let segment = self.held.place.heaps.get().and_then(|heaps| heaps.heap().segment(own));
+        let segment = self.held.domain.heaps.get().and_then(|heaps| heaps.heap().segment(own));
         segment.is_some_and(|(id, _)| id == self.segment)
     }
 
@@ -182,16 +182,16 @@ impl SymmetricWindow {
             return Err(error);
         }
         // Peers that have left as well could still meet in memory that stays mapped.
-        if self.board.absence(self.rank()).is_some() {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+        if self.control.absence(self.rank()).is_some() {
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
-        let channel = SignalPads::check_channel(channel, self.pad.bytes, self.board.size())?;
+        let channel = SignalPads::check_channel(channel, self.pad.bytes, self.control.size())?;
         Ok((channel, timeout.unwrap_or(self.timeout)))
     }
 
     fn on_host(&self) -> SignalPads<'_> {
         // SAFETY: `rendezvous` saw that the pads are memory of all ranks, cleared, of this size, and pinned while `self` lives.
-        unsafe { SignalPads::new(&self.board, &self.pads, self.pad.bytes) }
+        unsafe { SignalPads::new(&self.control, &self.pads, self.pad.bytes) }
     }
 
     /// Returns once all ranks have called it on this `channel`: what they wrote before is visible then. Fails with `Timeout`, naming who is
@@ -224,7 +224,7 @@ impl SymmetricWindow {
     }
 
     fn peer(&self, peer: i32) -> Result<Rank> {
-        let n = self.board.size();
+        let n = self.control.size();
         let known = u32::try_from(peer).ok().filter(|&peer| (peer as usize) < n).map(Rank);
         known.ok_or_else(|| Error::value(format!("rank {peer} is outside the group of {n} ranks")))
     }
@@ -232,7 +232,7 @@ impl SymmetricWindow {
     /// Writes to `out` what `op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order. On the host only; nobody is waited for.
     ///
     /// # Safety
-    /// `out` is valid for writes of `bytes`, and is this rank's place among the sources or overlaps none; nobody writes to the sources meanwhile.
+    /// `out` is valid for writes of `bytes`, and is this rank's domain among the sources or overlaps none; nobody writes to the sources meanwhile.
     pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
         self.check_process()?;
         cpu::supports(op, dtype)?;
@@ -254,9 +254,9 @@ impl Drop for SymmetricWindow {
         let Some(held) = self.held.own_mut() else { return };
         if self.recorded.load(Ordering::Relaxed) {
             let memory = held.memory.take();
-            held.place.recorded().extend(memory);
+            held.domain.recorded().extend(memory);
         } else {
-            held.place.pads().note_dropped(self.pad);
+            held.domain.pads().note_dropped(self.pad);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What each rank says of the memory that it brings to a rendezvous.
 
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::symm_mem::Address;
 
@@ -13,7 +13,7 @@ pub(super) struct Dropped(pub(super) [u64; REPORTED]);
 
 /// See the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Facts {
+pub(super) struct Offer {
     /// Memory of the host; else of a GPU.
     pub(super) host: bool,
     /// The rank has a place for windows of this kind.
@@ -35,7 +35,7 @@ pub(super) struct Facts {
     pub(super) heap: Address,
 }
 
-impl Facts {
+impl Offer {
     const WORDS: usize = 6 + REPORTED;
     pub(super) const BYTES: usize = 8 + 8 * Self::WORDS + Address::BYTES;
 
@@ -47,7 +47,7 @@ impl Facts {
         bytes
     }
 
-    /// What a rank encoded; `bytes` are [`Facts::BYTES`].
+    /// What a rank encoded; `bytes` are [`Offer::BYTES`].
     pub(super) fn decode(bytes: &[u8]) -> Self {
         let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
         let heap: [u8; Address::BYTES] = std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);
@@ -72,31 +72,31 @@ impl Facts {
 }
 
 /// Refuses what does not fit together; the same error on all ranks.
-pub(super) fn compare(board: &Board, all: &[Facts]) -> Result<()> {
-    let (first, me) = (&all[0], board.rank());
+pub(super) fn compare(control: &ControlBlock, all: &[Offer]) -> Result<()> {
+    let (first, me) = (&all[0], control.rank());
     let refused = |rank, one: String, two: String| {
-        let (zero, other, group) = (board.describe(crate::rank::Rank(0)), board.describe(rank), board.name());
+        let (zero, other, group) = (control.describe(crate::rank::Rank(0)), control.describe(rank), control.name());
         Err(Error::mismatch(format!("the ranks of group \"{group}\" bring different memory to a rendezvous: {zero} {one}, {other} {two}")))
     };
-    for (rank, facts) in board.ranks().zip(all) {
-        if facts.host != first.host {
-            return refused(rank, format!("memory of {}", first.kind()), format!("memory of {}", facts.kind()));
+    for (rank, offer) in control.ranks().zip(all) {
+        if offer.host != first.host {
+            return refused(rank, format!("memory of {}", first.kind()), format!("memory of {}", offer.kind()));
         }
-        if facts.exact && first.exact && facts.bytes != first.bytes {
-            return refused(rank, format!("{} bytes", first.bytes), format!("{} bytes", facts.bytes));
+        if offer.exact && first.exact && offer.bytes != first.bytes {
+            return refused(rank, format!("{} bytes", first.bytes), format!("{} bytes", offer.bytes));
         }
-        if facts.pad_bytes != first.pad_bytes {
-            let pad = |facts: &Facts| format!("a signal pad of {} bytes", facts.pad_bytes);
-            return refused(rank, pad(first), pad(facts));
+        if offer.pad_bytes != first.pad_bytes {
+            let pad = |offer: &Offer| format!("a signal pad of {} bytes", offer.pad_bytes);
+            return refused(rank, pad(first), pad(offer));
         }
-        if facts.exact && first.exact && facts.number != first.number && me.0 == 0 {
-            let (one, two) = (board.describe(me), board.describe(rank));
+        if offer.exact && first.exact && offer.number != first.number && me.0 == 0 {
+            let (one, two) = (control.describe(me), control.describe(rank));
             log::warn!(
                 "group \"{}\": {one} brings its allocation #{} to a rendezvous, {two} its #{}; both have {} bytes",
-                board.name(),
+                control.name(),
                 first.number,
-                facts.number,
-                facts.bytes
+                offer.number,
+                offer.bytes
             );
         }
     }
@@ -111,7 +111,7 @@ mod tests {
     fn what_a_rank_says_arrives() {
         let heap = Address { key: [3; 16], listener: [4; 16], span: 1 << 38 };
         let dropped = Dropped([7, 0, 9, 1 << 60]);
-        let facts = Facts {
+        let offer = Offer {
             host: true,
             linked: false,
             exact: true,
@@ -124,8 +124,8 @@ mod tests {
             dropped,
             heap,
         };
-        let bytes = facts.encode();
-        assert_eq!(bytes.len(), Facts::BYTES);
-        assert_eq!(Facts::decode(&bytes), facts);
+        let bytes = offer.encode();
+        assert_eq!(bytes.len(), Offer::BYTES);
+        assert_eq!(Offer::decode(&bytes), offer);
     }
 }

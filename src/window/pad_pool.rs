@@ -1,6 +1,6 @@
 //! The signal pads that this rank gives its windows.
 
-use super::offer::{Dropped, Facts, REPORTED};
+use super::offer::{Dropped, Offer, REPORTED};
 use crate::error::Result;
 use crate::mem::layout::MAX_RANKS;
 use crate::symm_mem::Heap;
@@ -66,7 +66,7 @@ impl Pads {
     }
 
     /// No window came of what was taken last.
-    pub(super) fn put_back(&mut self, base: u64, own: &Facts) {
+    pub(super) fn put_back(&mut self, base: u64, own: &Offer) {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }
 
@@ -78,9 +78,9 @@ impl Pads {
     }
 
     /// A window has been opened by all ranks, who said `all` of it, this rank `own`: its pad.
-    pub(super) fn opened(&mut self, all: &[Facts], base: u64, own: &Facts) -> Pad {
-        for (rank, facts) in all.iter().enumerate() {
-            for number in facts.dropped.0 {
+    pub(super) fn opened(&mut self, all: &[Offer], base: u64, own: &Offer) -> Pad {
+        for (rank, offer) in all.iter().enumerate() {
+            for number in offer.dropped.0 {
                 if let Some(living) = self.living.get_mut(&number) {
                     living.gone |= 1 << rank;
                 }
@@ -123,11 +123,11 @@ mod tests {
     const BYTES: usize = 512;
 
     /// What a rank says that has let go of the windows with these numbers.
-    fn facts(pad: u64, dropped: [u64; REPORTED]) -> Facts {
+    fn offer(pad: u64, dropped: [u64; REPORTED]) -> Offer {
         let heap = Address { key: [0; 16], listener: [0; 16], span: 1 };
         let pad_bytes = BYTES as u64;
         let dropped = Dropped(dropped);
-        Facts { host: true, linked: true, exact: true, number: 1, bytes: 1, buffer: 0, pad, pad_bytes, segment: 1, dropped, heap }
+        Offer { host: true, linked: true, exact: true, number: 1, bytes: 1, buffer: 0, pad, pad_bytes, segment: 1, dropped, heap }
     }
 
     /// A rank with its pads, in a group of three.
@@ -140,8 +140,8 @@ mod tests {
         /// The pad of a new window, while the peers report these numbers.
         fn open(&mut self, peers: [[u64; REPORTED]; 2]) -> Pad {
             let taken = self.pads.take(&self.heap, BYTES).expect("room");
-            let own = facts(taken.address - self.heap.base(), self.pads.dropped().0);
-            self.pads.opened(&[facts(0, peers[0]), own, facts(0, peers[1])], self.heap.base(), &own)
+            let own = offer(taken.address - self.heap.base(), self.pads.dropped().0);
+            self.pads.opened(&[offer(0, peers[0]), own, offer(0, peers[1])], self.heap.base(), &own)
         }
     }
 

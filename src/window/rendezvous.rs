@@ -1,10 +1,10 @@
 //! How all ranks of a group open a window together.
 
-use super::domain::{Kind, Place, Places};
-use super::offer::{self, Facts};
+use super::domain::{Domain, Domains, Kind};
+use super::offer::{self, Offer};
 use super::{Held, Memory, SymmetricWindow, Tables};
 use crate::coll::call::Span;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::symm_mem::peers::{AllGather, Heaps, Step, step};
@@ -18,7 +18,7 @@ use std::time::Duration;
 /// What a rendezvous needs of the group whose ranks meet.
 pub struct Meeting<'a> {
     /// Its members.
-    pub board: &'a Arc<Board>,
+    pub control: &'a Arc<ControlBlock>,
     /// Gives every rank's bytes to every rank.
     pub gather: &'a AllGather<'a>,
     /// When the ranks have to have met.
@@ -27,22 +27,22 @@ pub struct Meeting<'a> {
     pub timeout: Duration,
 }
 
-impl Places {
+impl Domains {
     /// Collective: a window on what every rank has at an `address` of its own, in the memory of CUDA device `device` or, if that is negative,
     /// of the host; with a signal pad of at least `pad_bytes` for each rank. Fails on all ranks alike: with `Mismatch` if they bring
     /// different sizes, with `Value` if one of them brings memory that is not symmetric.
     pub fn rendezvous(&self, meeting: &Meeting<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
         let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
-        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut domains = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let named = |error: Error| Error { message: format!("rendezvous of symmetric memory: {}", error.message), ..error };
         let gather = |bytes: &[u8]| (meeting.gather)(bytes).map_err(named);
-        let board = meeting.board;
-        let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, board, "share memory in", bytes, own);
-        let place = Arc::clone(places.entry(kind).or_default());
-        let prepared = place.prepare(board, device, address, pad_bytes);
-        let outcome = meeting.open(&place, &prepared, &step);
+        let control = meeting.control;
+        let step = |bytes: usize, own: Result<Vec<u8>>| step(&gather, control, "share memory in", bytes, own);
+        let domain = Arc::clone(domains.entry(kind).or_default());
+        let prepared = domain.prepare(control, device, address, pad_bytes);
+        let outcome = meeting.open(&domain, &prepared, &step);
         if let (Err(_), Ok((heap, own))) = (&outcome, &prepared) {
-            place.pads().put_back(heap.base(), own);
+            domain.pads().put_back(heap.base(), own);
         }
         outcome
     }
@@ -50,49 +50,49 @@ impl Places {
 
 impl Meeting<'_> {
     /// What follows once this rank has prepared its part, or could not.
-    fn open(&self, place: &Arc<Place>, prepared: &Result<(Arc<Heap>, Facts)>, step: &Step<'_>) -> Result<SymmetricWindow> {
-        let (board, limit) = (self.board, self.limit);
-        let said = prepared.as_ref().map_err(Clone::clone).map(|(_, facts)| facts.encode());
-        let said = step(Facts::BYTES, said)?;
+    fn open(&self, domain: &Arc<Domain>, prepared: &Result<(Arc<Heap>, Offer)>, step: &Step<'_>) -> Result<SymmetricWindow> {
+        let (control, limit) = (self.control, self.limit);
+        let messages = prepared.as_ref().map_err(Clone::clone).map(|(_, offer)| offer.encode());
+        let messages = step(Offer::BYTES, messages)?;
         let (heap, _) = prepared.as_ref().map_err(Clone::clone)?;
-        let all: Vec<Facts> = said.iter().map(|bytes| Facts::decode(bytes)).collect();
-        offer::compare(board, &all)?;
-        let heaps = match place.heaps.get().filter(|_| all.iter().all(|facts| facts.linked)) {
+        let all: Vec<Offer> = messages.iter().map(|bytes| Offer::decode(bytes)).collect();
+        offer::compare(control, &all)?;
+        let heaps = match domain.heaps.get().filter(|_| all.iter().all(|offer| offer.linked)) {
             Some(heaps) => heaps,
             None => {
                 let heaps = self.link(heap, &all, step)?;
-                place.heaps.get_or_init(|| heaps)
+                domain.heaps.get_or_init(|| heaps)
             }
         };
-        let me = board.rank().index();
+        let me = control.rank().index();
         let own = &all[me];
-        let bytes = all.iter().map(|facts| facts.bytes).min().unwrap_or(0) as usize;
+        let bytes = all.iter().map(|offer| offer.bytes).min().unwrap_or(0) as usize;
         let reach = |offset: u64, bytes: usize| {
-            let strangers = heaps.strangers(Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) }, limit);
-            if strangers.is_empty() {
+            let lacking = heaps.unmapped_by(Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) }, limit);
+            if lacking.is_empty() {
                 return Ok(());
             }
-            let names: Vec<String> = strangers.into_iter().map(|rank| board.describe(rank)).collect();
-            let own = board.describe(board.rank());
+            let names: Vec<String> = lacking.into_iter().map(|rank| control.describe(rank)).collect();
+            let own = control.describe(control.rank());
             Err(Error::config(format!("{bytes} bytes of {own} have not been mapped by {}", names.join(", "))))
         };
         let reached = reach(own.buffer, bytes).and_then(|()| reach(own.pad, own.pad_bytes as usize));
         step(0, reached.map(|()| Vec::new()))?;
         // What peers say is checked below: it is pinned as a whole, or the window does not open.
-        let at = |offset: fn(&Facts) -> u64| {
-            heaps.bases.iter().zip(&all).map(move |(base, facts)| base.wrapping_add(offset(facts))).collect::<Vec<_>>()
+        let at = |offset: fn(&Offer) -> u64| {
+            heaps.bases.iter().zip(&all).map(move |(base, offer)| base.wrapping_add(offset(offer))).collect::<Vec<_>>()
         };
-        let (buffers, pads) = (at(|facts| facts.buffer), at(|facts| facts.pad));
-        let global_ranks: Vec<i32> = board.ranks().map(|rank| board.global(rank) as i32).collect();
+        let (buffers, pads) = (at(|offer| offer.buffer), at(|offer| offer.pad));
+        let global_ranks: Vec<i32> = control.ranks().map(|rank| control.global(rank) as i32).collect();
         let pin = || {
             let (own, mut pins) = (heap.show(heap.base() + own.buffer, bytes)?, Vec::new());
-            for (rank, facts) in all.iter().enumerate().filter(|&(rank, _)| rank != me) {
-                for (offset, bytes) in [(facts.buffer, bytes), (facts.pad, facts.pad_bytes as usize)] {
-                    let gone = || Error::config(format!("{} has given its memory back meanwhile", board.describe(Rank(rank as u32))));
+            for (rank, offer) in all.iter().enumerate().filter(|&(rank, _)| rank != me) {
+                for (offset, bytes) in [(offer.buffer, bytes), (offer.pad, offer.pad_bytes as usize)] {
+                    let gone = || Error::config(format!("{} has given its memory back meanwhile", control.describe(Rank(rank as u32))));
                     pins.extend(heaps.pin(rank, offset, bytes).ok_or_else(gone)?);
                 }
             }
-            let Some((_, signals)) = place.signals.get() else { return Ok(Memory { tables: Tables::Host, _pins: pins, _own: own }) };
+            let Some((_, signals)) = domain.signals.get() else { return Ok(Memory { tables: Tables::Host, _pins: pins, _own: own }) };
             let addresses = |all: &[u64]| all.iter().flat_map(|address| address.to_ne_bytes()).collect::<Vec<u8>>();
             let ranks: Vec<u8> = global_ranks.iter().flat_map(|rank| rank.to_ne_bytes()).collect();
             let table = |bytes: &[u8]| signals.table(bytes);
@@ -102,32 +102,32 @@ impl Meeting<'_> {
         let pinned = pin();
         step(0, pinned.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let memory = Some(pinned?);
-        let pad = place.pads().opened(&all, heap.base(), own);
+        let pad = domain.pads().opened(&all, heap.base(), own);
         Ok(SymmetricWindow {
             buffers,
             pads,
             global_ranks,
-            board: Arc::clone(board),
+            control: Arc::clone(control),
             bytes,
             pad,
             segment: own.segment,
             timeout: self.timeout,
             recorded: AtomicBool::new(false),
-            held: OfProcess::new(Held { place: Arc::clone(place), memory }),
+            held: OfProcess::new(Held { domain: Arc::clone(domain), memory }),
         })
     }
 
     /// Links this rank's heap with those of all others.
-    fn link(&self, heap: &Arc<Heap>, all: &[Facts], step: &Step<'_>) -> Result<Heaps> {
+    fn link(&self, heap: &Arc<Heap>, all: &[Offer], step: &Step<'_>) -> Result<Heaps> {
         if all.len() == 1 {
             return Ok(Heaps::alone(heap));
         }
-        let asked = Arc::downgrade(self.board);
-        let failed: Failed = Arc::new(move || asked.upgrade().is_some_and(|board| board.failure().is_some()));
-        let addresses: Vec<_> = all.iter().map(|facts| Some(facts.heap)).collect();
-        let heaps = Heaps::link(self.board, step, Some(heap), &addresses, &failed, self.limit)?;
+        let requested = Arc::downgrade(self.control);
+        let failed: Failed = Arc::new(move || requested.upgrade().is_some_and(|control| control.failure().is_some()));
+        let addresses: Vec<_> = all.iter().map(|offer| Some(offer.heap)).collect();
+        let heaps = Heaps::link(self.control, step, Some(heap), &addresses, &failed, self.limit)?;
         let refused =
-            |lacking| Error::config(format!("the processes of group \"{}\" cannot give each other memory: {lacking}", self.board.name()));
+            |lacking| Error::config(format!("the processes of group \"{}\" cannot give each other memory: {lacking}", self.control.name()));
         heaps.map_err(refused)
     }
 }

@@ -3,14 +3,14 @@
 
 mod request;
 
-pub use request::{GaveUp, Place, REPORT_WORDS, Signal};
+pub use request::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::cuda::arguments::MAX_PEERS;
 use crate::coll::cuda::communicator::NOTICE;
 use crate::coll::cuda::failure::abort_flag::Stop;
 use crate::coll::cuda::kernels::load;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream, pass};
@@ -32,7 +32,7 @@ const THREADS: u32 = 32;
 /// A pad holds, zeroed at first, a word for each channel and rank that signals: `channel * ranks + source`. Of a channel and direction
 /// one signal is under way at a time: two puts to one rank on one channel, or two waits for one, must follow each other.
 pub struct Signals {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     kernel: Kernel,
     enqueued: Mutex<Enqueued>,
     held: ManuallyDrop<Held>,
@@ -58,21 +58,21 @@ struct Held {
 impl Signals {
     /// Loads the kernel, so that nothing is left to be loaded when peers already wait in theirs. From now on a member's death fails the group
     /// at once. Refuses groups of more than 8 ranks.
-    pub fn new(board: &Arc<Board>, device: i32) -> Result<Self> {
-        let (world, rank) = (board.size(), board.rank());
+    pub fn new(control: &Arc<ControlBlock>, device: i32) -> Result<Self> {
+        let (world, rank) = (control.size(), control.rank());
         if world > MAX_PEERS {
             return Err(Error::config(format!("the GPUs of a group of {world} ranks cannot signal each other; {MAX_PEERS} is the most")));
         }
         let device = Arc::new(Device::open(device)?);
         let (program, symbol) = PROGRAM;
-        let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, gated: false };
+        let variant = Variant { program, world: world as u32, rank: rank.0, dtype: None, op: None, zero_copy: false };
         let _relaxed = RelaxedCapture::begin()?;
         let entered = device.enter()?;
         let kernel = load(&device, &variant, symbol)?;
-        let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(board)?, stream: OwnStream::new()? };
+        let held = Held { report: Words::new(REPORT_WORDS)?, stop: Stop::of(control)?, stream: OwnStream::new()? };
         drop(entered);
-        board.wait_unattended(launch_log::progress);
-        Ok(Self { board: Arc::clone(board), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
+        control.wait_unattended(launch_log::progress);
+        Ok(Self { control: Arc::clone(control), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
     }
 
     /// Enqueues a signal to `peer`; it is sent once `peer` has taken the last one of this channel. All that `stream` was given before is
@@ -101,38 +101,38 @@ impl Signals {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
-        if pads.len() != self.board.size() {
-            let (name, n) = (self.board.name(), self.board.size());
+        if pads.len() != self.control.size() {
+            let (name, n) = (self.control.name(), self.control.size());
             return Err(Error::internal(format!("{} signal pads for the {n} ranks of group \"{name}\"", pads.len())));
         }
         let (stop, report) = (self.held.stop.device(), self.held.report.device());
-        let place = Place { me: self.board.rank(), pads, channel, timeout, stop, report };
+        let place = SignalEnds { me: self.control.rank(), pads, channel, timeout, stop, report };
         let Some(args) = signal.args(&place)? else { return Ok(()) };
         let stream = Stream(stream);
         let _entered = self.device.enter()?;
         let mut enqueued = self.enqueued();
         if enqueued.closed {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         if !enqueued.streams.contains(&stream) {
             enqueued.streams.push(stream);
         }
         // Whoever is refused leaves peers waiting for a kernel that does not come.
-        self.kernel.launch(stream, 1, THREADS, false, args.bytes()).map_err(|error| self.board.fail(error))
+        self.kernel.launch(stream, 1, THREADS, false, args.bytes()).map_err(|error| self.control.fail(error))
     }
 
     /// Why the group has failed, if it has: elsewhere, or in a signal of this rank that gave up, which fails the group once somebody asks.
     pub fn failure(&self) -> Option<Error> {
-        if let Some(failure) = self.board.failure() {
+        if let Some(failure) = self.control.failure() {
             return Some(failure);
         }
         let words = self.held.report.get();
         let gave_up = GaveUp::read(words[0].load(Ordering::Acquire))?;
         let seconds = f64::from(words[1].load(Ordering::Relaxed)) / 1e3;
-        let late = self.board.late(&|rank| gave_up.missing.contains(&rank));
-        let (me, name) = (self.board.describe(self.board.rank()), self.board.name());
+        let late = self.control.late(&|rank| gave_up.missing.contains(&rank));
+        let (me, name) = (self.control.describe(self.control.rank()), self.control.name());
         let text = format!("{me} waited {seconds:.1} s until its timeout in {gave_up} of group \"{name}\" for {late}");
-        Some(self.board.fail(Error::timeout(text)))
+        Some(self.control.fail(Error::timeout(text)))
     }
 
     /// Zeroes `bytes` bytes at `address` and waits until that is done; other streams may be captured meanwhile.
@@ -187,7 +187,7 @@ impl Signals {
 impl Drop for Signals {
     fn drop(&mut self) {
         if !self.drain(Duration::ZERO) {
-            log::warn!("group \"{}\": signals are still under way; what they use stays", self.board.name());
+            log::warn!("group \"{}\": signals are still under way; what they use stays", self.control.name());
             return;
         }
         // A thread that drops this need not have a context, without which the driver keeps what it was to give back.

@@ -1,6 +1,6 @@
 //! Signals between ranks: words in shared memory that one rank sets and another clears.
 
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sync::atomic::Atomic;
@@ -17,7 +17,7 @@ const SET: u32 = 1;
 /// once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
 #[derive(Clone, Copy, Debug)]
 pub struct SignalPads<'a> {
-    board: &'a Board,
+    control: &'a ControlBlock,
     pads: &'a [u64],
     bytes: usize,
 }
@@ -26,13 +26,13 @@ impl<'a> SignalPads<'a> {
     /// Bytes of a word.
     pub const WORD: usize = size_of::<AtomicU32>();
 
-    /// The pads of all ranks of `board`, each of `bytes` bytes.
+    /// The pads of all ranks of `control`, each of `bytes` bytes.
     ///
     /// # Safety
     /// Each address is that of `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first signal, accessed atomically,
     /// and mapped here as long as this value is used.
-    pub unsafe fn new(board: &'a Board, pads: &'a [u64], bytes: usize) -> Self {
-        Self { board, pads, bytes }
+    pub unsafe fn new(control: &'a ControlBlock, pads: &'a [u64], bytes: usize) -> Self {
+        Self { control, pads, bytes }
     }
 
     /// Checks that a pad of `bytes` has `channel`, in a group of `n`.
@@ -45,7 +45,7 @@ impl<'a> SignalPads<'a> {
 
     /// The word that `source` sets in the pad of `owner`.
     fn word(&self, owner: Rank, channel: u32, source: Rank) -> &AtomicU32 {
-        let index = channel as usize * self.board.size() + source.index();
+        let index = channel as usize * self.control.size() + source.index();
         assert!((index + 1) * Self::WORD <= self.bytes, "channel {channel} leaves the pad");
         // SAFETY: within the pad (checked above), which is mapped, aligned and accessed atomically by the promise of `new`.
         unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
@@ -53,7 +53,7 @@ impl<'a> SignalPads<'a> {
 
     /// Sets this rank's word in the pad of `peer` once it is clear.
     pub fn put(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
-        let word = self.word(peer, channel, self.board.rank());
+        let word = self.word(peer, channel, self.control.rank());
         self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", channel))?;
         self.set(word, peer);
         Ok(())
@@ -61,7 +61,7 @@ impl<'a> SignalPads<'a> {
 
     /// Clears the word of `peer` in this rank's pad once it is set.
     pub fn wait(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
-        let word = self.word(self.board.rank(), channel, peer);
+        let word = self.word(self.control.rank(), channel, peer);
         self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", channel))?;
         self.clear(word, peer);
         Ok(())
@@ -73,7 +73,7 @@ impl<'a> SignalPads<'a> {
     }
 
     fn about(&self, what: &str, channel: u32) -> String {
-        format!("{what} on channel {channel} of symmetric memory of group \"{}\"", self.board.name())
+        format!("{what} on channel {channel} of symmetric memory of group \"{}\"", self.control.name())
     }
 
     fn set(&self, word: &AtomicU32, peer: Rank) {
@@ -87,19 +87,19 @@ impl<'a> SignalPads<'a> {
     }
 
     fn tell(&self, peer: Rank) {
-        if peer != self.board.rank() {
-            self.board.wake(peer);
+        if peer != self.control.rank() {
+            self.control.wake(peer);
         }
     }
 
     /// Waits until `word`, which is for `peer` to change, has `value`.
     fn await_value(&self, peer: Rank, word: &AtomicU32, value: u32, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
         let reached = || word.load(Ordering::Acquire) == value;
-        if peer == self.board.rank() {
-            let me = self.board.describe(peer);
+        if peer == self.control.rank() {
+            let me = self.control.describe(peer);
             return if reached() { Ok(()) } else { Err(Error::value(format!("{me} would wait for itself in {}", about()))) };
         }
-        self.board.wait_alone(limit, about, |rank| rank == peer && !reached())
+        self.control.wait_alone(limit, about, |rank| rank == peer && !reached())
     }
 }
 
@@ -147,23 +147,23 @@ impl Words for Channel<'_> {
     type Word = AtomicU32;
 
     fn peers(&self) -> impl Iterator<Item = Rank> {
-        self.pads.board.peers()
+        self.pads.control.peers()
     }
 
     fn outward(&self, peer: Rank) -> &AtomicU32 {
-        self.pads.word(peer, self.channel, self.pads.board.rank())
+        self.pads.word(peer, self.channel, self.pads.control.rank())
     }
 
     fn inward(&self, peer: Rank) -> &AtomicU32 {
-        self.pads.word(self.pads.board.rank(), self.channel, peer)
+        self.pads.word(self.pads.control.rank(), self.channel, peer)
     }
 
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        self.pads.board.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.channel), missing)
+        self.pads.control.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.channel), missing)
     }
 
     fn wake(&self) {
-        self.pads.board.wake_sleepers();
+        self.pads.control.wake_sleepers();
     }
 }
 
@@ -171,7 +171,7 @@ impl Words for Channel<'_> {
 mod tests {
     use super::*;
     use crate::control::Identity;
-    use crate::control::tests::{boards, rung};
+    use crate::control::tests::{controls, rung};
     use crate::error::Kind;
     use crate::mem::layout::Layout;
     use crate::mem::shm::Segment;
@@ -191,9 +191,9 @@ mod tests {
                 scope.spawn(move || {
                     let segment = Segment::map(file.try_clone().expect("dup"), Layout::new(n as usize).total_bytes()).expect("map");
                     let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
-                    let board = Board::new(segment, rank, "test".into(), members, 64);
+                    let control = ControlBlock::new(segment, rank, "test".into(), members, 64);
                     // SAFETY: the words live longer than the threads and are atomics.
-                    body(unsafe { SignalPads::new(&board, pads, BYTES) }, rank);
+                    body(unsafe { SignalPads::new(&control, pads, BYTES) }, rank);
                 });
             }
         });
@@ -246,7 +246,7 @@ mod tests {
                 pads.put(Rank(1), 3, LONG).expect("clear");
                 let error = pads.put(Rank(1), 3, Duration::from_millis(30)).expect_err("still set");
                 assert!(error.kind == Kind::Timeout && error.message.contains("put_signal"), "{error}");
-                assert_eq!(pads.board.failure(), None);
+                assert_eq!(pads.control.failure(), None);
             }
             pads.barrier(0, LONG).expect("works on");
             if me.0 == 1 {
@@ -256,30 +256,30 @@ mod tests {
     }
 
     /// Runs `body` on the pads of `n` ranks, all of this thread.
-    fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[Board])) {
-        let boards = boards(N as u32);
+    fn alone<const N: usize>(body: impl FnOnce([SignalPads<'_>; N], &[ControlBlock])) {
+        let controls = controls(N as u32);
         let memory: [[AtomicU32; BYTES / 4]; N] = std::array::from_fn(|_| std::array::from_fn(|_| AtomicU32::new(0)));
         let pads = memory.each_ref().map(|pad| pad.as_ptr() as u64);
         // SAFETY: the words live longer than `body` runs and are atomics.
-        body(std::array::from_fn(|rank| unsafe { SignalPads::new(&boards[rank], &pads, BYTES) }), &boards);
+        body(std::array::from_fn(|rank| unsafe { SignalPads::new(&controls[rank], &pads, BYTES) }), &controls);
     }
 
     #[test]
     fn whoever_sleeps_is_told() {
-        alone(|[zero, one], boards| {
-            let told = |act: &dyn Fn() -> Result<()>| {
-                let rings = || [0, 1].map(|rank| rung(&boards[rank], Rank(rank as u32)));
+        alone(|[zero, one], controls| {
+            let reported = |act: &dyn Fn() -> Result<()>| {
+                let rings = || [0, 1].map(|rank| rung(&controls[rank], Rank(rank as u32)));
                 let before = rings();
                 // Asked once rank 1 has announced that it sleeps.
-                boards[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
+                controls[1].sleep(Duration::ZERO, || act().map(|()| true).expect("nobody is missing"));
                 let after = rings();
                 [after[0] - before[0], after[1] - before[1]]
             };
-            assert_eq!(told(&|| zero.put(Rank(1), 1, LONG)), [0, 1]);
-            assert_eq!(told(&|| one.wait(Rank(0), 1, LONG)), [1, 0]);
-            assert_eq!(told(&|| one.put(Rank(1), 1, LONG)), [0, 0], "a signal to itself");
+            assert_eq!(reported(&|| zero.put(Rank(1), 1, LONG)), [0, 1]);
+            assert_eq!(reported(&|| one.wait(Rank(0), 1, LONG)), [1, 0]);
+            assert_eq!(reported(&|| one.put(Rank(1), 1, LONG)), [0, 0], "a signal to itself");
             one.put(Rank(0), 2, LONG).expect("clear");
-            assert_eq!(told(&|| zero.barrier(2, LONG)), [2, 2], "on arrival and when the words are clear again");
+            assert_eq!(reported(&|| zero.barrier(2, LONG)), [2, 2], "on arrival and when the words are clear again");
         });
     }
 

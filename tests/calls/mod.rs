@@ -41,7 +41,7 @@ impl Tensors {
     pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Call {
         let inputs = self.spans(&self.inputs);
         let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs, outputs, site: None }
+        Call { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs, outputs, call_site: None }
     }
 
     pub(crate) fn input(&self, i: usize) -> &[u8] {

@@ -69,12 +69,12 @@ def test_calibration_writes_a_profile_of_these_gpus(tmp_path: Path) -> None:
 
 
 def test_the_search_times_every_kernel_in_graphs() -> None:
-    heard: dict[tuple[str, int], list[float]] = {}
+    received: dict[tuple[str, int], list[float]] = {}
     ops, largest = ("all_reduce", "broadcast"), 64 << 10
     found = thresholds_cuda.search(
-        profile.key("cuda", 2), ops, largest, 3.0, lambda p, us: heard.setdefault((p.op, p.bytes), []).append(us)
+        profile.key("cuda", 2), ops, largest, 3.0, lambda p, us: received.setdefault((p.op, p.bytes), []).append(us)
     )
-    assert set(found) <= {2} and set(heard) == {(op, size) for op in ops for size in (16 << 10, 32 << 10, 64 << 10)}
-    for (op, size), times in heard.items():
+    assert set(found) <= {2} and set(received) == {(op, size) for op in ops for size in (16 << 10, 32 << 10, 64 << 10)}
+    for (op, size), times in received.items():
         assert len(times) >= (3 if op == "all_reduce" else 2), "each way's"
         assert all(0.5 < us < 1e5 for us in times), (op, size, times)

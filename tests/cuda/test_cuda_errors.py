@@ -120,11 +120,11 @@ def refused_on_one(rank: int, world: int, launched: int) -> str:
         assert isinstance(error, ValueError), repr(error)
     else:
         assert isinstance(error, torch_symm.SymmMismatch) and seconds < 2, (repr(error), seconds)
-    meet("told", rank, world)
-    with pytest.raises(torch_symm.SymmMismatch) as told:
+    meet("reported", rank, world)
+    with pytest.raises(torch_symm.SymmMismatch) as reported:
         dist.all_reduce(torch.ones(5, device=device()))
     still_usable(rank, world)
-    return str(told.value)
+    return str(reported.value)
 
 
 @needs_ranks
@@ -239,6 +239,6 @@ def test_a_killed_rank_is_named_and_survivors_go_on(pool: Pool, world: int, coun
             message, seconds = found
             assert "rank 1" in message, message
             # Of kernels, how far both had come: the one that died, and the one that tells.
-            told = re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)
-            assert len(told) == (2 if DEVICE == "cuda" else 0), message
+            reported = re.findall(r"\d+ CUDA collectives launched, the last (?:all_reduce|barrier)", message)
+            assert len(reported) == (2 if DEVICE == "cuda" else 0), message
             assert seconds < 3, f"noticed after {seconds:.1f} s"

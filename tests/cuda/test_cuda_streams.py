@@ -63,9 +63,9 @@ def wait_does_not_block(rank: int, world: int) -> None:
         late(tensor, rank + 1.0)
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
-        asked = torch.cuda.Event()
-        asked.record()
-        assert not asked.query(), "the host waited for the GPU"
+        requested = torch.cuda.Event()
+        requested.record()
+        assert not requested.query(), "the host waited for the GPU"
         total = tensor.sum()
         del tensor, work
         torch.empty(1 << 20, device=device()).fill_(-1)

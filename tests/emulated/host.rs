@@ -5,8 +5,8 @@ use super::heap::Heap;
 use std::time::Duration;
 use symm::coll::call::{Call, Span};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::launch::{Launch, Site, Symmetric};
-use symm::coll::cuda::plan::{self, Facts, Plan, Tuning};
+use symm::coll::cuda::launch::{Launch, LaunchContext, Symmetric};
+use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS, Stage};
 use symm::dtype::{DType, ReduceOp};
 
@@ -16,7 +16,7 @@ pub(crate) const THREADS: u32 = 8;
 /// Whose count of direct kernels is looked at.
 const CHANNEL: u32 = 2;
 
-/// A rank's device memory, whose marked slots are empty.
+/// A rank's device memory, whose sentinel slots are empty.
 pub(crate) struct Memory {
     units: Vec<u128>,
     pub(crate) report: Vec<u32>,
@@ -26,7 +26,7 @@ pub(crate) struct Memory {
 impl Memory {
     pub(crate) fn new(layout: &Layout) -> Self {
         let mut units = vec![0u128; layout.channel_bytes() / 16];
-        units[layout.marked() / 16..][..layout.marked_bytes() / 16].fill(u128::MAX);
+        units[layout.sentinel() / 16..][..layout.sentinel_bytes() / 16].fill(u128::MAX);
         Self { units, report: vec![0; REPORT_WORDS], stop: Box::new(0) }
     }
 }
@@ -38,7 +38,7 @@ pub(crate) struct Host {
     pub(crate) tuning: Tuning,
     pub(crate) memory: Vec<Memory>,
     pub(crate) timeout: Duration,
-    /// Each rank's symmetric memory; none: calls are not gated.
+    /// Each rank's symmetric memory; none: calls are not zero-copy.
     pub(crate) heaps: Vec<Heap>,
     reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
 }
@@ -49,8 +49,8 @@ impl Host {
         let tuning = Tuning {
             one_shot_bytes: 700,
             two_shot_bytes: 6000,
-            gated_two_shot_bytes: 6000,
-            gated_bytes: 1,
+            zero_copy_two_shot_bytes: 6000,
+            zero_copy_bytes: 1,
             low_latency_bytes: 5000,
             block_units: 16,
             blocks: 64,
@@ -73,10 +73,10 @@ impl Host {
         let lanes = |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
         let counts = [
             (layout.ll_epochs(), 4 * layout.ll_blocks()),
-            (layout.marked_epochs(), 128),
-            (layout.gate_epochs(), 4 * layout.gate_blocks()),
+            (layout.sentinel_epochs(), 128),
+            (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
             lanes(Stage::Scatter),
-            lanes(Stage::Spread),
+            lanes(Stage::Gather),
         ];
         for memory in &mut self.memory {
             for (offset, bytes) in counts {
@@ -86,7 +86,7 @@ impl Host {
     }
 
     /// Gives every rank symmetric memory.
-    pub(crate) fn gate(&mut self, bytes: usize) {
+    pub(crate) fn handshake(&mut self, bytes: usize) {
         self.heaps = (0..self.n).map(|me| Heap::new(me, self.n, bytes)).collect();
         let within = |(me, heap): (usize, &Heap)| {
             let (begin, end) = (heap.seen_by(me), heap.seen_by(me) + bytes);
@@ -95,7 +95,7 @@ impl Host {
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
 
-    pub(crate) fn is_gated(&self, call: &Call) -> bool {
+    pub(crate) fn is_zero_copy(&self, call: &Call) -> bool {
         !self.heaps.is_empty() && plan::worth_gating(call, self.n, &self.tuning)
     }
 
@@ -120,17 +120,20 @@ impl Host {
     }
 
     /// For launch `number`; of sends and receives there is no `call`.
-    pub(crate) fn site(&self, me: usize, number: u64, call: Option<&Call>) -> Site<'_> {
-        let symmetric = self.reachable.get(me).filter(|_| call.is_some_and(|call| self.is_gated(call))).map(|reachable| {
+    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Call>) -> LaunchContext<'_> {
+        let symmetric = self.reachable.get(me).filter(|_| call.is_some_and(|call| self.is_zero_copy(call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-            Symmetric { heap, channel: CHANNEL, least: self.tuning.gated_bytes as u32, reachable }
+            Symmetric { heap, channel: CHANNEL, least: self.tuning.zero_copy_bytes as u32, reachable }
         });
-        Site { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
+        LaunchContext { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
     }
 
     pub(crate) fn plan(&self, call: &Call) -> Plan {
-        plan::choose(call, &Facts { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, gated: self.is_gated(call) })
+        plan::choose(
+            call,
+            &Conditions { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, zero_copy: self.is_zero_copy(call) },
+        )
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
@@ -140,7 +143,7 @@ impl Host {
         if typed {
             defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
         }
-        defines.extend(launch.gated.then(|| "-DSYMM_GATED=1".into()));
+        defines.extend(launch.zero_copy.then(|| "-DSYMM_GATED=1".into()));
         let program = Program::build_with(path, &defines);
         // SAFETY: memory and tensors live until all ranks are done.
         unsafe { program.launch(kernel, me as u32, launch.blocks, THREADS, launch.args.bytes()) };

@@ -113,9 +113,9 @@ fn filter() -> Result<RawFd> {
 fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
     loop {
         // SAFETY: all-zero is a value of this structure of integers, and the one that the kernel insists on.
-        let mut asked: libc::seccomp_notif = unsafe { std::mem::zeroed() };
-        // SAFETY: the request writes a `seccomp_notif`, which `asked` is.
-        if unsafe { libc::ioctl(listener, NOTIF_RECV, &raw mut asked) } != 0 {
+        let mut requested: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+        // SAFETY: the request writes a `seccomp_notif`, which `requested` is.
+        if unsafe { libc::ioctl(listener, NOTIF_RECV, &raw mut requested) } != 0 {
             continue;
         }
         let spared = left.load(Ordering::Acquire) == SAFE;
@@ -123,7 +123,7 @@ fn supervise(listener: RawFd, left: &AtomicU64, died: &File) {
             die(died);
         }
         let flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
-        let mut answer = libc::seccomp_notif_resp { id: asked.id, val: 0, error: 0, flags };
+        let mut answer = libc::seccomp_notif_resp { id: requested.id, val: 0, error: 0, flags };
         // SAFETY: the request reads a `seccomp_notif_resp`, which `answer` is. Fails where the asking thread has gone meanwhile.
         unsafe { libc::ioctl(listener, NOTIF_SEND, &raw mut answer) };
     }

@@ -20,7 +20,7 @@ TARGET = (
 TIMEOUT_S = 2.0
 REFUSED = ("ValueError", "TypeError", "NotImplementedError", "RuntimeError")
 #: What the other ranks may see where one alone was refused.
-TOLD = (*REFUSED, "SymmMismatch", "SymmPeerError", "DistBackendError", "SymmTimeout")
+REPORTED = (*REFUSED, "SymmMismatch", "SymmPeerError", "DistBackendError", "SymmTimeout")
 
 Body = Callable[[int], object]
 ARGUMENTS: dict[str, tuple[Body, tuple[str, ...]]] = {}
@@ -48,7 +48,7 @@ def torch_alone(name: str) -> Callable[[Body], Body]:
 
 def one_rank(name: str) -> Callable[[Body], Body]:
     """Rank 1 alone is wrong: it is refused, and the others are told."""
-    return partial(_note, name, TOLD)
+    return partial(_note, name, REPORTED)
 
 
 def _note(name: str, sees: tuple[str, ...], body: Body) -> Body:

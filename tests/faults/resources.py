@@ -100,7 +100,7 @@ for _full in (True, False):
     )
 
 
-def crowd(stage: Stage, rank: int) -> Saw:
+def load_generator(stage: Stage, rank: int) -> Saw:
     """More ranks than cores: short calls, timed, and one long one."""
     for _ in range(20):
         dist.all_reduce(torch.ones(2))
@@ -121,7 +121,7 @@ def crowd(stage: Stage, rank: int) -> Saw:
 
 
 def crowded(side: str) -> Outcome:
-    return play(crowd, side, world=4 * max(1, min(4, len(os.sched_getaffinity(0)))), timeout=60, limit=60)
+    return play(load_generator, side, world=4 * max(1, min(4, len(os.sched_getaffinity(0)))), timeout=60, limit=60)
 
 
 add(

@@ -1,4 +1,4 @@
-//! Collectives with a death: `coll::cpu::arrival` over `Board::wait_slowly`, `Board::trouble`, `Board::note_gone` and `FirstFailure`.
+//! Collectives with a death: `coll::cpu::arrival` over `ControlBlock::wait_slowly`, `ControlBlock::trouble`, `ControlBlock::note_gone` and `FirstFailure`.
 //!
 //! A rank posts call `k`, waits until all have posted it, and goes on to the next. While it waits it looks at its peers, at the failure
 //! record and at who is gone, each look a step of its own, as in `trouble`: whatever happens between two looks is among the orders.
@@ -39,7 +39,7 @@ struct State {
     steps: [Step; RANKS],
     posted: [u8; RANKS],
     /// By rank: whom its watcher has told it of.
-    told: [u8; RANKS],
+    reported: [u8; RANKS],
     /// Calls that each has seen succeed.
     succeeded: [u8; RANKS],
     failure: Option<Loss>,
@@ -96,7 +96,7 @@ impl State {
             }
             Step::Missing => self.steps[me] = self.failure.map_or(Step::Waiting, Step::Failure),
             Step::Failure(loss) if !looks_again || self.any_missing(me) => self.steps[me] = Step::Failed(loss),
-            Step::Suspects(peer) if self.told[me] & 1 << peer != 0 => self.steps[me] = Step::Gone(peer),
+            Step::Suspects(peer) if self.reported[me] & 1 << peer != 0 => self.steps[me] = Step::Gone(peer),
             Step::Gone(peer) if !looks_again || self.missing(me, peer) => self.fail(me, Loss { rank: peer, call: self.posted[me] }),
             Step::Failure(_) | Step::Suspects(_) | Step::Gone(_) => self.steps[me] = Step::Waiting,
             Step::Failed(_) | Step::Done | Step::Dead => {}
@@ -121,7 +121,7 @@ impl Model for Calls {
 
     fn init_states(&self) -> Vec<State> {
         let none = [0; RANKS];
-        vec![State { steps: [Step::Idle; RANKS], posted: none, told: none, succeeded: none, failure: None, deaths: 0 }]
+        vec![State { steps: [Step::Idle; RANKS], posted: none, reported: none, succeeded: none, failure: None, deaths: 0 }]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
@@ -133,7 +133,7 @@ impl Model for Calls {
                 if state.steps[me] == Step::Waiting && state.missing(me, peer) {
                     actions.push(Action::Suspect(me, peer));
                 }
-                if self.watches && state.steps[me] != Step::Dead && state.steps[peer] == Step::Dead && state.told[me] & 1 << peer == 0 {
+                if self.watches && state.steps[me] != Step::Dead && state.steps[peer] == Step::Dead && state.reported[me] & 1 << peer == 0 {
                     actions.push(Action::Tell(me, peer));
                 }
             }
@@ -148,7 +148,7 @@ impl Model for Calls {
         match action {
             Action::Step(me) => state.step(me, self.looks_again),
             Action::Suspect(me, peer) => state.steps[me] = Step::Suspects(peer),
-            Action::Tell(me, peer) => state.told[me] |= 1 << peer,
+            Action::Tell(me, peer) => state.reported[me] |= 1 << peer,
             Action::Kill(me) => {
                 state.steps[me] = Step::Dead;
                 state.deaths += 1;
@@ -161,10 +161,11 @@ impl Model for Calls {
         vec![
             Property::always("all survivors end", |model: &Self, state: &State| {
                 let ended = |me: usize| matches!(state.steps[me], Step::Failed(_) | Step::Done | Step::Dead);
-                let told = |me: usize| (0..RANKS).any(|peer| state.missing(me, peer) && state.told[me] & 1 << peer != 0);
-                let news =
-                    |me: usize| model.watches && (0..RANKS).any(|peer| state.steps[peer] == Step::Dead && state.told[me] & 1 << peer == 0);
-                let idle = |me: usize| ended(me) || (!Self::able(state, me) && !told(me) && !news(me));
+                let reported = |me: usize| (0..RANKS).any(|peer| state.missing(me, peer) && state.reported[me] & 1 << peer != 0);
+                let news = |me: usize| {
+                    model.watches && (0..RANKS).any(|peer| state.steps[peer] == Step::Dead && state.reported[me] & 1 << peer == 0)
+                };
+                let idle = |me: usize| ended(me) || (!Self::able(state, me) && !reported(me) && !news(me));
                 !(0..RANKS).all(idle) || (0..RANKS).all(ended)
             }),
             Property::always("a success had everybody's data", |_, state: &State| {

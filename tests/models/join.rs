@@ -6,7 +6,7 @@
 //! | `Look` | `boot::gather::{gather, read, judge}`; `began` and `at` stand for the times that tell fresh records from left ones |
 //! | `Greet`, `Listen` | `boot::member::{greet, ask, next_record}` |
 //! | `Hear`, `Notice`, `HandOver`, `Answer` | `boot::leader::Reception` |
-//! | `Meet`, `Watch` | `group::meet` over `Board::wait_for_peers`; `watch` |
+//! | `Meet`, `Watch` | `group::meet` over `ControlBlock::wait_for_peers`; `watch` |
 
 use crate::{check, finds};
 use stateright::{Model, Property};
@@ -296,8 +296,9 @@ impl Join {
                 Step::Begun => actions.push(Action::Publish(me)),
                 Step::Published => actions.push(Action::Look(me)),
                 Step::Gathered if me == 0 => {
-                    let heard = |guest: usize| state.seated & 1 << guest != 0 || state.answers[guest].is_some();
-                    let guests = (1..state.processes.len()).filter(|&guest| state.processes[guest].step == Step::Greeted && !heard(guest));
+                    let received = |guest: usize| state.seated & 1 << guest != 0 || state.answers[guest].is_some();
+                    let guests =
+                        (1..state.processes.len()).filter(|&guest| state.processes[guest].step == Step::Greeted && !received(guest));
                     actions.extend(guests.map(Action::Hear));
                     let seated = process.members.iter().skip(1).all(|member| state.seated & 1 << member != 0);
                     if state.left().is_some() {

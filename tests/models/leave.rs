@@ -1,5 +1,5 @@
-//! Leaving and aborting while calls are under way: `Group::leave` with `Engine::drain`, `Group::abort`, `Board::{fail, depart}` and the two
-//! stores of `FirstFailure::record`, against callers in `Board::wait_slowly`.
+//! Leaving and aborting while calls are under way: `Group::leave` with `Engine::drain`, `Group::abort`, `ControlBlock::{fail, depart}` and the two
+//! stores of `FirstFailure::record`, against callers in `ControlBlock::wait_slowly`.
 //!
 //! All ranks make one call. Another thread of rank 0 leaves the group meanwhile, another of rank 1 aborts it, and one rank may die.
 
@@ -196,7 +196,7 @@ impl Model for Leaving {
             Action::Call(me) => state.call(me, self.first_wins),
             Action::Leave => state.leave(),
             Action::Expire if state.leaver == Thread::Waiting && state.callers[LEAVER] == Thread::Waiting => {
-                // `Board::fail` returns once a failure stands, and the group is left then.
+                // `ControlBlock::fail` returns once a failure stands, and the group is left then.
                 state.leaver = if self.drop_is_told && state.claim(LEAVER, self.first_wins) {
                     Thread::Writing(Cause::Dropped)
                 } else {

@@ -116,7 +116,7 @@ def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "output"),
     [
         ("sym", "no backend 'sym'; torch knows gloo"),
         ("cpu:sym", "no backend 'sym'"),
@@ -127,11 +127,11 @@ def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
         ("cpu:gloo,cuda:nccl", None),
     ],
 )
-def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: str, said: str | None) -> None:
+def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: str, output: str | None) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
-        said = "this torch was built without 'nccl'"
+        output = "this torch was built without 'nccl'"
     found = unusable(backend)
-    assert found is None if said is None else found is not None and said in found and "\n" not in found
+    assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
 def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:

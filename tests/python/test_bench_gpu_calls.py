@@ -27,7 +27,7 @@ class Peers:
         self.tensors = [torch.empty(COUNT) for _ in range(3)]
         for other, tensor in enumerate(self.tensors):
             self.inputs.fill(tensor, other)
-        self.rank, self.share, self.asked = rank, COUNT // 3, list[tuple[object, ...]]()
+        self.rank, self.share, self.requested = rank, COUNT // 3, list[tuple[object, ...]]()
         self.spoil = False
 
     def setting(self) -> Setting:
@@ -40,26 +40,26 @@ class Peers:
         return result
 
     def all_gather(self, source: torch.Tensor, name: str) -> torch.Tensor:
-        self.asked.append((name,))
+        self.requested.append((name,))
         assert torch.equal(source, self.tensors[self.rank][: self.share])
         return self._answer(torch.cat([tensor[: self.share] for tensor in self.tensors]))
 
     def reduce_scatter(self, source: torch.Tensor, op: str, name: str) -> torch.Tensor:
-        self.asked.append((op, name))
+        self.requested.append((op, name))
         assert torch.equal(source, self.tensors[self.rank])
         return self._answer(sum(self.tensors)[self.rank * self.share :][: self.share].clone())
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
-    ("op", "build", "asked"),
+    ("op", "build", "requested"),
     [
         ("all_gather", torch_calls.low_contention_all_gather, ("the group",)),
         ("reduce_scatter", torch_calls.low_contention_reduce_scatter, ("sum", "the group")),
     ],
 )
 def test_low_contention_forms_are_checked(
-    monkeypatch: pytest.MonkeyPatch, rank: int, op: str, build: Callable[[Setting], Call], asked: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, rank: int, op: str, build: Callable[[Setting], Call], requested: tuple[str, ...]
 ) -> None:
     peers, waited = Peers(rank), list[torch.Tensor]()
 
@@ -81,7 +81,7 @@ def test_low_contention_forms_are_checked(
     peers.spoil = True
     call.run()
     assert "1 elements wrong" in (call.check(3) or "")
-    assert peers.asked == [asked] * 3
+    assert peers.requested == [requested] * 3
 
 
 def test_the_barrier_of_signal_pads_waits_on_the_host_but_not_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

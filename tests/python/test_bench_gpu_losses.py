@@ -130,8 +130,8 @@ def test_a_lost_side_shows_in_the_exit_status(
     before = signal.getsignal(signal.SIGTERM)
     path = tmp_path / "bench.json"
     try:
-        asked = ["--device", "cpu", "--quick", "--ops", "all_gather,barrier", "--sizes", "1K", "--json", str(path)]
-        assert command_line.main(asked) == 1
+        requested = ["--device", "cpu", "--quick", "--ops", "all_gather,barrier", "--sizes", "1K", "--json", str(path)]
+        assert command_line.main(requested) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
     found = json.loads(path.read_text())

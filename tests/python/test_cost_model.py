@@ -188,25 +188,25 @@ def chosen(rank: int, world: int) -> tuple[float, float]:
     from torch.distributed.tensor._ops import utils
     from torch_symm import tensor as ours
 
-    asked: list[float] = []
+    requested: list[float] = []
     mesh = init_device_mesh("cpu", (world,))
 
     def multiply() -> float:
         left = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)])
         right = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)])
-        asked.clear()
+        requested.clear()
         cost = utils.redistribute_cost
 
         def note(source: DTensorSpec, target: DTensorSpec) -> float:
-            asked.append(cost(source, target))
-            return asked[-1]
+            requested.append(cost(source, target))
+            return requested[-1]
 
         utils.redistribute_cost = note
         try:
             left @ right
         finally:
             utils.redistribute_cost = cost
-        return max(value for value in asked if value < math.inf)
+        return max(value for value in requested if value < math.inf)
 
     before = multiply()
     ours.install_cost_model()
@@ -235,7 +235,7 @@ def profile(**changes: Any) -> dict[str, Any]:
     }
 
 
-def asked(rank: int, world: int) -> tuple[Any, ...]:
+def requested(rank: int, world: int) -> tuple[Any, ...]:
     from torch_symm import tensor as ours
 
     mesh = init_device_mesh("cpu", (world,))
@@ -249,10 +249,10 @@ def asked(rank: int, world: int) -> tuple[Any, ...]:
 def test_a_profile_is_believed(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(profile()))
-    for us, algorithm, basis, other, origin in run_ranks(asked, 2, env={"SYMM_PROFILE": str(path)}):
+    for us, algorithm, basis, other, origin in run_ranks(requested, 2, env={"SYMM_PROFILE": str(path)}):
         assert us == pytest.approx(500.0) and (algorithm, basis, other) == ("staged", "measured", "links")
         assert "2026-11-21" in origin and "mine.json" in origin
-    found = run_ranks(asked, 2, env={"SYMM_PROFILE": "0"})[0]
+    found = run_ranks(requested, 2, env={"SYMM_PROFILE": "0"})[0]
     assert found[2] == "links" and found[0] != pytest.approx(500.0)
 
 
@@ -294,9 +294,9 @@ def test_a_profile_in_the_cache_is_found(tmp_path: Path) -> None:
     name = json.loads(load()._profile_key("cpu", 2))["file"]
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / name).write_text(json.dumps(profile()))
-    assert run_ranks(asked, 2, env={"SYMM_CACHE_DIR": str(tmp_path)})[0][0] == pytest.approx(500.0)
+    assert run_ranks(requested, 2, env={"SYMM_CACHE_DIR": str(tmp_path)})[0][0] == pytest.approx(500.0)
     (tmp_path / "profiles" / name).write_text("{")
-    results = run_ranks(asked, 2, env={"SYMM_CACHE_DIR": str(tmp_path)})
+    results = run_ranks(requested, 2, env={"SYMM_CACHE_DIR": str(tmp_path)})
     assert results[0][0] != pytest.approx(500.0) and "passed over" in results.logs[0]
 
 
@@ -316,8 +316,8 @@ FAULTS: list[tuple[str, dict[str, Any] | str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
-def test_faulty_profiles_are_refused(tmp_path: Path, change: dict[str, Any] | str, said: str) -> None:
+@pytest.mark.parametrize(("change", "output"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_faulty_profiles_are_refused(tmp_path: Path, change: dict[str, Any] | str, output: str) -> None:
     import re
 
     path = tmp_path / "faulty.json"
@@ -328,8 +328,8 @@ def test_faulty_profiles_are_refused(tmp_path: Path, change: dict[str, Any] | st
             (curve if name in curve else value)[name] = what
         change = json.dumps(value)
     path.write_text(change)
-    for kind, text in run_ranks(asked, 2, env={"SYMM_PROFILE": str(path)}):
-        assert kind == "refused" and "faulty.json" in text and re.search(said, text), text
+    for kind, text in run_ranks(requested, 2, env={"SYMM_PROFILE": str(path)}):
+        assert kind == "refused" and "faulty.json" in text and re.search(output, text), text
 
 
 def test_torch_is_untouched_without_the_call() -> None:

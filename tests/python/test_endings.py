@@ -83,14 +83,14 @@ def test_killed_inside_a_call_that_others_have_not_begun() -> None:
         if rank == 1:
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         elif rank == 2:
-            meet("heard", rank, world)
+            meet("received", rank, world)
         started = time.monotonic()
         with pytest.raises(torch_symm.SymmPeerError) as info:
             dist.all_reduce(torch.ones(MB))
         assert time.monotonic() - started < 1.3, str(info.value)
         if rank == 0:
-            (ranks.scratch / "meet-heard-1").touch()
-            meet("heard", rank, world)
+            (ranks.scratch / "meet-received-1").touch()
+            meet("received", rank, world)
         return str(info.value)
 
     outcomes = run_ranks(body, 3, group_timeout=5, expect_killed=(1,))
@@ -122,8 +122,8 @@ def test_late_stopped_rank_is_called_stopped() -> None:
         with pytest.raises(torch_symm.SymmTimeout) as info:
             dist.all_reduce(torch.ones(1000))
         os.kill(pids[1], signal.SIGCONT)
-        said = f"rank 1: pid {pids[1]} alive, stopped (T), finished all_gather #2 and began nothing since"
-        assert said in str(info.value), info.value
+        output = f"rank 1: pid {pids[1]} alive, stopped (T), finished all_gather #2 and began nothing since"
+        assert output in str(info.value), info.value
         return None
 
     run_ranks(body, 2, group_timeout=1.5)

@@ -293,9 +293,9 @@ def a_third_rank_dies(rank: int, world: int, name: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("name", WAITS)
 def test_p2_the_death_of_a_third_rank_ends_what_two_ranks_wait_in(name: str) -> None:
-    heard = run_ranks(a_third_rank_dies, 3, name, expect_killed=(2,))[:2]
+    received = run_ranks(a_third_rank_dies, 3, name, expect_killed=(2,))[:2]
     print(f"{name}: {', '.join(f'{took * 1000:.0f} ms' for took, _ in heard)}")
-    for took, text in heard:
+    for took, text in received:
         assert took < 1 and "rank 2 (pid" in text and "SIGKILL" in text, (took, text)
         assert ("send(" in text or "recv(" in text) and "had waited 0." in text, text
 
@@ -410,8 +410,8 @@ def never_asked_for(rank: int, world: int) -> int:
     watcher.start()
     if rank < 2:
         # The first to give up is the sender.
-        told = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
-        with pytest.raises(torch_symm.SymmTimeout, match=told):
+        reported = r"rank 1 \(pid \d+\) waited .* in send\(65536 bytes, tag \d+\) .* for rank 0 \(pid"
+        with pytest.raises(torch_symm.SymmTimeout, match=reported):
             if rank == 0:
                 dist.recv(torch.zeros(4), 2)
             piece = torch.zeros(64 << 10, dtype=torch.uint8)

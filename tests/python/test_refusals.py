@@ -81,7 +81,7 @@ def refused_on_rank_1(rank: int, world: int, name: str) -> tuple[str, float, str
         (wrong if rank == 1 else right)()
     took = time.monotonic() - start
     assert isinstance(error.value, torch_symm.SymmMismatch) == (rank != 1), repr(error.value)
-    meet("told", rank, world)
+    meet("reported", rank, world)
     with pytest.raises(torch_symm.SymmMismatch) as after:
         dist.barrier()
     return str(error.value), took, str(after.value)
@@ -90,21 +90,21 @@ def refused_on_rank_1(rank: int, world: int, name: str) -> tuple[str, float, str
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_argument_on_one_rank_is_told_to_the_other(name: str) -> None:
     results = run_ranks(refused_on_rank_1, 2, name)
-    told, took, after = results[0]
+    reported, took, after = results[0]
     refusal = results[1][0].splitlines()[0]
     print(f"{name}: told after {took * 1000:.0f} ms")
     assert took < 1
     words = ("rank 1 (pid", "refused", f"rank 0 waits for it in {CASES[name][2]}, collective #2 of group", refusal)
     for word in words:
-        assert word in told, (word, told)
-    assert after == results[1][2] == told, "the same on all ranks"
+        assert word in reported, (word, reported)
+    assert after == results[1][2] == reported, "the same on all ranks"
 
 
 def refused_on_two(rank: int, world: int) -> str:
     dist.barrier()
     with pytest.raises(REFUSALS):
         gathered(15 if rank in (1, 3) else 16, 4)
-    meet("told", rank, world)
+    meet("reported", rank, world)
     with pytest.raises(torch_symm.SymmMismatch) as after:
         dist.barrier()
     return str(after.value)
@@ -123,20 +123,20 @@ def refused_before_others_come(rank: int, world: int) -> tuple[str, float]:
             gathered(7, 4)
     meet("refused", rank, world)
     if rank == 1:
-        meet("told", rank, world)
+        meet("reported", rank, world)
         return "", 0.0
     time.sleep(0.5)
     start = time.monotonic()
-    with pytest.raises(torch_symm.SymmMismatch) as told:
+    with pytest.raises(torch_symm.SymmMismatch) as reported:
         gathered(8, 4)
     took = time.monotonic() - start
-    meet("told", rank, world)
-    return str(told.value), took
+    meet("reported", rank, world)
+    return str(reported.value), took
 
 
 def test_a_rank_that_comes_late_is_told_too() -> None:
-    told, took = run_ranks(refused_before_others_come, 2)[0]
-    assert "rank 1 (pid" in told and took < 1, (told, took)
+    reported, took = run_ranks(refused_before_others_come, 2)[0]
+    assert "rank 1 (pid" in reported and took < 1, (reported, took)
 
 
 def refused_and_repeated(rank: int, world: int) -> tuple[float, str]:
@@ -248,13 +248,13 @@ def refused_message(rank: int, world: int, name: str) -> tuple[str, float]:
     with pytest.raises(REFUSALS) as error:
         (wrong if rank == 1 else right)()
     took = time.monotonic() - start
-    meet("told", rank, world)
+    meet("reported", rank, world)
     return str(error.value), took
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_p9_a_refused_message_is_told_to_the_rank_that_waits_for_it(name: str) -> None:
-    (told, took), (refusal, _) = run_ranks(refused_message, 2, name)
+    (reported, took), (refusal, _) = run_ranks(refused_message, 2, name)
     print(f"{name}: told after {took * 1000:.0f} ms")
     assert took < 1
     for word in (
@@ -263,7 +263,7 @@ def test_p9_a_refused_message_is_told_to_the_rank_that_waits_for_it(name: str) -
         f"rank 0 waits for it in {MESSAGES[name][2]} of group",
         refusal.splitlines()[0],
     ):
-        assert word in told, (word, told)
+        assert word in reported, (word, reported)
 
 
 def refused_and_sent(rank: int, world: int) -> None:

@@ -125,8 +125,8 @@ for host, port in (("127.0.0.1", {port}), ("unix:@torch-symm:{port}", 0)):
 def test_other_users_of_the_host_are_not_served_by_default() -> None:
     port = free_port()
     store, _, _ = meet(f"symm://127.0.0.1:{port}", 0, 1)
-    told = _other_users(port)
-    assert "served\n" not in told and "refused" in told and "its own user only" in told, told
+    reported = _other_users(port)
+    assert "served\n" not in reported and "refused" in reported and "its own user only" in reported, reported
     assert not store.check(["planted"])
 
 

@@ -94,10 +94,10 @@ def test_one_allocator_of_the_class_that_pools_take(monkeypatch: pytest.MonkeyPa
     def body(rank: int, world: int) -> None:
         from torch_symm import _memory
 
-        asked = []
+        requested = []
 
         def shares(device: int) -> bool:
-            asked.append(device)
+            requested.append(device)
             return device == 2
 
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -106,7 +106,7 @@ def test_one_allocator_of_the_class_that_pools_take(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(_memory, "load", lambda: native)
         allocator = torch_symm.mem_allocator()
         assert isinstance(allocator, torch._C._cuda_CUDAAllocator)
-        assert asked == [2], "a context on another GPU"
+        assert requested == [2], "a context on another GPU"
         assert torch_symm.mem_allocator() is allocator
         backend, other = backend_of(), backend_of(dist.new_group([0, 1]))
         assert backend.mem_allocator is allocator and other.mem_allocator is allocator

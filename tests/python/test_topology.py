@@ -77,8 +77,8 @@ try:
 except torch_symm.SymmConfigError as error:
     print(error)
 """
-    said = python(code, pairs)
-    assert said == f"GPU elsewhere is not among the first 4 of this host, which {pairs} describes"
+    output = python(code, pairs)
+    assert output == f"GPU elsewhere is not among the first 4 of this host, which {pairs} describes"
 
 
 @without_gpus

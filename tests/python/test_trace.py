@@ -43,7 +43,7 @@ def killed(rank: int, world: int) -> int:
     failure = torch_symm.trace()["groups"][0]["failure"]
     assert (failure["kind"], failure["message"]) == ("SymmPeerError", str(error.value))
     # Else the first to leave has left, in the dump of the other.
-    meet("told", rank, 2)
+    meet("reported", rank, 2)
     return os.getpid()
 
 
@@ -288,10 +288,10 @@ def test_torchs_own_analyser_names_the_rank_and_the_collective(
     command = [sys.executable, "-c", code, str(direct), str(converted)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    said = done.stdout + done.stderr
-    assert said.count("Not all ranks joining collective, sequence number: 13") == 2, said
-    assert said.count("collective: nccl:reduce_scatter") == 2 and said.count("missing ranks: {2}") == 2, said
-    assert "has errors" not in said and "mismatch in" not in said, said
+    output = done.stdout + done.stderr
+    assert output.count("Not all ranks joining collective, sequence number: 13") == 2, output
+    assert output.count("collective: nccl:reduce_scatter") == 2 and output.count("missing ranks: {2}") == 2, output
+    assert "has errors" not in output and "mismatch in" not in output, output
 
 
 def test_what_is_no_dump_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,8 +310,8 @@ def test_what_is_no_dump_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Ca
         path = tmp_path / name
         path.write_bytes(content)
         assert main(["trace", str(path)]) == 2, name
-        said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith(f"{path}: ") and said.err.count("\n") == 1, said
+        output = capsys.readouterr()
+        assert output.out == "" and output.err.startswith(f"{path}: ") and output.err.count("\n") == 1, output
     (tmp_path / "nothing").mkdir()
     for path in (tmp_path / "nothing", tmp_path / "none", tmp_path):
         assert main(["trace", str(path)]) == 2

@@ -88,8 +88,8 @@ def priced_afresh(env: dict[str, str]) -> list[list[list[object]]]:
 
 def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "profile.json"
-    said = tune("--ranks", "2", "--largest", "16K", "--seconds", "2", "--output", str(path))
-    assert "2 ranks on" in said and str(path) in said
+    output = tune("--ranks", "2", "--largest", "16K", "--seconds", "2", "--output", str(path))
+    assert "2 ranks on" in output and str(path) in output
     written = json.loads(path.read_text())
     curves = written["groups"][0]["curves"]
     assert {curve["op"] for curve in curves} == set(OPS) and {curve["algorithm"] for curve in curves} >= {"inline"}
@@ -99,26 +99,26 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     assert all(0.1 < us < 1e6 for us in times.values())
     local = written["local"]
     assert 0 < local["step_us"] < 1e5 and 0 < local["slice_us"] < 1e5 and 0.01 < local["copy_gb_per_s"] < 1000
-    assert 0 < written["measured"]["reference_us"] < 1e6 and "of the visits count" in said
+    assert 0 < written["measured"]["reference_us"] < 1e6 and "of the visits count" in output
     answers = priced_afresh({"SYMM_PROFILE": str(path)})
     assert answers[0] == answers[1] == [[times[op, 2048], "measured"] for op in OPS]
 
     figures = tmp_path / "check.json"
     small = ("--ranks", "2", "--largest", "16K", "--seconds", "2", "--ops", "all_gather,broadcast")
-    said = tune(*small, "--check", "--profile", str(path), "--json", str(figures))
-    assert "wanted: median ≤ 10%" in said and "torch" in said
+    output = tune(*small, "--check", "--profile", str(path), "--json", str(figures))
+    assert "wanted: median ≤ 10%" in output and "torch" in output
     found = json.loads(figures.read_text())["points"]
-    unvisited = re.search(r"(\d+) points were never visited", said)
+    unvisited = re.search(r"(\d+) points were never visited", output)
     assert found and len(found) + int(unvisited[1] if unvisited else 0) == 2 * 4
     assert not {point["bytes"] for point in found} & {size for _, size in times}
     assert all(point["measured"] > 0 and point["predicted"] > 0 and point["torch"] > 6.6 for point in found)
 
-    said = tune("--ranks", "2", "--plans", "2", "--profile", str(path), "--json", str(figures))
+    output = tune("--ranks", "2", "--plans", "2", "--profile", str(path), "--json", str(figures))
     cases = json.loads(figures.read_text())["cases"]
-    assert len(cases) == 2 and all(len(case["plans"]) > 1 for case in cases) and "within 10%" in said
+    assert len(cases) == 2 and all(len(case["plans"]) > 1 for case in cases) and "within 10%" in output
 
-    said = tune("--ranks", "3", "--check", "--profile", str(path), expect=1)
-    assert "was measured with 2 ranks on" in said and "here there are 3 ranks on" in said
+    output = tune("--ranks", "3", "--check", "--profile", str(path), expect=1)
+    assert "was measured with 2 ranks on" in output and "here there are 3 ranks on" in output
     path.write_text("{")
     assert "profile.json: EOF" in tune("--ranks", "2", "--check", "--profile", str(path), expect=1)
 
@@ -129,12 +129,12 @@ def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path) -> Non
     files = list((tmp_path / "profiles").iterdir())
     assert len(files) == 1 and files[0].name.endswith("-2-ranks.json")
     assert all(basis == "measured" for _, basis in priced_afresh(cache)[0])
-    said = tune("--ranks", "2", "--largest", "2K", "--seconds", "1", expect=1, env={"SYMM_CACHE_DIR": "0"})
-    assert "no cache" in said and "--output" in said
+    output = tune("--ranks", "2", "--largest", "2K", "--seconds", "1", expect=1, env={"SYMM_CACHE_DIR": "0"})
+    assert "no cache" in output and "--output" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (("--ops", "sum"), "no price for 'sum'"),
         (("--largest", "1K"), "at least 2048 bytes"),
@@ -144,8 +144,8 @@ def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path) -> Non
         (("--check", "--ranks", "127"), "there is no profile of 127 ranks on"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: tuple[str, ...], said: str) -> None:
-    assert said in tune(*arguments, expect=1 if "--check" in arguments else 2, env={"SYMM_PROFILE": ""})
+def test_wrong_arguments_are_refused(arguments: tuple[str, ...], output: str) -> None:
+    assert output in tune(*arguments, expect=1 if "--check" in arguments else 2, env={"SYMM_PROFILE": ""})
 
 
 def test_a_profile_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_an_earlier_check_is_drawn_and_anything_else_refused(tmp_path: Path) -> 
     try:
         import matplotlib  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
     except ImportError:
-        said = "--plot: needs matplotlib, which is not installed: pip install matplotlib"
-        assert said in tune("--draw", str(check), "--plot", str(plot), expect=2)
-        assert said in tune("--check", "--plot", str(plot), expect=2)
+        output = "--plot: needs matplotlib, which is not installed: pip install matplotlib"
+        assert output in tune("--draw", str(check), "--plot", str(plot), expect=2)
+        assert output in tune("--check", "--plot", str(plot), expect=2)
     else:
         tune("--draw", str(check), "--plot", str(plot))
         assert "all_gather, 2 ranks" in plot.read_text()

@@ -25,14 +25,14 @@ POINTS = thresholds_cuda._points(4, OPS, 256 * MIB)
 @functools.cache
 def served(tuning: str) -> Mapping[Point, str]:
     """The algorithms of :data:`POINTS` under a tuning, which a process reads once."""
-    asked = (
+    requested = (
         "import json, sys; from torch_symm.tune import profile, points, thresholds_cuda as t; "
         "print(json.dumps([*t._names([points.Point(*p) for p in json.load(sys.stdin)], 4).values()]))"
     )
     environment = {**os.environ, "SYMM_CUDA_TUNING": tuning}
     points = json.dumps([(point.ranks, point.op, point.bytes) for point in POINTS])
     result = subprocess.run(
-        [sys.executable, "-c", asked], input=points, capture_output=True, text=True, timeout=100, env=environment
+        [sys.executable, "-c", requested], input=points, capture_output=True, text=True, timeout=100, env=environment
     )
     assert result.returncode == 0, result.stderr
     return dict(zip(POINTS, json.loads(result.stdout), strict=True))
@@ -46,9 +46,9 @@ def test_ways_have_their_kernel_wherever_it_has_room() -> None:
     short, two_shot, staged, usual = (served(tuning) for tuning in (*WAYS, ""))
     for point in reduces:
         room = {2: 2 * MIB, 4: 1 * MIB}[point.ranks]
-        two = "two_shot" if point.bytes <= 4 * MIB else "two_stage"
+        two = "two_shot" if point.bytes <= 4 * MIB else "rsag_staged"
         assert short[point] == ("one_shot" if point.bytes <= room else two), point
-        assert (two_shot[point], staged[point]) == (two, "two_stage"), point
+        assert (two_shot[point], staged[point]) == (two, "rsag_staged"), point
     lines, default = {2: 512 * KIB, 4: 256 * KIB}, {2: 512 * KIB, 4: 512 * KIB // 3}
     for point in messages:
         length, flags = thresholds_cuda.message(point), {"exchange_low_latency", "reduce_low_latency"}
@@ -84,7 +84,7 @@ def test_measured_times_move_one_threshold() -> None:
     assert thresholds_cuda.choose_all(own, slow, served("")) == {
         "one_shot_bytes": below[64 * KIB],
         "two_shot_bytes": below[64 * KIB],
-        "gated_two_shot_bytes": below[64 * KIB],
+        "zero_copy_two_shot_bytes": below[64 * KIB],
         "low_latency_bytes": below[16 * KIB],
     }, "half a step below what is slower staged"
 
@@ -92,8 +92,8 @@ def test_measured_times_move_one_threshold() -> None:
 def us(point: Point, name: str) -> float:
     """Times of a machine with other thresholds than the defaults."""
     length = thresholds_cuda.message(point) / KIB
-    steps = {"one_shot": (2, 0.05), "two_shot": (5, 0.01), "two_stage": (13, 0.003), "staged": (9, 0.003)}
-    if point.op == "broadcast" and name == "two_stage":
+    steps = {"one_shot": (2, 0.05), "two_shot": (5, 0.01), "rsag_staged": (13, 0.003), "staged": (9, 0.003)}
+    if point.op == "broadcast" and name == "rsag_staged":
         name = "staged"
     start, per_kib = steps.get(name.removeprefix("exchange_").removeprefix("reduce_"), (2, 0.2))
     return start + per_kib * length
@@ -125,7 +125,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         points: list[Point],
         seconds: float,
         visits: int,
-        heard: Callable[[Point, float], None],
+        received: Callable[[Point, float], None],
         path: Path,
         graphs: bool,
     ) -> dict[Point, list[rank.Visit]]:
@@ -135,7 +135,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for point in points:
             found[point] = [rank.Visit(0, us(point, names[point]), 0.0)] * visits
             for visit in found[point]:
-                heard(point, visit.us)
+                received(point, visit.us)
         return found
 
     # What is written cannot be read back where there is no such GPU.
@@ -146,10 +146,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_found_thresholds_choose_what_was_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched, heard = fake(monkeypatch), list[Point]()
+    launched, received = fake(monkeypatch), list[Point]()
     here = profile.Key({"device": "cuda", "ranks": 4}, "cuda.json", "4 GPUs")
-    found = thresholds_cuda.search(here, OPS, 256 * MIB, 12.0, lambda point, _us: heard.append(point))
-    assert launched == list(WAYS) and len(heard) == thresholds_cuda.count(4, OPS, 256 * MIB)
+    found = thresholds_cuda.search(here, OPS, 256 * MIB, 12.0, lambda point, _us: received.append(point))
+    assert launched == list(WAYS) and len(received) == thresholds_cuda.count(4, OPS, 256 * MIB)
     assert set(found) == {2, 4}
     for ranks, setting in found.items():
         names = served(setting["cuda_tuning"])

@@ -7,8 +7,8 @@ use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::plan::Thresholds;
-use symm::completion::Done;
-use symm::control::{Board, Identity};
+use symm::completion::Completion;
+use symm::control::{ControlBlock, Identity};
 use symm::dtype::{DType, ReduceOp};
 use symm::error::Kind;
 use symm::group::{Group, Tuning};
@@ -61,7 +61,7 @@ fn spans(data: &mut [Vec<u32>]) -> Vec<Span> {
 }
 
 fn call(op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, site: None, inputs, outputs }
+    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, call_site: None, inputs, outputs }
 }
 
 fn collectives(group: &Group, rank: u32) {
@@ -102,7 +102,7 @@ fn messages(group: &Group, rank: u32) {
         let (next, last) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
         let (mut given, mut got) = (vec![rank + 1; count], vec![0; count]);
         let message = |peer, span| Message { peer: Some(Rank(peer)), tag: round as i32, dtype: DType::I32, span, timeout: None };
-        let done = || Done::new(|outcome, _| outcome.expect("a transfer"));
+        let done = || Completion::new(|outcome, _| outcome.expect("a transfer"));
         let send = group.send(message(next, span(&mut given)), done()).expect("send");
         let receive = group.recv(message(last, span(&mut got)), done()).expect("recv");
         group.wait(receive, None).expect("received");
@@ -143,9 +143,9 @@ fn signals() {
     let mut plain = vec![0u32; RANKS as usize];
     let shared = plain.as_mut_ptr() as usize;
     as_threads(|rank| {
-        let board = Board::new(memory.clone(), Rank(rank), "signals".into(), members(), 64);
+        let control = ControlBlock::new(memory.clone(), Rank(rank), "signals".into(), members(), 64);
         // SAFETY: the words outlive the threads and are atomics.
-        let pads = unsafe { SignalPads::new(&board, &pads, BYTES) };
+        let pads = unsafe { SignalPads::new(&control, &pads, BYTES) };
         let cell = |rank: u32| (shared + 4 * rank as usize) as *mut u32;
         for round in 1..=ROUNDS {
             // SAFETY: a barrier stands between this write and the reads of others, before and after.

@@ -380,8 +380,8 @@ def serve(process: int, orders: Any, table: Table, folder: Path, log: Path, devi
         torch.cuda.set_device(process)
         where = torch.device("cuda", process)
     answer: Callable[[Any], None] = orders.send
-    while (asked := orders.recv()) is not None:
-        seed, number, world, only = asked
+    while (requested := orders.recv()) is not None:
+        seed, number, world, only = requested
         program = draw.program(seed, number, world, only)
         rank = program.order.index(process)
         try:

@@ -99,7 +99,7 @@ def _stay_on_cpu(common: Any) -> None:
     common.init_multigpu_helper = lambda world, _: {rank: [torch.device("cpu")] for rank in range(world)}
 
 
-def _open_common_gates() -> None:
+def _open_common_handshakes() -> None:
     """Decorators: those that need a GPU skip at once, those that ask for 8 ranks do not ask."""
     from torch.testing._internal import common_distributed as common
 
@@ -121,7 +121,7 @@ def load(world: int) -> ModuleType:
 
     if NAME == "symm":
         import torch_symm  # noqa: F401
-    _open_common_gates()
+    _open_common_handshakes()
     dist.monitored_barrier = monitored_barrier
     path = os.path.join(os.path.dirname(torch.__file__), PACKAGE_PATH)
     with open(path) as file:

@@ -143,7 +143,7 @@ void bind_stores(py::module_& module) {
   module.def(
       "_drive",
       [](const std::vector<Holder<::c10d::Store>>& clients, const std::string& work, uint32_t calls) {
-        auto all = crowd();
+        auto all = load_generator();
         for (const auto& client : clients) {
           all->admit(std::make_unique<TorchStore>(client));
         }

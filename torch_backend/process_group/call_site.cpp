@@ -29,7 +29,7 @@ bool is_between(std::string_view module) {
 
 uint32_t find_call_site() {
   if (!Py_IsInitialized()) {
-    return site_number(kNowhere);
+    return call_site_number(kNowhere);
   }
   const py::gil_scoped_acquire gil;
   try {
@@ -39,15 +39,15 @@ uint32_t find_call_site() {
       if (!is_between(module)) {
         const std::string file = py::str(frame.attr("f_code").attr("co_filename"));
         const std::string line = py::str(frame.attr("f_lineno"));
-        return site_number(file + ":" + line);
+        return call_site_number(file + ":" + line);
       }
       frame = frame.attr("f_back");
     }
   } catch (const std::exception&) {
     // A frame that cannot be read, a file whose name is no text.
-    return site_number(kNowhere);
+    return call_site_number(kNowhere);
   }
-  return site_number(kNowhere);
+  return call_site_number(kNowhere);
 }
 
 } // namespace symm

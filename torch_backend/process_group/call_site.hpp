@@ -12,7 +12,7 @@ uint32_t find_call_site();
 
 // The same if sites are wanted; else 0, without any waiting.
 inline uint32_t call_site() {
-  static const bool wanted = sites_wanted();
+  static const bool wanted = call_sites_wanted();
   return wanted ? find_call_site() : 0;
 }
 

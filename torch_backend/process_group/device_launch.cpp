@@ -207,17 +207,17 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
 }
 
 std::optional<at::Device> ProcessGroupSymm::barrier_device(const ::c10d::BarrierOptions& opts) const {
-  const auto asked = opts.device ? opts.device : getBoundDeviceId();
+  const auto requested = opts.device ? opts.device : getBoundDeviceId();
   if (opts.device && !opts.device->is_cuda()) {
     return std::nullopt;
   }
   if (!opts.device_ids.empty()) {
     return cuda_device(opts.device_ids.front());
   }
-  if (!asked || !asked->is_cuda()) {
+  if (!requested || !requested->is_cuda()) {
     return std::nullopt;
   }
-  return asked->has_index() ? *asked : c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice();
+  return requested->has_index() ? *requested : c10::impl::getDeviceGuardImpl(at::kCUDA)->getDevice();
 }
 
 void ProcessGroupSymm::eagerConnectSingleDevice(at::Device device) {

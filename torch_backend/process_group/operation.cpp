@@ -111,7 +111,7 @@ CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
   call.op = static_cast<uint8_t>(op);
   call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
   call.factor = 1.0;
-  call.site = call_site();
+  call.call_site = call_site();
   return call;
 }
 

@@ -103,8 +103,8 @@ class Splits {
   // What all ranks say in `in_splits`. Read once: what a peer writes there later changes nothing.
   Splits(const SymmetricWindow& window, size_t offset, int size) : size_(size) {
     for (int from = 0; from < size; ++from) {
-      const auto* const said = reinterpret_cast<const int64_t*>(window.at(from, offset));
-      all_.insert(all_.end(), said, said + size);
+      const auto* const splits_of_sender = reinterpret_cast<const int64_t*>(window.at(from, offset));
+      all_.insert(all_.end(), splits_of_sender, splits_of_sender + size);
     }
   }
 
@@ -169,11 +169,11 @@ void all_to_all_vdev(
     auto* const begins = rows + size;
     auto* const to = static_cast<std::byte*>(out.data_ptr());
     // What peers say is checked like any input: here it says where this rank reads and writes. Before anything is written.
-    const Splits said(*splits, offset_of(in_splits), size);
-    said.check(op, input.size(0));
+    const Splits splits_of_sender(*splits, offset_of(in_splits), size);
+    splits_of_sender.check(op, input.size(0));
     int64_t begin = 0;
     for (int from = 0; from < size; ++from) {
-      const auto count = said.of(from, rank);
+      const auto count = splits_of_sender.of(from, rank);
       TORCH_CHECK_VALUE(
           count <= out.size(0) - begin, op, ": rank ", rank, " receives ", begin, " rows from the ranks before rank ", from, " and ",
           count, " from it, out has ", out.size(0));
@@ -182,7 +182,7 @@ void all_to_all_vdev(
       begin += count;
     }
     for (int from = 0; from < size; ++from) {
-      const auto skipped = said.begin(from, rank);
+      const auto skipped = splits_of_sender.begin(from, rank);
       std::memcpy(to + begins[from] * row, window->at(from, offset_of(input) + skipped * row), rows[from] * row);
     }
   });

@@ -106,8 +106,8 @@ def describe_gpus(count: int) -> Gpus:
     names, driver = [], None
     if count:
         try:
-            asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-            answer = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+            requested = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+            answer = subprocess.run(requested, capture_output=True, text=True, timeout=30, check=True).stdout
             lines = [line.rpartition(",") for line in answer.strip().splitlines()[:count]]
             names, driver = [name.strip() for name, _, _ in lines], lines[0][2].strip() if lines else None
         except (OSError, subprocess.SubprocessError):

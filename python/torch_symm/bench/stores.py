@@ -81,7 +81,7 @@ SIDES: dict[str, tuple[Opener, Opener]] = {"tcp": (torch_tcp, symm_tcp), "file":
 
 
 @contextmanager
-def crowd(opener: Opener, clients: int) -> Iterator[tuple[list[Store], float]]:
+def load_generator(opener: Opener, clients: int) -> Iterator[tuple[list[Store], float]]:
     """Clients of a new store, and the seconds in which they were opened."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -100,7 +100,7 @@ def measure(kind: str, clients: int, works: Sequence[str]) -> Iterator[Figure]:
 
     drive = load()._drive
     theirs, ours = SIDES[kind]
-    with crowd(theirs, clients) as (their_clients, _), crowd(ours, clients) as (our_clients, _):
+    with load_generator(theirs, clients) as (their_clients, _), load_generator(ours, clients) as (our_clients, _):
         for work in works:
             if work == "hand over" and clients < 2:
                 continue
@@ -126,7 +126,7 @@ def rendezvous(kind: str, ranks: int) -> Iterator[Figure]:
     connecting: list[float] = []
     meeting: tuple[list[float], list[float]] = ([], [])
     theirs, ours = SIDES[kind]
-    with crowd(theirs, ranks) as (their_clients, their_seconds), crowd(ours, ranks) as (our_clients, our_seconds):
+    with load_generator(theirs, ranks) as (their_clients, their_seconds), load_generator(ours, ranks) as (our_clients, our_seconds):
         connecting += (their_seconds, our_seconds)
         for _ in range(ROUNDS):
             for side, clients in enumerate((their_clients, our_clients)):

@@ -50,9 +50,9 @@ def compare(device: str, world: int, times: Mapping[Point, float], profile: Path
         for point, measured in times.items():
             if point.ranks != ranks:
                 continue
-            asked = point.op, point.bytes, 0
-            us, algorithm, _ = ours.price(*asked)
-            answers = us, links.price(*asked)[0], theirs.price(*asked)[0]
+            requested = point.op, point.bytes, 0
+            us, algorithm, _ = ours.price(*requested)
+            answers = us, links.price(*requested)[0], theirs.price(*requested)[0]
             found.append(Compared(ranks, point.op, point.bytes, algorithm, measured, *answers))
     return found
 

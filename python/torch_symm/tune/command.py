@@ -108,8 +108,8 @@ def _measure(title: str, device: str, world: int, points: list[Point], seconds: 
     from .launch import measure
 
     distinct = list(dict.fromkeys(points))
-    with progress(title, LAUNCHES * VISITS * len(distinct)) as heard:
-        return [measure(world, device, distinct, seconds / LAUNCHES, VISITS, heard, path) for _ in range(LAUNCHES)]
+    with progress(title, LAUNCHES * VISITS * len(distinct)) as on_visit:
+        return [measure(world, device, distinct, seconds / LAUNCHES, VISITS, on_visit, path) for _ in range(LAUNCHES)]
 
 
 def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
@@ -126,8 +126,8 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
     settings, left = _in_force(device, world), given.seconds
     if not settings:
         thresholds = thresholds_cuda if device == "cuda" else thresholds_cpu
-        with progress("comparing", thresholds.count(world, ops, largest)) as heard:
-            settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, heard)
+        with progress("comparing", thresholds.count(world, ops, largest)) as on_visit:
+            settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, on_visit)
         left -= SEARCH * given.seconds
     with profile.draft(here, settings) as draft:
         known = {ranks: profile.prices(device, ranks, world, "measured", draft) for ranks in sizes.group_sizes(world)}
@@ -250,8 +250,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _plans(given: argparse.Namespace, device: str, world: int) -> int:
     from .plans import HEADINGS, measure, summary
 
-    with progress("timing plans", given.plans) as heard:
-        cases = measure(world, device, given.plans, given.profile, heard)
+    with progress("timing plans", given.plans) as on_visit:
+        cases = measure(world, device, given.plans, given.profile, on_visit)
     table("what the cheapest plan of each model is worth", HEADINGS, summary(cases))
     if given.json:
         _write_json(given.json, {"cases": [dataclasses.asdict(case) for case in cases]})

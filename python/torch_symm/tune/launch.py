@@ -28,7 +28,7 @@ def measure(
     points: Sequence[Point],
     seconds: float,
     visits: int,
-    heard: Callable[[Point, float], None],
+    on_visit: Callable[[Point, float], None],
     profile: Path | None = None,
     graphs: bool = False,
 ) -> dict[Point, list[Visit]]:
@@ -51,7 +51,7 @@ def measure(
         for message in reported(started, results, 1, rank_process.Done):
             if isinstance(message, Visit):
                 found[distinct[message.index]].append(message)
-                heard(distinct[message.index], message.us)
+                on_visit(distinct[message.index], message.us)
     return found
 
 

@@ -75,7 +75,7 @@ class Task:
 
 
 def measure(
-    world: int, device: str, cases: int, profile: Path | None, heard: Callable[[Point, float], None]
+    world: int, device: str, cases: int, profile: Path | None, on_visit: Callable[[Point, float], None]
 ) -> list[Case]:
     """Times every plan of ``cases`` random redistributions.
 
@@ -90,7 +90,7 @@ def measure(
         started = processes.start(main, (task, results), world, profile)
         for case in reported(started, results, cases):
             found.append(case)
-            heard(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
+            on_visit(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
     return found
 
 

@@ -26,23 +26,23 @@ def progress(title: str, total: int) -> Iterator[Callable[[Point, float], None]]
     with Progress(*columns, TextColumn("{task.fields[last]}"), disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task(title, total=total, last="")
 
-        def heard(point: Point, us: float) -> None:
+        def on_visit(point: Point, us: float) -> None:
             bar.update(task, advance=1, last=f"{point.op} {format_size(point.bytes)} {format_us(us)} µs")
 
-        yield heard
+        yield on_visit
 
 
 def _plain(title: str, total: int) -> Callable[[Point, float], None]:
     done = 0
 
-    def heard(_point: Point, _us: float) -> None:
+    def on_visit(_point: Point, _us: float) -> None:
         nonlocal done
         done += 1
         before, now = ((number / total) // PLAIN_STEP for number in (done - 1, done))
         if now > before:
             say(f"{title}: {done} of {total}")
 
-    return heard
+    return on_visit
 
 
 def say(text: str) -> None:

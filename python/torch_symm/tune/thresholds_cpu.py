@@ -18,7 +18,7 @@ TURNS, VISITS = 2, 3
 
 
 def search(
-    here: profile.Key, ops: Iterable[str], largest: int, seconds: float, heard: Callable[[Point, float], None]
+    here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
     """``stream_bytes`` by ranks of a group, where another than the default is better; in about ``seconds``.
 
@@ -33,7 +33,7 @@ def search(
     # In turn: what else the machine does must not meet one of them alone.
     for stream_bytes in (NEVER, ALWAYS) * TURNS:
         with profile.draft(here, {ranks: {"stream_bytes": stream_bytes} for ranks in group_sizes(world)}) as path:
-            launches.append(measure(world, "cpu", todo, seconds / 2 / TURNS, VISITS, heard, path))
+            launches.append(measure(world, "cpu", todo, seconds / 2 / TURNS, VISITS, on_visit, path))
     reference_us = state(launches)
     cached, streamed = (times(launches[way::2], reference_us)[0] for way in range(2))
     found = {}

@@ -37,7 +37,7 @@ class Way:
 
 
 def search(
-    here: profile.Key, ops: Iterable[str], largest: int, seconds: float, heard: Callable[[Point, float], None]
+    here: profile.Key, ops: Iterable[str], largest: int, seconds: float, on_visit: Callable[[Point, float], None]
 ) -> dict[int, dict[str, Any]]:
     """``cuda_tuning`` by ranks of a group, where another than the default is better; in about ``seconds``.
 
@@ -49,7 +49,7 @@ def search(
     usual, ways = _names(todo, world), []
     for tuning, served in WAYS.items():
         own = [point for point in todo if point.op in served]
-        ways.append(_measured(here, tuning, own, seconds / len(WAYS), heard) if own else Way({}, {}))
+        ways.append(_measured(here, tuning, own, seconds / len(WAYS), on_visit) if own else Way({}, {}))
     found = {}
     for ranks in group_sizes(world):
         best = choose_all([point for point in todo if point.ranks == ranks], ways, usual)
@@ -73,12 +73,12 @@ def _points(world: int, ops: Iterable[str], largest: int) -> list[Point]:
 
 
 def _measured(
-    here: profile.Key, tuning: str, todo: Sequence[Point], seconds: float, heard: Callable[[Point, float], None]
+    here: profile.Key, tuning: str, todo: Sequence[Point], seconds: float, on_visit: Callable[[Point, float], None]
 ) -> Way:
     world: int = here.hardware["ranks"]
     with profile.draft(here, {ranks: {"cuda_tuning": tuning} for ranks in group_sizes(world)}) as path:
         # In graphs: called from the host one by one, these take the host's time.
-        visits = measure(world, "cuda", todo, seconds, VISITS, heard, path, graphs=True)
+        visits = measure(world, "cuda", todo, seconds, VISITS, on_visit, path, graphs=True)
         return Way(times([visits], 0.0)[0], _names(todo, world, path))
 
 
@@ -114,8 +114,8 @@ def choose_all(own: Sequence[Point], ways: Sequence[Way], usual: Names) -> dict[
     rest = {point: (two_shot if point in in_two else staged).us[point] for point in reduces}
     one = limit(reduces, short, Way(rest, two_shot.names), lambda point: usual[point] == short.names[point])
     flags = limit(messages, short, staged, lambda point: usual[point] == short.names[point])
-    # Gated calls were not measured; by default theirs is the same, and so it stays.
-    found = {"one_shot_bytes": one, "two_shot_bytes": two, "gated_two_shot_bytes": two, "low_latency_bytes": flags}
+    # Zero-copy calls were not measured; by default theirs is the same, and so it stays.
+    found = {"one_shot_bytes": one, "two_shot_bytes": two, "zero_copy_two_shot_bytes": two, "low_latency_bytes": flags}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -51,9 +51,9 @@ impl Algorithms {
                 let span = vec![Span { addr: 0, bytes: longest }];
                 let (inputs, outputs) = (span.clone(), span);
                 let call =
-                    Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, site: None };
-                let facts = cuda::plan::Facts { n: ranks, layout, tuning, cube_mesh: false, gated: false };
-                cuda::plan::choose(&call, &facts).name()
+                    Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
+                let conditions = cuda::plan::Conditions { n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
+                cuda::plan::choose(&call, &conditions).name()
             }
             Self::Foreign => "ring",
         }
@@ -65,7 +65,7 @@ impl Algorithms {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;
         let share = (n - 1.0) / n;
-        let spread = match op {
+        let received = match op {
             Op::AllReduce => 2.0 * share,
             Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Scatter => share,
             Op::Broadcast | Op::Reduce | Op::Gather => 1.0,
@@ -73,14 +73,14 @@ impl Algorithms {
         };
         let (trips, sent) = match name {
             "exchange_low_latency" if op == Op::Broadcast => (1.0, 2.0 * (n - 1.0)),
-            "exchange_low_latency" | "exchange_mixed" => (1.0, 2.0 * spread),
+            "exchange_low_latency" | "exchange_mixed" => (1.0, 2.0 * received),
             "one_shot" => (1.0, n - 1.0),
             "reduce_low_latency" if op == Op::AllReduce => (1.0, 2.0 * (n - 1.0)),
-            "reduce_low_latency" => (1.0, 2.0 * spread),
-            "inline" | "reduce_staged" | "exchange_staged" => (1.0, spread),
-            "ring" if op == Op::AllReduce => (2.0 * (n - 1.0), spread),
-            "ring" => (n - 1.0, spread),
-            _ => (2.0, spread),
+            "reduce_low_latency" => (1.0, 2.0 * received),
+            "inline" | "reduce_staged" | "exchange_staged" => (1.0, received),
+            "ring" if op == Op::AllReduce => (2.0 * (n - 1.0), received),
+            "ring" => (n - 1.0, received),
+            _ => (2.0, received),
         };
         let base = match self {
             Self::Cpu(_) => CPU_BASE_US,
@@ -121,7 +121,7 @@ mod tests {
         let tuning = cuda::plan::Tuning::of(8);
         let cuda = Algorithms::of(Device::Cuda, 8, 256 << 20, Thresholds::default(), tuning);
         let name = |bytes: usize| cuda.name(Op::AllReduce, bytes as f64, 8);
-        assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "two_stage"]);
+        assert_eq!([1 << 10, 1 << 20, 64 << 20].map(name), ["one_shot", "two_shot", "rsag_staged"]);
         assert_eq!(cuda.name(Op::AllToAll, 1e3, 8), "exchange_mixed");
         let many = Algorithms::of(Device::Cuda, 32, 256 << 20, Thresholds::default(), cuda::plan::Tuning::of(32));
         assert_eq!(many.name(Op::AllReduce, 1e3, 32), "ring");

@@ -8,20 +8,20 @@ use super::pipeline::{self, Chunks, Phases};
 use super::reduce_scatter::reduce_chunk;
 use crate::coll::call::{Call, Span};
 use crate::coll::plan::Plan;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
 
 impl Step<'_> {
     pub(super) fn all_reduce(&mut self, plan: Plan) -> Result<()> {
-        let (board, call) = (self.board, self.call);
-        let me = board.rank();
+        let (control, call) = (self.control, self.call);
+        let me = control.rank();
         match plan {
             Plan::Inline => {
                 if let Some(output) = call.outputs.first() {
                     let source = |rank| if rank == me { self.own(0) } else { self.peer(rank, self.posted(rank)) };
-                    let sources: Vec<Source> = board.ranks().map(source).collect();
+                    let sources: Vec<Source> = control.ranks().map(source).collect();
                     self.reduce(output.ptr(), &sources, output.bytes, Store::Cached);
                 }
                 Ok(())
@@ -29,12 +29,12 @@ impl Step<'_> {
             Plan::Staged { chunk, store } => {
                 let input = call.inputs[0];
                 let mut chunks = Shares {
-                    board,
+                    control,
                     call,
                     input,
                     output: call.outputs.first().copied(),
-                    factors: board.ranks().map(|rank| self.factor(rank)).collect(),
-                    sources: Vec::with_capacity(board.size()),
+                    factors: control.ranks().map(|rank| self.factor(rank)).collect(),
+                    sources: Vec::with_capacity(control.size()),
                     chunk,
                     store,
                 };
@@ -47,7 +47,7 @@ impl Step<'_> {
 
 /// One rank's shares of a message in chunks.
 struct Shares<'a> {
-    board: &'a Board,
+    control: &'a ControlBlock,
     call: &'a Call,
     input: Span,
     output: Option<Span>,
@@ -60,23 +60,23 @@ struct Shares<'a> {
 impl Shares<'_> {
     /// The share of `rank` in a chunk of `bytes` bytes: offset and length, of whole elements.
     fn share(&self, rank: Rank, bytes: usize) -> (usize, usize) {
-        let share = bytes.div_ceil(self.board.size()).next_multiple_of(64);
+        let share = bytes.div_ceil(self.control.size()).next_multiple_of(64);
         chunk_of(bytes, share, rank.0.into())
     }
 
     fn slot(&self, rank: Rank, slot: usize) -> *mut u8 {
-        self.board.segment().ptr(self.board.layout().input(rank, slot), self.chunk)
+        self.control.segment().ptr(self.control.layout().input(rank, slot), self.chunk)
     }
 
     fn result(&self, rank: Rank, slot: usize) -> *mut u8 {
-        let layout = self.board.layout();
-        self.board.segment().ptr(layout.result(rank, slot), layout.result_bytes())
+        let layout = self.control.layout();
+        self.control.segment().ptr(layout.result(rank, slot), layout.result_bytes())
     }
 }
 
 impl Chunks for Shares<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
-        let me = self.board.rank();
+        let me = self.control.rank();
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
         // Nobody reads one's own share.
         let (own, own_bytes) = self.share(me, bytes);
@@ -90,11 +90,11 @@ impl Chunks for Shares<'_> {
     }
 
     fn consume(&mut self, t: u64, slot: usize, result: usize) {
-        let me = self.board.rank();
+        let me = self.control.rank();
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
         let (own, own_bytes) = self.share(me, bytes);
         self.sources.clear();
-        for rank in self.board.ranks() {
+        for rank in self.control.ranks() {
             let ptr = if rank == me { self.input.ptr().wrapping_add(start) } else { self.slot(rank, slot) };
             self.sources.push(Source { ptr: ptr.wrapping_add(own), factor: self.factors[rank.index()] });
         }
@@ -117,7 +117,7 @@ impl Chunks for Shares<'_> {
     fn finish(&mut self, t: u64, result: usize) {
         let Some(output) = self.output else { return };
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
-        for peer in self.board.peers() {
+        for peer in self.control.peers() {
             let (share, share_bytes) = self.share(peer, bytes);
             // SAFETY: start + share + share_bytes <= output.bytes; the peer's result slot holds its share of chunk `t` (pipeline).
             unsafe { cpu::copy(output.ptr().add(start + share), self.result(peer, result), share_bytes, self.store) }

@@ -35,19 +35,19 @@ const SENT: usize = 8;
 impl Step<'_> {
     fn post(&self, rank: Rank) -> &Head {
         // SAFETY: Head consists of atomics, and `layout.post` is the offset of one for every rank and parity.
-        unsafe { self.board.segment().at(self.board.layout().post(rank, self.seq)) }
+        unsafe { self.control.segment().at(self.control.layout().post(rank, self.seq)) }
     }
 
     /// The inline data of a post, valid for `INLINE_BYTES`.
     pub(super) fn posted(&self, rank: Rank) -> *mut u8 {
-        self.board.segment().ptr(self.board.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
+        self.control.segment().ptr(self.control.layout().post(rank, self.seq) + POST_HEAD, INLINE_BYTES)
     }
 
     fn table(&self, rank: Rank, word: usize) -> &AtomicU64 {
-        let layout = self.board.layout();
+        let layout = self.control.layout();
         assert!(word < layout.table_words());
         // SAFETY: an atomic, within the table behind the inline data of this post.
-        unsafe { self.board.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
+        unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
     }
 
     /// Bytes that `from` sends to `to`, where posts carry them.
@@ -56,7 +56,7 @@ impl Step<'_> {
     }
 
     fn received(&self, from: Rank, to: Rank) -> usize {
-        self.length(to, SENT + self.board.size() + from.index())
+        self.length(to, SENT + self.control.size() + from.index())
     }
 
     fn length(&self, rank: Rank, word: usize) -> usize {
@@ -84,18 +84,18 @@ impl Step<'_> {
         self.await_posts()?;
         self.compare()?;
         let (mut longest, mut all_inline) = (0, true);
-        for from in self.board.ranks() {
+        for from in self.control.ranks() {
             let mut total = 0usize;
-            for to in self.board.ranks() {
+            for to in self.control.ranks() {
                 let (sent, expected) = (self.sent(from, to), self.received(from, to));
                 if sent != expected {
                     let text = format!(
                         "{}: {} sends {sent} bytes to {}, which expects {expected} bytes",
                         self.about(),
-                        self.board.describe(from),
-                        self.board.describe(to)
+                        self.control.describe(from),
+                        self.control.describe(to)
                     );
-                    return Err(self.board.fail(Error::mismatch(text)));
+                    return Err(self.control.fail(Error::mismatch(text)));
                 }
                 longest = longest.max(sent);
                 total = total.saturating_add(sent);
@@ -106,7 +106,7 @@ impl Step<'_> {
     }
 
     fn write_post(&self, inline: bool, sent: &[Span], received: &[Span]) {
-        let (board, call, me) = (self.board, self.call, self.board.rank());
+        let (control, call, me) = (self.control, self.call, self.control.rank());
         let description = Description::of(call);
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
@@ -115,7 +115,7 @@ impl Step<'_> {
             put(SENT + i, span.bytes as u64);
         }
         for (i, span) in received.iter().enumerate() {
-            put(SENT + board.size() + i, span.bytes as u64);
+            put(SENT + control.size() + i, span.bytes as u64);
         }
         if inline {
             let mut at = self.posted(me);
@@ -133,49 +133,49 @@ impl Step<'_> {
         let even = sent.first().filter(|first| sent.iter().chain(received).all(|span| span.bytes == first.bytes));
         post.even.store(even.map_or(0, |first| first.bytes as u64 + 1), Ordering::Relaxed);
         post.fingerprint.store(description.fingerprint(call), Ordering::Relaxed);
-        if let Some(site) = call.site {
-            board.site(me).write(site);
+        if let Some(call_site) = call.call_site {
+            control.call_site(me).write(call_site);
         }
-        board.begin(self.seq, call.op);
+        control.begin(self.seq, call.op);
         post.flag.publish(self.seq);
-        board.wake_sleepers();
+        control.wake_sleepers();
     }
 
     fn await_posts(&self) -> Result<()> {
         let missing = |peer| self.post(peer).flag.observe() != self.seq;
-        self.board.wait_together(self.limit, &|| self.about(), missing)
+        self.control.wait_together(self.limit, &|| self.about(), missing)
     }
 
     /// Fails the group if a peer was asked to do something else.
     fn compare(&self) -> Result<()> {
         let print = |rank| self.post(rank).fingerprint.load(Ordering::Relaxed);
-        let mine = print(self.board.rank());
-        if self.board.peers().all(|peer| print(peer) == mine) {
+        let mine = print(self.control.rank());
+        if self.control.peers().all(|peer| print(peer) == mine) {
             return Ok(());
         }
-        let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.board.name());
+        let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.control.name());
         let described = |rank| {
             let word = |place| self.table(rank, place).load(Ordering::Relaxed);
             Description { head: word(HEAD), bytes: word(BYTES) }
         };
-        let own = described(self.board.rank());
-        if self.board.peers().map(described).all(|other| other.unsited() == own.unsited())
-            && self.board.peers().map(described).any(|other| other.is_sited() != own.is_sited())
+        let own = described(self.control.rank());
+        if self.control.peers().map(described).all(|other| other.without_call_site() == own.without_call_site())
+            && self.control.peers().map(described).any(|other| other.has_call_site() != own.has_call_site())
         {
             text.push_str(": some were started with SYMM_DEBUG=site, others were not");
         }
-        for rank in self.board.ranks() {
+        for rank in self.control.ranks() {
             let description = described(rank);
-            let _ = write!(text, "; {} called {description}", self.board.describe(rank));
-            if description.is_sited() {
-                let _ = write!(text, " at {}", self.board.site(rank).read());
+            let _ = write!(text, "; {} called {description}", self.control.describe(rank));
+            if description.has_call_site() {
+                let _ = write!(text, " at {}", self.control.call_site(rank).read());
             }
-            if !self.call.agreed_lengths().is_empty() && self.board.size() <= 16 {
-                let lengths: Vec<usize> = self.board.ranks().map(|to| self.sent(rank, to)).collect();
+            if !self.call.agreed_lengths().is_empty() && self.control.size() <= 16 {
+                let lengths: Vec<usize> = self.control.ranks().map(|to| self.sent(rank, to)).collect();
                 let _ = write!(text, " with lengths {lengths:?} bytes");
             }
         }
-        Err(self.board.fail(Error::mismatch(text)))
+        Err(self.control.fail(Error::mismatch(text)))
     }
 
     /// This rank's own input `index` as a source.

@@ -22,20 +22,20 @@ impl Clock for Stages<'_, '_> {
 
     fn tick(&mut self) {
         *self.0.stage += 1;
-        let board = self.0.board;
-        board.stage(board.rank()).publish(*self.0.stage);
-        board.wake_sleepers();
+        let control = self.0.control;
+        control.stage(control.rank()).publish(*self.0.stage);
+        control.wake_sleepers();
     }
 
     fn wait_for(&mut self, stage: u64) -> Result<()> {
         let step = &self.0;
-        let missing = |peer| step.board.stage(peer).observe() < stage;
-        step.board.wait_for_peers(step.limit, &|| step.about(), missing)
+        let missing = |peer| step.control.stage(peer).observe() < stage;
+        step.control.wait_for_peers(step.limit, &|| step.about(), missing)
     }
 
     fn look(&mut self) -> Result<()> {
         let step = &self.0;
-        step.board.look(step.limit, &|| step.about())
+        step.control.look(step.limit, &|| step.about())
     }
 }
 
@@ -54,23 +54,23 @@ impl Step<'_> {
     /// What this rank sends, with the place of each message among those of its sender.
     fn outgoing(&self) -> impl Iterator<Item = (usize, Span)> {
         // A personal message to oneself does not travel.
-        let me = self.board.rank().index();
+        let me = self.control.rank().index();
         let personal = self.personal();
         self.call.inputs.iter().copied().enumerate().filter(move |&(index, _)| !personal || index != me)
     }
 
     /// From whom this rank receives what.
     fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
-        let (call, me) = (self.call, self.board.rank());
+        let (call, me) = (self.call, self.control.rank());
         let one = matches!(call.op, Op::Broadcast | Op::Scatter);
         let single = call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
-        let many = self.board.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
+        let many = self.control.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
         single.into_iter().chain(many)
     }
 
     /// Copies this rank's message to itself.
     pub(super) fn keep_own(&self) {
-        let (call, me) = (self.call, self.board.rank().index());
+        let (call, me) = (self.call, self.control.rank().index());
         let pick = |spans: &[Span]| if spans.len() > 1 { spans.get(me).copied() } else { spans.first().copied() };
         if let (Some(input), Some(output)) = (pick(&call.inputs), pick(&call.outputs))
             && input.addr != output.addr
@@ -86,15 +86,15 @@ impl Step<'_> {
             Plan::Inline => {
                 for (from, output) in self.incoming() {
                     let skipped: usize = match self.call.op {
-                        Op::Scatter => self.board.rank().index() * output.bytes,
-                        Op::AllToAll => (0..self.board.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
+                        Op::Scatter => self.control.rank().index() * output.bytes,
+                        Op::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
                         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::ReduceScatter => 0,
                     };
                     // Read anew since they were compared, from memory that a rank with a bug may have written to.
                     if skipped.saturating_add(output.bytes) > INLINE_BYTES {
-                        let (about, from) = (self.about(), self.board.describe(from));
+                        let (about, from) = (self.about(), self.control.describe(from));
                         return Err(self
-                            .board
+                            .control
                             .fail(Error::internal(format!("{about}: the lengths that {from} sends have changed meanwhile"))));
                     }
                     // SAFETY: within the INLINE_BYTES of the post (checked above), which `await_posts` acquired.
@@ -103,15 +103,15 @@ impl Step<'_> {
             }
             Plan::Staged { chunk, store } => {
                 let count = longest.div_ceil(chunk) as u64;
-                let (board, personal) = (self.board, self.personal());
+                let (control, personal) = (self.control, self.personal());
                 let mut chunks = Messages {
                     outgoing: self.outgoing().collect(),
                     incoming: self.incoming().collect(),
                     slot: &|from, slot, index| {
                         let index = if personal { index } else { 0 };
-                        board.segment().ptr(board.layout().input(from, slot) + index * chunk, chunk)
+                        control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk)
                     },
-                    me: board.rank(),
+                    me: control.rank(),
                     chunk,
                     store,
                 };

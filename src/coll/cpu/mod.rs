@@ -12,7 +12,7 @@ mod reduce_scatter;
 
 use crate::coll::call::{Call, Op};
 use crate::coll::plan::{self, Plan, Thresholds};
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::sync::limit::Limit;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// Runs a group's collectives, one at a time.
 #[derive(Debug)]
 pub struct Runner {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     seq: u64,
     stage: u64,
     staging_reserved: bool,
@@ -29,7 +29,7 @@ pub struct Runner {
 
 /// One collective under way.
 struct Step<'a> {
-    board: &'a Board,
+    control: &'a ControlBlock,
     call: &'a Call,
     limit: &'a Limit,
     seq: u64,
@@ -38,13 +38,13 @@ struct Step<'a> {
 
 impl Runner {
     /// A runner for a group that has run nothing yet.
-    pub fn new(board: Arc<Board>, thresholds: Thresholds) -> Self {
-        Self { board, seq: 0, stage: 0, staging_reserved: false, thresholds }
+    pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds) -> Self {
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds }
     }
 
     /// The group's.
-    pub fn board(&self) -> &Board {
-        &self.board
+    pub fn control(&self) -> &ControlBlock {
+        &self.control
     }
 
     /// Number of collectives begun.
@@ -54,16 +54,16 @@ impl Runner {
 
     /// Runs `call`, which [`Call::validate`] has passed; returns when its outputs are complete and its inputs may change.
     pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
-        let n = self.board.size();
-        if let Some(failure) = self.board.failure() {
+        let n = self.control.size();
+        if let Some(failure) = self.control.failure() {
             return Err(failure);
         }
         self.seq += 1;
         let longest = call.longest();
         let choose = |longest| plan::choose(call.op, longest, n, &self.thresholds);
         let plan = choose(longest);
-        let board = Arc::clone(&self.board);
-        let mut step = Step { board: &board, call, limit, seq: self.seq, stage: &mut self.stage };
+        let control = Arc::clone(&self.control);
+        let mut step = Step { control: &control, call, limit, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             return step.alone();
         }
@@ -75,9 +75,9 @@ impl Runner {
             (plan, longest)
         };
         if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
-            let layout = board.layout();
-            let purpose = format_args!("group \"{}\"", board.name());
-            board.segment().reserve(layout.staging(board.rank()), layout.staging_bytes(), purpose).map_err(|e| board.fail(e))?;
+            let layout = control.layout();
+            let purpose = format_args!("group \"{}\"", control.name());
+            control.segment().reserve(layout.staging(control.rank()), layout.staging_bytes(), purpose).map_err(|e| control.fail(e))?;
             self.staging_reserved = true;
         }
         match call.op {
@@ -86,7 +86,7 @@ impl Runner {
             Op::ReduceScatter => step.reduce_scatter(plan)?,
             Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest)?,
         }
-        board.finish(self.seq, call.op);
+        control.finish(self.seq, call.op);
         Ok(())
     }
 }
@@ -108,7 +108,7 @@ impl Step<'_> {
     /// Names the call in messages.
     fn about(&self) -> String {
         let description = crate::coll::describe::Description::of(self.call);
-        let (seq, group) = (self.seq, self.board.name());
+        let (seq, group) = (self.seq, self.control.name());
         if self.call.op == Op::AllToAll {
             let sent: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
             return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");

@@ -11,12 +11,12 @@ use crate::rank::Rank;
 
 impl Step<'_> {
     pub(super) fn reduce_scatter(&mut self, plan: Plan) -> Result<()> {
-        let (board, call) = (self.board, self.call);
-        let (me, output) = (board.rank(), call.outputs[0]);
+        let (control, call) = (self.control, self.call);
+        let (me, output) = (control.rank(), call.outputs[0]);
         match plan {
             Plan::Inline => {
                 let skipped: usize = call.inputs[..me.index()].iter().map(|span| span.bytes).sum();
-                let sources: Vec<Source> = board
+                let sources: Vec<Source> = control
                     .ranks()
                     .map(|rank| if rank == me { self.own(me.index()) } else { self.peer(rank, self.posted(rank).wrapping_add(skipped)) })
                     .collect();
@@ -26,15 +26,15 @@ impl Step<'_> {
             Plan::Staged { chunk, store } => {
                 let count = call.longest().div_ceil(chunk) as u64;
                 let step: &Step<'_> = self;
-                let factors: Vec<f64> = board.ranks().map(|rank| step.factor(rank)).collect();
+                let factors: Vec<f64> = control.ranks().map(|rank| step.factor(rank)).collect();
                 let reduce = |dst: *mut u8, sources: &[Source], bytes| reduce_chunk(call, dst, sources, bytes, store);
                 let mut chunks = Scatter {
                     inputs: &call.inputs,
                     output,
                     factors,
                     reduce: &reduce,
-                    slot: &|from, slot, index| board.segment().ptr(board.layout().input(from, slot) + index * chunk, chunk),
-                    sources: Vec::with_capacity(board.size()),
+                    slot: &|from, slot, index| control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk),
+                    sources: Vec::with_capacity(control.size()),
                     me,
                     chunk,
                 };

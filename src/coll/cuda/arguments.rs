@@ -33,10 +33,10 @@ pub struct LowLatency {
     pub units: u32,
 }
 
-/// `Marked` in `marked.cuh`.
+/// `Sentinel` in `sentinel.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct Marked {
+pub struct Sentinel {
     /// Offset in the channel.
     pub epochs: u64,
     /// Offset in the channel.
@@ -73,10 +73,10 @@ pub struct Outgoing {
     pub same: u32,
 }
 
-/// `Gate` in `gate.cuh`.
+/// `Handshake` in `zero_copy.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Gate {
+pub struct Handshake {
     /// Offset in the channel.
     pub epochs: u64,
     /// Offset in the channel.
@@ -115,8 +115,8 @@ pub struct Exchange {
     pub to: PerRank,
     /// Its length.
     pub bytes: PerRank,
-    /// Of gated calls.
-    pub gate: Gate,
+    /// Of zero-copy calls.
+    pub handshake: Handshake,
 }
 
 /// `ReduceArgs` in `reduce/low_latency.cu`.
@@ -155,18 +155,18 @@ pub struct ReduceStaged {
     pub bytes: u64,
     /// Under PREMUL_SUM.
     pub factor: f64,
-    /// Of gated calls.
-    pub gate: Gate,
+    /// Of zero-copy calls.
+    pub handshake: Handshake,
 }
 
-/// `AllReduceArgs` in `marked.cuh`.
+/// `AllReduceArgs` in `sentinel.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AllReduce {
     /// See there.
     pub common: Common,
     /// See there.
-    pub marked: Marked,
+    pub sentinel: Sentinel,
     /// The input.
     pub from: u64,
     /// The result.
@@ -201,16 +201,16 @@ pub struct CubeMesh {
     pub first_quad: u32,
 }
 
-/// `TwoStageArgs` in `two_stage.cuh`.
+/// `RsagStagedArgs` in `rsag_staged.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub struct TwoStage {
+pub struct RsagStaged {
     /// See there.
     pub common: Common,
     /// The first pass.
     pub scatter: Staging,
     /// The second.
-    pub spread: Staging,
+    pub gather: Staging,
     /// The input.
     pub from: u64,
     /// The result; 0: nowhere.
@@ -227,8 +227,8 @@ pub struct TwoStage {
     pub first: u32,
     /// Of a reduction: who gets the result, a bit each.
     pub targets: u32,
-    /// Of gated calls.
-    pub gate: Gate,
+    /// Of zero-copy calls.
+    pub handshake: Handshake,
 }
 
 /// Ranks of a group that signal each other, at most.
@@ -277,12 +277,12 @@ pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
 // `static_assert`s beside the declarations in C++ say the same.
 const _: () = {
     assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 96);
-    assert!(size_of::<Gate>() == 168);
+    assert!(size_of::<Handshake>() == 168);
     assert!(size_of::<Exchange>() == 920);
     assert!(size_of::<ReduceLowLatency>() == 464);
     assert!(size_of::<ReduceStaged>() == 648);
     assert!(size_of::<AllReduce>() == 216);
-    assert!(size_of::<TwoStage>() == 440);
+    assert!(size_of::<RsagStaged>() == 440);
     assert!(size_of::<CubeMesh>() == 240);
     assert!(size_of::<Signal>() == 8 * MAX_PEERS + 40);
 };

@@ -101,6 +101,6 @@ mod tests {
     fn low_latency_lines_lie_alike_in_little_and_much_memory() {
         let (little, much) = [64, 1024].map(|mebibytes| Layout::new(RANKS, mebibytes << 20).expect("fits")).into();
         assert_eq!((little.ll_epochs(), little.ll_lines()), (much.ll_epochs(), much.ll_lines()));
-        assert_eq!(little.marked(), much.marked());
+        assert_eq!(little.sentinel(), much.sentinel());
     }
 }

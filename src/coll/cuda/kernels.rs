@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// A program, gated or not, and what it is compiled for if it looks at elements.
+/// A program, zero-copy or not, and what it is compiled for if it looks at elements.
 type Key = (Program, bool, Option<(DType, ReduceOp)>);
 
 /// See there.
@@ -29,9 +29,9 @@ impl Kernels {
         Self { world: world as u32, rank: rank as u32, overlap, loaded: HashMap::new() }
     }
 
-    fn variant(&self, (program, gated, typed): Key) -> Variant {
+    fn variant(&self, (program, zero_copy, typed): Key) -> Variant {
         let (dtype, op) = typed.unzip();
-        Variant { program: program.names().0, world: self.world, rank: self.rank, dtype, op, gated }
+        Variant { program: program.names().0, world: self.world, rank: self.rank, dtype, op, zero_copy }
     }
 
     /// Loads what bytes that move and the usual reductions need, as far as it was compiled before. Loading may wait for whatever runs on
@@ -52,7 +52,7 @@ impl Kernels {
 
     /// Enqueues `launch` on `device`, whose context is current.
     pub(crate) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
-        let key = (launch.program, launch.gated, launch.program.reduces().then_some((dtype, op)));
+        let key = (launch.program, launch.zero_copy, launch.program.reduces().then_some((dtype, op)));
         let kernel = match self.loaded.get(&key) {
             Some(kernel) => *kernel,
             None => {
@@ -71,9 +71,9 @@ fn usual() -> Vec<Key> {
     let mut keys = Vec::new();
     for program in Program::ALL {
         let typed: &[_] = if program.reduces() { &reductions } else { &[None] };
-        let gates: &[_] = if program.can_be_gated() { &[false, true] } else { &[false] };
-        for &gated in gates {
-            keys.extend(typed.iter().map(|&typed| (program, gated, typed)));
+        let handshakes: &[_] = if program.can_be_zero_copy() { &[false, true] } else { &[false] };
+        for &zero_copy in handshakes {
+            keys.extend(typed.iter().map(|&typed| (program, zero_copy, typed)));
         }
     }
     keys
@@ -134,7 +134,7 @@ mod tests {
     fn usual_kernels_are_variants_that_the_sources_have() {
         for source in Program::ALL {
             let text = program(source.names().0).expect("it is there").text;
-            assert_eq!(text.contains("SYMM_GATED"), source.can_be_gated(), "{source:?}");
+            assert_eq!(text.contains("SYMM_GATED"), source.can_be_zero_copy(), "{source:?}");
         }
         let count = |program| usual().iter().filter(|key| key.0 == program).count();
         assert_eq!([Program::Exchange, Program::OneShot, Program::ReduceStaged].map(count), [2, 6, 12]);

@@ -1,7 +1,8 @@
 //! From a call and its plan to a kernel and its arguments. Pure.
 
 use super::arguments::{
-    self, AllReduce, Common, Exchange, Gate, LowLatency, Marked, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, Staging, TwoStage,
+    self, AllReduce, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged, Sentinel,
+    Staging,
 };
 use super::plan::{Plan, short_bytes};
 use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
@@ -35,7 +36,7 @@ pub enum Program {
     /// All-reduce along the edges of a hybrid cube mesh.
     CubeMesh,
     /// All-reduce and reduce of long messages.
-    AllReduceStaged,
+    RsagStaged,
 }
 
 impl Program {
@@ -48,7 +49,7 @@ impl Program {
         Program::OneShot,
         Program::TwoShot,
         Program::CubeMesh,
-        Program::AllReduceStaged,
+        Program::RsagStaged,
     ];
 
     /// Its source below `src/kernels/cuda`, and the kernel in it.
@@ -61,13 +62,13 @@ impl Program {
             Program::OneShot => ("all_reduce/one_shot", "all_reduce_one_shot"),
             Program::TwoShot => ("all_reduce/two_shot", "all_reduce_two_shot"),
             Program::CubeMesh => ("all_reduce/cube_mesh", "all_reduce_cube_mesh"),
-            Program::AllReduceStaged => ("all_reduce/staged", "all_reduce_staged"),
+            Program::RsagStaged => ("all_reduce/rsag_staged", "rsag_staged"),
         }
     }
 
     /// Whether it has a variant that knows of symmetric memory.
-    pub fn can_be_gated(self) -> bool {
-        matches!(self, Program::Exchange | Program::Broadcast | Program::ReduceStaged | Program::AllReduceStaged)
+    pub fn can_be_zero_copy(self) -> bool {
+        matches!(self, Program::Exchange | Program::Broadcast | Program::ReduceStaged | Program::RsagStaged)
     }
 
     /// Whether it is compiled for an element type and an operation.
@@ -79,7 +80,7 @@ impl Program {
             | Program::OneShot
             | Program::TwoShot
             | Program::CubeMesh
-            | Program::AllReduceStaged => true,
+            | Program::RsagStaged => true,
         }
     }
 }
@@ -94,12 +95,12 @@ pub enum Args {
     ReduceLowLatency(ReduceLowLatency),
     /// Of [`Program::ReduceStaged`].
     ReduceStaged(ReduceStaged),
-    /// Of the kernels on marked slots.
+    /// Of the kernels on sentinel slots.
     AllReduce(AllReduce),
     /// Of [`Program::CubeMesh`].
     CubeMesh(arguments::CubeMesh),
-    /// Of [`Program::AllReduceStaged`] and [`Program::Broadcast`].
-    TwoStage(TwoStage),
+    /// Of [`Program::RsagStaged`] and [`Program::Broadcast`].
+    RsagStaged(RsagStaged),
 }
 
 impl Args {
@@ -111,7 +112,7 @@ impl Args {
             Args::ReduceStaged(args) => arguments::bytes_of(args),
             Args::AllReduce(args) => arguments::bytes_of(args),
             Args::CubeMesh(args) => arguments::bytes_of(args),
-            Args::TwoStage(args) => arguments::bytes_of(args),
+            Args::RsagStaged(args) => arguments::bytes_of(args),
         }
     }
 }
@@ -126,7 +127,7 @@ pub struct Launch {
     /// Threads of a block.
     pub threads: u32,
     /// The variant that knows of symmetric memory.
-    pub gated: bool,
+    pub zero_copy: bool,
     /// What it is told.
     pub args: Args,
 }
@@ -161,7 +162,7 @@ impl std::fmt::Debug for Symmetric<'_> {
 
 /// Who launches where.
 #[derive(Clone, Copy, Debug)]
-pub struct Site<'a> {
+pub struct LaunchContext<'a> {
     /// This rank.
     pub me: usize,
     /// Number of ranks.
@@ -174,18 +175,18 @@ pub struct Site<'a> {
     pub threads: u32,
     /// What all kernels are told.
     pub common: Common,
-    /// None: the call is not gated.
+    /// None: the call is not zero-copy.
     pub symmetric: Option<Symmetric<'a>>,
 }
 
-impl Site<'_> {
+impl LaunchContext<'_> {
     fn low_latency(&self) -> LowLatency {
         LowLatency { epochs: self.layout.ll_epochs() as u64, lines: self.layout.ll_lines() as u64, units: LL_UNITS as u32 }
     }
 
-    fn marked(&self) -> Marked {
-        let units = self.layout.marked_units() as u32;
-        Marked { epochs: self.layout.marked_epochs() as u64, slots: self.layout.marked() as u64, units }
+    fn sentinel(&self) -> Sentinel {
+        let units = self.layout.sentinel_units() as u32;
+        Sentinel { epochs: self.layout.sentinel_epochs() as u64, slots: self.layout.sentinel() as u64, units }
     }
 
     fn staging(&self, stage: Stage, lanes: u32, chunk: u32) -> Staging {
@@ -194,17 +195,17 @@ impl Site<'_> {
     }
 
     /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
-    fn lane_threads(&self, program: Program, gated: bool, lanes: u32, bytes: usize) -> u32 {
-        let adds = matches!(program, Program::ReduceStaged | Program::AllReduceStaged);
+    fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
+        let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
         let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
         // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/kernels.md).
-        let of_two = self.n == 2 && adds && (gated || program == Program::ReduceStaged);
+        let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
         if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
-    /// Whether `plan` is launched in its gated variant.
-    fn gates(&self, plan: Plan) -> bool {
-        self.symmetric.is_some() && self.n > 1 && plan.can_be_gated()
+    /// Whether `plan` is launched in its zero-copy variant.
+    fn handshakes(&self, plan: Plan) -> bool {
+        self.symmetric.is_some() && self.n > 1 && plan.can_be_zero_copy()
     }
 
     /// Whether peers may load and store `span`; what is empty nobody does.
@@ -212,12 +213,12 @@ impl Site<'_> {
         span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
     }
 
-    /// What a gated kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
+    /// What a zero-copy kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
     /// store where this one takes it.
-    fn gate(&self, give: u32, take: u32) -> Gate {
-        let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Gate::default() };
-        let (epochs, lines) = (self.layout.gate_epochs() as u64, self.layout.gate_lines() as u64);
-        Gate { epochs, lines, counts: self.layout.gate_counts() as u64, heap, give, take, channel, least }
+    fn handshake(&self, give: u32, take: u32) -> Handshake {
+        let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Handshake::default() };
+        let (epochs, lines) = (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
+        Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, channel, least }
     }
 
     /// What `call` sends to each rank.
@@ -257,24 +258,24 @@ impl Site<'_> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
-        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, gated: false, args });
+        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, zero_copy: false, args });
         let staged = |program, lanes, roles, args| {
             let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
-            let gated = self.gates(plan);
-            let threads = self.lane_threads(program, gated, lanes, message);
-            Some(Launch { program, blocks: roles * lanes, threads, gated, args })
+            let zero_copy = self.handshakes(plan);
+            let threads = self.lane_threads(program, zero_copy, lanes, message);
+            Some(Launch { program, blocks: roles * lanes, threads, zero_copy, args })
         };
         match plan {
             Plan::Nothing => None,
             Plan::Exchange { .. } => {
                 let (to, bytes) = self.incoming(call);
                 let span = |r: usize| Span { addr: to[r] as usize, bytes: bytes[r] as usize };
-                let gated = self.gates(plan);
+                let zero_copy = self.handshakes(plan);
                 // Messages are stored where they belong by who has them: nobody loads.
                 let least = self.symmetric.map_or(1, |symmetric| u64::from(symmetric.least));
-                let takes = |r: &usize| gated && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
-                let gate = self.gate(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
-                Some(self.exchange(plan, self.outgoing(call), to, bytes, gated, gate))
+                let takes = |r: &usize| zero_copy && *r != self.me && bytes[*r] >= least && self.direct(span(*r));
+                let handshake = self.handshake(0, (0..self.n).filter(takes).map(|r| 1 << r).sum());
+                Some(self.exchange(plan, self.outgoing(call), to, bytes, zero_copy, handshake))
             }
             Plan::ReduceLowLatency { blocks } => {
                 let out = self.outgoing(call);
@@ -285,19 +286,19 @@ impl Site<'_> {
             }
             Plan::ReduceStaged { lanes, chunk } => {
                 let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
-                let gate = self.gate(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
-                for r in (0..self.n).filter(|&r| gate.give != 0 && out.bytes[r] == 0) {
+                let handshake = self.handshake(all(call.inputs.iter().all(|&input| self.direct(input))), 0);
+                for r in (0..self.n).filter(|&r| handshake.give != 0 && out.bytes[r] == 0) {
                     // Any address of this heap will do for what is empty.
-                    out.from[r] = gate.heap[self.me];
+                    out.from[r] = handshake.heap[self.me];
                 }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
-                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, gate };
+                let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, handshake };
                 staged(Program::ReduceStaged, lanes, 2, Args::ReduceStaged(args))
             }
             Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
-                let (input, marked) = (call.inputs[0], self.marked());
+                let (input, sentinel) = (call.inputs[0], self.sentinel());
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
-                let args = AllReduce { common, marked, from, to, bytes, factor: call.factor };
+                let args = AllReduce { common, sentinel, from, to, bytes, factor: call.factor };
                 let program = if matches!(plan, Plan::OneShot { .. }) { Program::OneShot } else { Program::TwoShot };
                 launch(program, blocks, Args::AllReduce(args))
             }
@@ -318,8 +319,8 @@ impl Site<'_> {
                 };
                 launch(Program::CubeMesh, blocks, Args::CubeMesh(args))
             }
-            Plan::TwoStage { lanes, chunk } => {
-                let (scatter, spread) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Spread, lanes, chunk));
+            Plan::RsagStaged { lanes, chunk } => {
+                let (scatter, gather) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Gather, lanes, chunk));
                 let input = call.inputs.first().copied().unwrap_or(output);
                 let root = call.root.0;
                 let targets = if call.op == Op::Reduce { 1 << root } else { (1u32 << self.n) - 1 };
@@ -328,13 +329,13 @@ impl Site<'_> {
                 let n = self.n as u32;
                 let broadcast = call.op == Op::Broadcast;
                 let (program, parts, first) =
-                    if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::AllReduceStaged, n, 0) };
+                    if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::RsagStaged, n, 0) };
                 // The root of a broadcast has it all, and a single other rank gets all of it through staging.
                 let stored = !broadcast || (self.n > 2 && self.me != call.root.index());
                 let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
-                let (factor, gate) = (call.factor, self.gate(0, all(takes)));
-                let args = TwoStage { common, scatter, spread, from, to, bytes, factor, root, parts, first, targets, gate };
-                staged(program, lanes, 3, Args::TwoStage(args))
+                let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
+                let args = RsagStaged { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };
+                staged(program, lanes, 3, Args::RsagStaged(args))
             }
         }
     }
@@ -356,18 +357,18 @@ impl Site<'_> {
             }
             (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         }
-        Ok(self.exchange(plan, out, to, bytes, false, Gate::default()))
+        Ok(self.exchange(plan, out, to, bytes, false, Handshake::default()))
     }
 
-    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, gated: bool, gate: Gate) -> Launch {
+    fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
         let Plan::Exchange { ll_blocks, lanes } = plan else {
             unreachable!("only exchanges come here");
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
-        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, gate };
+        let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
         let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
         let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
-        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, gated, lanes, message) };
-        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, gated, args: Args::Exchange(args) }
+        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, zero_copy, lanes, message) };
+        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, zero_copy, args: Args::Exchange(args) }
     }
 }

@@ -1,6 +1,6 @@
 //! Which kernel serves a call, with how many blocks. Pure; the same on every rank, because it looks only at what every rank knows.
 
-use super::workspace::layout::{LL_UNITS, Layout, MARKED_BLOCKS, MAX_LANES, UNIT};
+use super::workspace::layout::{LL_UNITS, Layout, MAX_LANES, SENTINEL_BLOCKS, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::dtype::DType;
 
@@ -44,7 +44,7 @@ pub enum Plan {
         blocks: u32,
     },
     /// Two shots through staging.
-    TwoStage {
+    RsagStaged {
         /// Lanes of staging.
         lanes: u32,
         /// Bytes of a chunk.
@@ -65,28 +65,28 @@ impl Plan {
             Plan::OneShot { .. } => "one_shot",
             Plan::TwoShot { .. } => "two_shot",
             Plan::CubeMesh { .. } => "cube_mesh",
-            Plan::TwoStage { .. } => "two_stage",
+            Plan::RsagStaged { .. } => "rsag_staged",
         }
     }
 
     /// Whether its kernel knows of symmetric memory. In a group of one there is nobody to share it with.
-    pub fn can_be_gated(self) -> bool {
+    pub fn can_be_zero_copy(self) -> bool {
         match self {
             Plan::Exchange { lanes, .. } => lanes > 0,
-            Plan::ReduceStaged { .. } | Plan::TwoStage { .. } => true,
+            Plan::ReduceStaged { .. } | Plan::RsagStaged { .. } => true,
             Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } => false,
         }
     }
 
-    /// As `torch_symm.stats()` names it in a call that is `gated` ([`Facts::gated`]) or not.
-    pub fn served_as(self, gated: bool) -> &'static str {
+    /// As `torch_symm.stats()` names it in a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
+    pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
-            Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if gated => "exchange_staged_gated",
-            Plan::Exchange { lanes: 1.., .. } if gated => "exchange_mixed_gated",
-            Plan::ReduceStaged { .. } if gated => "reduce_staged_gated",
-            Plan::TwoStage { .. } if gated => "two_stage_gated",
+            Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
+            Plan::Exchange { lanes: 1.., .. } if zero_copy => "exchange_mixed_zero_copy",
+            Plan::ReduceStaged { .. } if zero_copy => "reduce_staged_zero_copy",
+            Plan::RsagStaged { .. } if zero_copy => "rsag_staged_zero_copy",
             Plan::Nothing | Plan::Exchange { .. } | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => self.name(),
-            Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::TwoStage { .. } => self.name(),
+            Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => self.name(),
         }
     }
 }
@@ -98,15 +98,15 @@ pub struct Tuning {
     pub one_shot_bytes: usize,
     /// Longest all-reduce in two shots.
     pub two_shot_bytes: usize,
-    /// The same of gated calls.
-    pub gated_two_shot_bytes: usize,
-    /// Shortest message between two ranks that is gated, not 0: what start and end of such a call take, it gains by this length.
-    pub gated_bytes: usize,
+    /// The same of zero-copy calls.
+    pub zero_copy_two_shot_bytes: usize,
+    /// Shortest message between two ranks that is zero-copy, not 0: what start and end of such a call take, it gains by this length.
+    pub zero_copy_bytes: usize,
     /// Longest single message with flags in the data.
     pub low_latency_bytes: usize,
-    /// Units of a piece for each block of a kernel on marked slots.
+    /// Units of a piece for each block of a kernel on sentinel slots.
     pub block_units: usize,
-    /// Blocks of a kernel on marked slots, at most.
+    /// Blocks of a kernel on sentinel slots, at most.
     pub blocks: usize,
     /// Lanes of long messages.
     pub lanes: usize,
@@ -128,11 +128,11 @@ impl Tuning {
         Self {
             one_shot_bytes,
             two_shot_bytes: 4 << 20,
-            gated_two_shot_bytes: 4 << 20,
-            gated_bytes: (4 << 20) / ranks.max(1),
+            zero_copy_two_shot_bytes: 4 << 20,
+            zero_copy_bytes: (4 << 20) / ranks.max(1),
             low_latency_bytes: (512 << 10) / ranks.saturating_sub(1).max(1),
             block_units: 128,
-            blocks: MARKED_BLOCKS,
+            blocks: SENTINEL_BLOCKS,
             lanes: MAX_LANES,
             // More ranks need more registers: blocks of a lane must find room together.
             threads: if ranks <= 4 { 256 } else { 128 },
@@ -145,9 +145,9 @@ impl Tuning {
 
     /// For the other ranks to compare.
     pub fn encode(&self) -> Vec<u8> {
-        let Self { one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes, .. } = *self;
+        let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
         let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
-        let sizes = [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes];
+        let sizes = [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes];
         let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap]);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
@@ -156,14 +156,14 @@ impl Tuning {
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
-        let [one_shot_bytes, two_shot_bytes, gated_two_shot_bytes, gated_bytes, low_latency_bytes, rest @ ..] =
+        let [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, rest @ ..] =
             <[usize; 10]>::try_from(fields).ok()?;
         let [block_units, blocks, lanes, threads, overlap] = rest;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
-            gated_two_shot_bytes,
-            gated_bytes,
+            zero_copy_two_shot_bytes,
+            zero_copy_bytes,
             low_latency_bytes,
             block_units,
             blocks,
@@ -181,8 +181,8 @@ impl Tuning {
             let field = match name.trim() {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
-                "gated_two_shot_bytes" => &mut self.gated_two_shot_bytes,
-                "gated_bytes" => &mut self.gated_bytes,
+                "zero_copy_two_shot_bytes" => &mut self.zero_copy_two_shot_bytes,
+                "zero_copy_bytes" => &mut self.zero_copy_bytes,
                 "low_latency_bytes" => &mut self.low_latency_bytes,
                 "block_units" => &mut self.block_units,
                 "blocks" => &mut self.blocks,
@@ -193,11 +193,11 @@ impl Tuning {
             };
             *field = value;
         }
-        self.blocks = self.blocks.clamp(1, MARKED_BLOCKS);
+        self.blocks = self.blocks.clamp(1, SENTINEL_BLOCKS);
         self.lanes = self.lanes.clamp(1, MAX_LANES);
         self.threads = (self.threads / 32 * 32).clamp(32, 256);
         self.block_units = self.block_units.max(1);
-        self.gated_bytes = self.gated_bytes.max(1);
+        self.zero_copy_bytes = self.zero_copy_bytes.max(1);
         Ok(self)
     }
 }
@@ -208,7 +208,7 @@ const UNKNOWN_LL_BLOCKS: u32 = 16;
 const MIN_CHUNK: usize = 4 << 10;
 
 /// Whether a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
-fn can_be_marked(dtype: DType) -> bool {
+fn can_use_sentinels(dtype: DType) -> bool {
     match dtype {
         DType::F16 | DType::BF16 | DType::F32 | DType::C64 => true,
         DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 | DType::Bool => false,
@@ -221,7 +221,7 @@ pub const CUBE_MESH_BYTES: usize = 256 << 10;
 
 /// What a choice depends on besides the call; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
+pub struct Conditions<'a> {
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
@@ -231,12 +231,12 @@ pub struct Facts<'a> {
     /// The group's GPUs are linked as a hybrid cube mesh.
     pub cube_mesh: bool,
     /// Long messages look whether tensors are symmetric memory. Never in a group of one.
-    pub gated: bool,
+    pub zero_copy: bool,
 }
 
 /// The plan for `call`.
-pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
-    let Facts { n, layout, tuning, cube_mesh, gated } = *facts;
+pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
+    let Conditions { n, layout, tuning, cube_mesh, zero_copy } = *conditions;
     let longest = call.longest();
     if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
         return Plan::Nothing;
@@ -246,32 +246,32 @@ pub fn choose(call: &Call, facts: &Facts<'_>) -> Plan {
     let even = match call.op {
         Op::AllReduce => true,
         // What goes straight from tensor to tensor needs no more of them.
-        Op::AllGather | Op::ReduceScatter => !gated,
+        Op::AllGather | Op::ReduceScatter => !zero_copy,
         Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => false,
     };
     let lanes = lanes_of(longest, even, layout, tuning);
-    let lanes = if gated && call.op == Op::ReduceScatter { lanes.min(LOADING_LANES) } else { lanes };
+    let lanes = if zero_copy && call.op == Op::ReduceScatter { lanes.min(LOADING_LANES) } else { lanes };
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let piece_lanes = lanes_of(piece, even, layout, tuning);
     // Two: the first is on its way in the second stage while the other is in the first.
-    let two_stage = Plan::TwoStage { lanes: piece_lanes, chunk: chunk_of(piece, piece_lanes, 2, layout) };
+    let rsag_staged = Plan::RsagStaged { lanes: piece_lanes, chunk: chunk_of(piece, piece_lanes, 2, layout) };
     match call.op {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
-        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => two_stage,
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
         Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: tuning.lanes.min(layout.few_lanes()) as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes },
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Broadcast => two_stage,
+        Op::Broadcast => rsag_staged,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) },
         Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
-        Op::AllReduce if can_be_marked(call.dtype) => on_marked_slots(longest, n, layout, tuning, gated).unwrap_or(two_stage),
+        Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::AllReduce | Op::Reduce => two_stage,
+        Op::AllReduce | Op::Reduce => rsag_staged,
     }
 }
 
@@ -285,7 +285,7 @@ pub fn worth_gating(call: &Call, n: usize, tuning: &Tuning) -> bool {
         Op::Broadcast => call.longest() / (n - 1),
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => call.longest(),
     };
-    n > 1 && message >= tuning.gated_bytes
+    n > 1 && message >= tuning.zero_copy_bytes
 }
 
 /// The plan for sends and receives: nobody but the two ends knows of them.
@@ -298,23 +298,23 @@ pub fn short_bytes(plan: Plan) -> u64 {
     match plan {
         Plan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
         Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => 0,
-        Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::TwoStage { .. } => 0,
+        Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => 0,
     }
 }
 
 /// In one shot or two, where the slots have room and every block gets a unit of every piece.
-fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, gated: bool) -> Option<Plan> {
+fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, zero_copy: bool) -> Option<Plan> {
     let units = bytes.div_ceil(UNIT);
     let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);
     if bytes <= tuning.one_shot_bytes {
         let blocks = blocks(units);
-        if units.div_ceil(blocks) <= layout.marked_units() {
+        if units.div_ceil(blocks) <= layout.sentinel_units() {
             return Some(Plan::OneShot { blocks: blocks as u32 });
         }
     }
     let blocks = blocks(units.div_ceil(n));
-    let fits = units.div_ceil(blocks).div_ceil(n) < layout.marked_units() && units / blocks >= n;
-    let most = if gated { tuning.gated_two_shot_bytes } else { tuning.two_shot_bytes };
+    let fits = units.div_ceil(blocks).div_ceil(n) < layout.sentinel_units() && units / blocks >= n;
+    let most = if zero_copy { tuning.zero_copy_two_shot_bytes } else { tuning.two_shot_bytes };
     (bytes <= most && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
 }
 
@@ -322,7 +322,7 @@ fn on_marked_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, gat
 /// full sooner. Shorter ones, and those of a broadcast, go through fewer lanes faster.
 const WIDE_BYTES: usize = 2 << 20;
 
-/// Lanes that load from peers' tensors, at most: more wait for each other at the gate longer than they gain.
+/// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
 const LOADING_LANES: u32 = 64;
 
 /// Lanes for messages of at most `bytes`: enough to fill the link.
@@ -346,19 +346,19 @@ mod tests {
 
     fn call(op: Op, dtype: DType, bytes: usize) -> Call {
         let spans = vec![Span { addr: 0, bytes }];
-        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None }
+        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None }
     }
 
     #[test]
     fn every_plan_fits_its_memory() {
         for n in 2..=16 {
             let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
-            let facts = Facts { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, gated: false };
+            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, zero_copy: false };
             for op in Op::ALL {
                 for shift in 0..33 {
                     for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
                         let units = bytes.div_ceil(UNIT);
-                        match choose(&call(*op, DType::BF16, bytes), &facts) {
+                        match choose(&call(*op, DType::BF16, bytes), &conditions) {
                             Plan::Nothing => panic!("{op:?} of {bytes} bytes"),
                             Plan::Exchange { ll_blocks, lanes } => {
                                 assert!(ll_blocks as usize <= layout.ll_blocks() && lanes as usize <= layout.lanes());
@@ -368,17 +368,17 @@ mod tests {
                                 assert!(units <= blocks as usize * LL_UNITS && blocks as usize <= layout.ll_blocks())
                             }
                             Plan::OneShot { blocks } => {
-                                assert!(units.div_ceil(blocks as usize) <= layout.marked_units() && units >= blocks as usize);
+                                assert!(units.div_ceil(blocks as usize) <= layout.sentinel_units() && units >= blocks as usize);
                             }
                             Plan::TwoShot { blocks } => {
                                 let block = units.div_ceil(blocks as usize);
-                                assert!(block.div_ceil(n) <= layout.marked_units() && units / blocks as usize >= n, "{n} {bytes}");
+                                assert!(block.div_ceil(n) <= layout.sentinel_units() && units / blocks as usize >= n, "{n} {bytes}");
                             }
                             Plan::CubeMesh { blocks } => {
                                 assert!(n == 8 && *op == Op::AllReduce && bytes <= CUBE_MESH_BYTES);
                                 assert!((1..=layout.ll_blocks()).contains(&(blocks as usize)) && units > (blocks as usize - 1) * LL_UNITS);
                             }
-                            Plan::ReduceStaged { lanes, chunk } | Plan::TwoStage { lanes, chunk } => {
+                            Plan::ReduceStaged { lanes, chunk } | Plan::RsagStaged { lanes, chunk } => {
                                 assert!(
                                     (1..=layout.lanes()).contains(&(lanes as usize))
                                         && chunk as usize <= layout.slot_bytes()
@@ -395,12 +395,12 @@ mod tests {
     #[test]
     fn the_size_and_the_type_decide() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let facts = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, gated: false };
-        let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &facts);
+        let conditions = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &conditions);
         assert_eq!(plan(Op::AllReduce, DType::BF16, 1024), Plan::OneShot { blocks: 1 });
         assert_eq!(plan(Op::AllReduce, DType::I32, 1024), Plan::ReduceLowLatency { blocks: 1 });
         assert!(matches!(plan(Op::AllReduce, DType::BF16, 1 << 20), Plan::TwoShot { .. }));
-        assert!(matches!(plan(Op::AllReduce, DType::BF16, 16 << 20), Plan::TwoStage { .. }));
+        assert!(matches!(plan(Op::AllReduce, DType::BF16, 16 << 20), Plan::RsagStaged { .. }));
         assert_eq!(plan(Op::AllReduce, DType::F32, 0), Plan::Nothing);
         assert!(matches!(plan(Op::AllToAll, DType::F32, 0), Plan::Exchange { .. }), "others may have data");
     }
@@ -408,8 +408,8 @@ mod tests {
     #[test]
     fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let with = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, gated: false };
-        let without = Facts { cube_mesh: false, ..with };
+        let with = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, zero_copy: false };
+        let without = Conditions { cube_mesh: false, ..with };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
         for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
             assert_eq!(plan(Op::AllReduce, dtype, 8), Plan::CubeMesh { blocks: 1 });
@@ -427,28 +427,28 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_alone_are_gated() {
+    fn long_messages_alone_are_zero_copy() {
         let layout = Layout::new(8, 256 << 20).expect("fits");
-        let tuning = Tuning { gated_two_shot_bytes: 1 << 20, ..Tuning::of(8) };
-        let without = Facts { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, gated: false };
-        let with = Facts { gated: true, ..without };
+        let tuning = Tuning { zero_copy_two_shot_bytes: 1 << 20, ..Tuning::of(8) };
+        let without = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let with = Conditions { zero_copy: true, ..without };
         for (op, bytes, name) in [
             (Op::AllGather, 1 << 10, "exchange_low_latency"),
-            (Op::AllGather, 1 << 20, "exchange_staged_gated"),
-            (Op::AllToAll, 1 << 10, "exchange_mixed_gated"),
-            (Op::Broadcast, 1 << 20, "two_stage_gated"),
+            (Op::AllGather, 1 << 20, "exchange_staged_zero_copy"),
+            (Op::AllToAll, 1 << 10, "exchange_mixed_zero_copy"),
+            (Op::Broadcast, 1 << 20, "rsag_staged_zero_copy"),
             (Op::ReduceScatter, 1 << 10, "reduce_low_latency"),
-            (Op::ReduceScatter, 1 << 20, "reduce_staged_gated"),
+            (Op::ReduceScatter, 1 << 20, "reduce_staged_zero_copy"),
             (Op::AllReduce, 1 << 20, "two_shot"),
-            (Op::AllReduce, 2 << 20, "two_stage_gated"),
+            (Op::AllReduce, 2 << 20, "rsag_staged_zero_copy"),
         ] {
             let plan = choose(&call(op, DType::BF16, bytes), &with);
             assert_eq!(plan.served_as(true), name);
-            assert_eq!(plan.can_be_gated(), name.ends_with("_gated"), "{op:?} {bytes}");
+            assert_eq!(plan.can_be_zero_copy(), name.ends_with("_zero_copy"), "{op:?} {bytes}");
             assert_eq!(plan.served_as(false), plan.name());
         }
         assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
-        let worth = |op, bytes, n| worth_gating(&call(op, DType::BF16, bytes), n, &Tuning { gated_bytes: 1 << 20, ..tuning });
+        let worth = |op, bytes, n| worth_gating(&call(op, DType::BF16, bytes), n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
         for (op, n, least) in [
             (Op::AllGather, 2, 1 << 20),
             (Op::ReduceScatter, 8, 1 << 20),
@@ -459,8 +459,8 @@ mod tests {
             assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
         }
         assert!(!worth(Op::Broadcast, 1 << 30, 2) && !worth(Op::AllToAll, 1 << 30, 1) && !worth(Op::AllGather, 1 << 30, 1));
-        // Blocks of one kernel find their words in the gate's area.
-        assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").gate_blocks());
+        // Blocks of one kernel find their words in the handshake's area.
+        assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
     }
 
     #[test]
@@ -468,7 +468,7 @@ mod tests {
         let tuning = Tuning::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
         assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
         assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
-        assert_eq!(Tuning::of(4).overlaid("gated_bytes=0").expect("read").gated_bytes, 1);
+        assert_eq!(Tuning::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
         for bad in ["lanes", "lanes=x", "colour=3"] {
             assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
         }

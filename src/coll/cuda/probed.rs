@@ -11,10 +11,10 @@ fn pairs() -> MutexGuard<'static, HashSet<Pair>> {
     PAIRS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether all of `asked` have been noted.
-pub(super) fn know(asked: &[Pair]) -> bool {
+/// Whether all of `requested` have been noted.
+pub(super) fn know(requested: &[Pair]) -> bool {
     let known = pairs();
-    asked.iter().all(|pair| known.contains(pair))
+    requested.iter().all(|pair| known.contains(pair))
 }
 
 /// Each of `found` has written into the other's memory and read it back.

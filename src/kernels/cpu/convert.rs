@@ -5,7 +5,7 @@
 //! those (`torch.set_flush_denormal`) converts alike.
 
 use super::element::Element;
-use super::lanes::Lanes;
+use super::vector::Vector;
 
 /// A small float: one sign bit, `EXPONENT` bits, `MANTISSA` bits.
 trait Layout: Copy {
@@ -160,7 +160,7 @@ impl Element for F16 {
 
     // The integer code widens and sums float16 at a quarter of the speed of F16C.
     #[inline(always)]
-    unsafe fn widen_tile<I: Lanes, const T: usize>(from: *const u8) -> [f32; T] {
+    unsafe fn widen_tile<I: Vector, const T: usize>(from: *const u8) -> [f32; T] {
         let mut wide = [0.0; T];
         // SAFETY: the caller's contract; `widened` returns how many elements it has dealt with, at most `T`.
         let done = unsafe { I::widen_halves(from, &mut wide) };
@@ -172,7 +172,7 @@ impl Element for F16 {
     }
 
     #[inline(always)]
-    unsafe fn narrow_tile<I: Lanes, const T: usize>(acc: &[f32; T], to: *mut u8) {
+    unsafe fn narrow_tile<I: Vector, const T: usize>(acc: &[f32; T], to: *mut u8) {
         // SAFETY: the caller's contract; `narrow_halves` returns how many elements it has dealt with, at most `T`.
         let done = unsafe { I::narrow_halves(acc, to) };
         for (i, &value) in acc.iter().enumerate().skip(done) {

@@ -1,6 +1,6 @@
 //! What one element is on the wire and what it is while it is being reduced.
 
-use super::lanes::Lanes;
+use super::vector::Vector;
 
 /// A value in which a reduction accumulates: `f32` and `f64` for floats, the type itself for integers.
 pub(super) trait Number: Copy {
@@ -34,7 +34,7 @@ pub(super) trait Element: Copy {
     /// # Safety
     /// `from` is valid for `T` elements; the machine has `I`.
     #[inline(always)]
-    unsafe fn widen_tile<I: Lanes, const T: usize>(from: *const u8) -> [Self::Acc; T] {
+    unsafe fn widen_tile<I: Vector, const T: usize>(from: *const u8) -> [Self::Acc; T] {
         // SAFETY: the index is below `T`; read without an alignment.
         std::array::from_fn(|i| unsafe { from.cast::<Self>().add(i).read_unaligned() }.widen())
     }
@@ -43,7 +43,7 @@ pub(super) trait Element: Copy {
     /// # Safety
     /// `to` is valid for writes of `T` elements; the machine has `I`.
     #[inline(always)]
-    unsafe fn narrow_tile<I: Lanes, const T: usize>(acc: &[Self::Acc; T], to: *mut u8) {
+    unsafe fn narrow_tile<I: Vector, const T: usize>(acc: &[Self::Acc; T], to: *mut u8) {
         for (i, &value) in acc.iter().enumerate() {
             // SAFETY: `i < T`; written without an alignment.
             unsafe { to.cast::<Self>().add(i).write_unaligned(Self::narrow(value)) };

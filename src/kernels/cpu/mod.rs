@@ -18,7 +18,6 @@ mod convert;
 mod copy;
 mod dispatch;
 mod element;
-mod lanes;
 mod mode;
 mod op;
 mod reduce;
@@ -26,6 +25,7 @@ mod reduce;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod vector;
 
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};

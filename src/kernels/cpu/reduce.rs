@@ -5,8 +5,8 @@
 //! contracts a product and a sum into a fused operation, so neither do the wider instruction sets.
 
 use super::element::{Element, Number};
-use super::lanes::{self, Lanes};
 use super::op::Op;
+use super::vector::{self, Vector};
 use super::{Source, Store, copy};
 
 /// One call of [`super::reduce`]. Whoever builds it vouches for its pointers.
@@ -38,7 +38,7 @@ struct Block([u8; BLOCK]);
 /// The job satisfies the contract of [`super::reduce`] with elements of type `E`.
 pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
     // SAFETY: the caller's contract is this function's.
-    unsafe { run::<E, O, lanes::Portable, T>(job) }
+    unsafe { run::<E, O, vector::Portable, T>(job) }
 }
 
 /// # Safety
@@ -47,7 +47,7 @@ pub(super) unsafe fn portable<E: Element, O: Op<E::Acc>, const T: usize>(job: &J
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
     // SAFETY: the caller's contract is this function's.
-    unsafe { run::<E, O, lanes::Avx2, T>(job) }
+    unsafe { run::<E, O, vector::Avx2, T>(job) }
 }
 
 /// # Safety
@@ -56,13 +56,13 @@ pub(super) unsafe fn avx2<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 pub(super) unsafe fn avx512<E: Element, O: Op<E::Acc>, const T: usize>(job: &Job) {
     // SAFETY: the caller's contract is this function's.
-    unsafe { run::<E, O, lanes::Avx512, T>(job) }
+    unsafe { run::<E, O, vector::Avx512, T>(job) }
 }
 
 /// # Safety
 /// As [`portable`].
 #[inline(always)]
-unsafe fn run<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(job: &Job) {
+unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
     let size = size_of::<E>();
     if job.store == Store::Cached {
         // SAFETY: all of `job` is in bounds by the caller's contract.
@@ -91,7 +91,7 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(job: &Job) {
 /// # Safety
 /// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
 #[inline(always)]
-unsafe fn span<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(sources: &[Source], start: usize, count: usize, out: *mut u8) {
+unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(sources: &[Source], start: usize, count: usize, out: *mut u8) {
     let size = size_of::<E>();
     let whole = count - count % T;
     let mut done = 0;
@@ -133,7 +133,7 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(sources: &[S
 /// # Safety
 /// `locate` returns pointers that are valid for `T` elements until its next call; the machine has `I`.
 #[inline(always)]
-unsafe fn tile<E: Element, O: Op<E::Acc>, I: Lanes, const T: usize>(
+unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
     sources: &[Source],
     mut locate: impl FnMut(&Source) -> *const u8,
 ) -> [E::Acc; T] {

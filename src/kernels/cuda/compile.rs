@@ -23,7 +23,7 @@ pub struct Variant {
     /// `SYMM_OP`, by torch's code; of programs that reduce.
     pub op: Option<ReduceOp>,
     /// `SYMM_GATED`: it knows of symmetric memory.
-    pub gated: bool,
+    pub zero_copy: bool,
 }
 
 impl fmt::Display for Variant {
@@ -35,8 +35,8 @@ impl fmt::Display for Variant {
         if let Some(op) = self.op {
             write!(f, ", {}", op.name())?;
         }
-        if self.gated {
-            write!(f, ", gated")?;
+        if self.zero_copy {
+            write!(f, ", zero-copy")?;
         }
         Ok(())
     }
@@ -69,7 +69,7 @@ pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     ];
     options.extend(variant.dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
     options.extend(variant.op.map(|op| format!("-DSYMM_OP={}", op as u8)));
-    options.extend(variant.gated.then(|| "-DSYMM_GATED=1".into()));
+    options.extend(variant.zero_copy.then(|| "-DSYMM_GATED=1".into()));
     options
 }
 
@@ -107,16 +107,16 @@ mod tests {
     #[test]
     fn options_name_every_constant() {
         let arch = Arch { major: 9, minor: 0 };
-        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None, gated: false };
+        let plain = Variant { program: "exchange/any", world: 8, rank: 3, dtype: None, op: None, zero_copy: false };
         let common = ["--gpu-architecture=sm_90", "--std=c++17", "--fmad=false", "-DSYMM_WORLD=8", "-DSYMM_RANK=3"];
         assert_eq!(options(&plain, arch), common);
         let reducing = Variant { dtype: Some(DType::BF16), op: Some(ReduceOp::Avg), ..plain };
         assert_eq!(options(&reducing, Arch { major: 10, minor: 3 })[0], "--gpu-architecture=sm_103");
         assert_eq!(options(&reducing, arch)[5..], ["-DSYMM_DTYPE=15", "-DSYMM_OP=1"]);
-        let gated = Variant { gated: true, ..plain };
+        let zero_copy = Variant { zero_copy: true, ..plain };
         assert_eq!(
-            (options(&gated, arch)[5..].join(" "), gated.to_string()),
-            ("-DSYMM_GATED=1".into(), "exchange/any of rank 3 of 8, gated".into())
+            (options(&zero_copy, arch)[5..].join(" "), zero_copy.to_string()),
+            ("-DSYMM_GATED=1".into(), "exchange/any of rank 3 of 8, zero-copy".into())
         );
         assert_eq!(reducing.to_string(), "exchange/any of rank 3 of 8, bfloat16, AVG");
     }

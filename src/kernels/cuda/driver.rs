@@ -109,8 +109,8 @@ impl Device {
     }
 
     /// What the driver says of it.
-    pub fn attribute(&self, asked: sys::CUdevice_attribute) -> Result<u32> {
-        attribute(self.device, asked)
+    pub fn attribute(&self, requested: sys::CUdevice_attribute) -> Result<u32> {
+        attribute(self.device, requested)
     }
 
     /// Number of its multiprocessors, at least 1.

@@ -1,11 +1,11 @@
 //! What is under way between this rank and its peers, and what each frame does to it.
 
 use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
-use crate::completion::Done;
-use crate::control::{Awaited, Board};
+use crate::completion::Completion;
+use crate::control::{Awaited, ControlBlock};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
-use crate::p2p::connection::{Channel, EAGER_WINDOW, Outgoing};
+use crate::p2p::connection::{Connection, EAGER_WINDOW, Outgoing};
 use crate::p2p::frame::{EAGER_BYTES, Frame, Kind};
 use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
@@ -28,14 +28,14 @@ struct Pending<'a> {
 
 impl Pending<'_> {
     /// `end`: whose end is that of this transfer; else its time is up.
-    fn given_up(&self, board: &Board, end: Option<&(Rank, String)>) -> Error {
-        let what = about(board, self.name, self.bytes, self.tag);
-        let (me, seconds) = (board.describe(board.rank()), self.limit.waited().as_secs_f32());
+    fn given_up(&self, control: &ControlBlock, end: Option<&(Rank, String)>) -> Error {
+        let what = about(control, self.name, self.bytes, self.tag);
+        let (me, seconds) = (control.describe(control.rank()), self.limit.waited().as_secs_f32());
         if let Some((end, how)) = end {
-            let whom = self.peer.filter(|peer| peer != end).map_or_else(|| "it".into(), |peer| board.describe(peer));
-            return Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", board.describe(*end)));
+            let whom = self.peer.filter(|peer| peer != end).map_or_else(|| "it".into(), |peer| control.describe(peer));
+            return Error::peer(format!("{} {how}; {me} had waited {seconds:.1} s for {whom} in {what}", control.describe(*end)));
         }
-        let whom = self.peer.map_or_else(|| "any rank".into(), |peer| state_of(board, peer));
+        let whom = self.peer.map_or_else(|| "any rank".into(), |peer| state_of(control, peer));
         Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {whom}"))
     }
 }
@@ -47,16 +47,16 @@ pub(super) struct Lost {
 }
 
 impl Lost {
-    pub(super) fn among(board: &Board) -> Self {
-        let absent = board.peers().filter_map(|peer| Some((peer, board.absence(peer)?))).collect();
-        Self { absent, dead: board.casualty().map(|(rank, how)| (rank, how.clone())) }
+    pub(super) fn among(control: &ControlBlock) -> Self {
+        let absent = control.peers().filter_map(|peer| Some((peer, control.absence(peer)?))).collect();
+        Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
     /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others nothing.
-    fn ends(&self, board: &Board, peer: Option<Rank>) -> Option<&(Rank, String)> {
+    fn ends(&self, control: &ControlBlock, peer: Option<Rank>) -> Option<&(Rank, String)> {
         let needed = match peer {
             Some(peer) => self.absent.iter().find(|(rank, _)| *rank == peer),
-            None => self.absent.first().filter(|_| self.absent.len() + 1 == board.size()),
+            None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
         };
         needed.or(self.dead.as_ref())
     }
@@ -70,10 +70,10 @@ impl State {
         ticket
     }
 
-    pub(super) fn stirs(&self, board: &Board) -> bool {
-        board.peers().any(|peer| {
-            let channel = &self.channels[peer.index()];
-            channel.has_room(board) || (channel.has_come(board) && self.listens(peer))
+    pub(super) fn stirs(&self, control: &ControlBlock) -> bool {
+        control.peers().any(|peer| {
+            let connection = &self.connections[peer.index()];
+            connection.has_room(control) || (connection.has_come(control) && self.listens(peer))
         })
     }
 
@@ -94,18 +94,18 @@ impl State {
         receives.chain(sends).map(|(name, peer, tag, bytes, limit)| Pending { name, peer, tag, bytes, limit })
     }
 
-    fn finish(&mut self, ticket: u64, done: Done, outcome: Result<()>, source: Option<Rank>) {
-        self.finished.push(Finished { ticket, done, outcome, source });
+    fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
+        self.finished.push(Finished { ticket, completion, outcome, source });
     }
 
     fn finish_send(&mut self, ticket: u64) {
         if let Some(send) = self.sends.remove(&ticket) {
-            self.finish(ticket, send.done, Ok(()), None);
+            self.finish(ticket, send.completion, Ok(()), None);
         }
     }
 
     /// Tells peers, until the next step, what `ticket` waits for.
-    pub(super) fn announce(&mut self, board: &Board, ticket: u64) {
+    pub(super) fn announce(&mut self, control: &ControlBlock, ticket: u64) {
         let awaited = match self.sends.get(&ticket) {
             Some(send) => Some(Awaited { send: true, peer: send.peer, tag: send.tag }),
             None => self
@@ -116,40 +116,40 @@ impl State {
                 .and_then(|posted| Some(Awaited { send: false, peer: posted.peer?, tag: posted.tag })),
         };
         self.announced = awaited.is_some();
-        board.await_message(awaited);
+        control.await_message(awaited);
     }
 
-    pub(super) fn take_back(&mut self, board: &Board) {
+    pub(super) fn take_back(&mut self, control: &ControlBlock) {
         if std::mem::take(&mut self.announced) {
-            board.await_message(None);
+            control.await_message(None);
         }
     }
 
     /// Whether `peer` sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the two is open here.
-    pub(super) fn is_awaited(&self, board: &Board, peer: Rank, send: bool, tag: i32) -> bool {
+    pub(super) fn is_awaited(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer));
         // In this order: see `await_message`.
-        !open() && self.channels[peer.index()].is_drained(board) && board.awaits(peer, Awaited { send, peer: board.rank(), tag })
+        !open() && self.connections[peer.index()].is_drained(control) && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
     }
 
-    pub(super) fn advance(&mut self, board: &Board, direct: bool) -> Result<bool> {
-        self.take_back(board);
+    pub(super) fn advance(&mut self, control: &ControlBlock, direct: bool) -> Result<bool> {
+        self.take_back(control);
         let mut moved = false;
-        for peer in board.peers() {
+        for peer in control.peers() {
             while self.listens(peer) {
                 let mut incoming = None;
-                let took = self.channels[peer.index()].receive(board, |frame, payload| {
+                let took = self.connections[peer.index()].receive(control, |frame, payload| {
                     let placed = place(&mut self.matching, &mut self.streams, peer, frame, payload);
-                    let posted = placed.ok_or_else(|| nonsense(board, peer, frame))?;
+                    let posted = placed.ok_or_else(|| nonsense(control, peer, frame))?;
                     incoming = Some((frame, posted));
                     Ok(())
                 })?;
                 moved |= took;
                 let Some((frame, posted)) = incoming else { break };
-                self.react(board, direct, peer, frame, posted)?;
+                self.react(control, direct, peer, frame, posted)?;
             }
             let mut sent = Vec::new();
-            moved |= self.channels[peer.index()].flush(board, |ticket| sent.push(ticket))?;
+            moved |= self.connections[peer.index()].flush(control, |ticket| sent.push(ticket))?;
             for ticket in sent {
                 self.finish_send(ticket);
             }
@@ -158,30 +158,30 @@ impl State {
     }
 
     /// What follows from a frame whose payload has been put in its place; `posted` is the receive it belongs to, if that is known.
-    fn react(&mut self, board: &Board, direct: bool, peer: Rank, frame: Frame, posted: Option<Posted>) -> Result<()> {
+    fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, posted: Option<Posted>) -> Result<()> {
         match (frame.kind, posted) {
             (Kind::Eager, Some(posted)) => {
-                let posted = self.check_size(board, peer, frame.bytes, posted)?;
-                self.channels[peer.index()].count_match(board);
-                self.finish(posted.ticket, posted.done, Ok(()), Some(peer));
+                let posted = self.check_size(control, peer, frame.bytes, posted)?;
+                self.connections[peer.index()].count_match(control);
+                self.finish(posted.ticket, posted.completion, Ok(()), Some(peer));
             }
             (Kind::Offer, Some(posted)) => {
                 let content = Content::Offer { id: frame.id, addr: frame.value };
                 let message = Unexpected { from: peer, tag: frame.tag, bytes: frame.bytes, content };
-                self.deliver(board, direct, posted, message)?;
+                self.deliver(control, direct, posted, message)?;
             }
-            (Kind::Data, Some(posted)) => self.finish(posted.ticket, posted.done, Ok(()), Some(peer)),
+            (Kind::Data, Some(posted)) => self.finish(posted.ticket, posted.completion, Ok(()), Some(peer)),
             (Kind::Ask, _) => {
-                if let Some(send) = self.offered(board, peer, frame)? {
-                    send.asked = true;
+                if let Some(send) = self.offered(control, peer, frame)? {
+                    send.requested = true;
                     let bytes = send.span.bytes as u64;
                     let head = Frame { kind: Kind::Data, tag: send.tag, id: frame.id, bytes, value: frame.value.min(bytes) };
                     let stream = Outgoing::Stream(head, send.span);
-                    self.channels[peer.index()].enqueue(stream);
+                    self.connections[peer.index()].enqueue(stream);
                 }
             }
             (Kind::Taken, _) => {
-                if self.offered(board, peer, frame)?.is_some() {
+                if self.offered(control, peer, frame)?.is_some() {
                     self.finish_send(frame.id);
                 }
             }
@@ -192,44 +192,46 @@ impl State {
 
     /// The send that `peer` answers, unless it has failed meanwhile. It answers only what was offered to it, and once: a second answer
     /// would have memory read that is its sender's again.
-    fn offered(&mut self, board: &Board, peer: Rank, frame: Frame) -> Result<Option<&mut Sending>> {
+    fn offered(&mut self, control: &ControlBlock, peer: Rank, frame: Frame) -> Result<Option<&mut Sending>> {
         match self.sends.get_mut(&frame.id) {
-            Some(send) if send.peer != peer || send.asked => Err(nonsense(board, peer, frame)),
+            Some(send) if send.peer != peer || send.requested => Err(nonsense(control, peer, frame)),
             send => Ok(send),
         }
     }
 
     /// Gives a message that has come or been offered to its receive.
-    pub(super) fn deliver(&mut self, board: &Board, direct: bool, posted: Posted, message: Unexpected) -> Result<()> {
+    pub(super) fn deliver(&mut self, control: &ControlBlock, direct: bool, posted: Posted, message: Unexpected) -> Result<()> {
         let from = message.from;
-        let posted = self.check_size(board, from, message.bytes, posted)?;
+        let posted = self.check_size(control, from, message.bytes, posted)?;
         match message.content {
             Content::Eager(bytes) => {
                 // SAFETY: sizes are equal (checked above); the span is the receiver's.
                 unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), Store::Cached) }
-                self.channels[from.index()].count_match(board);
-                self.finish(posted.ticket, posted.done, Ok(()), Some(from));
+                self.connections[from.index()].count_match(control);
+                self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
             }
-            Content::Own { ticket } => self.deliver_own(board, posted, ticket)?,
+            Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
             Content::Offer { id, addr } => {
                 // Two ranks that copy into and out of a ring are quicker than one that reads alone, but the sender may be busy elsewhere.
                 let (span, mut got) = (posted.span, 0);
-                while direct && got < span.bytes && !board.attends(from) {
+                while direct && got < span.bytes && !control.attends(from) {
                     let bytes = DIRECT_BYTES.min(span.bytes - got);
                     // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
-                    let read = unsafe { crate::sys::remote::read_memory(board.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
+                    let read =
+                        unsafe { crate::sys::remote::read_memory(control.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
                     if let Err(error) = read {
                         // The system may take back what it allowed when the group was joined; frames need no leave. Who has died is found out as ever.
-                        static TOLD: Once = Once::new();
-                        TOLD.call_once(|| log::warn!("long messages from {} come in pieces from now on: {error}", board.describe(from)));
+                        static WARNED: Once = Once::new();
+                        WARNED
+                            .call_once(|| log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(from)));
                         break;
                     }
                     got += bytes;
                 }
                 let reply = if got == span.bytes { Kind::Taken } else { Kind::Ask };
-                self.channels[from.index()].enqueue(Outgoing::Control(Frame::control(reply, id, got as u64)));
+                self.connections[from.index()].enqueue(Outgoing::Control(Frame::control(reply, id, got as u64)));
                 if reply == Kind::Taken {
-                    self.finish(posted.ticket, posted.done, Ok(()), Some(from));
+                    self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
                 } else {
                     self.streams.insert((from, id), Stream { posted, got: got as u64 });
                 }
@@ -239,40 +241,40 @@ impl State {
     }
 
     /// Gives a rank's message to itself.
-    pub(super) fn deliver_own(&mut self, board: &Board, posted: Posted, ticket: u64) -> Result<()> {
+    pub(super) fn deliver_own(&mut self, control: &ControlBlock, posted: Posted, ticket: u64) -> Result<()> {
         let Some(send) = self.sends.get(&ticket) else { return Ok(()) };
-        let me = board.rank();
+        let me = control.rank();
         let span = send.span;
-        let posted = self.check_size(board, me, span.bytes as u64, posted)?;
+        let posted = self.check_size(control, me, span.bytes as u64, posted)?;
         if span.addr != posted.span.addr {
             // SAFETY: sizes are equal (checked above); both spans are the user's, and a message is not received over itself in part.
             unsafe { cpu::copy(posted.span.ptr(), span.ptr(), span.bytes, Store::Cached) }
         }
         self.finish_send(ticket);
-        self.finish(posted.ticket, posted.done, Ok(()), Some(me));
+        self.finish(posted.ticket, posted.completion, Ok(()), Some(me));
         Ok(())
     }
 
     /// Returns the receive if the message is of its size; else the receive is complete, with the error.
-    fn check_size(&mut self, board: &Board, from: Rank, bytes: u64, posted: Posted) -> Result<Posted> {
+    fn check_size(&mut self, control: &ControlBlock, from: Rank, bytes: u64, posted: Posted) -> Result<Posted> {
         if bytes == posted.span.bytes as u64 {
             return Ok(posted);
         }
-        let (from, me, expected) = (board.describe(from), board.describe(board.rank()), posted.span.bytes);
+        let (from, me, expected) = (control.describe(from), control.describe(control.rank()), posted.span.bytes);
         let text = format!("{from} sent {bytes} bytes (tag {}) to {me}, whose recv expects {expected}", posted.tag);
         Err(self.refuse(posted, Error::mismatch(text)))
     }
 
     fn refuse(&mut self, posted: Posted, error: Error) -> Error {
-        self.finish(posted.ticket, posted.done, Err(error.clone()), None);
+        self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
         error
     }
 
     /// Why some open transfer can never complete, or must not, if so.
-    pub(super) fn hopeless(&self, board: &Board, lost: &Lost) -> Option<Error> {
+    pub(super) fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
         self.pending().find_map(|pending| {
-            let end = lost.ends(board, pending.peer);
-            (end.is_some() || pending.limit.left().is_none()).then(|| pending.given_up(board, end))
+            let end = lost.ends(control, pending.peer);
+            (end.is_some() || pending.limit.left().is_none()).then(|| pending.given_up(control, end))
         })
     }
 
@@ -280,12 +282,12 @@ impl State {
         let posted = std::mem::take(&mut self.matching.posted);
         let streams = std::mem::take(&mut self.streams);
         for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
-            self.finish(posted.ticket, posted.done, Err(error.clone()), None);
+            self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
         }
         for (ticket, send) in std::mem::take(&mut self.sends) {
-            self.finish(ticket, send.done, Err(error.clone()), None);
+            self.finish(ticket, send.completion, Err(error.clone()), None);
         }
-        self.channels.iter_mut().for_each(Channel::let_go);
+        self.connections.iter_mut().for_each(Connection::let_go);
     }
 }
 
@@ -342,16 +344,16 @@ fn place(
     Some(completed)
 }
 
-fn nonsense(board: &Board, peer: Rank, frame: Frame) -> Error {
-    Error::internal(format!("{} sent a frame that makes no sense: {frame:?}", board.describe(peer)))
+fn nonsense(control: &ControlBlock, peer: Rank, frame: Frame) -> Error {
+    Error::internal(format!("{} sent a frame that makes no sense: {frame:?}", control.describe(peer)))
 }
 
 /// Names a transfer in messages.
-pub(super) fn about(board: &Board, name: &str, bytes: usize, tag: i32) -> String {
-    format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", board.name())
+pub(super) fn about(control: &ControlBlock, name: &str, bytes: usize, tag: i32) -> String {
+    format!("{name}({bytes} bytes, tag {tag}) of group \"{}\"", control.name())
 }
 
-fn state_of(board: &Board, peer: Rank) -> String {
-    let state = crate::sys::process::state(board.pid(peer)).unwrap_or("exited");
-    format!("{} ({state})", board.describe(peer))
+fn state_of(control: &ControlBlock, peer: Rank) -> String {
+    let state = crate::sys::process::state(control.pid(peer)).unwrap_or("exited");
+    format!("{} ({state})", control.describe(peer))
 }

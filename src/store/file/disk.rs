@@ -1,7 +1,7 @@
 //! The open file: reads, writes and locks.
 
 use super::log::Source;
-use super::place::{Place, is_coherent};
+use super::path::{StorePath, is_coherent};
 use super::wait::Pauses;
 use crate::error::{Error, Result};
 use crate::sys::fork::Unshared;
@@ -22,23 +22,23 @@ const USERS: u64 = OPERATION + 1;
 /// Between two tries of a lock that is held for microseconds.
 pub(super) const LOCK_PAUSE: Duration = Duration::from_micros(200);
 
-/// A file that is open at its place.
+/// A file that is open at its path.
 pub(super) struct Disk {
     /// Before the file: it must go first.
     _unshared: Option<Unshared>,
     pub(super) file: File,
-    pub(super) place: Place,
+    pub(super) path: StorePath,
     pub(super) coherent: bool,
 }
 
 impl Disk {
-    pub(super) fn new(file: File, place: Place) -> Self {
+    pub(super) fn new(file: File, path: StorePath) -> Self {
         let coherent = is_coherent(&file);
-        Self { _unshared: Unshared::new(file.as_fd()), file, place, coherent }
+        Self { _unshared: Unshared::new(file.as_fd()), file, path, coherent }
     }
 
     fn os(&self, what: &str, errno: Errno) -> Error {
-        self.place.os(what, errno)
+        self.path.os(what, errno)
     }
 
     pub(super) fn write(&self, mut bytes: &[u8], mut at: u64) -> Result<()> {
@@ -83,7 +83,7 @@ impl Disk {
             || "another process".into(),
             |pid| format!("process {pid} ({})", process::state(pid).unwrap_or("which has just ended")),
         );
-        Error::timeout(format!("the lock of the file store {:?} is held by {holder}", self.place.given))
+        Error::timeout(format!("the lock of the file store {:?} is held by {holder}", self.path.given))
     }
 
     /// Becomes the only user, if there is no other.
@@ -107,7 +107,7 @@ impl Disk {
 
 impl Source for Disk {
     fn name(&self) -> String {
-        format!("the file store {:?}", self.place.given)
+        format!("the file store {:?}", self.path.given)
     }
 
     fn size(&self) -> Result<u64> {

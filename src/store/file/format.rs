@@ -214,8 +214,8 @@ mod tests {
     #[test]
     fn slots_of_another_run_do_not_count() {
         let mut front = Front::fresh(&RUN);
-        let stranger = Position { length: 1000, records: 9, chain: 1 };
-        front[slot_at(1)..].copy_from_slice(&stranger.slot(&[8; 16]));
+        let unidentified = Position { length: 1000, records: 9, chain: 1 };
+        front[slot_at(1)..].copy_from_slice(&unidentified.slot(&[8; 16]));
         assert!(matches!(Front::decode(&front), Ok(read) if read.newest() == Some((0, Position::start(&RUN)))));
     }
 

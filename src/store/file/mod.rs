@@ -9,7 +9,7 @@
 mod disk;
 mod format;
 pub mod log;
-mod place;
+mod path;
 mod scan;
 mod source;
 mod user;

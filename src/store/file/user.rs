@@ -54,7 +54,7 @@ impl User {
     }
 
     pub(super) fn path(&self) -> &Path {
-        &self.disk.place.given
+        &self.disk.path.given
     }
 
     pub(super) fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
@@ -146,7 +146,7 @@ impl User {
             };
             if now >= check {
                 check = now + CHECK;
-                if !self.disk.place.holds(&self.disk.file)? {
+                if !self.disk.path.holds(&self.disk.file)? {
                     return Err(Error::config(format!("the file store {:?} was removed or replaced while it was in use", self.path())));
                 }
             }

@@ -3,7 +3,7 @@
 use super::disk::Disk;
 use super::format::MAGIC;
 use super::log::{Entry, Replica, Source};
-use super::place::Place;
+use super::path::StorePath;
 use super::wait::Pauses;
 use crate::error::{Error, Result};
 use crate::store::deadline;
@@ -30,12 +30,12 @@ pub(super) fn join(path: &Path, world_size: u32) -> Result<(Disk, Replica)> {
     let deadline = deadline(None);
     let mut pauses = Pauses::new(Duration::from_millis(1));
     loop {
-        let place = Place::new(path)?;
-        if let Some(file) = place.open()? {
-            let disk = Disk::new(file, place);
+        let store_path = StorePath::new(path)?;
+        if let Some(file) = store_path.open()? {
+            let disk = Disk::new(file, store_path);
             let held = disk.hold(Mode::Exclusive, deadline)?;
             // The last user may have removed it before the lock was taken: whoever opens it now gets another file.
-            if disk.place.holds(&disk.file)? {
+            if disk.path.holds(&disk.file)? {
                 let entered = enter(&disk, world_size);
                 drop(held);
                 return match entered {
@@ -104,8 +104,8 @@ pub(super) fn leave(disk: &Disk, replica: &mut Replica, world_size: u32) {
     let outcome = disk.hold(Mode::Exclusive, Instant::now() + LEAVING).and_then(|_held| {
         replica.follow(disk, true)?;
         replica.append(&Entry::Leave, &mut Vec::new(), &mut |bytes, at| disk.write(bytes, at))?;
-        if disk.try_alone()? && replica.joined >= u64::from(world_size) && disk.place.holds(&disk.file)? {
-            disk.place.remove()?;
+        if disk.try_alone()? && replica.joined >= u64::from(world_size) && disk.path.holds(&disk.file)? {
+            disk.path.remove()?;
         }
         disk.leave()
     });

@@ -51,7 +51,7 @@ impl Drop for Connection {
     }
 }
 
-/// For how long a client whose calls need one more connection tries again where the server closes it at once. One that is beset by strangers
+/// For how long a client whose calls need one more connection tries again where the server closes it at once. One that is beset by unidentified peers
 /// may take it for one of them.
 const PATIENCE: Duration = Duration::from_secs(1);
 

@@ -15,8 +15,8 @@ pub struct Limits {
     /// Clients connected at once.
     pub clients: usize,
     /// Connections at once that have not introduced themselves; the oldest goes first.
-    pub strangers: usize,
-    /// How long a stranger may take to introduce itself.
+    pub unidentified: usize,
+    /// How long a unidentified peer may take to introduce itself.
     pub hello: Duration,
     /// How long a frame may take, from its first byte to its last, or an answer to be taken.
     pub frame: Duration,
@@ -28,7 +28,7 @@ impl Default for Limits {
             stored: 256 * 1024 * 1024,
             moving: 256 * 1024 * 1024,
             clients: 16 * 1024,
-            strangers: 1024,
+            unidentified: 1024,
             hello: Duration::from_secs(5),
             frame: Duration::from_secs(60),
         }

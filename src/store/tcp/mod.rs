@@ -33,7 +33,7 @@ struct Tenancy {
 }
 
 impl Tenancy {
-    fn asked(&self, options: &TcpOptions) -> bool {
+    fn requested(&self, options: &TcpOptions) -> bool {
         (self.host.as_str(), self.port, self.same_user) == (options.host.as_str(), options.port, options.same_user)
     }
 }
@@ -95,7 +95,7 @@ impl TcpStore {
             None if options.port == 0 && !options.host.starts_with("unix:") => {
                 return Err(Error::value("port 0 is for the master, which chooses one"));
             }
-            None => place(&options, deadline)?,
+            None => endpoint(&options, deadline)?,
         };
         let port = address.port();
         let host = match &address {
@@ -137,7 +137,7 @@ impl Store for TcpStore {
 }
 
 /// Where the server is.
-fn place(options: &TcpOptions, deadline: Instant) -> Result<Address> {
+fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<Address> {
     let address = Address::resolve(&options.host, options.port, deadline)?;
     if options.same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }
 }
@@ -148,7 +148,7 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
     let mut servers = SERVERS.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     servers.retain(|tenancy| tenancy.server.strong_count() > 0);
-    let known = servers.iter().find(|tenancy| shared && tenancy.asked(options));
+    let known = servers.iter().find(|tenancy| shared && tenancy.requested(options));
     if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {
         if !server.has_secret(options.secret.as_deref()) {
             return Err(Error::config(format!("the store that this process serves at {} has another secret", server.address())));
@@ -157,7 +157,7 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     }
     let listeners = match listen_fd {
         Some(fd) => Listeners::adopt(fd)?,
-        None => Listeners::at(&place(options, deadline)?)?,
+        None => Listeners::at(&endpoint(options, deadline)?)?,
     };
     let mut limits = Limits::default();
     if let Some(bytes) = Config::get().store_bytes {

@@ -311,8 +311,8 @@ fn a_segment_that_begins_within_a_page_is_refused_and_the_link_goes_on() {
     let hold = raw.hold(&heap);
     raw.offer(1, 112, PAGE);
     raw.offer(2, 4 * PAGE, PAGE);
-    let mut heard = [raw.hear(), raw.hear()];
-    heard.sort_by_key(|frame| matches!(frame, Some(Frame::Accepted { .. })));
-    assert_eq!(heard, [Some(Frame::Refused { id: 1 }), Some(Frame::Accepted { id: 2 })]);
+    let mut received = [raw.hear(), raw.hear()];
+    received.sort_by_key(|frame| matches!(frame, Some(Frame::Accepted { .. })));
+    assert_eq!(received, [Some(Frame::Refused { id: 1 }), Some(Frame::Accepted { id: 2 })]);
     assert_eq!(mapped(&hold), 1);
 }

@@ -150,11 +150,11 @@ fn what_a_dead_peer_had_goes_once_all_groups_are_done_with_it_but_for_windows() 
     until("the offers", || mapped(&far) == 2);
     let pin = far.pin(seen(&far, &one, shown) - far.base(), PAGE).expect("mapped");
     host::write(shown, 7);
-    far.bury();
+    far.release_dead();
     assert_eq!((mapped(&far), far.link().is_closed()), (2, false), "kernels of the second group may use it");
     host::write(plain, 8);
     assert_eq!(host::read(seen(&far, &one, plain)), 8);
-    second.bury();
+    second.release_dead();
     assert_eq!((mapped(&far), far.link().is_closed()), (1, true));
     assert_eq!(host::read(seen(&far, &one, shown)), 7, "a window shows it");
     drop(pin);
@@ -195,8 +195,8 @@ fn a_heap_is_known_by_what_it_says_of_itself() {
 /// A group that fails when told to.
 fn mortal() -> (Failed, Arc<AtomicBool>) {
     let dead = Arc::new(AtomicBool::new(false));
-    let asked = Arc::clone(&dead);
-    (Arc::new(move || asked.load(Ordering::Relaxed)), dead)
+    let requested = Arc::clone(&dead);
+    (Arc::new(move || requested.load(Ordering::Relaxed)), dead)
 }
 
 #[test]

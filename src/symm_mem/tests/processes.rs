@@ -30,7 +30,7 @@ fn tell(pipe: &OwnedFd, bytes: &[u8]) {
     assert_eq!(rustix::io::write(pipe, bytes), Ok(bytes.len()));
 }
 
-fn told<const N: usize>(pipe: &OwnedFd) -> [u8; N] {
+fn reported<const N: usize>(pipe: &OwnedFd) -> [u8; N] {
     let mut bytes = [0; N];
     assert_eq!(rustix::io::read(pipe, &mut bytes), Ok(N), "told nothing");
     bytes
@@ -50,7 +50,7 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
         let address = own.allocate(PAGE).expect("room");
         write(address, 42);
         tell(&to_parent, &own.address().encode());
-        let parent = Address::decode(&told(&from_parent));
+        let parent = Address::decode(&reported(&from_parent));
         let (hold, number) = own.connect(&parent, &healthy()).expect("connects");
         assert!(reachable(&own, address, PAGE, &hold));
         tell(&to_parent, &number.to_le_bytes());
@@ -60,9 +60,9 @@ fn a_peer_that_is_killed_leaves_its_memory_to_those_who_use_it() {
     });
     let (own, _) = heap(16);
     let _attention = own.attend().expect("runs");
-    let peer = Address::decode(&told(&from_child));
+    let peer = Address::decode(&reported(&from_child));
     tell(&to_child, &own.address().encode());
-    let number = u64::from_le_bytes(told(&from_child));
+    let number = u64::from_le_bytes(reported(&from_child));
     let hold = own.meet(&peer, number, &healthy(), Instant::now() + PATIENCE).expect("runs").expect("came");
     assert_eq!((mapped(&hold), read(hold.base())), (1, 42));
     let address = own.allocate(PAGE).expect("room");
@@ -135,8 +135,8 @@ fn another_user_is_turned_away() {
     let child = forked(|| {
         // SAFETY: takes any user; this child has no other threads.
         assert_eq!(unsafe { libc::setuid(65534) }, 0);
-        let (stranger, _) = heap(16);
-        let Ok((hold, _)) = stranger.connect(&address, &healthy()) else {
+        let (unidentified, _) = heap(16);
+        let Ok((hold, _)) = unidentified.connect(&address, &healthy()) else {
             // It looks who listens, too.
             return true;
         };

@@ -3,7 +3,7 @@
 use super::super::mesh::NvlMesh;
 use super::*;
 
-fn stub(flags: &[&str]) -> Facts {
+fn stub(flags: &[&str]) -> Readings {
     let folder = tempfile::tempdir().expect("a folder");
     let library = folder.path().join("libnvidia-ml.so.1");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/topo/nvml/stub.c");
@@ -13,18 +13,18 @@ fn stub(flags: &[&str]) -> Facts {
     read(library.as_os_str(), folder.path()).expect("the stub is complete")
 }
 
-fn links(facts: &Facts) -> Vec<Vec<u32>> {
-    NvlMesh::observed(&facts.links).rows().map(<[u32]>::to_vec).collect()
+fn links(readings: &Readings) -> Vec<Vec<u32>> {
+    NvlMesh::observed(&readings.links).rows().map(<[u32]>::to_vec).collect()
 }
 
 #[test]
 fn gpus_come_by_address_and_the_lost_one_is_left_out() {
-    let facts = stub(&[]);
-    let seen: Vec<String> = facts.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
+    let readings = stub(&[]);
+    let seen: Vec<String> = readings.gpus.iter().map(|gpu| format!("{} {} {}", gpu.uuid, gpu.bus, gpu.name)).collect();
     let expected =
         ["a 0000:3b:00 NVIDIA One", "b 0000:3c:00 NVIDIA One", "d 0000:5d:00 NVIDIA Alone", "c 0000:5e:00 NVIDIA Cut"].map(String::from);
     assert_eq!(seen, expected);
-    let versions: Vec<_> = facts.gpus.iter().map(|gpu| gpu.nvlink).collect();
+    let versions: Vec<_> = readings.gpus.iter().map(|gpu| gpu.nvlink).collect();
     let four = Some(NvlinkVersion(4, 0));
     assert_eq!(versions, [four, four, None, four]);
 }
@@ -43,10 +43,10 @@ fn a_driver_that_tells_no_type_still_shows_direct_links() {
 
 #[test]
 fn a_gpu_in_instances_has_neither_links_nor_peers() {
-    let facts = stub(&[]);
-    assert_eq!(facts.gpus[3].mig, Mig::On(vec![Uuid::new("x"), Uuid::new("y")]));
-    assert_eq!(facts.links[3].remotes, []);
-    assert!((0..4).all(|gpu| !facts.peers.at(gpu, 3)));
+    let readings = stub(&[]);
+    assert_eq!(readings.gpus[3].mig, Mig::On(vec![Uuid::new("x"), Uuid::new("y")]));
+    assert_eq!(readings.links[3].remotes, []);
+    assert!((0..4).all(|gpu| !readings.peers.at(gpu, 3)));
 }
 
 #[test]

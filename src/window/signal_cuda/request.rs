@@ -19,7 +19,7 @@ pub enum Signal {
 
 /// Where signals go, and until when.
 #[derive(Clone, Copy, Debug)]
-pub struct Place<'a> {
+pub struct SignalEnds<'a> {
     /// This rank.
     pub me: Rank,
     /// Of each rank, as mapped here.
@@ -45,7 +45,7 @@ pub(super) const CLOSED: u32 = 1;
 
 impl Signal {
     /// What the kernel is told; `None` where there is nothing to do.
-    pub fn args(self, place: &Place<'_>) -> Result<Option<arguments::Signal>> {
+    pub fn args(self, place: &SignalEnds<'_>) -> Result<Option<arguments::Signal>> {
         let n = place.pads.len();
         if n > MAX_PEERS {
             return Err(Error::value(format!("{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most")));
@@ -112,8 +112,8 @@ impl fmt::Display for GaveUp {
 mod tests {
     use super::*;
 
-    fn place(pads: &[u64], channel: u32) -> Place<'_> {
-        Place { me: Rank(1), pads, channel, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
+    fn place(pads: &[u64], channel: u32) -> SignalEnds<'_> {
+        SignalEnds { me: Rank(1), pads, channel, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
     }
 
     #[test]
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_barrier_of_one_has_nothing_to_do() {
-        let alone = Place { me: Rank(0), ..place(&[10], 0) };
+        let alone = SignalEnds { me: Rank(0), ..place(&[10], 0) };
         assert!(Signal::Barrier.args(&alone).expect("valid").is_none());
         assert!(Signal::Put(Rank(0)).args(&alone).expect("valid").is_some());
     }

@@ -91,8 +91,8 @@ fn faults_are_sentences() {
         ("groups of 4 ranks: cuda_tuning: \"speed\" is no name of a setting", |v| v["groups"][0]["cuda_tuning"] = json!("speed=1")),
     ];
     for (expected, change) in cases {
-        let said = refused(change);
-        assert!(said.starts_with(expected), "{said:?} is not {expected:?}");
+        let message = refused(change);
+        assert!(message.starts_with(expected), "{message:?} is not {expected:?}");
     }
     let of = |text: &str| Profile::parse(text.as_bytes()).expect_err("faulty").message;
     assert!(of("{").starts_with("EOF while parsing"));
@@ -114,8 +114,8 @@ fn files_are_named() {
     let profile = Profile::load(&path).expect("right");
     let other: Hardware = serde_json::from_value(hardware(2)).expect("hardware");
     let error = accept(profile.clone(), &path, &other).expect_err("other hardware");
-    let said = "was measured with 4 ranks on 4 cores of EPYC, shared memory; here there are 2 ranks on 4 cores of EPYC, shared memory";
-    assert!(error.kind == Kind::Config && error.message.contains(said), "{error}");
+    let message = "was measured with 4 ranks on 4 cores of EPYC, shared memory; here there are 2 ranks on 4 cores of EPYC, shared memory";
+    assert!(error.kind == Kind::Config && error.message.contains(message), "{error}");
     assert!(accept(profile.clone(), &path, &profile.hardware).is_ok());
 }
 

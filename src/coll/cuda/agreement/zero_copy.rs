@@ -5,14 +5,14 @@
 //! still so, and settles it (`docs/memory-model.md`).
 
 use super::launch_log;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-/// No launch is gated, as far as anybody knows.
+/// No launch is zero-copy, as far as anybody knows.
 const NEVER: u64 = 0;
 /// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that it ends.
 const STEEPEST: u32 = 16;
@@ -20,7 +20,7 @@ const STEEPEST: u32 = 16;
 /// A word that is not [`NEVER`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Proposal {
-    /// Launches from this number on are gated.
+    /// Launches from this number on are zero-copy.
     first: u64,
     by: u32,
     /// It does not change any more.
@@ -52,7 +52,7 @@ pub trait Shared {
     fn wake(&self);
 }
 
-/// Whether launch `number` is gated: the same on all ranks. This rank, `me`, has published the number and issued a sequentially
+/// Whether launch `number` is zero-copy: the same on all ranks. This rank, `me`, has published the number and issued a sequentially
 /// consistent fence. If nobody has proposed it yet, it is `wanted` from this launch on, or the next that no rank has come to.
 pub fn decide(shared: &impl Shared, me: u32, number: u64, wanted: bool) -> Result<bool> {
     if wanted && shared.word() == NEVER {
@@ -91,36 +91,36 @@ fn propose(shared: &impl Shared, me: u32, number: u64) {
 }
 
 /// A group's word, asked for one launch.
-pub(in crate::coll::cuda) struct OnBoard<'a> {
-    pub(in crate::coll::cuda) board: &'a Board,
+pub(in crate::coll::cuda) struct OnControlBlock<'a> {
+    pub(in crate::coll::cuda) control: &'a ControlBlock,
     pub(in crate::coll::cuda) number: u64,
     pub(in crate::coll::cuda) timeout: Duration,
 }
 
-impl Shared for OnBoard<'_> {
+impl Shared for OnControlBlock<'_> {
     fn word(&self) -> u64 {
-        launch_log::gate(self.board).load(Ordering::Acquire)
+        launch_log::zero_copy_word(self.control).load(Ordering::Acquire)
     }
 
     fn exchange(&self, from: u64, to: u64) -> bool {
-        launch_log::gate(self.board).compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        launch_log::zero_copy_word(self.control).compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
     fn most_launched(&self) -> u64 {
         fence(Ordering::SeqCst);
-        self.board.peers().map(|rank| launch_log::launched(self.board, rank)).max().unwrap_or(0)
+        self.control.peers().map(|rank| launch_log::launched(self.control, rank)).max().unwrap_or(0)
     }
 
     fn wait(&self, by: u32, ready: &dyn Fn() -> bool) -> Result<()> {
         let about = || {
-            let (number, group) = (self.number, self.board.name());
+            let (number, group) = (self.number, self.control.name());
             format!("agreeing on symmetric memory before CUDA collective #{number} of group \"{group}\"")
         };
-        self.board.wait_for_peers(&Limit::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
+        self.control.wait_for_peers(&Limit::from_first_wait(self.timeout), &about, |rank| rank == Rank(by) && !ready())
     }
 
     fn wake(&self) {
-        self.board.wake_sleepers();
+        self.control.wake_sleepers();
     }
 }
 
@@ -129,40 +129,40 @@ mod tests {
     use super::*;
     use crate::coll::call::{Call, Op, Span};
     use crate::coll::cuda::workspace::layout::Channel;
-    use crate::control::tests::boards;
+    use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
     use std::time::Instant;
 
-    /// Launch `number` of the rank of `board`.
-    fn launch(board: &Board, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
+    /// Launch `number` of the rank of `control`.
+    fn launch(control: &ControlBlock, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, site: None };
-        launch_log::compare(board, number, &call, Channel::Collectives)?;
-        decide(&OnBoard { board, number, timeout }, board.rank().0, number, wanted)
+        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None };
+        launch_log::compare(control, number, &call, Channel::Collectives)?;
+        decide(&OnControlBlock { control, number, timeout }, control.rank().0, number, wanted)
     }
 
     const PATIENCE: Duration = Duration::from_secs(20);
 
     #[test]
     fn who_is_not_overtaken_gets_what_it_wants_at_once() {
-        let boards = boards(3);
-        for board in &boards {
-            assert!(!launch(board, 1, false, PATIENCE).expect("nobody asked"));
+        let controls = controls(3);
+        for control in &controls {
+            assert!(!launch(control, 1, false, PATIENCE).expect("nobody asked"));
         }
-        assert!(launch(&boards[1], 2, true, PATIENCE).expect("alone"));
-        assert!(launch(&boards[0], 2, false, PATIENCE).expect("agreed") && launch(&boards[2], 2, false, PATIENCE).expect("agreed"));
+        assert!(launch(&controls[1], 2, true, PATIENCE).expect("alone"));
+        assert!(launch(&controls[0], 2, false, PATIENCE).expect("agreed") && launch(&controls[2], 2, false, PATIENCE).expect("agreed"));
     }
 
     #[test]
     fn a_rank_behind_waits_until_it_has_caught_up() {
-        let boards = boards(2);
-        (1..=5).for_each(|number| assert!(!launch(&boards[0], number, false, PATIENCE).expect("nobody asked")));
+        let controls = controls(2);
+        (1..=5).for_each(|number| assert!(!launch(&controls[0], number, false, PATIENCE).expect("nobody asked")));
         for number in 1..=5 {
-            assert!(!launch(&boards[1], number, true, PATIENCE).expect("rank 0 has launched it otherwise"), "{number}");
+            assert!(!launch(&controls[1], number, true, PATIENCE).expect("rank 0 has launched it otherwise"), "{number}");
         }
-        assert!(launch(&boards[1], 6, false, PATIENCE).expect("agreed") && launch(&boards[0], 6, false, PATIENCE).expect("agreed"));
+        assert!(launch(&controls[1], 6, false, PATIENCE).expect("agreed") && launch(&controls[0], 6, false, PATIENCE).expect("agreed"));
     }
 
     #[test]
@@ -173,40 +173,40 @@ mod tests {
             (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40
         };
         for round in 0..150 {
-            let boards = boards(3);
+            let controls = controls(3);
             let decided: Vec<Vec<bool>> = std::thread::scope(|scope| {
-                let run = |board| {
+                let run = |control| {
                     scope.spawn(move || {
-                        let rank = u64::from(Board::rank(board).0);
+                        let rank = u64::from(ControlBlock::rank(control).0);
                         let one = |number| {
                             let dice = random(round, rank, number);
                             (0..dice % 300).for_each(|_| std::hint::spin_loop());
                             if dice % 7 == 0 {
                                 std::thread::yield_now();
                             }
-                            launch(board, number, number >= 20 && dice % 5 == 0, PATIENCE).expect("decided")
+                            launch(control, number, number >= 20 && dice % 5 == 0, PATIENCE).expect("decided")
                         };
                         (1..=LAUNCHES).map(one).collect()
                     })
                 };
-                let threads: Vec<_> = boards.iter().map(run).collect();
+                let threads: Vec<_> = controls.iter().map(run).collect();
                 threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
             });
             assert_eq!(decided[0], decided[1], "round {round}");
             assert_eq!(decided[0], decided[2], "round {round}");
-            assert!(decided[0].is_sorted(), "once gated, always gated");
+            assert!(decided[0].is_sorted(), "once zero-copy, always zero-copy");
             assert!(!decided[0][18], "before anybody asked");
         }
     }
 
     #[test]
     fn a_proposer_that_stops_is_named_at_the_deadline() {
-        let boards = boards(3);
+        let controls = controls(3);
         let open = Proposal { first: 2, by: 1, settled: false };
-        launch_log::gate(&boards[1]).store(open.word(), Ordering::SeqCst);
-        assert!(!launch(&boards[0], 1, true, PATIENCE).expect("before the proposal"));
+        launch_log::zero_copy_word(&controls[1]).store(open.word(), Ordering::SeqCst);
+        assert!(!launch(&controls[0], 1, true, PATIENCE).expect("before the proposal"));
         let begun = Instant::now();
-        let error = launch(&boards[0], 2, false, Duration::from_millis(80)).expect_err("rank 1 has not settled it");
+        let error = launch(&controls[0], 2, false, Duration::from_millis(80)).expect_err("rank 1 has not settled it");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
         assert_eq!(error.kind, Kind::Timeout);
         assert!(error.message.contains("for rank 1") && error.message.contains("CUDA collective #2"), "{error}");
@@ -215,10 +215,10 @@ mod tests {
 
     #[test]
     fn a_proposer_that_leaves_ends_the_wait() {
-        let boards = boards(2);
-        launch_log::gate(&boards[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
-        boards[1].depart();
-        let shared = OnBoard { board: &boards[0], number: 1, timeout: PATIENCE };
+        let controls = controls(2);
+        launch_log::zero_copy_word(&controls[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
+        controls[1].depart();
+        let shared = OnControlBlock { control: &controls[0], number: 1, timeout: PATIENCE };
         let error = decide(&shared, 0, 1, false).expect_err("rank 1 has left");
         assert_eq!(error.kind, Kind::Peer);
     }

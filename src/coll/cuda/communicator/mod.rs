@@ -11,15 +11,15 @@ use super::agreement::{launch_log, zero_copy};
 use super::arguments::{Common, PerRank};
 use super::failure::abort_flag::Stop;
 use super::kernels::Kernels;
-use super::launch::{self, Launch, Site, Symmetric};
-use super::plan::{self, Facts, Tuning};
+use super::launch::{self, Launch, LaunchContext, Symmetric};
+use super::plan::{self, Conditions, Tuning};
 use super::workspace::budget;
 use super::workspace::layout::{Channel, Layout, MAX_RANKS};
 use super::workspace::memory::Memory;
 use super::{cube_mesh, stats};
 use crate::coll::call::{Call, Span};
 use crate::coll::describe::Description;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
@@ -28,7 +28,7 @@ use crate::symm_mem::peers::Heaps;
 use batch::{first_of_each, take_own};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use stream_order::{Before, Last, Queue, Turns};
+use stream_order::{Before, Last, Queue, StreamOrder};
 
 /// Where work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +45,8 @@ pub struct CudaTarget {
 pub(crate) const NOTICE: Duration = Duration::from_secs(2);
 
 /// See the module.
-pub struct Plane {
-    board: Arc<Board>,
+pub struct Communicator {
+    control: Arc<ControlBlock>,
     layout: Layout,
     tuning: Tuning,
     state: Mutex<State>,
@@ -65,7 +65,7 @@ pub struct Plane {
 
 struct State {
     kernels: Kernels,
-    turns: Turns,
+    order: StreamOrder,
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
@@ -77,7 +77,7 @@ struct State {
     recorded: bool,
 }
 
-impl Plane {
+impl Communicator {
     /// torch's index of this rank's device.
     pub fn device(&self) -> i32 {
         self.device.ordinal()
@@ -90,24 +90,24 @@ impl Plane {
 
     /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
-        self.enqueue(target, timeout, &[Queue::Collectives], |plane, state, stream, channel, site| {
+        self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {
                 state.launched += 1;
                 numbered(state.launched);
-                launch_log::compare(&plane.board, state.launched, call, channel)?;
-                plane.report.remember(state.launched, Description::of(call));
-                let gated = plane.gated(call, state.launched, timeout)?;
-                let plan = plan::choose(call, &plane.facts(gated));
-                stats::count(Some(call.op), plan.served_as(gated));
-                let reachable = |span| plane.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
-                let symmetric = plane.symmetric.as_ref().filter(|_| gated);
+                launch_log::compare(&communicator.control, state.launched, call, channel)?;
+                communicator.report.remember(state.launched, Description::of(call));
+                let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
+                let plan = plan::choose(call, &communicator.conditions(zero_copy));
+                stats::count(Some(call.op), plan.served_as(zero_copy));
+                let reachable = |span| communicator.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
+                let symmetric = communicator.symmetric.as_ref().filter(|_| zero_copy);
                 let symmetric = symmetric.map(|heaps| {
-                    let least = u32::try_from(plane.tuning.gated_bytes).unwrap_or(u32::MAX);
+                    let least = u32::try_from(communicator.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
                     Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, least, reachable: &reachable }
                 });
-                let site = Site { common: Common { call: state.launched, ..site.common }, symmetric, ..site };
-                if let Some(launch) = site.prepare(call, plan) {
-                    state.kernels.launch(&plane.device, &launch, call.dtype, call.reduce_op, stream)?;
+                let context = LaunchContext { common: Common { call: state.launched, ..context.common }, symmetric, ..context };
+                if let Some(launch) = context.prepare(call, plan) {
+                    state.kernels.launch(&communicator.device, &launch, call.dtype, call.reduce_op, stream)?;
                 }
             }
             Ok(())
@@ -123,9 +123,9 @@ impl Plane {
             (true, false) => &[Queue::Receives],
             _ => &[Queue::Sends, Queue::Receives],
         };
-        self.enqueue(target, timeout, queues, |plane, state, stream, _, site| {
-            let plan = plan::transfers(&plane.layout, &plane.tuning);
-            for (from, to) in take_own(plane.board.rank(), &mut sends, &mut receives)? {
+        self.enqueue(target, timeout, queues, |communicator, state, stream, _, context| {
+            let plan = plan::transfers(&communicator.layout, &communicator.tuning);
+            for (from, to) in take_own(communicator.control.rank(), &mut sends, &mut receives)? {
                 stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
             }
             for (send, messages) in [(true, &sends), (false, &receives)] {
@@ -133,42 +133,56 @@ impl Plane {
                     let number = &mut state.transfers[usize::from(send)][rank];
                     *number += 1;
                     let (peer, bytes) = (Rank(rank as u32), span.bytes as u64);
-                    launch_log::compare_transfer(&plane.board, Transfer { send, peer, number: *number, bytes })?;
+                    launch_log::compare_transfer(&communicator.control, Transfer { send, peer, number: *number, bytes })?;
                 }
             }
             while !sends.is_empty() || !receives.is_empty() {
                 let (out, incoming) = (first_of_each(&mut sends), first_of_each(&mut receives));
                 stats::count(None, plan.name());
-                let launch: Launch = site.transfers(&out, &incoming, plan)?;
-                state.kernels.launch(&plane.device, &launch, DType::U8, ReduceOp::Sum, stream)?;
+                let launch: Launch = context.transfers(&out, &incoming, plan)?;
+                state.kernels.launch(&communicator.device, &launch, DType::U8, ReduceOp::Sum, stream)?;
             }
             Ok(())
         })
     }
 
-    fn facts(&self, gated: bool) -> Facts<'_> {
-        Facts { n: self.board.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), gated }
+    fn conditions(&self, zero_copy: bool) -> Conditions<'_> {
+        Conditions { n: self.control.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), zero_copy }
     }
 
-    /// Whether this rank's launch `number`, which is `call`, is gated; the same on all ranks.
-    fn gated(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
+    /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
+    fn zero_copy(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
-        let worth = plan::worth_gating(call, self.board.size(), &self.tuning);
+        let worth = plan::worth_gating(call, self.control.size(), &self.tuning);
         // An all-to-all of short messages is no reason to begin with it.
-        let long = worth && call.longest() >= self.tuning.gated_bytes;
-        let wanted =
-            long && heaps.holds_any(call.inputs.iter().chain(&call.outputs)) && plan::choose(call, &self.facts(false)).can_be_gated();
-        let agreed = zero_copy::decide(&zero_copy::OnBoard { board: &self.board, number, timeout }, self.board.rank().0, number, wanted)?;
+        let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
+        let wanted = long
+            && heaps.holds_any(call.inputs.iter().chain(&call.outputs))
+            && plan::choose(call, &self.conditions(false)).can_be_zero_copy();
+        let agreed = zero_copy::decide(
+            &zero_copy::OnControlBlock { control: &self.control, number, timeout },
+            self.control.rank().0,
+            number,
+            wanted,
+        )?;
         Ok(agreed && worth)
     }
 
-    fn site(&self, channel: Channel, timeout: Duration) -> Site<'_> {
-        let me = self.board.rank().index();
+    fn context(&self, channel: Channel, timeout: Duration) -> LaunchContext<'_> {
+        let me = self.control.rank().index();
         let peer = self.peer[channel as usize];
         let timeout = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
         let common = Common { peer, stop: self.stop.device(), report: self.report.device(), timeout, call: 0 };
         let edges = self.edges.as_ref().map(|edges| launch::Edges { mesh: &edges.mesh, peer: edges.reach(me, channel, &peer) });
-        Site { me, n: self.board.size(), layout: &self.layout, edges, threads: self.tuning.threads as u32, common, symmetric: None }
+        LaunchContext {
+            me,
+            n: self.control.size(),
+            layout: &self.layout,
+            edges,
+            threads: self.tuning.threads as u32,
+            common,
+            symmetric: None,
+        }
     }
 
     fn enqueue(
@@ -176,25 +190,25 @@ impl Plane {
         target: CudaTarget,
         timeout: Duration,
         queues: &[Queue],
-        body: impl FnOnce(&Self, &mut State, Stream, Channel, Site<'_>) -> Result<()>,
+        body: impl FnOnce(&Self, &mut State, Stream, Channel, LaunchContext<'_>) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
         let mut state = self.state();
-        // Under the lock: `bury` takes it after the group has failed, and finds all that was enqueued.
+        // Under the lock: `release_dead` takes it after the group has failed, and finds all that was enqueued.
         if let Some(error) = self.failure() {
             return Err(error);
         }
         if state.closed {
-            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.board.name())));
+            return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         let capture = stream.capture()?;
         state.recorded |= capture.is_some();
         let channel = Channel::of(capture.is_some(), queues != [Queue::Collectives]);
         // Calls of one queue follow each other on the device, whatever streams they are given.
         for &queue in queues {
-            let before = state.turns.next(queue, stream, capture);
-            let behind = &state.behind[stream_order::place(queue, capture)];
+            let before = state.order.next(queue, stream, capture);
+            let behind = &state.behind[stream_order::slot(queue, capture)];
             if let Before::EventOf(last) = before {
                 behind.record(last)?;
             }
@@ -202,19 +216,19 @@ impl Plane {
                 stream.wait(behind)?;
             }
         }
-        let mut outcome = body(self, &mut state, stream, channel, self.site(channel, timeout));
+        let mut outcome = body(self, &mut state, stream, channel, self.context(channel, timeout));
         let stream_of_its_own = matches!(queues, [Queue::Sends] | [Queue::Receives]);
         if outcome.is_ok() && target.background && !stream_of_its_own {
             // At once: calls of other queues may stand behind it by the time its queue goes on elsewhere, and wait for other ranks.
             for &queue in queues {
-                outcome = outcome.and_then(|()| state.behind[stream_order::place(queue, capture)].record(stream));
-                state.turns.mark(queue, capture);
+                outcome = outcome.and_then(|()| state.behind[stream_order::slot(queue, capture)].record(stream));
+                state.order.mark(queue, capture);
             }
         }
         drop(state);
         drop(entered);
         // Whatever failed half-way leaves peers waiting for a kernel that does not come; a bad argument was refused before.
-        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.board.fail(error) })
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.control.fail(error) })
     }
 
     /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
@@ -230,8 +244,9 @@ impl Plane {
         let Ok(_entered) = self.device.enter() else { return false };
         let events = self.state().ends();
         if !pass(&events, limit) {
-            let text = format!("{} left group \"{}\" with CUDA work under way", self.board.describe(self.board.rank()), self.board.name());
-            self.board.fail(Error::aborted(text));
+            let text =
+                format!("{} left group \"{}\" with CUDA work under way", self.control.describe(self.control.rank()), self.control.name());
+            self.control.fail(Error::aborted(text));
             return pass(&events, NOTICE);
         }
         true
@@ -239,13 +254,13 @@ impl Plane {
 
     /// After the group has failed since `rank` died: lets go of the memory that `rank` had on its GPU and this rank has mapped, which the
     /// driver keeps until all have. What kernels may still use stays: that of a group whose calls are in graphs, and what windows show.
-    pub fn bury(&self, rank: Rank) {
+    pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
             let state = self.state();
             // Else recording would add to what the caller captures.
             let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
-            if state.closed || state.recorded || state.turns.last().any(captured) || self.failure().is_none() {
+            if state.closed || state.recorded || state.order.last().any(captured) || self.failure().is_none() {
                 return;
             }
             state.ends()
@@ -253,14 +268,14 @@ impl Plane {
         if !pass(&events, NOTICE) {
             return;
         }
-        self.memory.bury(rank);
+        self.memory.release_dead(rank);
         if let Some((memory, _)) = self.edges.as_ref().and_then(|edges| edges.apart.as_ref()) {
-            memory.bury(rank);
+            memory.release_dead(rank);
         }
         if let Some(heaps) = &self.symmetric {
-            heaps.bury(rank);
+            heaps.release_dead(rank);
         }
-        log::info!("group \"{}\": the GPU memory of {} is let go", self.board.name(), self.board.describe(rank));
+        log::info!("group \"{}\": the GPU memory of {} is let go", self.control.name(), self.control.describe(rank));
     }
 
     /// Gives everything back. After `drain`.
@@ -279,7 +294,7 @@ impl State {
     fn ends(&self) -> Vec<Event> {
         // What was recorded into a graph is not running because of us.
         let mark = |last: &Last| Event::new().and_then(|event| event.record(last.stream).map(|()| event)).ok();
-        self.turns.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
+        self.order.last().filter(|last| last.capture.is_none()).filter_map(mark).collect()
     }
 }
 

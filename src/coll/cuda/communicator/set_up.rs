@@ -1,6 +1,6 @@
 //! How all ranks of a group set up their GPUs, step by step together.
 
-use super::{Plane, Report, State, Turns, stream_order};
+use super::{Communicator, Report, State, StreamOrder, stream_order};
 use crate::boot::pass::Mailbox;
 use crate::coll::cost::{hardware, profile};
 use crate::coll::cuda::agreement::launch_log;
@@ -12,7 +12,7 @@ use crate::coll::cuda::workspace::layout::{Channel, Layout, MAX_RANKS};
 use crate::coll::cuda::workspace::memory::{Memory, Own, Peer, Way};
 use crate::coll::cuda::{cube_mesh, probed};
 use crate::config::Config;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Entered, Event, OwnStream, RelaxedCapture, Stream};
 use crate::rank::Rank;
@@ -33,14 +33,14 @@ struct Opened {
 }
 
 /// One step of the set-up that all ranks take; see [`peers::step`].
-fn step(gather: &AllGather<'_>, board: &Board, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-    peers::step(gather, board, "use its GPU in", bytes, own)
+fn step(gather: &AllGather<'_>, control: &ControlBlock, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
+    peers::step(gather, control, "use its GPU in", bytes, own)
 }
 
-impl Plane {
+impl Communicator {
     /// Sets up the group's GPUs; all ranks call it with a device of their own. Fails on all ranks alike.
-    pub fn connect(board: &Arc<Board>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
-        let (config, me, n) = (Config::get(), board.rank().index(), board.size());
+    pub fn connect(control: &Arc<ControlBlock>, device: i32, limit: &Limit, gather: &AllGather<'_>) -> Result<Self> {
+        let (config, me, n) = (Config::get(), control.rank().index(), control.size());
         let begun = Instant::now();
         let measured = profile::settings(hardware::Device::Cuda, n);
         let usual = measured.and_then(|group| Tuning::of(n).overlaid(&group.cuda_tuning).ok()).unwrap_or(Tuning::of(n));
@@ -55,7 +55,7 @@ impl Plane {
             }
             let device = Device::open(device)?;
             let mailbox = Mailbox::open(n)?;
-            launch_log::reserve(board)?;
+            launch_log::reserve(control)?;
             let capture = RelaxedCapture::begin()?;
             let entered = device.enter()?;
             // Without one the group does all through staging.
@@ -63,36 +63,39 @@ impl Plane {
             Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), device })
         };
         let opened = opened();
-        let said = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, .. }| {
+        let messages = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, .. }| {
             let workspace = budget::offer(config.workspace_mb << 20) as u64;
             let heap = heap.as_ref().map(|heap| heap.address());
             Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning }.encode()
         });
-        let peers = step(gather, board, Peer::BYTES, said)?;
+        let peers = step(gather, control, Peer::BYTES, messages)?;
         let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
         let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
         let Opened { stream, entered, capture: _capture, mailbox, heap, device } = opened?;
         if !config.shared_gpus {
-            refuse_shared(board, &peers)?;
+            refuse_shared(control, &peers)?;
         }
-        refuse_other_tunings(board, &peers)?;
+        refuse_other_tunings(control, &peers)?;
         let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
         let layout = Layout::new(n, bytes)?;
-        let way = Way { board, device: &device, mailbox: &mailbox, peers: &peers, limit };
+        let way = Way { control, device: &device, mailbox: &mailbox, peers: &peers, limit };
         let mut memory = None;
         if peers.iter().all(|peer| peer.p2p) {
             let own = Own::on_device(&device, bytes);
             // Too little memory is no reason to exchange through the host; a GPU that cannot share its memory is.
             let lacking = own.as_ref().err().filter(|error| error.kind == Kind::Config).cloned();
-            step(gather, board, 0, lacking.map_or(Ok(Vec::new()), Err))?;
+            step(gather, control, 0, lacking.map_or(Ok(Vec::new()), Err))?;
             memory = try_out(gather, &way, own, &layout, stream.stream(), &|_| true)?;
         }
         let memory = match memory {
             Some(memory) => memory,
             None => {
-                log::warn!("group \"{}\": its GPUs exchange through the host's memory, since some cannot reach each other's", board.name());
+                log::warn!(
+                    "group \"{}\": its GPUs exchange through the host's memory, since some cannot reach each other's",
+                    control.name()
+                );
                 try_out(gather, &way, Own::on_host(bytes), &layout, stream.stream(), &|_| true)?.ok_or_else(|| {
-                    Error::config(format!("the GPUs of group \"{}\" cannot exchange, not even through the host", board.name()))
+                    Error::config(format!("the GPUs of group \"{}\" cannot exchange, not even through the host", control.name()))
                 })?
             }
         };
@@ -100,28 +103,35 @@ impl Plane {
         let events = || (0..stream_order::PLACES).map(|_| Event::new()).collect::<Result<Vec<_>>>();
         let mut kernels = Kernels::new(&device, n, me, tuning.overlap != 0);
         kernels.preload(&device);
-        let made = || Ok((Stop::of(board)?, Report::new(board)?, events()?));
+        let made = || Ok((Stop::of(control)?, Report::new(control)?, events()?));
         let made = made();
-        step(gather, board, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
+        step(gather, control, 0, made.as_ref().map_err(Clone::clone).map(|_| Vec::new()))?;
         let (stop, report, behind) = made?;
         let symmetric = if memory.is_direct() && n > 1 {
-            let asked = Arc::downgrade(&report);
-            let failed: symm_mem::Failed = Arc::new(move || asked.upgrade().is_some_and(|report| report.failure().is_some()));
+            let requested = Arc::downgrade(&report);
+            let failed: symm_mem::Failed = Arc::new(move || requested.upgrade().is_some_and(|report| report.failure().is_some()));
             let addresses: Vec<_> = peers.iter().map(|peer| peer.heap).collect();
-            let linked = Heaps::link(board, &|bytes, own| step(gather, board, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
-            let staged = |reason: &_| log::warn!("group \"{}\": tensors in symmetric memory are staged, since {reason}", board.name());
+            let linked = Heaps::link(control, &|bytes, own| step(gather, control, bytes, own), heap.as_ref(), &addresses, &failed, limit)?;
+            let staged = |reason: &_| log::warn!("group \"{}\": tensors in symmetric memory are staged, since {reason}", control.name());
             linked.inspect_err(staged).ok()
         } else {
             None
         };
         drop(entered);
-        board.wait_unattended(launch_log::progress);
-        let state =
-            State { kernels, turns: Turns::default(), launched: 0, transfers: [[0; MAX_RANKS]; 2], behind, closed: false, recorded: false };
+        control.wait_unattended(launch_log::progress);
+        let state = State {
+            kernels,
+            order: StreamOrder::default(),
+            launched: 0,
+            transfers: [[0; MAX_RANKS]; 2],
+            behind,
+            closed: false,
+            recorded: false,
+        };
         let (mebibytes, place) = (bytes >> 20, if memory.is_direct() { "on each GPU" } else { "of the host for each GPU" });
         log::info!(
             "group \"{}\": {mebibytes} MiB {place}, this rank's is cuda:{} ({}); ready after {:.0} ms",
-            board.name(),
+            control.name(),
             device.ordinal(),
             device.bus,
             begun.elapsed().as_secs_f64() * 1e3
@@ -134,8 +144,8 @@ impl Plane {
             begins.iter_mut().zip(&bases).for_each(|(address, base)| *address = base + layout.channel(channel) as u64);
             begins
         });
-        let (board, state) = (Arc::clone(board), Mutex::new(state));
-        Ok(Self { board, layout, tuning, state, report, stop, symmetric, edges, memory, peer, _share: share, _stream: stream, device })
+        let (control, state) = (Arc::clone(control), Mutex::new(state));
+        Ok(Self { control, layout, tuning, state, report, stop, symmetric, edges, memory, peer, _share: share, _stream: stream, device })
     }
 }
 
@@ -148,8 +158,8 @@ fn try_out(
     stream: Stream,
     reaches: &dyn Fn(usize) -> bool,
 ) -> Result<Option<Memory>> {
-    let me = way.board.rank().index();
-    let all = |yes: bool| step(gather, way.board, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
+    let me = way.control.rank().index();
+    let all = |yes: bool| step(gather, way.control, 1, Ok(vec![u8::from(yes)])).map(|answers| answers.iter().all(|answer| answer[0] == 1));
     let noted = |error: Error| log::info!("{error}");
     let own = own.map_err(noted);
     // Before any rank waits for what another passes.
@@ -184,19 +194,19 @@ fn try_out(
 
 /// The edges of the group's GPUs, if all ranks see the same hybrid cube mesh and can use it.
 fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream) -> Result<Option<cube_mesh::Edges>> {
-    let (board, me) = (way.board, way.board.rank().index());
+    let (control, me) = (way.control, way.control.rank().index());
     if way.peers.len() != cube_mesh::RANKS || !way.peers.iter().all(|peer| peer.p2p) {
         return Ok(None);
     }
     let mesh = cube_mesh::detected(way.peers);
     let own = cube_mesh::encoded(mesh.as_ref());
-    let said = step(gather, board, cube_mesh::BYTES, Ok(own.clone()))?;
-    if said.iter().any(|other| *other != own) {
-        log::warn!("group \"{}\": ranks disagree on how their GPUs are linked; nobody goes by it", board.name());
+    let messages = step(gather, control, cube_mesh::BYTES, Ok(own.clone()))?;
+    if messages.iter().any(|other| *other != own) {
+        log::warn!("group \"{}\": ranks disagree on how their GPUs are linked; nobody goes by it", control.name());
         return Ok(None);
     }
     let Some(mesh) = mesh else { return Ok(None) };
-    log::info!("group \"{}\": its GPUs are a hybrid cube mesh of ranks {:?} and {:?}", board.name(), mesh.quad[0], mesh.quad[1]);
+    log::info!("group \"{}\": its GPUs are a hybrid cube mesh of ranks {:?} and {:?}", control.name(), mesh.quad[0], mesh.quad[1]);
     if memory.is_direct() {
         return Ok(Some(cube_mesh::Edges { mesh, apart: None }));
     }
@@ -206,10 +216,10 @@ fn edges(way: &Way<'_>, gather: &AllGather<'_>, memory: &Memory, stream: Stream)
     Ok(memory.map(|memory| cube_mesh::Edges { mesh, apart: Some((memory, layout)) }))
 }
 
-fn refuse_shared(board: &Board, peers: &[Peer]) -> Result<()> {
-    for (rank, peer) in board.ranks().zip(peers) {
-        if let Some((other, _)) = board.ranks().zip(peers).find(|(other, them)| *other < rank && them.uuid == peer.uuid) {
-            let (one, two, group) = (board.describe(other), board.describe(rank), board.name());
+fn refuse_shared(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
+    for (rank, peer) in control.ranks().zip(peers) {
+        if let Some((other, _)) = control.ranks().zip(peers).find(|(other, them)| *other < rank && them.uuid == peer.uuid) {
+            let (one, two, group) = (control.describe(other), control.describe(rank), control.name());
             let uuid: String = peer.uuid.iter().map(|byte| format!("{byte:02x}")).collect();
             return Err(Error::config(format!(
                 "{one} and {two} of group \"{group}\" use the same GPU ({uuid}); each rank needs its own: call torch.cuda.set_device(local_rank) first"
@@ -220,9 +230,9 @@ fn refuse_shared(board: &Board, peers: &[Peer]) -> Result<()> {
 }
 
 /// Ranks under different tunings would choose different kernels for one call.
-fn refuse_other_tunings(board: &Board, peers: &[Peer]) -> Result<()> {
-    let Some((rank, other)) = board.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
-    let (one, two, group) = (board.describe(Rank(0)), board.describe(rank), board.name());
+fn refuse_other_tunings(control: &ControlBlock, peers: &[Peer]) -> Result<()> {
+    let Some((rank, other)) = control.ranks().zip(peers).find(|(_, peer)| peer.tuning != peers[0].tuning) else { return Ok(()) };
+    let (one, two, group) = (control.describe(Rank(0)), control.describe(rank), control.name());
     Err(Error::config(format!(
         "{one} and {two} of group \"{group}\" differ in SYMM_CUDA_TUNING or SYMM_PROFILE: {:?} and {:?}; set both alike on all ranks",
         peers[0].tuning, other.tuning

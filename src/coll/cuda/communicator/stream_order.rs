@@ -14,13 +14,13 @@ pub(super) enum Queue {
 pub(super) const PLACES: usize = 6;
 
 /// The number of a queue, eager or captured.
-pub(super) fn place(queue: Queue, capture: Option<u64>) -> usize {
+pub(super) fn slot(queue: Queue, capture: Option<u64>) -> usize {
     2 * queue as usize + usize::from(capture.is_some())
 }
 
 /// Where the calls of each queue went last.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct StreamOrder {
     last: [Option<Last>; PLACES],
 }
 
@@ -46,10 +46,10 @@ pub(super) enum Before {
     EventOf(Stream),
 }
 
-impl Turns {
+impl StreamOrder {
     /// The next call of `queue` goes to `stream`, as part of `capture`.
     pub(super) fn next(&mut self, queue: Queue, stream: Stream, capture: Option<u64>) -> Before {
-        let last = self.last[place(queue, capture)].replace(Last { stream, capture, marked: false });
+        let last = self.last[slot(queue, capture)].replace(Last { stream, capture, marked: false });
         match last.filter(|last| last.stream != stream && last.capture == capture) {
             None => Before::Nothing,
             Some(Last { marked: true, .. }) => Before::Event,
@@ -59,7 +59,7 @@ impl Turns {
 
     /// The queue's event has been recorded behind its last call.
     pub(super) fn mark(&mut self, queue: Queue, capture: Option<u64>) {
-        if let Some(last) = &mut self.last[place(queue, capture)] {
+        if let Some(last) = &mut self.last[slot(queue, capture)] {
             last.marked = true;
         }
     }
@@ -105,8 +105,8 @@ mod tests {
     }
 
     impl Device {
-        /// As `Plane::enqueue` does it: what the call comes after, and what it should.
-        fn run(&mut self, turns: &mut Turns, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
+        /// As `Communicator::enqueue` does it: what the call comes after, and what it should.
+        fn run(&mut self, order: &mut StreamOrder, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
             let (from, stream, queues): (usize, usize, &[Queue]) = match call {
                 Call::Sync(from) => (from, from, &[Queue::Collectives]),
                 Call::Async(from) => (from, OWN, &[Queue::Collectives]),
@@ -118,8 +118,8 @@ mod tests {
             self.streams[stream].extend(before);
             let mut exact = self.streams[stream].clone();
             for &queue in queues {
-                let before = turns.next(queue, Stream(stream), None);
-                let queue = place(queue, None);
+                let before = order.next(queue, Stream(stream), None);
+                let queue = slot(queue, None);
                 if let Before::EventOf(Stream(last)) = before {
                     self.events[queue] = self.streams[last].clone();
                 }
@@ -132,10 +132,10 @@ mod tests {
             self.streams[stream].insert(number);
             for &queue in queues {
                 if stream == OWN {
-                    self.events[place(queue, None)] = self.streams[OWN].clone();
-                    turns.mark(queue, None);
+                    self.events[slot(queue, None)] = self.streams[OWN].clone();
+                    order.mark(queue, None);
                 }
-                self.exact[place(queue, None)] = &exact | &BTreeSet::from([number]);
+                self.exact[slot(queue, None)] = &exact | &BTreeSet::from([number]);
             }
             [after, exact]
         }
@@ -151,9 +151,9 @@ mod tests {
     proptest! {
         #[test]
         fn a_call_comes_after_its_queue_and_its_stream_and_nothing_else(calls in calls()) {
-            let (mut device, mut turns) = (Device::default(), Turns::default());
+            let (mut device, mut order) = (Device::default(), StreamOrder::default());
             for (number, &call) in calls.iter().enumerate() {
-                let [after, exact] = device.run(&mut turns, number, call);
+                let [after, exact] = device.run(&mut order, number, call);
                 prop_assert_eq!(after, exact, "call {}", number);
             }
         }
@@ -161,18 +161,18 @@ mod tests {
 
     #[test]
     fn eager_calls_and_captures_do_not_wait_for_each_other() {
-        let (mut turns, queue) = (Turns::default(), Queue::Collectives);
-        assert_eq!(turns.next(queue, Stream(1), None), Before::Nothing);
-        assert_eq!(turns.next(queue, Stream(2), Some(7)), Before::Nothing);
-        assert_eq!(turns.next(queue, Stream(3), Some(7)), Before::EventOf(Stream(2)));
-        assert_eq!(turns.next(queue, Stream(2), Some(8)), Before::Nothing);
-        assert_eq!(turns.next(queue, Stream(2), None), Before::EventOf(Stream(1)));
+        let (mut order, queue) = (StreamOrder::default(), Queue::Collectives);
+        assert_eq!(order.next(queue, Stream(1), None), Before::Nothing);
+        assert_eq!(order.next(queue, Stream(2), Some(7)), Before::Nothing);
+        assert_eq!(order.next(queue, Stream(3), Some(7)), Before::EventOf(Stream(2)));
+        assert_eq!(order.next(queue, Stream(2), Some(8)), Before::Nothing);
+        assert_eq!(order.next(queue, Stream(2), None), Before::EventOf(Stream(1)));
     }
 
     #[test]
     fn every_queue_has_a_place() {
         let all = [Queue::Collectives, Queue::Sends, Queue::Receives];
-        let places: BTreeSet<usize> = all.iter().flat_map(|&queue| [None, Some(1)].map(|capture| place(queue, capture))).collect();
+        let places: BTreeSet<usize> = all.iter().flat_map(|&queue| [None, Some(1)].map(|capture| slot(queue, capture))).collect();
         assert!(places.into_iter().eq(0..PLACES));
     }
 }

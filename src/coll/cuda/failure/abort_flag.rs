@@ -1,6 +1,6 @@
 //! The word that tells kernels that their group has failed.
 
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::mem::layout::HEADER_BYTES;
 use crate::mem::pinned::Registered;
@@ -27,16 +27,16 @@ fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
 }
 
 impl Stop {
-    /// Of the group of `board`, in the current context.
-    pub(crate) fn of(board: &Arc<Board>) -> Result<Self> {
-        let header = board.segment().ptr(0, HEADER_BYTES);
+    /// Of the group of `control`, in the current context.
+    pub(crate) fn of(control: &Arc<ControlBlock>) -> Result<Self> {
+        let header = control.segment().ptr(0, HEADER_BYTES);
         let mut opened = opened();
         if let Some(known) = opened.get_mut(&(header as usize)) {
             known.holders += 1;
             return Ok(Self { header: header as usize, device: known.registered.device() });
         }
-        // SAFETY: the header is mapped as long as the board lives, and was reserved when the group was made.
-        let registered = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(board) as Arc<_>) }?;
+        // SAFETY: the header is mapped as long as the control block lives, and was reserved when the group was made.
+        let registered = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(control) as Arc<_>) }?;
         let stop = Self { header: header as usize, device: registered.device() };
         opened.insert(stop.header, Opened { registered, holders: 1 });
         Ok(stop)

@@ -4,7 +4,7 @@ use crate::coll::cuda::agreement::launch_log;
 use crate::coll::cuda::arguments::{DIRECT_WORD, REPORT_WORDS};
 use crate::coll::cuda::stats;
 use crate::coll::describe::Description;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::mem::pinned::Words;
 use crate::rank::{Rank, name_ranks};
@@ -15,22 +15,22 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 /// Launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
 
-/// See the module. Apart from the plane, since others ask too: who gives symmetric memory back, who counts.
+/// See the module. Apart from the communicator, since others ask too: who gives symmetric memory back, who counts.
 pub(in crate::coll::cuda) struct Report {
-    board: Arc<Board>,
+    control: Arc<ControlBlock>,
     /// Where kernels find the words.
     device: u64,
-    /// Absent once the plane is released, in whose context they are given back.
+    /// Absent once the communicator is released, in whose context they are given back.
     words: RwLock<Option<Words>>,
     recent: Mutex<VecDeque<(u64, Description)>>,
 }
 
 impl Report {
     /// In the current context.
-    pub(in crate::coll::cuda) fn new(board: &Arc<Board>) -> Result<Arc<Self>> {
+    pub(in crate::coll::cuda) fn new(control: &Arc<ControlBlock>) -> Result<Arc<Self>> {
         let words = Words::new(REPORT_WORDS)?;
         let (device, words) = (words.device(), RwLock::new(Some(words)));
-        let report = Arc::new(Self { board: Arc::clone(board), device, words, recent: Mutex::default() });
+        let report = Arc::new(Self { control: Arc::clone(control), device, words, recent: Mutex::default() });
         stats::add(&report);
         Ok(report)
     }
@@ -60,7 +60,7 @@ impl Report {
 
     /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
     pub(in crate::coll::cuda) fn failure(&self) -> Option<Error> {
-        if let Some(failure) = self.board.failure() {
+        if let Some(failure) = self.control.failure() {
             return Some(failure);
         }
         let (number, seconds, waited_for) = {
@@ -71,26 +71,26 @@ impl Report {
             }
             let word = |i: usize| words[i].load(Ordering::Relaxed);
             let number = u64::from(word(1)) | u64::from(word(2)) << 32;
-            let waited_for: Vec<Rank> = self.board.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
+            let waited_for: Vec<Rank> = self.control.peers().filter(|rank| word(4 + rank.index()) != 0).collect();
             (number, f64::from(word(3)) / 1e3, waited_for)
         };
         // Whoever has not launched the call is why others, who have, did not send either.
-        let late: Vec<Rank> = self.board.peers().filter(|&rank| launch_log::launched(&self.board, rank) < number).collect();
+        let late: Vec<Rank> = self.control.peers().filter(|&rank| launch_log::launched(&self.control, rank) < number).collect();
         let missing = if late.is_empty() { waited_for } else { late };
-        let me = self.board.describe(self.board.rank());
+        let me = self.control.describe(self.control.rank());
         let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
         let about = recent.iter().find(|(known, _)| *known == number).map(|(_, description)| description.to_string());
         drop(recent);
         let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });
-        let doing = |rank: &Rank| format!("{}, {}", self.board.process_state(*rank), launch_log::progress(&self.board, *rank));
+        let doing = |rank: &Rank| format!("{}, {}", self.control.process_state(*rank), launch_log::progress(&self.control, *rank));
         let states: Vec<String> = missing.iter().map(doing).collect();
         let text = format!(
             "{me} waited {seconds:.1} s until its timeout in {about}, CUDA collective #{number} of group \"{}\", for {} ({})",
-            self.board.name(),
+            self.control.name(),
             name_ranks(&missing),
             states.join("; ")
         );
-        Some(self.board.fail(Error::timeout(text)))
+        Some(self.control.fail(Error::timeout(text)))
     }
 }
 

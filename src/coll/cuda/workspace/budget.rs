@@ -18,10 +18,10 @@ fn taken() -> MutexGuard<'static, usize> {
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct Share(usize);
 
-/// What a group may have where `asked` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than the least.
-pub(in crate::coll::cuda) fn offer(asked: usize) -> usize {
-    let left = (FULL * asked).saturating_sub(*taken());
-    asked.min((left / 2).max(LEAST))
+/// What a group may have where `requested` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than the least.
+pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
+    let left = (FULL * requested).saturating_sub(*taken());
+    requested.min((left / 2).max(LEAST))
 }
 
 impl Share {
@@ -44,13 +44,13 @@ mod tests {
 
     #[test]
     fn fifty_groups_stay_bounded() {
-        let asked = 256 << 20;
-        let shares: Vec<Share> = (0..50).map(|_| Share::take(offer(asked))).collect();
+        let requested = 256 << 20;
+        let shares: Vec<Share> = (0..50).map(|_| Share::take(offer(requested))).collect();
         let bytes: Vec<usize> = shares.iter().map(|share| share.0).collect();
-        assert_eq!(bytes[0], asked);
+        assert_eq!(bytes[0], requested);
         assert!(bytes.windows(2).all(|pair| pair[0] >= pair[1]) && bytes[49] == LEAST, "{bytes:?}");
-        assert!(bytes.iter().sum::<usize>() <= FULL * asked + 50 * LEAST);
+        assert!(bytes.iter().sum::<usize>() <= FULL * requested + 50 * LEAST);
         drop(shares);
-        assert_eq!(offer(asked), asked);
+        assert_eq!(offer(requested), requested);
     }
 }

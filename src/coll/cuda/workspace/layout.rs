@@ -2,7 +2,7 @@
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, spread) | gates' lines | low-latency lines | marked slots | staging slots (scatter, spread)
+//! epochs | lanes' words (scatter, spread) | handshakes' lines | low-latency lines | sentinel slots | staging slots (scatter, spread)
 //! ```
 
 use crate::error::{Error, Result};
@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 pub const MAX_RANKS: usize = 16;
 /// Units of one message that one block carries low-latency: a unit for each of 256 threads.
 pub const LL_UNITS: usize = 256;
-/// Blocks of a kernel on marked slots, at most.
-pub const MARKED_BLOCKS: usize = 64;
+/// Blocks of a kernel on sentinel slots, at most.
+pub const SENTINEL_BLOCKS: usize = 64;
 /// Lanes of a staged kernel, at most.
 pub const MAX_LANES: usize = 128;
 /// Slots of a lane for each source; `SLOTS` in `staging.cuh`.
@@ -28,17 +28,17 @@ const LANES: usize = 512;
 /// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/kernels.md).
 const FAIR_SLOT: usize = 16 << 10;
 const LONGEST_SLOT: usize = 24 << 10;
-/// What one all-reduce in two shots may have of the marked slots.
-const MARKED_BYTES: usize = 17 << 20;
+/// What one all-reduce in two shots may have of the sentinel slots.
+const SENTINEL_BYTES: usize = 17 << 20;
 /// Bytes of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
-const MARKED_EPOCHS: usize = 1024;
-const GATE_EPOCHS: usize = 2048;
-const GATE_COUNTS: usize = 3584;
+const SENTINEL_EPOCHS: usize = 1024;
+const HANDSHAKE_EPOCHS: usize = 2048;
+const HANDSHAKE_COUNTS: usize = 3584;
 const WORDS: usize = 4096;
-/// Of one rank in one round of a gate; `GATE_UNITS` in `gate.cuh`.
-const GATE_UNITS: usize = 2;
+/// Of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
+const HANDSHAKE_UNITS: usize = 2;
 /// Part of a page of a cache line pair; what slots are aligned to.
 const ALIGN: usize = 256;
 // Kernels count where chunks begin in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole slot.
@@ -86,7 +86,7 @@ impl Channel {
 pub struct Layout {
     ranks: usize,
     lanes: usize,
-    marked_units: usize,
+    sentinel_units: usize,
     slot_bytes: usize,
     channel_bytes: usize,
 }
@@ -100,18 +100,18 @@ impl Layout {
     /// Bytes on every GPU beyond which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
         let lanes = (LANES / ranks).min(MAX_LANES);
-        let layout = Self { ranks, lanes, marked_units: 0, slot_bytes: LONGEST_SLOT, channel_bytes: 0 };
-        Channel::ALL.len() * (layout.marked() + MARKED_BYTES + 2 * layout.stage_bytes() + ALIGN)
+        let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: LONGEST_SLOT, channel_bytes: 0 };
+        Channel::ALL.len() * (layout.sentinel() + SENTINEL_BYTES + 2 * layout.stage_bytes() + ALIGN)
     }
 
     /// The layout of a group of `ranks` that has `total` bytes on every GPU.
     pub fn new(ranks: usize, total: usize) -> Result<Self> {
         let channel_bytes = total / Channel::ALL.len() / ALIGN * ALIGN;
         let with = |lanes: usize| {
-            let mut layout = Self { ranks, lanes, marked_units: 0, slot_bytes: 0, channel_bytes };
-            let left = channel_bytes.saturating_sub(layout.marked());
-            layout.marked_units = (left / 3).min(MARKED_BYTES) / (MARKED_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
-            let slot = left.saturating_sub(layout.marked_bytes()) / (2 * lanes * ranks * SLOTS) / ALIGN * ALIGN;
+            let mut layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: 0, channel_bytes };
+            let left = channel_bytes.saturating_sub(layout.sentinel());
+            layout.sentinel_units = (left / 3).min(SENTINEL_BYTES) / (SENTINEL_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
+            let slot = left.saturating_sub(layout.sentinel_bytes()) / (2 * lanes * ranks * SLOTS) / ALIGN * ALIGN;
             layout.slot_bytes = slot.min(LONGEST_SLOT);
             layout
         };
@@ -120,7 +120,7 @@ impl Layout {
         if layout.slot_bytes < FAIR_SLOT {
             layout = with(layout.few_lanes());
         }
-        if layout.marked_units == 0 || layout.slot_bytes < 1024 {
+        if layout.sentinel_units == 0 || layout.slot_bytes < 1024 {
             let mebibytes = total >> 20;
             return Err(Error::config(format!(
                 "{mebibytes} MiB of GPU memory are too few for a group of {ranks} ranks; raise SYMM_WORKSPACE_MB"
@@ -164,53 +164,53 @@ impl Layout {
         LL_EPOCHS
     }
 
-    /// Blocks of a gated kernel, at most: the roles of a lane.
-    pub fn gate_blocks(self) -> usize {
+    /// Blocks of a zero-copy kernel, at most: the roles of a lane.
+    pub fn handshake_blocks(self) -> usize {
         3 * self.most_lanes()
     }
 
-    /// Epochs of the blocks of gated kernels, in the channel.
-    pub fn gate_epochs(self) -> usize {
-        GATE_EPOCHS
+    /// Epochs of the blocks of zero-copy kernels, in the channel.
+    pub fn handshake_epochs(self) -> usize {
+        HANDSHAKE_EPOCHS
     }
 
-    /// How many gated kernels moved something without staging, in the channel.
-    pub fn gate_counts(self) -> usize {
-        GATE_COUNTS
+    /// How many zero-copy kernels moved something without staging, in the channel.
+    pub fn handshake_counts(self) -> usize {
+        HANDSHAKE_COUNTS
     }
 
-    /// Low-latency lines of gates, in the channel.
-    pub fn gate_lines(self) -> usize {
-        (self.words(Stage::Spread) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
+    /// Low-latency lines of handshakes, in the channel.
+    pub fn handshake_lines(self) -> usize {
+        (self.words(Stage::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
     }
 
-    fn gate_bytes(self) -> usize {
-        self.gate_blocks() * 2 * self.ranks * GATE_UNITS * LINES
+    fn handshake_bytes(self) -> usize {
+        self.handshake_blocks() * 2 * self.ranks * HANDSHAKE_UNITS * LINES
     }
 
     /// Low-latency lines, in the channel.
     pub fn ll_lines(self) -> usize {
-        (self.gate_lines() + self.gate_bytes()).next_multiple_of(ALIGN)
+        (self.handshake_lines() + self.handshake_bytes()).next_multiple_of(ALIGN)
     }
 
-    /// Epochs of blocks on marked slots, in the channel.
-    pub fn marked_epochs(self) -> usize {
-        MARKED_EPOCHS
+    /// Epochs of blocks on sentinel slots, in the channel.
+    pub fn sentinel_epochs(self) -> usize {
+        SENTINEL_EPOCHS
     }
 
-    /// Marked slots, in the channel.
-    pub fn marked(self) -> usize {
+    /// Sentinel slots, in the channel.
+    pub fn sentinel(self) -> usize {
         self.ll_lines() + self.ll_blocks() * 2 * self.ranks * LL_UNITS * LINES
     }
 
-    /// Bytes of all marked slots of a channel: what must hold ones before the first call.
-    pub fn marked_bytes(self) -> usize {
-        MARKED_BLOCKS * 4 * self.ranks * self.marked_units * UNIT
+    /// Bytes of all sentinel slots of a channel: what must hold ones before the first call.
+    pub fn sentinel_bytes(self) -> usize {
+        SENTINEL_BLOCKS * 4 * self.ranks * self.sentinel_units * UNIT
     }
 
-    /// Units of one source in one stage of one block on marked slots.
-    pub fn marked_units(self) -> usize {
-        self.marked_units
+    /// Units of one source in one stage of one block on sentinel slots.
+    pub fn sentinel_units(self) -> usize {
+        self.sentinel_units
     }
 
     /// Words of a stage's lanes, in the channel.
@@ -220,7 +220,7 @@ impl Layout {
 
     /// Slots of a stage, in the channel.
     pub fn slots(self, stage: Stage) -> usize {
-        self.marked() + self.marked_bytes() + stage as usize * self.stage_bytes()
+        self.sentinel() + self.sentinel_bytes() + stage as usize * self.stage_bytes()
     }
 
     /// Bytes of a staging slot.
@@ -239,7 +239,7 @@ pub enum Stage {
     /// Each rank's pieces go to those who need them.
     Scatter,
     /// Each rank's result goes to everybody.
-    Spread,
+    Gather,
 }
 
 #[cfg(test)]
@@ -254,16 +254,16 @@ mod tests {
                 let ll = layout.ll_blocks() * 2 * ranks * LL_UNITS * LINES;
                 let areas = [
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
-                    (layout.marked_epochs(), 4 * MARKED_BLOCKS),
-                    (layout.gate_epochs(), 4 * layout.gate_blocks()),
-                    (layout.gate_counts(), 4),
+                    (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
+                    (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
+                    (layout.handshake_counts(), 4),
                     (layout.words(Stage::Scatter), layout.lanes() * LANE_WORDS),
-                    (layout.words(Stage::Spread), layout.lanes() * LANE_WORDS),
-                    (layout.gate_lines(), layout.gate_bytes()),
+                    (layout.words(Stage::Gather), layout.lanes() * LANE_WORDS),
+                    (layout.handshake_lines(), layout.handshake_bytes()),
                     (layout.ll_lines(), ll),
-                    (layout.marked(), layout.marked_bytes()),
+                    (layout.sentinel(), layout.sentinel_bytes()),
                     (layout.slots(Stage::Scatter), layout.stage_bytes()),
-                    (layout.slots(Stage::Spread), layout.stage_bytes()),
+                    (layout.slots(Stage::Gather), layout.stage_bytes()),
                 ];
                 for pair in areas.windows(2) {
                     assert!(pair[0].0 + pair[0].1 <= pair[1].0, "{ranks} ranks, {mebibytes} MiB: {pair:?} overlap");

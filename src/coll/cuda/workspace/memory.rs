@@ -6,7 +6,7 @@
 use super::layout::{Channel, Layout};
 use crate::boot::pass::{Mailbox, NAME_BYTES};
 use crate::coll::cuda::plan::Tuning;
-use crate::control::Board;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Device, Stream};
 use crate::mem::pinned::Registered;
@@ -70,7 +70,7 @@ fn lock(mappings: &Mutex<Vec<Option<Mapping>>>) -> MutexGuard<'_, Vec<Option<Map
 
 /// The way to the peers while memory is being made.
 pub(in crate::coll::cuda) struct Way<'a> {
-    pub(in crate::coll::cuda) board: &'a Board,
+    pub(in crate::coll::cuda) control: &'a ControlBlock,
     pub(in crate::coll::cuda) device: &'a Device,
     pub(in crate::coll::cuda) mailbox: &'a Mailbox,
     pub(in crate::coll::cuda) peers: &'a [Peer],
@@ -81,13 +81,13 @@ impl Way<'_> {
     /// `own` in this rank's place, and what the peers gave in theirs.
     fn pass(&self, own: &OwnedFd) -> Result<Vec<Option<OwnedFd>>> {
         let names: Vec<_> = self.peers.iter().map(|peer| peer.mailbox).collect();
-        let pids: Vec<u32> = self.board.ranks().map(|rank| self.board.pid(rank)).collect();
+        let pids: Vec<u32> = self.control.ranks().map(|rank| self.control.pid(rank)).collect();
         // Also this rank itself may be leaving, on another thread.
-        let left = |rank| self.board.absence(rank).map(|how| Error::peer(format!("{} {how}", self.board.describe(rank))));
-        let hope = || self.board.failure().or_else(|| self.board.ranks().find_map(left)).map_or(Ok(()), Err);
-        let passed = self.mailbox.exchange(self.board.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
+        let left = |rank| self.control.absence(rank).map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))));
+        let hope = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
+        let passed = self.mailbox.exchange(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
         // Peers may wait for what this rank has not given: they hear of it.
-        passed.map_err(|error| self.board.fail(error))
+        passed.map_err(|error| self.control.fail(error))
     }
 }
 
@@ -134,7 +134,7 @@ impl Memory {
                 let open = |fd: Option<OwnedFd>| {
                     let fd = fd.or_else(|| own.take()).ok_or_else(|| Error::internal("a peer passed no memory"))?;
                     let segment = Arc::new(Segment::map(fd, bytes)?);
-                    segment.reserve(0, bytes, format_args!("group \"{}\"", way.board.name()))?;
+                    segment.reserve(0, bytes, format_args!("group \"{}\"", way.control.name()))?;
                     // SAFETY: reserved above, mapped as long as the segment, which is the keeper, lives.
                     unsafe { Registered::new(segment.ptr(0, bytes), bytes, segment) }
                 };
@@ -157,7 +157,7 @@ impl Memory {
     }
 
     /// Lets go of what `rank` had on its GPU. No kernel may use it any more.
-    pub(in crate::coll::cuda) fn bury(&self, rank: Rank) {
+    pub(in crate::coll::cuda) fn release_dead(&self, rank: Rank) {
         match self {
             Self::Device(mappings) => drop(lock(mappings)[rank.index()].take()),
             // What is left of it is the group's.
@@ -170,8 +170,8 @@ impl Memory {
         let base = self.addresses()[me];
         for channel in Channel::ALL {
             let start = base + layout.channel(channel) as u64;
-            stream.fill(start, 0, layout.marked())?;
-            stream.fill(start + layout.marked() as u64, 0xFF, layout.marked_bytes())?;
+            stream.fill(start, 0, layout.sentinel())?;
+            stream.fill(start + layout.sentinel() as u64, 0xFF, layout.sentinel_bytes())?;
         }
         stream.synchronize()
     }
@@ -182,7 +182,7 @@ impl Memory {
         for (rank, base) in self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0) {
             let (out, mut back) = (word(rank), 0u64);
             // Staging: whatever lies there before a chunk has arrived is never read.
-            let at = base + layout.slots(super::layout::Stage::Spread) as u64 + me as u64 * 8;
+            let at = base + layout.slots(super::layout::Stage::Gather) as u64 + me as u64 * 8;
             stream.copy(at, (&raw const out) as u64, 8)?;
             stream.copy((&raw mut back) as u64, at, 8)?;
             stream.synchronize()?;
@@ -196,7 +196,7 @@ impl Memory {
     /// Whether what every peer in reach, which reaches this rank too, wrote has arrived here. After all have probed.
     pub(in crate::coll::cuda) fn probed(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
         let addresses = self.addresses();
-        let base = addresses[me] + layout.slots(super::layout::Stage::Spread) as u64;
+        let base = addresses[me] + layout.slots(super::layout::Stage::Gather) as u64;
         for rank in (0..addresses.len()).filter(|&rank| rank != me && addresses[rank] != 0) {
             let mut word = 0u64;
             stream.copy((&raw mut word) as u64, base + rank as u64 * 8, 8)?;

@@ -37,7 +37,7 @@ DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3
   begin(sum, RANK < args.quad[0] ? own : mate[0]);
 #pragma unroll
   for (u32 k = 1; k < 3; ++k) {
-    // Place k is this rank's if k mates come before it, and the mates after it have moved up by one.
+    // role k is this rank's if k mates come before it, and the mates after it have moved up by one.
     combine(sum, RANK < args.quad[k - 1] ? mate[k - 1] : RANK < args.quad[k] ? own : mate[k]);
   }
   combine(sum, RANK < args.quad[2] ? mate[2] : own);

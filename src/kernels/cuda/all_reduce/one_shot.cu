@@ -1,11 +1,11 @@
 // One-shot all-reduce: every rank sends all it has to everybody, who all add it up, in rank order.
 // Sent per rank: (n - 1) S. One trip.
-#include "marked.cuh"
+#include "sentinel.cuh"
 
 KERNEL(all_reduce_one_shot, AllReduceArgs) {
   after_predecessor();
   const Common& common = args.common;
-  const MarkedRound round = begin_round(common, args.marked);
+  const SentinelRound round = begin_round(common, args.sentinel);
   Wait wait;
   const u64 units = units_of(args.bytes);
   const u64 first = part_begin(units, block(), blocks());
@@ -16,7 +16,7 @@ KERNEL(all_reduce_one_shot, AllReduceArgs) {
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
-      store_relaxed(marked_slot(common, round, r, 0, RANK, i), v);
+      store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), v);
     }
   }
   allow_successor();
@@ -25,8 +25,8 @@ KERNEL(all_reduce_one_shot, AllReduceArgs) {
     const u64 offset = (first + i) * 16;
     Unit v[WORLD];
     v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
-    pull_marked(common, round, 0, i, everybody, v, wait);
+    pull_sentinel(common, round, 0, i, everybody, v, wait);
     store_unit(args.to + offset, sum_in_order(v), args.bytes - offset);
   }
-  end_round(common, args.marked, round);
+  end_round(common, args.sentinel, round);
 }

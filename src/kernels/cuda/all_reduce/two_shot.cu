@@ -1,11 +1,11 @@
 // Two-shot all-reduce: each rank adds up one piece of what all have, in rank order, and sends the sum to everybody.
 // Sent per rank: 2 (n - 1) / n S. Two trips, no barrier between them.
-#include "marked.cuh"
+#include "sentinel.cuh"
 
 KERNEL(all_reduce_two_shot, AllReduceArgs) {
   after_predecessor();
   const Common& common = args.common;
-  const MarkedRound round = begin_round(common, args.marked);
+  const SentinelRound round = begin_round(common, args.sentinel);
   Wait wait;
   const u64 units = units_of(args.bytes);
   const u64 first = part_begin(units, block(), blocks());
@@ -34,7 +34,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
       if (i < count[r]) {
-        store_relaxed(marked_slot(common, round, r, 0, RANK, i), scrub(lift(v[r], args.factor)));
+        store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), scrub(lift(v[r], args.factor)));
       }
     }
   }
@@ -43,12 +43,12 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     const u64 offset = start[RANK] + (u64)i * 16;
     Unit v[WORLD];
     v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
-    pull_marked(common, round, 0, i, everybody, v, wait);
+    pull_sentinel(common, round, 0, i, everybody, v, wait);
     const Unit sum = sum_in_order(v);
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
-      store_relaxed(marked_slot(common, round, r, 1, RANK, i), sum);
+      store_relaxed(sentinel_slot(common, round, r, 1, RANK, i), sum);
     }
     store_unit(args.to + offset, sum, args.bytes - offset);
   }
@@ -61,7 +61,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
       sources |= i < count[r] ? 1u << r : 0;
     }
     Unit v[WORLD];
-    pull_marked(common, round, 1, i, sources, v, wait);
+    pull_sentinel(common, round, 1, i, sources, v, wait);
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
@@ -71,5 +71,5 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
       }
     }
   }
-  end_round(common, args.marked, round);
+  end_round(common, args.sentinel, round);
 }

@@ -1,6 +1,6 @@
 // Broadcast of long messages: the root gives each other rank a piece, which passes it on to the others. No rank sends more than S.
-// In a gated call what is passed on goes straight into those tensors that are symmetric memory.
-#include "two_stage.cuh"
+// In a zero-copy call what is passed on goes straight into those tensors that are symmetric memory.
+#include "rsag_staged.cuh"
 
 // The entry of a rank that only the kernel knows. By masks: an index that is no constant would put the table into memory.
 DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
@@ -13,9 +13,9 @@ DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
 }
 
 // Blocks: a lane's three roles side by side.
-LANE_KERNEL(broadcast_staged, TwoStageArgs) {
+LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
   after_predecessor();
-  const auto [lane, role] = place_of(block(), 3);
+  const auto [lane, role] = role_of(block(), 3);
   const u32 root = args.root;
   const u32 others = ((1u << WORLD) - 1) & ~(1u << RANK) & ~(1u << root);
   if (role == 0) {
@@ -27,12 +27,12 @@ LANE_KERNEL(broadcast_staged, TwoStageArgs) {
 #ifdef SYMM_GATED
     // The root, which passes nothing on, counts the rounds as the others do.
     const u32 partners = root == RANK ? 0 : others;
-    spread_gated(args, lane, 1u << root, others, Partners{partners, partners}, make);
-  } else if (args.gate.take != 0) {
+    gather_zero_copy(args, lane, 1u << root, others, Partners{partners, partners}, make);
+  } else if (args.handshake.take != 0) {
     // Peers store here themselves.
 #else
     if (root != RANK) {
-      spread(args, lane, 1u << root, others, make);
+      gather(args, lane, 1u << root, others, make);
     }
 #endif
   } else if (root != RANK) {

@@ -2,9 +2,9 @@
 //
 // Between two ranks a short message travels low-latency, a long one staged; only the two know its length. How many blocks serve which
 // protocol is the same on all ranks, so that every block finds its counterpart. Barrier: the low-latency protocol without data.
-// In a gated call a long message goes straight into the receiver's tensor if that is symmetric memory.
+// In a zero-copy call a long message goes straight into the receiver's tensor if that is symmetric memory.
 #include "direct.cuh"
-#include "gate.cuh"
+#include "zero_copy.cuh"
 #include "pieces.cuh"
 
 struct ExchangeArgs {
@@ -19,8 +19,8 @@ struct ExchangeArgs {
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Of gated calls; of its bits, only what this rank takes counts.
-  Gate gate;
+  // Of zero-copy calls; of its bits, only what this rank takes counts.
+  Handshake handshake;
 };
 static_assert(sizeof(ExchangeArgs) == 920, "");
 
@@ -89,14 +89,14 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
 }
 
 #ifdef SYMM_GATED
-// Opens the gate and moves what goes straight from tensor to tensor: that is no longer in `to` and `from` then. `lanes` is 0 if nothing is
+// Opens the handshake and moves what goes straight from tensor to tensor: that is no longer in `to` and `from` then. `lanes` is 0 if nothing is
 // left for staging. False: some rank did not come, and nothing was moved.
 DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners partners, u32& to, u32& from, u32& lanes) {
-  const Gate& gate = args.gate;
+  const Handshake& handshake = args.handshake;
   // How much of a peer's message has room, and where it goes.
-  const auto tell = [&](u32 r) -> Line { return {args.bytes[r], told(gate, gate.take >> r & 1, args.to[r])}; };
-  Line said[WORLD];
-  if (!open_gate(args.common, round, partners, tell, said)) {
+  const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], handshake_word(handshake, handshake.take >> r & 1, args.to[r])}; };
+  Line words[WORLD];
+  if (!begin_handshake(args.common, round, partners, word_for, words)) {
     return false;
   }
   u32 put = 0;
@@ -107,13 +107,13 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
     const bool out = to >> r & 1, in = from >> r & 1;
-    const bool there = said[r].second != 0, here = gate.take >> r & 1;
+    const bool there = words[r].second != 0, here = handshake.take >> r & 1;
     put |= out && there ? 1u << r : 0;
     staged |= (out && !there && args.out.bytes[r] > 0) || (in && !here && args.bytes[r] > 0);
     direct |= (out && there) || (in && here);
-    place[r] = heard(gate, r, said[r].second);
+    place[r] = tensor_of(handshake, r, words[r].second);
     // Never more than the peer has room for, even if the ranks disagree.
-    bytes[r] = smaller(args.out.bytes[r], said[r].first);
+    bytes[r] = smaller(args.out.bytes[r], words[r].first);
   }
   // Where nothing is staged, the rank's own message goes along with the others', behind whose stores it hides.
   u8* const own = args.to[RANK];
@@ -133,7 +133,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     put_each(args.out.from, place, targets, bytes);
   }
   if (direct) {
-    count_direct(args.common, gate, block() == 0);
+    count_direct(args.common, handshake, block() == 0);
   }
   if (!staged) {
     if (targets == put) {
@@ -142,7 +142,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     lanes = 0;
   }
   to &= ~put;
-  from &= ~gate.take;
+  from &= ~handshake.take;
   return true;
 }
 
@@ -165,16 +165,16 @@ KERNEL(exchange, ExchangeArgs) {
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
-    partners.told |= (from >> r & 1) && args.bytes[r] >= args.gate.least ? 1u << r : 0;
-    partners.heard |= (to >> r & 1) && args.out.bytes[r] >= args.gate.least ? 1u << r : 0;
+    partners.to |= (from >> r & 1) && args.bytes[r] >= args.handshake.least ? 1u << r : 0;
+    partners.from |= (to >> r & 1) && args.out.bytes[r] >= args.handshake.least ? 1u << r : 0;
   }
-  const bool meets = (partners.told | partners.heard) != 0;
-  const Round round = begin_round(args.common, lines_of(args.gate));
+  const bool meets = (partners.to | partners.from) != 0;
+  const Round round = begin_round(args.common, lines_of(args.handshake));
   if (meets && !put_direct(args, round, partners, to, from, lanes)) {
     return;
   }
 #endif
-  const auto [lane, role] = place_of(block(), 3);
+  const auto [lane, role] = role_of(block(), 3);
   if (lane >= lanes) {
     // A block of the low-latency protocol alone.
   } else if (role == 0) {
@@ -191,6 +191,6 @@ KERNEL(exchange, ExchangeArgs) {
   }
 #ifdef SYMM_GATED
   // Also where this rank met nobody: which ranks do, no rank knows, and all must count the same rounds.
-  close_gate(args.common, args.gate, round, partners);
+  end_handshake(args.common, args.handshake, round, partners);
 #endif
 }

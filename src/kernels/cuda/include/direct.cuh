@@ -1,7 +1,7 @@
 // Moves between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles and without waiting.
 // Peers' tensors are aligned to 16 bytes there; this rank's own need not be where it is said.
 #pragma once
-#include "gate.cuh"
+#include "zero_copy.cuh"
 #include "staging.cuh"
 
 // Units that a thread moves at once where each is loaded once.

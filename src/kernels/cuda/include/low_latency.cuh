@@ -102,7 +102,7 @@ DEVICE void pull_units(const Common& common, const Round& round, u32 unit, u32 s
       v[r] = {(u32)a[r].first, (u32)a[r].second, (u32)b[r].first, (u32)b[r].second};
     }
     // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not both are".
-  } while (waiting && patient(wait, common, missing));
+  } while (waiting && keep_waiting(wait, common, missing));
 }
 
 // A rank to hear from, and whom to name (a bit each) if nothing comes.
@@ -133,5 +133,5 @@ DEVICE void pull_from(const Common& common, const Round& round, u32 unit, const 
       missing |= first && second ? 0 : from[k].names;
       v[k] = {(u32)a[k].first, (u32)a[k].second, (u32)b[k].first, (u32)b[k].second};
     }
-  } while (missing != 0 && patient(wait, common, missing));
+  } while (missing != 0 && keep_waiting(wait, common, missing));
 }

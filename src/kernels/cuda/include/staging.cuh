@@ -33,12 +33,12 @@ struct Staging {
 // What a block of a staged kernel does. Blocks of a lane stand side by side: a device that has no room for all blocks of all kernels at
 // once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
 // and make room. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
-struct Place {
+struct Role {
   u32 lane, role;
 };
 
 // Roles take turns within a lane, so that a processor that gets every k-th block gets some of each.
-DEVICE Place place_of(u32 block, u32 roles) {
+DEVICE Role role_of(u32 block, u32 roles) {
   const u32 lane = block / roles;
   return {lane, (block + lane) % roles};
 }
@@ -79,7 +79,7 @@ struct Stage {
   DEVICE void await_credit(u32 peer, u32 number, u32& seen) {
     while ((int)(number - seen) >= (int)SLOTS) {
       seen = load_relaxed(&words(RANK)->credit[peer]);
-      if ((int)(number - seen) >= (int)SLOTS && !patient(wait, common, 1u << peer)) {
+      if ((int)(number - seen) >= (int)SLOTS && !keep_waiting(wait, common, 1u << peer)) {
         return;
       }
     }
@@ -91,7 +91,7 @@ struct Stage {
     if (r < WORLD) {
       const u32 mine = of_thread(number);
       const u32* arrived = &words(RANK)->arrived[r];
-      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && patient(wait, common, 1u << r)) {
+      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && keep_waiting(wait, common, 1u << r)) {
       }
     }
     sync_block();

@@ -20,7 +20,7 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   return finish(sum);
 }
 
-// Each rank's factor under PREMUL_SUM, within the round that open_gate began: who adds up multiplies as each sender would.
+// Each rank's factor under PREMUL_SUM, within the round that begin_handshake began: who adds up multiplies as each sender would.
 DEVICE bool hear_factors(const Common& common, const Round& round, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];

@@ -43,7 +43,7 @@ struct Wait {
 
 // Whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
 // of the call are worthless then, and the host says why.
-DEVICE bool patient(Wait& wait, const Common& common, u32 missing) {
+DEVICE bool keep_waiting(Wait& wait, const Common& common, u32 missing) {
   if (wait.over) {
     return false;
   }

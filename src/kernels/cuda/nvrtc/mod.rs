@@ -122,8 +122,8 @@ impl Nvrtc {
         if status == SUCCESS {
             return Ok(Compiled { cubin: program.cubin()?, log });
         }
-        let said: Vec<&str> = log.lines().map(str::trim_end).filter(|line| !line.is_empty()).take(LOG_LINES).collect();
-        let message = format!("{}, with {}: {}", self.failed(&format!("compile {name}"), status), options.join(" "), said.join("\n"));
+        let lines: Vec<&str> = log.lines().map(str::trim_end).filter(|line| !line.is_empty()).take(LOG_LINES).collect();
+        let message = format!("{}, with {}: {}", self.failed(&format!("compile {name}"), status), options.join(" "), lines.join("\n"));
         Err(match status {
             INVALID_OPTION | NO_BUILTINS => Error::config(message),
             _ => Error::internal(message),

@@ -12,20 +12,20 @@ struct ReduceStagedArgs {
   u8* to;
   u64 bytes;
   double factor;
-  // Of gated calls.
-  Gate gate;
+  // Of zero-copy calls.
+  Handshake handshake;
 };
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_GATED
-// Opens the gate; adds up what this rank needs, loaded from all inputs, if they are symmetric memory: `direct`. False: some rank did not
+// Opens the handshake; adds up what this rank needs, loaded from all inputs, if they are symmetric memory: `direct`. False: some rank did not
 // come, and nothing was loaded.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& direct) {
-  const Gate& gate = args.gate;
-  Line said[WORLD];
+  const Handshake& handshake = args.handshake;
+  Line words[WORLD];
   double factor[WORLD];
-  const auto tell = [&](u32 r) -> Line { return {told(gate, gate.give >> r & 1, args.out.from[r]), 0}; };
-  if (!open_gate(args.common, round, EVERYBODY, tell, said) || !hear_factors(args.common, round, args.factor, factor)) {
+  const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.give >> r & 1, args.out.from[r]), 0}; };
+  if (!begin_handshake(args.common, round, EVERYBODY, word_for, words) || !hear_factors(args.common, round, args.factor, factor)) {
     return false;
   }
   bool lacking = false;
@@ -33,13 +33,13 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
     // Who lacks one piece for somebody says so to everybody: all decide alike.
-    lacking |= said[r].first == 0;
-    from[r] = heard(gate, r, said[r].first);
+    lacking |= words[r].first == 0;
+    from[r] = tensor_of(handshake, r, words[r].first);
   }
   direct = !lacking;
   if (direct) {
     sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_unit(args.to + offset, sum, bytes); });
-    count_direct(args.common, gate, block() == 0);
+    count_direct(args.common, handshake, block() == 0);
   }
   return true;
 }
@@ -49,17 +49,17 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
 #ifdef SYMM_GATED
-  const Round round = begin_round(args.common, lines_of(args.gate));
+  const Round round = begin_round(args.common, lines_of(args.handshake));
   bool direct;
   if (!sum_direct(args, round, direct)) {
     return;
   }
-  const Closing closing{args.common, args.gate, round};
+  const Closing closing{args.common, args.handshake, round};
   if (direct) {
     return;
   }
 #endif
-  const auto [lane, role] = place_of(block(), 2);
+  const auto [lane, role] = role_of(block(), 2);
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   if (role == 0) {
     Stage stage(args.common, args.staging, lane);

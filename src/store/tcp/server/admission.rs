@@ -23,10 +23,10 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
 const MANY: usize = 16;
 const ROOM: u64 = 4096;
 
-/// This many strangers may be there however few descriptors are left for them: who knows the secret is one, too, for a moment.
+/// This many unidentified peers may be there however few descriptors are left for them: who knows the secret is one, too, for a moment.
 const FEW: usize = 16;
 
-/// The part of the process's descriptors that strangers leave to those who know the secret and to the rest of the process: 1 in 4.
+/// The part of the process's descriptors that unidentified peers leave to those who know the secret and to the rest of the process: 1 in 4.
 const KEPT_FROM_STRANGERS: u64 = 4;
 
 /// What clients leave to the rest of the process: as many, or 1 in 8.
@@ -72,7 +72,7 @@ impl EventLoop {
         let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - KEPT_FROM_CLIENTS.min(limit / 8);
         let few = number >= limit - limit / KEPT_FROM_STRANGERS;
-        let crowded = self.strangers.len() >= self.limits.strangers || scarce || (few && self.strangers.len() >= FEW);
+        let crowded = self.unidentified.len() >= self.limits.unidentified || scarce || (few && self.unidentified.len() >= FEW);
         if crowded && !self.evict() && scarce {
             return self.refuse(&peer_name(&socket), &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"));
         }
@@ -88,7 +88,7 @@ impl EventLoop {
         let mut connection = Connection::new(socket, nonce);
         self.calendar.set(key, &mut connection.deadline, Some(Instant::now() + self.limits.hello));
         self.connections.insert(key, connection);
-        self.strangers.insert(key);
+        self.unidentified.insert(key);
         if self.connections.len() > MANY && !std::mem::replace(&mut self.roomy, true) {
             make_room();
         }
@@ -97,7 +97,7 @@ impl EventLoop {
 
     /// Closes the oldest connection that has not introduced itself; whether there was one.
     fn evict(&mut self) -> bool {
-        let oldest = self.strangers.first().copied();
+        let oldest = self.unidentified.first().copied();
         oldest.into_iter().for_each(|key| self.close(key));
         oldest.is_some()
     }
@@ -111,7 +111,7 @@ impl EventLoop {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
         };
-        let Phase::Stranger(nonce) = connection.phase else {
+        let Phase::Unidentified(nonce) = connection.phase else {
             return;
         };
         let words = match proof::admit(self.secret.as_deref(), &nonce, hello) {
@@ -133,7 +133,7 @@ impl EventLoop {
                 Bytes::from_static(&[0; proof::ADMISSION])
             }
         };
-        self.strangers.remove(&key);
+        self.unidentified.remove(&key);
         self.send(key, [words]);
     }
 }

@@ -25,7 +25,7 @@ const TURN: usize = 256 * 1024;
 #[derive(Debug)]
 pub(super) enum Phase {
     /// Has not introduced itself.
-    Stranger(Nonce),
+    Unidentified(Nonce),
     /// Its next frame is expected, or on its way.
     Open,
     /// Waits for `key`, and is told that it is missing at the deadline.
@@ -43,7 +43,7 @@ pub(super) enum Input {
     More,
     /// The other end is closed, or speaks nonsense.
     Closed,
-    /// A stranger's introduction.
+    /// A unidentified peer's introduction.
     Hello(Box<[u8; HELLO]>),
     /// A frame of this length is about to come: room for it must be reserved first.
     Long(usize),
@@ -87,7 +87,7 @@ pub(super) struct Connection {
 
 impl Connection {
     pub(super) fn new(socket: OwnedFd, nonce: Nonce) -> Self {
-        let phase = Phase::Stranger(nonce);
+        let phase = Phase::Unidentified(nonce);
         Self {
             socket,
             phase,
@@ -134,9 +134,9 @@ impl Connection {
             return found;
         }
         let have = self.input.len();
-        // A stranger's bytes beyond its introduction are not taken, nor those beyond a frame whose length is known.
+        // A unidentified peer's bytes beyond its introduction are not taken, nor those beyond a frame whose length is known.
         let room = match (&self.phase, self.announced()) {
-            (Phase::Stranger(_), _) => HELLO - have,
+            (Phase::Unidentified(_), _) => HELLO - have,
             (_, Some(length)) => (LENGTH + length - have).min(TURN),
             (_, None) => FIRST,
         };
@@ -154,7 +154,7 @@ impl Connection {
 
     /// What is in the buffer already.
     fn complete(&mut self) -> Option<Input> {
-        if matches!(self.phase, Phase::Stranger(_)) {
+        if matches!(self.phase, Phase::Unidentified(_)) {
             if !proof::plausible(&self.input) {
                 return Some(Input::Closed);
             }

@@ -59,8 +59,8 @@ pub(super) struct EventLoop {
     pub(super) moving: usize,
     /// Bytes of all long requests that wait.
     pub(super) parked: usize,
-    /// Strangers, the oldest first.
-    pub(super) strangers: BTreeSet<usize>,
+    /// Unidentified peers, the oldest first.
+    pub(super) unidentified: BTreeSet<usize>,
     pub(super) accept_at: Option<Instant>,
     /// Lines about connections that were refused, and about those that could not be accepted.
     pub(super) refused: RateLimit,
@@ -98,7 +98,7 @@ impl EventLoop {
             paused: VecDeque::new(),
             moving: 0,
             parked: 0,
-            strangers: BTreeSet::new(),
+            unidentified: BTreeSet::new(),
             accept_at: None,
             refused: RateLimit::new(),
             deaf: RateLimit::new(),
@@ -174,8 +174,8 @@ impl EventLoop {
         };
         self.calendar.set(key, &mut connection.deadline, None);
         match &connection.phase {
-            Phase::Stranger(_) => {
-                self.strangers.remove(&key);
+            Phase::Unidentified(_) => {
+                self.unidentified.remove(&key);
             }
             Phase::Waiting { key: name } => self.stop_waiting(key, name),
             Phase::Open | Phase::Leaving => {}
@@ -216,7 +216,7 @@ impl EventLoop {
         match connection.phase {
             Phase::Waiting { .. } => return,
             Phase::Leaving => return self.close(key),
-            Phase::Stranger(_) | Phase::Open => {}
+            Phase::Unidentified(_) | Phase::Open => {}
         }
         if connection.request.is_some() {
             return self.resume(key).into_iter().for_each(|body| self.serve(key, body));
@@ -231,7 +231,7 @@ impl EventLoop {
             }
             Input::More => self.busy.push_back(key),
             Input::Closed => {
-                if matches!(connection.phase, Phase::Stranger(_)) && connection.midway() {
+                if matches!(connection.phase, Phase::Unidentified(_)) && connection.midway() {
                     let who = connection.peer();
                     self.refuse(&who, "it speaks another protocol");
                 }
@@ -307,9 +307,9 @@ impl EventLoop {
             Output::Closed => return self.close(key),
             Output::Sent => {
                 let reserved = std::mem::take(&mut connection.reserved);
-                let stranger = matches!(connection.phase, Phase::Stranger(_));
-                // A stranger keeps its deadline: it has been sent words, and has said none.
-                let deadline = if stranger { connection.deadline } else { None };
+                let unidentified = matches!(connection.phase, Phase::Unidentified(_));
+                // A unidentified peer keeps its deadline: it has been sent words, and has said none.
+                let deadline = if unidentified { connection.deadline } else { None };
                 self.calendar.set(key, &mut connection.deadline, deadline);
                 if connection.pending() {
                     self.busy.push_back(key);
@@ -388,7 +388,7 @@ mod tests {
 
     #[test]
     fn the_end_of_one_that_made_room_is_not_taken_for_the_end_of_the_next() -> std::io::Result<()> {
-        let mut rig = Rig::new(Limits { strangers: 1, ..Limits::default() })?;
+        let mut rig = Rig::new(Limits { unidentified: 1, ..Limits::default() })?;
         let first = TcpStream::connect(rig.at)?;
         rig.settle()?;
         let old = *rig.event_loop.connections.keys().next().expect("the first is there");
@@ -412,7 +412,7 @@ mod tests {
         let mut wrong = TcpStream::connect(rig.at)?;
         wrong.write_all(&crate::store::tcp::proof::farewell(false))?;
         rig.settle()?;
-        assert!(rig.event_loop.strangers.is_empty() && rig.event_loop.connections.is_empty());
+        assert!(rig.event_loop.unidentified.is_empty() && rig.event_loop.connections.is_empty());
         Ok(())
     }
 }

@@ -66,7 +66,7 @@ impl Server {
                  give it a secret, or a loopback address"
             );
         }
-        process::raise_descriptor_limit((limits.clients + limits.strangers) as u64 + SPARE_DESCRIPTORS);
+        process::raise_descriptor_limit((limits.clients + limits.unidentified) as u64 + SPARE_DESCRIPTORS);
         let poll = Poll::new().map_err(fail)?;
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
         let shared = Arc::<Shared>::default();

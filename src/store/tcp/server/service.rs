@@ -124,7 +124,7 @@ impl EventLoop {
         };
         let name = match &mut connection.phase {
             Phase::Waiting { key } => std::mem::take(key),
-            Phase::Stranger(_) => {
+            Phase::Unidentified(_) => {
                 let who = connection.peer();
                 self.refuse(&who, "it did not introduce itself in time");
                 return self.close(key);

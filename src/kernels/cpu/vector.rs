@@ -1,7 +1,7 @@
 //! Conversions for which an instruction set has an instruction that the compiler does not find by itself.
 
 /// An instruction set, as a type: what the loops compiled for it may use.
-pub(super) trait Lanes {
+pub(super) trait Vector {
     /// Widens float16 from `from` into the front of `wide`, a whole vector at a time; returns how many.
     ///
     /// # Safety
@@ -24,14 +24,14 @@ pub(super) trait Lanes {
 
 pub(super) struct Portable;
 
-impl Lanes for Portable {}
+impl Vector for Portable {}
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::Lanes;
+    use super::Vector;
     use std::arch::x86_64::{
         _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtph_ps,
         _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_ps, _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cmp_ps_mask,
@@ -43,7 +43,7 @@ mod x86 {
     /// AVX2 and F16C.
     pub(in crate::kernels::cpu) struct Avx2;
 
-    impl Lanes for Avx2 {
+    impl Vector for Avx2 {
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, eight) in wide.as_chunks_mut::<8>().0.iter_mut().enumerate() {
@@ -74,7 +74,7 @@ mod x86 {
     /// AVX-512 F, BW, VL and DQ.
     pub(in crate::kernels::cpu) struct Avx512;
 
-    impl Lanes for Avx512 {
+    impl Vector for Avx512 {
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, sixteen) in wide.as_chunks_mut::<16>().0.iter_mut().enumerate() {

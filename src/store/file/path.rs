@@ -13,12 +13,12 @@ use std::path::{Path, PathBuf};
 const COHERENT: [rustix::fs::FsWord; 6] = [0xef53, 0x5846_5342, 0x9123_683e, 0x0102_1994, 0x794c_7630, 0x2fc1_2fc1];
 
 /// The path of a store, as given, and as it was meant then: the working directory may change.
-pub(super) struct Place {
+pub(super) struct StorePath {
     pub(super) given: PathBuf,
     absolute: PathBuf,
 }
 
-impl Place {
+impl StorePath {
     /// Fails if the folder does not exist, or lets others exchange the file.
     pub(super) fn new(path: &Path) -> Result<Self> {
         let refused = |why: String| Error::config(format!("the file store {path:?}: {why}"));

@@ -1,14 +1,14 @@
-// A long message in pieces: each goes to a rank of its own (scatter), which makes the result of it and sends that to everybody (spread),
+// A long message in pieces: each goes to a rank of its own (scatter), which makes the result of it and sends that to everybody (gather),
 // who take it from there (gather). Each role has a block per lane; chunk follows chunk through all three at once.
 #pragma once
-#include "gate.cuh"
+#include "zero_copy.cuh"
 #include "pieces.cuh"
 
-struct TwoStageArgs {
+struct RsagStagedArgs {
   Common common;
   // Lanes and slot size are the same in both.
   Staging scatter;
-  Staging spread;
+  Staging gather;
   const u8* from;
   u8* to;
   u64 bytes;
@@ -20,13 +20,13 @@ struct TwoStageArgs {
   u32 first;
   // Of a reduction: the ranks that get the result, a bit each.
   u32 targets;
-  // Of gated calls.
-  Gate gate;
+  // Of zero-copy calls.
+  Handshake handshake;
 };
-static_assert(sizeof(TwoStageArgs) == 440, "");
+static_assert(sizeof(RsagStagedArgs) == 440, "");
 
 // Each rank's piece: whole units, the last may be shorter; empty where there are fewer pieces than ranks.
-DEVICE void pieces_of(const TwoStageArgs& args, u64* start, u64* length) {
+DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
@@ -36,7 +36,7 @@ DEVICE void pieces_of(const TwoStageArgs& args, u64* start, u64* length) {
 }
 
 template <typename Lift>
-DEVICE void scatter(const TwoStageArgs& args, u32 lane, Lift lift) {
+DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   u64 start[WORLD];
   Outgoing out;
   pieces_of(args, start, out.bytes);
@@ -50,20 +50,20 @@ DEVICE void scatter(const TwoStageArgs& args, u32 lane, Lift lift) {
 }
 
 // Where results go other than into slots: for the ranks in `ranks`, a bit each, into their tensors, which begin at `at`.
-struct Places {
+struct Destinations {
   u32 ranks;
   u8* at[WORLD];
 };
 
 // `make(slot, unit, offset)`: the result of the unit at `offset` of the message, given the slots of the scatter stage.
 template <bool PLACED, typename Make>
-DEVICE void spread_to(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, const Places& places, Make make) {
+DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, const Destinations& destinations, Make make) {
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
   const u64 own = start[RANK], bytes = length[RANK];
-  const u32 staged = PLACED ? targets & ~places.ranks : targets;
+  const u32 staged = PLACED ? targets & ~destinations.ranks : targets;
   Stage in(args.common, args.scatter, lane);
-  Stage out(args.common, args.spread, lane);
+  Stage out(args.common, args.gather, lane);
   u32 taken[WORLD], sent[WORLD], credit[WORLD];
   in.load_counts(in.words(RANK)->taken, taken);
   out.load_counts(out.words(RANK)->sent, sent);
@@ -79,8 +79,8 @@ DEVICE void spread_to(const TwoStageArgs& args, u32 lane, u32 sources, u32 targe
     for (u32 r = 0; r < WORLD; ++r) {
       slot[r] = in.slot(RANK, r, taken[r]);
       to[r] = out.slot(r, RANK, sent[r]);
-      if (PLACED && (places.ranks >> r & 1)) {
-        to[r] = (Unit*)(places.at[r] + first);
+      if (PLACED && (destinations.ranks >> r & 1)) {
+        to[r] = (Unit*)(destinations.at[r] + first);
       }
       if (staged >> r & 1) {
         out.await_credit(r, sent[r], credit[r]);
@@ -118,36 +118,36 @@ DEVICE void spread_to(const TwoStageArgs& args, u32 lane, u32 sources, u32 targe
 }
 
 template <typename Make>
-DEVICE void spread(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
-  spread_to<false>(args, lane, sources, targets, Places{}, make);
+DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
+  gather_to<false>(args, lane, sources, targets, Destinations{}, make);
 }
 
 #ifdef SYMM_GATED
 // Who has results learns from the same block of its partners where theirs go.
 template <typename Make>
-DEVICE void spread_gated(const TwoStageArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
-  const Gate& gate = args.gate;
-  const Round round = begin_round(args.common, lines_of(gate));
-  const auto tell = [&](u32 r) -> Line { return {told(gate, gate.take >> r & 1, args.to), 0}; };
-  Line said[WORLD];
-  if (!open_gate(args.common, round, partners, tell, said)) {
+DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
+  const Handshake& handshake = args.handshake;
+  const Round round = begin_round(args.common, lines_of(handshake));
+  const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.take >> r & 1, args.to), 0}; };
+  Line words[WORLD];
+  if (!begin_handshake(args.common, round, partners, word_for, words)) {
     return;
   }
-  Places places{};
+  Destinations destinations{};
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
-    places.at[r] = heard(gate, r, said[r].first);
-    places.ranks |= said[r].first != 0 ? targets & 1u << r : 0;
+    destinations.at[r] = tensor_of(handshake, r, words[r].first);
+    destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
   }
-  spread_to<true>(args, lane, sources, targets, places, make);
-  if (places.ranks != 0 || gate.take != 0) {
-    count_direct(args.common, gate, lane == 0);
+  gather_to<true>(args, lane, sources, targets, destinations, make);
+  if (destinations.ranks != 0 || handshake.take != 0) {
+    count_direct(args.common, handshake, lane == 0);
   }
-  close_gate(args.common, gate, round, partners);
+  end_handshake(args.common, handshake, round, partners);
 }
 #endif
 
-DEVICE void gather(const TwoStageArgs& args, u32 lane) {
+DEVICE void gather(const RsagStagedArgs& args, u32 lane) {
   u64 start[WORLD], length[WORLD];
   u8* to[WORLD];
   pieces_of(args, start, length);
@@ -155,6 +155,6 @@ DEVICE void gather(const TwoStageArgs& args, u32 lane) {
   for (u32 r = 0; r < WORLD; ++r) {
     to[r] = args.to + start[r];
   }
-  Stage stage(args.common, args.spread, lane);
-  take_pieces(stage, length, ~0u, ChunkOfCall{args.spread.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
+  Stage stage(args.common, args.gather, lane);
+  take_pieces(stage, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
 }

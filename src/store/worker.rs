@@ -27,14 +27,14 @@ struct Job {
 ///
 /// An operation that is given up stays with its thread, which holds the store until the operation ends, and may take effect then; those
 /// behind it are never begun once their own time is over.
-pub struct Lane {
+pub struct Worker {
     name: String,
     jobs: Option<Mutex<Sender<Job>>>,
     given_up: AtomicUsize,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Lane {
+impl Worker {
     /// Of `store`, which errors call `name`.
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
@@ -65,7 +65,7 @@ fn run(store: &dyn Store, queue: &Receiver<Job>) {
     }
 }
 
-impl Store for Lane {
+impl Store for Worker {
     fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
         let limit = limit.unwrap_or(super::DEFAULT_TIMEOUT).min(super::MAX_TIMEOUT);
         let give_up = Instant::now() + limit + GRACE;
@@ -94,7 +94,7 @@ impl Store for Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for Worker {
     fn drop(&mut self) {
         drop(self.jobs.take());
         // After an operation that was given up nobody knows when the thread ends.
@@ -138,25 +138,25 @@ mod tests {
 
     #[test]
     fn what_the_store_answers_comes_through() {
-        let lane = Lane::new(Arc::new(MemoryStore::new()), "a store".into()).expect("starts");
-        lane.set("a", b"1").expect("set");
-        assert_eq!(lane.get("a", None).expect("there"), "1");
-        let error = lane.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
+        let worker = Worker::new(Arc::new(MemoryStore::new()), "a store".into()).expect("starts");
+        worker.set("a", b"1").expect("set");
+        assert_eq!(worker.get("a", None).expect("there"), "1");
+        let error = worker.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
         assert!(error.kind == Kind::Timeout && error.message.contains("\"b\""), "{error}");
     }
 
     #[test]
     fn a_store_that_does_not_answer_is_given_up_and_let_go_when_it_does() {
         let ((release, released), (gone, is_gone)) = (mpsc::channel(), mpsc::channel());
-        let lane = Lane::new(Arc::new(Stopped { inner: MemoryStore::new(), release: Mutex::new(released), gone }), "the store".into());
-        let lane = lane.expect("starts");
+        let worker = Worker::new(Arc::new(Stopped { inner: MemoryStore::new(), release: Mutex::new(released), gone }), "the store".into());
+        let worker = worker.expect("starts");
         let started = Instant::now();
-        let call = |op, values| lane.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
+        let call = |op, values| worker.call(&Request::new(op, vec!["k"], values), Some(Duration::from_millis(50)));
         let error = call(Op::Add, vec![]).expect_err("it blocks");
         assert_eq!(error.message, "the store did not answer Add within 50 ms (timeout): its process is stopped or overloaded");
         // Behind it.
         assert_eq!(call(Op::Set, vec![b"v"]).expect_err("it blocks").kind, Kind::Timeout);
-        drop(lane);
+        drop(worker);
         assert!(started.elapsed() < Duration::from_secs(5) && is_gone.try_recv().is_err(), "the store lives while it is in use");
         drop(release);
         is_gone.recv_timeout(Duration::from_secs(10)).expect("let go by the thread that was left behind");

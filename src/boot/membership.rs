@@ -1,6 +1,6 @@
-//! A rank's place in a group that has formed: whoever comes later and says to be that rank is refused while the group lives.
+//! A rank's membership in a group that has formed: whoever comes later and says to be that rank is refused while the group lives.
 //!
-//! Joining withdraws all records, so a place has a key of its own, which stays: only groups with a name that recurs, as the default group's
+//! Joining withdraws all records, so a membership has a key of its own, which stays: only groups with a name that recurs, as the default group's
 //! does, keep places, so that their number does not grow. A key counts as long as somebody listens at the name in it, and nobody ever
 //! answers there: the listener goes with the group, or with the process, however that ends.
 
@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// How long a place may take to be left: ranks leave one after another, and those who did may come back under other numbers.
+/// How long a membership may take to be left: ranks leave one after another, and those who did may come back under other numbers.
 const LEAVING: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -30,16 +30,16 @@ struct Held {
 
 /// Held until it is dropped.
 #[derive(Debug)]
-pub struct Place {
+pub struct Membership {
     name: String,
-    /// A forked child does not hold its parent's place.
+    /// A forked child does not hold its parent's membership.
     _unshared: Option<Unshared>,
     _listener: OwnedFd,
 }
 
-impl Place {
+impl Membership {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
-        let name = random::name("symm-place-")?;
+        let name = random::name("symm-membership-")?;
         let listener = socket::listen_at(&name, 1).map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
         Ok(Self { name, _unshared: Unshared::new(listener.as_fd()), _listener: listener })
     }
@@ -52,28 +52,28 @@ impl Place {
             .map_err(|error| Error::internal(error.to_string()))
             .and_then(|bytes| attempt.store.set(&key(attempt), &bytes));
         if let Err(error) = written {
-            log::warn!("{}: its place in {} could not be stored: {error}", attempt.me(), attempt.group());
+            log::warn!("{}: its membership in {} could not be stored: {error}", attempt.me(), attempt.group());
         }
     }
 }
 
 fn key(attempt: &Attempt<'_>) -> String {
-    format!("{}/place", attempt.spec.rank)
+    format!("{}/membership", attempt.spec.rank)
 }
 
-/// Returns once nobody else holds this rank's place; fails if somebody still does in a while, or, not `patient`, does now.
-pub(super) fn refuse_taken(attempt: &Attempt<'_>, patient: bool) -> Result<()> {
+/// Returns once nobody else holds this rank's membership; fails if somebody still does in a while, or, not `wait`, does now.
+pub(super) fn refuse_taken(attempt: &Attempt<'_>, wait: bool) -> Result<()> {
     let give_up = Instant::now() + LEAVING.min(attempt.clock.remaining());
     loop {
         let Some(pid) = holder(attempt)? else { return Ok(()) };
-        if !patient || Instant::now() >= give_up {
+        if !wait || Instant::now() >= give_up {
             return Err(attempt.twice(pid, ""));
         }
         std::thread::sleep(LOOK);
     }
 }
 
-/// The process that holds this rank's place, if it is another one.
+/// The process that holds this rank's membership, if it is another one.
 fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
     let key = key(attempt);
     if !attempt.store.check(&[&key])? {
@@ -94,6 +94,6 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         // Its queue holds those who have asked before.
         Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
-        Err(errno) => Err(attempt.os("connect to who holds this rank's place", errno)),
+        Err(errno) => Err(attempt.os("connect to who holds this rank's membership", errno)),
     }
 }

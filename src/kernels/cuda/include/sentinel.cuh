@@ -10,7 +10,7 @@
 
 static_assert(EMPTY_IS_NAN, "a word of all ones is data for this element type");
 
-struct Marked {
+struct Sentinel {
   // Offsets in the channel: the blocks' epochs, then [block][parity][stage][source][unit].
   u64 epochs;
   u64 slots;
@@ -18,28 +18,28 @@ struct Marked {
   u32 units;
 };
 
-struct MarkedRound {
+struct SentinelRound {
   u32 epoch;
   u64 base;
   u64 stride;
 };
 
-DEVICE MarkedRound begin_round(const Common& common, const Marked& marked) {
-  MarkedRound round;
-  round.epoch = ((const u32*)(common.peer[RANK] + marked.epochs))[block()] + 1;
-  round.stride = (u64)marked.units * 16;
-  round.base = marked.slots + (u64)(block() * 2 + (round.epoch & 1)) * 2 * WORLD * round.stride;
+DEVICE SentinelRound begin_round(const Common& common, const Sentinel& sentinel) {
+  SentinelRound round;
+  round.epoch = ((const u32*)(common.peer[RANK] + sentinel.epochs))[block()] + 1;
+  round.stride = (u64)sentinel.units * 16;
+  round.base = sentinel.slots + (u64)(block() * 2 + (round.epoch & 1)) * 2 * WORLD * round.stride;
   return round;
 }
 
-DEVICE void end_round(const Common& common, const Marked& marked, const MarkedRound& round) {
+DEVICE void end_round(const Common& common, const Sentinel& sentinel, const SentinelRound& round) {
   sync_block();
   if (thread() == 0) {
-    ((u32*)(common.peer[RANK] + marked.epochs))[block()] = round.epoch;
+    ((u32*)(common.peer[RANK] + sentinel.epochs))[block()] = round.epoch;
   }
 }
 
-DEVICE Unit* marked_slot(const Common& common, const MarkedRound& round, u32 at, u32 stage, u32 from, u32 unit) {
+DEVICE Unit* sentinel_slot(const Common& common, const SentinelRound& round, u32 at, u32 stage, u32 from, u32 unit) {
   return (Unit*)(common.peer[at] + round.base + (stage * WORLD + from) * round.stride) + unit;
 }
 
@@ -48,9 +48,9 @@ DEVICE bool is_empty(Unit v) {
 }
 
 // Waits for `unit` of every rank in `sources` (a bit each) and marks their slots empty.
-DEVICE void pull_marked(
+DEVICE void pull_sentinel(
     const Common& common,
-    const MarkedRound& round,
+    const SentinelRound& round,
     u32 stage,
     u32 unit,
     u32 sources,
@@ -62,7 +62,7 @@ DEVICE void pull_marked(
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
-      v[r] = load_relaxed(marked_slot(common, round, RANK, stage, r, unit));
+      v[r] = load_relaxed(sentinel_slot(common, round, RANK, stage, r, unit));
     }
     missing = 0;
     waiting = false;
@@ -74,12 +74,12 @@ DEVICE void pull_marked(
       waiting |= lacking;
     }
     // Not `missing != 0`: see pull_units.
-  } while (waiting && patient(wait, common, missing));
+  } while (waiting && keep_waiting(wait, common, missing));
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
     if (sources >> r & 1) {
-      store_relaxed(marked_slot(common, round, RANK, stage, r, unit), {~0u, ~0u, ~0u, ~0u});
+      store_relaxed(sentinel_slot(common, round, RANK, stage, r, unit), {~0u, ~0u, ~0u, ~0u});
     }
   }
 }
@@ -91,7 +91,7 @@ DEVICE u64 part_begin(u64 units, u32 part, u32 parts) {
 
 struct AllReduceArgs {
   Common common;
-  Marked marked;
+  Sentinel sentinel;
   const u8* from;
   u8* to;
   u64 bytes;
