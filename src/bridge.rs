@@ -362,8 +362,8 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// The same with a limit of its own, after which outstanding calls fail.
-        fn leave(self: &GroupHandle, limit_ms: i64);
+        /// The same with a limit of its own, after which outstanding calls fail; because of the error `farewell`, if that is not empty.
+        fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Number of collectives begun so far; the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
         /// The timeout of calls that bring none.
@@ -429,7 +429,7 @@ pub mod ffi {
         fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
-        /// Whether calls are to bring their sites: `SYMM_DEBUG=call_site`.
+        /// Whether calls are to bring their sites: `SYMM_DEBUG=site`.
         fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;

@@ -303,12 +303,13 @@ impl Group {
 
     /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
     pub fn shutdown(&self) {
-        self.leave(self.timeout());
+        self.leave(self.timeout(), "");
     }
 
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
     /// A call in which another thread is blocked gets 50 ms.
-    pub fn leave(&self, limit: Duration) {
+    /// `farewell` is the error because of which this rank leaves, for its peers; empty if there is none.
+    pub fn leave(&self, limit: Duration, farewell: &str) {
         if self.check_process().is_err() || self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -324,7 +325,7 @@ impl Group {
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
         self.domains.drain(limit.saturating_sub(since.elapsed()));
-        self.control.depart();
+        self.control.depart(farewell);
         if launched {
             launch_log::abandon(&self.control);
         }

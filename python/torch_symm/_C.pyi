@@ -166,7 +166,7 @@ class _Prices:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
         """
 
-def _leave_all() -> None: ...
+def _leave_all(farewell: str = "") -> None: ...
 def _prices(
     device: str,
     ranks: Sequence[int],

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
 from torch_symm import _dtensor
-from torch_symm._native import load
+from torch_symm._native import leave_all, load
 
 
 def create_group(options: Any, group_options: Any) -> Any:
@@ -55,7 +55,7 @@ def _leave_with_multiprocessing(native: Any) -> None:
     if parent_process() is not None and _leaving != os.getpid():
         _leaving = os.getpid()
         # Negative: once its own children have been waited for, which may use the groups' memory.
-        util.Finalize(None, native._leave_all, exitpriority=-1)
+        util.Finalize(None, leave_all, (native,), exitpriority=-1)
 
 
 def _forget_failed_start() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import os
@@ -47,6 +48,37 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
     """Tells the native part, once, where the compiler of its CUDA kernels and the package's profiles may be."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(Path(__file__).parent / "profiles"))
+    # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
+    atexit.register(leave_all, native)
+
+
+def leave_all(native: ModuleType) -> None:
+    """Leaves every group of this process, which ends; peers hear of the exception because of which it does."""
+    native._leave_all(_farewell())
+
+
+def _farewell() -> str:
+    """The exception with which this process ends, as ``KeyError: 'x'``; empty if there is none, or nobody can say.
+
+    The interpreter keeps the one that ended a script in ``sys.last_value`` before the functions of ``atexit`` run, but
+    neither ``SystemExit`` nor, where people type, the last of many that ended nothing. A process of
+    ``multiprocessing`` is still handling its own.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return ""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return ""
+        # torch.multiprocessing ends a process whose function raised with sys.exit(1).
+        error = error.__context__ or error
+    if error is None:
+        return ""
+    try:
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:
+        text = type(error).__name__
+    return text.encode(errors="replace").decode()
 
 
 def nvrtc_folders(cuda: str | None) -> list[Path]:

@@ -101,10 +101,10 @@ impl GroupHandle {
         });
     }
 
-    pub(super) fn leave(&self, limit_ms: i64) {
+    pub(super) fn leave(&self, limit_ms: i64, farewell: &str) {
         guarded(|| {
             self.with(|group| {
-                group.leave(milliseconds(limit_ms).unwrap_or_default());
+                group.leave(milliseconds(limit_ms).unwrap_or_default(), farewell);
                 Ok(())
             })
         });

@@ -2,6 +2,15 @@
 
 use super::*;
 
+use crate::mem::layout::Layout;
+use crate::mem::shm::Segment;
+use crate::op::Op;
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use crate::sys::process;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
 /// The control blocks of a group of `n` ranks, all of this process.
 pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
     let bytes = Layout::new(n as usize).total_bytes();
@@ -81,5 +90,17 @@ fn a_group_warns_once_for_all_its_calls() {
         let limit = Limit::from_first_wait(Duration::from_millis(600));
         control.wait_alone(&limit, &|| "a test".into(), |_| true).expect_err("late");
         assert!(control.warned.load(Ordering::Relaxed));
+    }
+}
+
+#[test]
+fn who_leaves_may_say_because_of_what() {
+    for (farewell, expected) in
+        [("", "left the group (destroy_process_group or exit)"), ("KeyError: 'x'", "left the group after KeyError: 'x'")]
+    {
+        let controls = controls(2);
+        assert_eq!(controls[0].absence(Rank(1)), None);
+        controls[1].depart(farewell);
+        assert_eq!(controls[0].absence(Rank(1)).as_deref(), Some(expected));
     }
 }

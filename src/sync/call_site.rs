@@ -1,8 +1,7 @@
-//! Where in the user's program a call stands, under `SYMM_DEBUG=call_site`.
+//! Where in the user's program a call stands, under `SYMM_DEBUG=site`.
 
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 /// A line of the user's program.
@@ -57,31 +56,6 @@ impl CallSite {
     }
 }
 
-/// Bytes of an text of a call site.
-const BYTES: usize = 128;
-
-/// The end of a site's text in shared memory, where peers read it: the line stands there, and the file's own name.
-#[repr(C)]
-pub struct CallSiteText([AtomicU8; BYTES]);
-
-impl CallSiteText {
-    /// Writes `call_site`; who reads it needs a flag that is published afterwards.
-    pub fn write(&self, call_site: &CallSite) {
-        let mut start = call_site.text.len().saturating_sub(BYTES);
-        while !call_site.text.is_char_boundary(start) {
-            start += 1;
-        }
-        let tail = call_site.text[start..].bytes().chain(std::iter::repeat(0));
-        self.0.iter().zip(tail).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
-    }
-
-    /// What was written last.
-    pub fn read(&self) -> String {
-        let bytes: Vec<u8> = self.0.iter().map(|cell| cell.load(Ordering::Relaxed)).take_while(|&byte| byte != 0).collect();
-        String::from_utf8_lossy(&bytes).into_owned()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,16 +71,5 @@ mod tests {
         assert_eq!(vector.hash(), 0x8594_4171_f739_67e8, "FNV-1a");
         assert_eq!(CallSite::known(0), None);
         assert_eq!(CallSite::known(u32::MAX), None);
-    }
-
-    #[test]
-    fn call_site_texts_keep_the_end() {
-        let call_site_text = CallSiteText(std::array::from_fn(|_| AtomicU8::new(b'x')));
-        for (letter, times, end) in [("a", 1, ".py:1"), ("é", 200, ".py:22"), ("é", 200, ".py:4"), ("d", 121, ".py:333")] {
-            let text = letter.repeat(times) + end;
-            call_site_text.write(CallSite::known(CallSite::number(&text)).expect("known"));
-            let read = call_site_text.read();
-            assert!(text.ends_with(&read) && (read == text || read.len() > BYTES - 2), "{read}");
-        }
     }
 }

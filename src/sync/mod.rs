@@ -8,3 +8,4 @@ pub mod flag;
 pub mod last_look;
 pub mod limit;
 pub mod ring;
+pub mod shared_text;

@@ -66,8 +66,10 @@ void bind(py::module_ module) {
 
   // Before the interpreter ends: afterwards a thread that drops a tensor with a Python object would end the process.
   module.def(
-      "_leave_all", [] { leave_all(std::chrono::seconds(5)); }, py::call_guard<py::gil_scoped_release>());
-  py::module_::import("atexit").attr("register")(module.attr("_leave_all"));
+      "_leave_all",
+      [](const std::string& farewell) { leave_all(std::chrono::seconds(5), farewell); },
+      py::arg("farewell") = "",
+      py::call_guard<py::gil_scoped_release>());
 
   py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
       .def(

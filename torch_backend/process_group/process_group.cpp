@@ -82,7 +82,7 @@ ProcessGroupSymm::~ProcessGroupSymm() {
   }
 }
 
-void leave_all(std::chrono::milliseconds limit) {
+void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
   std::vector<Group> groups;
   {
     auto& all = living();
@@ -96,7 +96,7 @@ void leave_all(std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   for (const auto& group : groups) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    (*group)->leave(std::max<int64_t>(left.count(), 1));
+    (*group)->leave(std::max<int64_t>(left.count(), 1), rust::Str(farewell));
   }
 }
 

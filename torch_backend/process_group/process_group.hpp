@@ -186,7 +186,8 @@ Group join_group(
     const ProcessGroupSymm::Options& options,
     bool is_default);
 
-// Leaves every group of this process, all within `limit`; calls that are not done by then fail.
-void leave_all(std::chrono::milliseconds limit);
+// Leaves every group of this process, all within `limit`; calls that are not done by then fail. Peers are told that it was because of
+// the error `farewell`, if that is not empty.
+void leave_all(std::chrono::milliseconds limit, const std::string& farewell);
 
 } // namespace symm

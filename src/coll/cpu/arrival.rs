@@ -134,7 +134,7 @@ impl Step<'_> {
         post.even.store(even.map_or(0, |first| first.bytes as u64 + 1), Ordering::Relaxed);
         post.fingerprint.store(description.fingerprint(call), Ordering::Relaxed);
         if let Some(call_site) = call.call_site {
-            control.call_site(me).write(call_site);
+            control.call_site(me).write_end(call_site.text());
         }
         control.begin(self.seq, call.op);
         post.flag.publish(self.seq);

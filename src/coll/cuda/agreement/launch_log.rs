@@ -8,7 +8,8 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::mem::layout::LAUNCH_LOG_BYTES;
 use crate::rank::Rank;
-use crate::sync::call_site::{CallSite, CallSiteText};
+use crate::sync::call_site::CallSite;
+use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Launches that a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
@@ -44,7 +45,7 @@ struct Entry {
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
     /// Where the call stands, if the description says that it matters.
-    call_site: CallSiteText,
+    call_site: SharedText,
 }
 
 /// One end of a send or receive.
@@ -257,7 +258,7 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call_site: O
         word.store(bytes, Ordering::Relaxed);
     }
     if let Some(call_site) = call_site {
-        entry.call_site.write(call_site);
+        entry.call_site.write_end(call_site.text());
     }
     entry.number.store(number, Ordering::Release);
     launch_log.launched.store(number, Ordering::Release);
@@ -386,7 +387,7 @@ mod tests {
         compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
         compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
         compare(&one, 2, &sum(8), Channel::Collectives).expect("alone so far");
-        two.depart();
+        two.depart("");
         abandon(&two);
         let error = one.failure().expect("rank 0 waits in vain");
         assert_eq!(error.kind, Kind::Peer);
@@ -397,7 +398,7 @@ mod tests {
     fn a_launch_without_a_rank_that_has_left_is_refused() {
         let [one, two] = controls();
         compare(&two, 1, &sum(4), Channel::Collectives).expect("alone so far");
-        two.depart();
+        two.depart("");
         abandon(&two);
         compare(&one, 1, &sum(4), Channel::Collectives).expect("it launched that before it left");
         let error = compare(&one, 2, &sum(4), Channel::Collectives).expect_err("it never will");
@@ -410,7 +411,7 @@ mod tests {
         let [one, two] = controls();
         compare(&one, 1, &sum(4), Channel::Collectives).expect("alone so far");
         compare(&two, 1, &sum(4), Channel::Collectives).expect("the same");
-        one.depart();
+        one.depart("");
         abandon(&one);
         assert_eq!(two.failure(), None);
     }

@@ -217,7 +217,7 @@ mod tests {
     fn a_proposer_that_leaves_ends_the_wait() {
         let controls = controls(2);
         launch_log::zero_copy_word(&controls[1]).store(Proposal { first: 1, by: 1, settled: false }.word(), Ordering::SeqCst);
-        controls[1].depart();
+        controls[1].depart("");
         let shared = OnControlBlock { control: &controls[0], number: 1, timeout: PATIENCE };
         let error = decide(&shared, 0, 1, false).expect_err("rank 1 has left");
         assert_eq!(error.kind, Kind::Peer);

@@ -1,0 +1,266 @@
+//! A member's view of the group's control block, and what each member says of itself there.
+
+use super::call_state::{Awaited, Doing};
+use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
+use crate::mem::shm::Segment;
+use crate::op::Op;
+use crate::rank::Rank;
+use crate::sync::doorbell::{Doorbell, Sleepers};
+use crate::sync::failure::FirstFailure;
+use crate::sync::shared_text::SharedText;
+use crate::sys::core;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// Shared by all members.
+#[repr(C, align(128))]
+pub(super) struct Header {
+    pub(super) failure: FirstFailure,
+    pub(super) sleepers: AlignedSleepers,
+}
+
+/// On its own pair of lines: a publisher reads it after every flag.
+#[repr(C, align(128))]
+pub(super) struct AlignedSleepers(pub(super) Sleepers);
+
+/// One member's own words: written by it alone, except for its bell.
+#[repr(C, align(128))]
+pub(super) struct MemberWords {
+    stage: AtomicU64,
+    pub(super) bell: AlignedBell,
+    pub(super) departed: AtomicU32,
+    phase: AtomicU32,
+    capable: AtomicU32,
+    probe: AtomicU64,
+    /// The last collective begun, see [`Doing`]; 0: none.
+    pub(super) doing: AtomicU64,
+    /// The message that a thread sleeps for, see [`Awaited`]; 0: none.
+    awaited: AtomicU64,
+    attending: AtomicU32,
+    /// 1 + the core where it last began something; 0: nothing begun yet.
+    pub(super) core: AtomicU32,
+    call_site: AlignedText,
+    /// With what error it has left; read once `departed` is set.
+    pub(super) farewell: AlignedText,
+}
+
+#[repr(C, align(128))]
+pub(super) struct AlignedBell(pub(super) Doorbell);
+
+#[repr(C, align(128))]
+pub(super) struct AlignedText(pub(super) SharedText);
+
+const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
+
+/// What a message says about a member.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Process id.
+    pub pid: u32,
+    /// Rank in the default group.
+    pub global: u32,
+}
+
+/// How far the calls of a rank have come that kernels make, in words.
+pub type Progress = fn(&ControlBlock, Rank) -> String;
+
+/// A member's view of its group.
+#[derive(Debug)]
+pub struct ControlBlock {
+    pub(super) segment: Segment,
+    pub(super) layout: Layout,
+    pub(super) rank: Rank,
+    pub(super) name: String,
+    pub(super) members: Vec<Identity>,
+    pub(super) gone: Vec<OnceLock<String>>,
+    pub(super) any_gone: AtomicBool,
+    /// Set once kernels wait for peers without looking at this process: whoever dies fails the group at once. Says how far a rank's have come.
+    pub(super) unattended: OnceLock<Progress>,
+    pub(super) spins: u32,
+    /// How often this rank found itself in a peer's way.
+    pub(super) crowded: AtomicU32,
+    /// The early warning was given: one of a group is enough to look at the job.
+    pub(super) warned: AtomicBool,
+}
+
+impl ControlBlock {
+    /// The view of `rank` in the group `name`; `spins` turns are spent before the core is given away.
+    pub fn new(segment: Segment, rank: Rank, name: String, members: Vec<Identity>, spins: u32) -> Self {
+        let layout = Layout::new(members.len());
+        let gone = members.iter().map(|_| OnceLock::new()).collect();
+        Self {
+            segment,
+            layout,
+            rank,
+            name,
+            members,
+            gone,
+            any_gone: AtomicBool::new(false),
+            unattended: OnceLock::new(),
+            spins,
+            crowded: AtomicU32::new(0),
+            warned: AtomicBool::new(false),
+        }
+    }
+
+    /// This member.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Number of members.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Everybody.
+    pub fn ranks(&self) -> impl DoubleEndedIterator<Item = Rank> + use<> {
+        (0..self.members.len() as u32).map(Rank)
+    }
+
+    /// Everybody else, starting with the next rank: peers do not all look at the same member first.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
+        let (me, n) = (self.rank.0, self.members.len() as u32);
+        (1..n).map(move |step| Rank((me + step) % n))
+    }
+
+    /// Turns of spinning before a waiting thread gives its core away.
+    pub fn spins(&self) -> u32 {
+        self.spins
+    }
+
+    /// The group's memory.
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// Where things lie in it.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The group's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn header(&self) -> &Header {
+        // SAFETY: Header consists of atomics, and every member's offset 0 holds a Header.
+        unsafe { self.segment.at(0) }
+    }
+
+    pub(super) fn words(&self, rank: Rank) -> &MemberWords {
+        // SAFETY: MemberWords consists of atomics, and `layout.member` is the offset of one for every rank.
+        unsafe { self.segment.at(self.layout.member(rank)) }
+    }
+
+    /// Counts the stages of pipelined collectives that `rank` has finished; see `coll::cpu::pipeline`.
+    pub fn stage(&self, rank: Rank) -> &AtomicU64 {
+        &self.words(rank).stage
+    }
+
+    /// Number of the last collective that `rank` has begun.
+    pub fn collective(&self, rank: Rank) -> u64 {
+        self.doing(rank).map_or(0, |doing| doing.number)
+    }
+
+    /// The last collective that `rank` has begun.
+    pub fn doing(&self, rank: Rank) -> Option<Doing> {
+        Doing::of(self.words(rank).doing.load(Ordering::Relaxed))
+    }
+
+    /// Which phase of joining `rank` has reached.
+    pub fn phase(&self, rank: Rank) -> &AtomicU32 {
+        &self.words(rank).phase
+    }
+
+    /// Address of a word in the private memory of `rank` that holds its own address, for trying `process_vm_readv`.
+    pub fn probe(&self, rank: Rank) -> &AtomicU64 {
+        &self.words(rank).probe
+    }
+
+    /// 1 if `rank` could read the memory of every peer.
+    pub fn capable(&self, rank: Rank) -> &AtomicU32 {
+        &self.words(rank).capable
+    }
+
+    /// Tells peers that this rank begins collective `number`, and on which core.
+    pub fn begin(&self, number: u64, op: Op) {
+        self.words(self.rank).doing.store(Doing { number, op, finished: false }.word(), Ordering::Relaxed);
+        self.note_core();
+    }
+
+    /// Tells peers that this rank has finished its part of that collective.
+    pub fn finish(&self, number: u64, op: Op) {
+        self.words(self.rank).doing.store(Doing { number, op, finished: true }.word(), Ordering::Relaxed);
+    }
+
+    /// Where the call stands that `rank` has posted last, if it says so. Written before the post, and not again before everybody has seen that
+    /// the calls agree.
+    pub fn call_site(&self, rank: Rank) -> &SharedText {
+        &self.words(rank).call_site.0
+    }
+
+    fn note_core(&self) {
+        self.words(self.rank).core.store(core::current() as u32 + 1, Ordering::Relaxed);
+    }
+
+    /// Tells peers whether a thread of this rank is busy moving messages along.
+    pub fn attend(&self, attending: bool) {
+        self.note_core();
+        self.words(self.rank).attending.store(attending.into(), Ordering::Relaxed);
+    }
+
+    /// Whether a thread of `rank` is busy moving messages along. A hint.
+    pub fn attends(&self, rank: Rank) -> bool {
+        self.words(rank).attending.load(Ordering::Relaxed) != 0
+    }
+
+    /// Tells peers which message a thread of this rank is about to sleep for. To be taken back before anything is read that might end the wait:
+    /// whoever has seen that this rank has read all that was written to it sees that too.
+    pub fn await_message(&self, awaited: Option<Awaited>) {
+        self.words(self.rank).awaited.store(awaited.map_or(0, Awaited::word), Ordering::Relaxed);
+    }
+
+    /// Whether a thread of `rank` sleeps for this message.
+    pub fn awaits(&self, rank: Rank, awaited: Awaited) -> bool {
+        self.words(rank).awaited.load(Ordering::Relaxed) == awaited.word()
+    }
+
+    /// Process id of `rank`.
+    pub fn pid(&self, rank: Rank) -> u32 {
+        self.members[rank.index()].pid
+    }
+
+    /// What `rank` is in the default group.
+    pub fn global(&self, rank: Rank) -> u32 {
+        self.members[rank.index()].global
+    }
+
+    /// "rank 1 (pid 4711)", with the rank in the default group where that differs.
+    pub fn describe(&self, rank: Rank) -> String {
+        let Identity { pid, global } = self.members[rank.index()];
+        if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }
+    }
+
+    /// Makes everything that this member has published so far known to sleeping members.
+    pub fn wake_sleepers(&self) {
+        if self.header().sleepers.0.any() {
+            self.ring_all();
+        }
+    }
+
+    /// Makes everything that this member has published so far known to `peer`, should it sleep.
+    pub fn wake(&self, peer: Rank) {
+        if self.header().sleepers.0.any() {
+            self.words(peer).bell.0.ring();
+        }
+    }
+
+    /// Wakes everybody, oneself included.
+    pub(super) fn ring_all(&self) {
+        for rank in self.ranks() {
+            self.words(rank).bell.0.ring();
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! A short text in shared memory, which one rank writes and its peers read.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Bytes of a text, at most.
+const BYTES: usize = 128;
+/// Stands for what does not fit.
+const CUT: &str = "…";
+
+/// At most 128 bytes of text. Who reads it needs a flag that its writer publishes afterwards.
+#[repr(C)]
+pub struct SharedText([AtomicU8; BYTES]);
+
+impl SharedText {
+    /// Writes the end of `text`, as much as fits: of a path the line and the file's own name stand there.
+    pub fn write_end(&self, text: &str) {
+        let mut start = text.len().saturating_sub(BYTES);
+        while !text.is_char_boundary(start) {
+            start += 1;
+        }
+        self.write(text[start..].bytes());
+    }
+
+    /// Writes the beginning of `text`, as much as fits, as one line.
+    pub fn write_start(&self, text: &str) {
+        let line = text.replace(|c: char| c.is_control(), " ");
+        if line.len() <= BYTES {
+            return self.write(line.bytes());
+        }
+        let mut end = BYTES - CUT.len();
+        while !line.is_char_boundary(end) {
+            end -= 1;
+        }
+        self.write(line[..end].bytes().chain(CUT.bytes()));
+    }
+
+    fn write(&self, bytes: impl Iterator<Item = u8>) {
+        self.0.iter().zip(bytes.chain(std::iter::repeat(0))).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
+    }
+
+    /// What was written last.
+    pub fn read(&self) -> String {
+        let bytes: Vec<u8> = self.0.iter().map(|cell| cell.load(Ordering::Relaxed)).take_while(|&byte| byte != 0).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text() -> SharedText {
+        SharedText(std::array::from_fn(|_| AtomicU8::new(b'x')))
+    }
+
+    #[test]
+    fn paths_keep_their_end() {
+        let shared = text();
+        for (letter, times, end) in [("a", 1, ".py:1"), ("é", 200, ".py:22"), ("é", 200, ".py:4"), ("d", 121, ".py:333")] {
+            let text = letter.repeat(times) + end;
+            shared.write_end(&text);
+            let read = shared.read();
+            assert!(text.ends_with(&read) && (read == text || read.len() > BYTES - 2), "{read}");
+        }
+    }
+
+    #[test]
+    fn errors_keep_their_beginning_in_one_line() {
+        let shared = text();
+        for (text, expected) in [("KeyError: 'x'", "KeyError: 'x'"), ("a\nb\tc\0d", "a b c d"), ("", "")] {
+            shared.write_start(text);
+            assert_eq!(shared.read(), expected);
+        }
+        for letter in ["a", "é", "語", "🦀"] {
+            let long = format!("ValueError: {}", letter.repeat(200));
+            shared.write_start(&long);
+            let read = shared.read();
+            let kept = read.strip_suffix(CUT).expect("cut");
+            assert!(long.starts_with(kept) && read.len() <= BYTES && read.len() > BYTES - 4, "{read}");
+            shared.write_start(&letter.repeat(BYTES / letter.len()));
+            assert_eq!(shared.read(), letter.repeat(BYTES / letter.len()), "it just fits");
+        }
+    }
+}
