@@ -24,7 +24,7 @@ use symm::sys::process;
 const LONG: Duration = Duration::from_secs(20);
 const BYTES: u64 = 8192;
 /// A user that owns nothing: "nobody".
-const STRANGER: u32 = 65534;
+const OTHER_USER: u32 = 65534;
 
 /// One test at a time: they count the descriptors of this process, and fork it.
 fn alone() -> MutexGuard<'static, ()> {
@@ -167,10 +167,10 @@ fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
     if child == 0 {
         // SAFETY: plain system calls on values.
         unsafe {
-            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setresgid(STRANGER, STRANGER, STRANGER) != 0 {
+            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
                 libc::_exit(9);
             }
-            if libc::setresuid(STRANGER, STRANGER, STRANGER) != 0 {
+            if libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
                 libc::_exit(9);
             }
             libc::_exit(i32::from(!body()));

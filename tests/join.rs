@@ -447,7 +447,7 @@ fn connect(name: &str) -> OwnedFd {
 }
 
 #[test]
-fn strangers_neither_enter_nor_stall() {
+fn unidentified_peers_neither_enter_nor_stall() {
     let _flat = Flat::start();
     let store = MemoryStore::new();
     let store = &store;

@@ -81,7 +81,7 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
         for world in WORLDS.filter(|world| thorough || FEW_WORLDS.contains(world)) {
             // The last rank where the order of visits wraps around.
             let ranks = if thorough && FEW_WORLDS.contains(&world) { vec![0, world - 1] } else { vec![0] };
-            let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_GATED") { &[false, true] } else { &[false] };
+            let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") { &[false, true] } else { &[false] };
             let with = |(rank, zero_copy)| (Variant { world, rank, zero_copy, ..variant }, arch);
             all.extend(ranks.into_iter().flat_map(|rank| handshakes.iter().map(move |&zero_copy| (rank, zero_copy))).map(with));
         }

@@ -187,7 +187,7 @@ fn p18_requests_that_wait_leave_their_room_to_what_moves() {
 }
 
 #[test]
-fn p18_a_thousand_idle_connections_and_as_many_strangers_delay_nobody() {
+fn p18_a_thousand_idle_connections_and_as_many_unidentified_peers_delay_nobody() {
     let _serial = serial();
     let limits = Limits { unidentified: 100, hello: Duration::from_secs(2), ..Limits::default() };
     let (_server, port) = server(limits, None);
@@ -270,7 +270,7 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
 }
 
 #[test]
-fn a_client_that_is_taken_for_a_stranger_too_many_comes_again() {
+fn a_client_that_is_taken_for_a_unidentified_peer_too_many_comes_again() {
     let _serial = serial();
     let (_server, port) = server(Limits::default(), None);
     let door = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -343,17 +343,17 @@ fn p18_running_out_of_descriptors_is_survived() {
     let limit = getrlimit(Resource::Nofile);
     let before = descriptors();
     setrlimit(Resource::Nofile, Rlimit { current: Some(before as u64 + 40), ..limit }).unwrap();
-    let crowd: Vec<TcpStream> = (0..80).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
+    let many: Vec<TcpStream> = (0..80).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
     thread::sleep(SHORT);
     assert_eq!(store.add("honest", 1).unwrap(), 1);
-    drop(crowd);
+    drop(many);
     setrlimit(Resource::Nofile, limit).unwrap();
     assert_eq!(honest(port, None).add("honest", 1).unwrap(), 2);
     eventually("the server closing its side", || descriptors() <= before);
 }
 
 #[test]
-fn p18_strangers_leave_descriptors_to_ranks_and_to_the_process() {
+fn p18_unidentified_peers_leave_descriptors_to_ranks_and_to_the_process() {
     let _serial = serial();
     let port = free_port();
     let mut child = start_server(port, Some(64));

@@ -87,7 +87,7 @@ fn bridged_pairs_are_not_fully_connected() {
 }
 
 #[test]
-fn one_stranger_spoils_pcie() {
+fn one_unlinked_gpu_spoils_pcie() {
     let mesh = NvlMesh::new(&rows(4, |_, _| 0)).unwrap();
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), Topology::Unknown);
     // What a device has with itself does not matter.

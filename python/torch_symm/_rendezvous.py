@@ -305,11 +305,11 @@ def _beside_agent(
     from torch_symm._native import load
 
     agent = AgentStore(host, port, world_size, is_master=False, timeout=timeout)
-    board = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
+    turns = PrefixStore(f"symm/rendezvous/{_restarts()}", agent)
     # Every rank counts its own rendezvous: a second one in the same processes has a server, and a key, of its own.
-    key = f"endpoint/{board.add(f'turn/{rank}', 1)}"
+    key = f"endpoint/{turns.add(f'turn/{rank}', 1)}"
     if rank != 0:
-        place, _, number = board.get(key).decode().rpartition(" ")
+        place, _, number = turns.get(key).decode().rpartition(" ")
         return _open(place, int(number), rank, world_size, timeout, secret, same_user)
     if same_user and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
         # All ranks are on this host, whatever address the agent goes by.
@@ -326,7 +326,7 @@ def _beside_agent(
         secret=secret,
         same_user=same_user,
     )
-    board.set(key, f"{store.host} {store.port}")
+    turns.set(key, f"{store.host} {store.port}")
     return store
 
 

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_are_refused() {
+    fn unidentified_peers_are_refused() {
         let hello = Hello { rank: 1, size: 4, pid: 77, segment_bytes: 1 << 40, token: [9; 16] }.encode();
         // A longer one, a shorter one, another program's, another protocol's.
         let changes: [fn(&mut Vec<u8>); 4] = [|b| b.push(0), |b| b.truncate(b.len() - 1), |b| b[0] ^= 1, |b| b[4] ^= 1];

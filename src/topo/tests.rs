@@ -60,7 +60,7 @@ fn a_selection_has_the_order_asked_for_and_a_structure_of_its_own() {
 }
 
 #[test]
-fn instances_of_one_gpu_are_strangers() {
+fn instances_of_one_gpu_are_unlinked() {
     let detected = assemble(None, Ok(&readings())).expect("readings");
     let instances = select(&detected, &["MIG-x", "MIG-y", "GPU-a"]).expect("all are there");
     assert_eq!(instances.topology, Topology::Unknown);

@@ -143,7 +143,7 @@ impl Host {
         if typed {
             defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
         }
-        defines.extend(launch.zero_copy.then(|| "-DSYMM_GATED=1".into()));
+        defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
         let program = Program::build_with(path, &defines);
         // SAFETY: memory and tensors live until all ranks are done.
         unsafe { program.launch(kernel, me as u32, launch.blocks, THREADS, launch.args.bytes()) };

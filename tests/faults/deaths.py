@@ -99,7 +99,7 @@ def _segfault() -> None:
 
 
 LARGE = "SIGKILL of rank 1 inside a 64 MB all_reduce; survivors keep their groups"
-CROWD = "SIGKILL of rank 1 of 16 inside a 1 MB all_reduce"
+MANY = "SIGKILL of rank 1 of 16 inside a 1 MB all_reduce"
 CHILD = "the same, while a forked child of the dead rank holds its descriptors"
 OTHER = (
     "SIGKILL inside 4 KB operations, of rank 0, with asynchronous work; exception, _exit, SIGSEGV between collectives"
@@ -139,7 +139,7 @@ _add("killed with async work", OTHER, _within(asynchronous=True), KILLED)
 _add("uncaught exception", OTHER, _between(_uncaught), "exit(ed)? (with )?(code |status )?1|left")
 _add("_exit", OTHER, _between(lambda: os._exit(3)), "exit(ed)? (with )?(code |status )?3")
 _add("segmentation fault", OTHER, _between(_segfault), r"signal 11 \(SIGSEGV\)")
-_add("killed among 16 ranks", CROWD, _within(count=1 << 18), KILLED, world=16)
+_add("killed among 16 ranks", MANY, _within(count=1 << 18), KILLED, world=16)
 
 
 TORCHRUN = """

@@ -189,12 +189,12 @@ add(
 )
 
 
-def stranger_on_the_port(side: str) -> Outcome:
+def process_on_the_port(side: str) -> Outcome:
     """The port is held by somebody who accepts and says nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
-        # Without a secret, processes of one user meet beside the port, where no stranger is in their way.
+        # Without a secret, processes of one user meet beside the port, where no other process is in their way.
         beside = "?secret=none" if side == "symm" else ""
         address = url(side, "port", f"127.0.0.1:{listener.getsockname()[1]}{beside}")
 
@@ -206,9 +206,9 @@ def stranger_on_the_port(side: str) -> Outcome:
 
 add(
     Case(
-        "silent stranger on the port",
-        "the rendezvous port is held by a silent stranger",
-        stranger_on_the_port,
+        "silent process on the port",
+        "the rendezvous port is held by a silent process",
+        process_on_the_port,
         Promise(sees=REFUSED, within=TIMEOUT_S + 1),
         "timeout + at most 1 s",
         f"{NOTE}; ended after 15 s",

@@ -183,7 +183,7 @@ def stores_much(side: str, server: Server) -> None:
 
 
 def sends_without_end(side: str, server: Server) -> None:
-    """Sixteen strangers send 8 MB each, which is no request."""
+    """Sixteen hostile peers send 8 MB each, which is no request."""
     links = [wires.connect(server.port) for _ in range(16)]
     for link in links:
         with contextlib.suppress(OSError):
@@ -236,7 +236,7 @@ def thousand_clients(side: str, server: Server) -> None:
 
 
 def garbage(side: str, server: Server) -> None:
-    """Random bytes from strangers and from introduced clients, mutants of real frames, frames sent twice."""
+    """Random bytes from hostile peers and from introduced clients, mutants of real frames, frames sent twice."""
     chance = random.Random(7)
     frames = [wires.set_frame(side, b"garbage", b"value"), wires.get_frame(side, b"honest")]
     for turn in range(300):
@@ -262,12 +262,12 @@ def uses_all_descriptors(side: str, server: Server) -> None:
 
 
 MEMORY = "store: a client that sends without end, drips bytes, never reads"
-CROWD = "store: 1200 half-open, 1000 clients, no descriptors left, garbage, mutants, replay"
+LOAD = "store: 1200 half-open, 1000 clients, no descriptors left, garbage, mutants, replay"
 MEMORY_TARGET = (
     "no more than SYMM_STORE_BYTES (256 MB), 1 MB before a client has introduced itself, little for what is not read; "
     "others wait < 10 ms"
 )
-CROWD_TARGET = "others wait < 10 ms (p99), the server lives, its descriptors come back"
+LOAD_TARGET = "others wait < 10 ms (p99), the server lives, its descriptors come back"
 
 
 def _add(name: str, row: str, target: str, attack: Attack, grown: float, descriptors: int | None = None) -> None:
@@ -282,20 +282,20 @@ def _add(name: str, row: str, target: str, attack: Attack, grown: float, descrip
             ),
             target,
             "torch's server looks up the name of every client: it stands still where no resolver answers"
-            if row == CROWD
+            if row == LOAD
             else "",
         )
     )
 
 
 _add("60 values of 8 MB", MEMORY, MEMORY_TARGET, stores_much, 300)
-_add("strangers send 8 MB", MEMORY, MEMORY_TARGET, sends_without_end, 1)
+_add("hostile peers send 8 MB", MEMORY, MEMORY_TARGET, sends_without_end, 1)
 _add("40 clients drip 8 MB", MEMORY, MEMORY_TARGET, drips, 300)
 _add("100 answers unread", MEMORY, MEMORY_TARGET, never_reads, 32)
-_add("1200 half-open", CROWD, CROWD_TARGET, half_open, 32)
-_add("1000 clients", CROWD, CROWD_TARGET, thousand_clients, 32)
-_add("garbage and mutants", CROWD, CROWD_TARGET, garbage, 8)
-_add("no descriptors left", CROWD, CROWD_TARGET, uses_all_descriptors, 8, 128)
+_add("1200 half-open", LOAD, LOAD_TARGET, half_open, 32)
+_add("1000 clients", LOAD, LOAD_TARGET, thousand_clients, 32)
+_add("garbage and mutants", LOAD, LOAD_TARGET, garbage, 8)
+_add("no descriptors left", LOAD, LOAD_TARGET, uses_all_descriptors, 8, 128)
 
 
 def outsider(side: str) -> Outcome:
@@ -305,9 +305,9 @@ def outsider(side: str) -> Outcome:
         member.set("precious", b"1")
         begun = time.monotonic()
         try:
-            stranger = opened(side, server.port, False)
-            stranger.get("precious")
-            stranger.set("precious", b"2")
+            hostile_peer = opened(side, server.port, False)
+            hostile_peer.get("precious")
+            hostile_peer.set("precious", b"2")
             saw = Saw(WRONG, "served")
         except Exception as error:
             saw = Saw(type(error).__name__, str(error))

@@ -93,7 +93,7 @@ def test_a_limit_of_memory_means_nothing_in_the_cache() -> None:
 
 @pytest.mark.parametrize("estimate", [0.01, 5.0, 9.9, 10.0, 700.0, 4_999.0, 5_000.0, 300_000.0])
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 16])
-def test_the_rhythm_fits_the_board_and_the_exponent(estimate: float, world: int) -> None:
+def test_the_rhythm_fits_the_shared_and_the_exponent(estimate: float, world: int) -> None:
     for rounds in (3, 5, MAX_ROUNDS):
         rhythm = plan(estimate, 1.5, world, least=20, rounds=rounds)
         assert 20 <= rhythm.rounds * rhythm.bursts * rhythm.samples <= MAX_SAMPLES + MAX_ROUNDS

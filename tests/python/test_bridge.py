@@ -9,7 +9,18 @@ BRIDGE = Path(__file__).parents[2] / "src"
 
 #: Functions that only hand out what is there, note a flag, or make an empty object: nothing in them can panic.
 READS = {
-    *("add", "admit", "count", "load_generator", "get", "no_pieces", "share", "store_memory", "store_through", "version"),
+    *(
+        "add",
+        "admit",
+        "count",
+        "load_generator",
+        "get",
+        "no_pieces",
+        "share",
+        "store_memory",
+        "store_through",
+        "version",
+    ),
     "watch_interrupts",
     *("blocking_wait", "own_profiles", "sequence", "set_timeout", "timeout"),
     *("buffer_table", "buffers", "bytes", "global_ranks", "is_current", "pad_table", "pads", "rank_table", "record"),

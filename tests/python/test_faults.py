@@ -83,7 +83,7 @@ def test_p10_a_second_thread_releases_a_blocked_call(way: str) -> None:
         "file of a killed run",
         "duplicate rank while forming",
         "duplicate rank after forming",
-        "silent stranger on the port",
+        "silent process on the port",
         "file in a missing folder",
         "RLIMIT_NOFILE 5 above what is open",
     ),
@@ -93,7 +93,7 @@ def test_p15_what_keeps_a_group_from_forming_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("garbage and mutants", "no descriptors left", "100 answers unread"))
-def test_p18_strangers_and_bad_clients_cost_the_others_nothing(name: str) -> None:
+def test_p18_hostile_peers_and_bad_clients_cost_the_others_nothing(name: str) -> None:
     kept(f"store: {name}")
 
 

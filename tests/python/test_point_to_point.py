@@ -294,7 +294,7 @@ def a_third_rank_dies(rank: int, world: int, name: str) -> tuple[float, str]:
 @pytest.mark.parametrize("name", WAITS)
 def test_p2_the_death_of_a_third_rank_ends_what_two_ranks_wait_in(name: str) -> None:
     received = run_ranks(a_third_rank_dies, 3, name, expect_killed=(2,))[:2]
-    print(f"{name}: {', '.join(f'{took * 1000:.0f} ms' for took, _ in heard)}")
+    print(f"{name}: {', '.join(f'{took * 1000:.0f} ms' for took, _ in received)}")
     for took, text in received:
         assert took < 1 and "rank 2 (pid" in text and "SIGKILL" in text, (took, text)
         assert ("send(" in text or "recv(" in text) and "had waited 0." in text, text

@@ -173,11 +173,11 @@ class Supervisor:
         """Buries children of ranks that have died."""
         own = {process.pid for process in self.processes if process is not None}
         deadline = time.monotonic() + 5
-        while strangers := set(_children()) - own:
-            for stranger in strangers:
-                os.waitpid(stranger, os.WNOHANG)
+        while leftovers := set(_children()) - own:
+            for leftover in leftovers:
+                os.waitpid(leftover, os.WNOHANG)
             if time.monotonic() > deadline:
-                raise Violation(f"processes {strangers} were left by their ranks")
+                raise Violation(f"processes {leftovers} were left by their ranks")
 
     def _check_remains(self) -> None:
         if left := [entry.name for entry in self.temporary.iterdir()]:

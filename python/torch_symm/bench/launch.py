@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 from . import rank as rank_process
 from .ops import DTYPES, OPS
 from .record import Cell, Row
-from .timing import Board
+from .timing import SharedTensors
 
 POLL_S = 0.2
 
@@ -73,7 +73,7 @@ def measure(options: Options) -> Iterator[CopyRate | Row]:
 
 def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: float) -> Iterator[CopyRate | Row]:
     context = mp.get_context("spawn")
-    board = Board(world, context.Barrier(world))
+    shared = SharedTensors(world, context.Barrier(world))
     results = context.Queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         task = rank_process.Task(
@@ -86,7 +86,7 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
             least=options.least,
             rounds=options.rounds,
         )
-        arguments = (task, board, results)
+        arguments = (task, shared, results)
         processes = spawn(rank_process.main, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
         for message in reported(processes, results, len(part) + 1):
             yield CopyRate(world, message) if isinstance(message, float) else message

@@ -19,7 +19,7 @@ from .machine import busy_seconds
 from .ops import DTYPES, OPS, Shape, Work
 from .pattern import WrongResult
 from .record import Cell, Row, Side, judge, summarize
-from .timing import Board, Rhythm, burst, check_once, plan
+from .timing import Rhythm, SharedTensors, burst, check_once, plan
 
 CALIBRATION_CALLS = 3
 SLOW_US = 50_000.0
@@ -43,7 +43,7 @@ class Task:
     rounds: int
 
 
-def main(rank: int, task: Task, board: Board, results: Queue[Message]) -> None:
+def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) -> None:
     """Entry point of a rank process.
 
     Raises:
@@ -57,19 +57,19 @@ def main(rank: int, task: Task, board: Board, results: Queue[Message]) -> None:
     default = dist.group.WORLD
     assert default is not None
     groups = [default, *(dist.new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in task.backends[1:])]
-    board.copy_rates[rank] = torch.tensor(limits.measure_copy(board.align), dtype=torch.float64)
-    board.align()
-    bandwidth = float(board.copy_rates.sum(dim=0).max())
+    shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
+    shared.align()
+    bandwidth = float(shared.copy_rates.sum(dim=0).max())
     if rank == 0:
         results.put(bandwidth)
     gc.disable()
     for number, cell in enumerate(task.cells):
-        measurement = _Measurement(rank, task, board, groups, cell)
+        measurement = _Measurement(rank, task, shared, groups, cell)
         measurement.agree_on_rhythm(cells_left=len(task.cells) - number)
         measurement.alternate()
         if rank == 0:
             results.put(measurement.row(bandwidth))
-        board.align()
+        shared.align()
         gc.collect()
     dist.destroy_process_group()
 
@@ -77,8 +77,10 @@ def main(rank: int, task: Task, board: Board, results: Queue[Message]) -> None:
 class _Measurement:
     """One cell on this rank."""
 
-    def __init__(self, rank: int, task: Task, board: Board, groups: list[dist.ProcessGroup], cell: Cell) -> None:
-        self._rank, self._task, self._board, self._groups, self._cell = rank, task, board, groups, cell
+    def __init__(
+        self, rank: int, task: Task, shared: SharedTensors, groups: list[dist.ProcessGroup], cell: Cell
+    ) -> None:
+        self._rank, self._task, self._shared, self._groups, self._cell = rank, task, shared, groups, cell
         dtype = DTYPES[cell.dtype]
         self._work: Work = OPS[cell.op].build(Shape(rank, task.world, dtype, cell.bytes // dtype.itemsize))
         self._rhythms: list[Rhythm] = []
@@ -87,54 +89,54 @@ class _Measurement:
 
     def agree_on_rhythm(self, cells_left: int) -> None:
         """Warms up, checks and estimates each side; every rank derives the same rhythm from the shared estimates."""
-        board, task = self._board, self._task
+        shared, task = self._shared, self._task
         if self._rank == 0:
             share = max(0.0, task.deadline - time.monotonic()) / cells_left
-            board.budget_s[0] = min(task.side_seconds, 0.4 * share)
+            shared.budget_s[0] = min(task.side_seconds, 0.4 * share)
         for side, group in enumerate(self._groups):
-            board.align()
+            shared.align()
             with self._naming(side):
                 check_once(self._work, group)
             self._work.reset()
             start = time.perf_counter_ns()
             for _ in range(CALIBRATION_CALLS):
                 self._work.call(group)
-            board.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / CALIBRATION_CALLS
-        board.align()
-        budget = float(board.budget_s[0])
+            shared.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / CALIBRATION_CALLS
+        shared.align()
+        budget = float(shared.budget_s[0])
         for side in range(len(self._groups)):
-            estimate = float(board.estimates[side].max())
+            estimate = float(shared.estimates[side].max())
             least = task.least if estimate < SLOW_US else task.rounds
             self._rhythms.append(plan(estimate, budget, task.world, least, task.rounds))
 
     def alternate(self) -> None:
-        """Blocks of the sides in turn, each turn in the opposite order; samples go to the board."""
-        board = self._board
+        """Blocks of the sides in turn, each turn in the opposite order; samples go to the shared tensors."""
+        shared = self._shared
         sides = list(range(len(self._groups)))
         began, busy, own = time.monotonic(), busy_seconds(), time.process_time()
         for turn in range(self._task.rounds):
             for side in sides if turn % 2 == 0 else reversed(sides):
-                board.align()
+                shared.align()
                 for _ in range(self._rhythms[side].bursts):
                     with self._naming(side):
                         samples = burst(self._work, self._groups[side], self._rhythms[side])
                     start = self._filled[side]
                     self._filled[side] += len(samples)
-                    board.samples[side, self._rank, start : self._filled[side]] = torch.tensor(
+                    shared.samples[side, self._rank, start : self._filled[side]] = torch.tensor(
                         samples, dtype=torch.float64
                     )
-        board.cpu_seconds[self._rank] = time.process_time() - own
-        board.align()
+        shared.cpu_seconds[self._rank] = time.process_time() - own
+        shared.align()
         self._elapsed, self._busy = time.monotonic() - began, busy_seconds() - busy
 
     def row(self, bandwidth: float) -> Row:
         """The figures of the cell from the samples of all ranks."""
         sides = [self._summary(side) for side in range(len(self._groups))]
-        others = (self._busy - float(self._board.cpu_seconds.sum())) / max(1e-6, self._elapsed)
+        others = (self._busy - float(self._shared.cpu_seconds.sum())) / max(1e-6, self._elapsed)
         return judge(self._cell, sides[0], sides[1] if len(sides) > 1 else None, bandwidth, max(0.0, others))
 
     def _summary(self, side: int) -> Side:
-        slowest = self._board.samples[side, :, : self._filled[side]].max(dim=0).values
+        slowest = self._shared.samples[side, :, : self._filled[side]].max(dim=0).values
         slowest /= OPS[self._cell.op].messages_per_call
         samples: list[float] = slowest.tolist()
         return summarize(self._cell, self._task.backends[side], samples, self._rhythms[side].iterations)

@@ -126,7 +126,10 @@ def rendezvous(kind: str, ranks: int) -> Iterator[Figure]:
     connecting: list[float] = []
     meeting: tuple[list[float], list[float]] = ([], [])
     theirs, ours = SIDES[kind]
-    with load_generator(theirs, ranks) as (their_clients, their_seconds), load_generator(ours, ranks) as (our_clients, our_seconds):
+    with (
+        load_generator(theirs, ranks) as (their_clients, their_seconds),
+        load_generator(ours, ranks) as (our_clients, our_seconds),
+    ):
         connecting += (their_seconds, our_seconds)
         for _ in range(ROUNDS):
             for side, clients in enumerate((their_clients, our_clients)):

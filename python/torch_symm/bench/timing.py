@@ -29,7 +29,7 @@ def _shared(*shape: int) -> torch.Tensor:
     return tensor
 
 
-class Board:
+class SharedTensors:
     """Memory that all ranks of a run share: samples, estimates, budget; and the start line."""
 
     def __init__(self, world: int, barrier: Barrier) -> None:
@@ -81,7 +81,7 @@ def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: in
     a_round = math.ceil(wanted / rounds)
     longest = min(MAX_BURST, int(112 / max(1.0, math.log2(world)))) - int(lead)
     samples = max(1, min(a_round, longest // batch))
-    # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the board's room.
+    # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the shared tensors's room.
     return Rhythm(rounds, a_round // samples, samples, batch, lead)
 
 

@@ -22,7 +22,7 @@ pub struct Variant {
     pub dtype: Option<DType>,
     /// `SYMM_OP`, by torch's code; of programs that reduce.
     pub op: Option<ReduceOp>,
-    /// `SYMM_GATED`: it knows of symmetric memory.
+    /// `SYMM_ZERO_COPY`: it knows of symmetric memory.
     pub zero_copy: bool,
 }
 
@@ -69,7 +69,7 @@ pub fn options(variant: &Variant, arch: Arch) -> Vec<String> {
     ];
     options.extend(variant.dtype.map(|dtype| format!("-DSYMM_DTYPE={}", dtype as u8)));
     options.extend(variant.op.map(|op| format!("-DSYMM_OP={}", op as u8)));
-    options.extend(variant.zero_copy.then(|| "-DSYMM_GATED=1".into()));
+    options.extend(variant.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
     options
 }
 
@@ -116,7 +116,7 @@ mod tests {
         let zero_copy = Variant { zero_copy: true, ..plain };
         assert_eq!(
             (options(&zero_copy, arch)[5..].join(" "), zero_copy.to_string()),
-            ("-DSYMM_GATED=1".into(), "exchange/any of rank 3 of 8, zero-copy".into())
+            ("-DSYMM_ZERO_COPY=1".into(), "exchange/any of rank 3 of 8, zero-copy".into())
         );
         assert_eq!(reducing.to_string(), "exchange/any of rank 3 of 8, bfloat16, AVG");
     }

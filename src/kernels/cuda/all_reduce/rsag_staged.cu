@@ -17,7 +17,7 @@ LANE_KERNEL(rsag_staged, RsagStagedArgs) {
     const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64 offset) {
       return sum_of(slot, unit, load_unit(args.from + offset, args.bytes - offset), args.factor);
     };
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
     gather_zero_copy(args, lane, everybody, args.targets & everybody, EVERYBODY, make);
   } else if (args.handshake.take != 0) {
     // Peers store here themselves.

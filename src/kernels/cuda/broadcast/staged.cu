@@ -24,7 +24,7 @@ LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
     }
   } else if (role == 1) {
     const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) { return entry_of(slot, root)[unit]; };
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
     // The root, which passes nothing on, counts the rounds as the others do.
     const u32 partners = root == RANK ? 0 : others;
     gather_zero_copy(args, lane, 1u << root, others, Partners{partners, partners}, make);

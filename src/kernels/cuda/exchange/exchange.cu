@@ -88,7 +88,7 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   end_round(args.common, args.ll, round);
 }
 
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
 // Opens the handshake and moves what goes straight from tensor to tensor: that is no longer in `to` and `from` then. `lanes` is 0 if nothing is
 // left for staging. False: some rank did not come, and nothing was moved.
 DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners partners, u32& to, u32& from, u32& lanes) {
@@ -159,7 +159,7 @@ KERNEL(exchange, ExchangeArgs) {
     to |= args.ll_blocks == 0 || args.out.bytes[r] > args.short_bytes ? 1u << r : 0;
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
   }
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
   // Both ends know how long a message is: for one that is staged anyhow, or none, they need not meet here.
   Partners partners{0, 0};
 #pragma unroll
@@ -189,7 +189,7 @@ KERNEL(exchange, ExchangeArgs) {
   if (block() < args.ll_blocks) {
     exchange_short(args);
   }
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
   // Also where this rank met nobody: which ranks do, no rank knows, and all must count the same rounds.
   end_handshake(args.common, args.handshake, round, partners);
 #endif

@@ -122,7 +122,7 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 target
   gather_to<false>(args, lane, sources, targets, Destinations{}, make);
 }
 
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
 // Who has results learns from the same block of its partners where theirs go.
 template <typename Make>
 DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {

@@ -17,7 +17,7 @@ struct ReduceStagedArgs {
 };
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
 // Opens the handshake; adds up what this rank needs, loaded from all inputs, if they are symmetric memory: `direct`. False: some rank did not
 // come, and nothing was loaded.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& direct) {
@@ -48,7 +48,7 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
 // Blocks: a lane's sender and receiver side by side.
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
-#ifdef SYMM_GATED
+#ifdef SYMM_ZERO_COPY
   const Round round = begin_round(args.common, lines_of(args.handshake));
   bool direct;
   if (!sum_direct(args, round, direct)) {

@@ -27,7 +27,7 @@ const ROOM: u64 = 4096;
 const FEW: usize = 16;
 
 /// The part of the process's descriptors that unidentified peers leave to those who know the secret and to the rest of the process: 1 in 4.
-const KEPT_FROM_STRANGERS: u64 = 4;
+const KEPT_FROM_UNIDENTIFIED: u64 = 4;
 
 /// What clients leave to the rest of the process: as many, or 1 in 8.
 const KEPT_FROM_CLIENTS: u64 = 32;
@@ -71,7 +71,7 @@ impl EventLoop {
         // Descriptors are given out from the lowest on, and the bounds are on their numbers: those above are for others.
         let (number, limit) = (u64::from(socket.as_raw_fd().unsigned_abs()), process::descriptor_limit());
         let scarce = number >= limit - KEPT_FROM_CLIENTS.min(limit / 8);
-        let few = number >= limit - limit / KEPT_FROM_STRANGERS;
+        let few = number >= limit - limit / KEPT_FROM_UNIDENTIFIED;
         let crowded = self.unidentified.len() >= self.limits.unidentified || scarce || (few && self.unidentified.len() >= FEW);
         if crowded && !self.evict() && scarce {
             return self.refuse(&peer_name(&socket), &format!("descriptors up to {number} are open, RLIMIT_NOFILE is {limit}"));

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 const LINGER: Duration = Duration::from_micros(50);
 
 /// From this many answers on, other threads help to send them.
-const CROWD: usize = 8;
+const MANY: usize = 8;
 
 /// How many connections that have more to do have their turn before new events are looked at.
 const ROUND: usize = 64;
@@ -264,10 +264,10 @@ impl EventLoop {
     }
 
     /// Sends what the round has queued. Sending is three quarters of the work, nearly all of it in the kernel, which wakes the
-    /// clients: a crowd of them is shared with other threads.
+    /// clients: many of them are shared with other threads.
     fn flush_all(&mut self) {
         let outbox = std::mem::take(&mut self.outbox);
-        let pool = if outbox.len() < CROWD { None } else { self.senders.get() };
+        let pool = if outbox.len() < MANY { None } else { self.senders.get() };
         let Some(pool) = pool else {
             return outbox.into_iter().for_each(|key| self.flush(key));
         };
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_refused_is_no_stranger_any_more() -> std::io::Result<()> {
+    fn who_was_refused_is_no_unidentified_peer_any_more() -> std::io::Result<()> {
         use std::io::Write;
         let mut rig = Rig::new(Limits::default())?;
         rig.event_loop.secret = Some(b"secret".to_vec());

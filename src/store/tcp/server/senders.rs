@@ -1,4 +1,4 @@
-//! Threads that help to send; there are none until a crowd of clients has come.
+//! Threads that help to send; there are none until many clients have come.
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
