@@ -398,6 +398,45 @@ def test_memory_that_is_given_back_is_given_again(pool: Pool, world: int) -> Non
         assert not found or max(found) - min(found) < 64 << 20, found
 
 
+def persistent(rank: int, world: int) -> None:
+    """An ``alloc_id`` stands for an address and for a window, however often the tensor is made anew."""
+
+    def made(alloc_id: int, count: int = 1000) -> torch.Tensor:
+        return symm_mem._SymmetricMemory.empty_strided_p2p(
+            (count,), (1,), torch.float32, device(), group_name(), alloc_id
+        )
+
+    tensor = made(1)
+    address = tensor.data_ptr()
+    window = symm_mem.rendezvous(tensor, group_name())
+    pointers = window.buffer_ptrs
+    with pytest.raises(RuntimeError, match=r"alloc_id == 1"):
+        made(1)
+    other = made(2)
+    assert other.data_ptr() != address
+    for turn in range(3):
+        window.barrier()
+        del tensor, window
+        gc.collect()
+        tensor = made(1).fill_(100 * turn + rank)
+        assert tensor.data_ptr() == address
+        window = symm_mem.rendezvous(tensor, group_name())
+        assert window.buffer_ptrs == pointers
+        window.barrier()
+        peer = (rank + 1) % world
+        assert bool((window.get_buffer(peer, (1000,), torch.float32) == 100 * turn + peer).all())
+    window.barrier()
+    del tensor, window
+    with pytest.raises(RuntimeError):
+        made(1, count=2000)
+    settle()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_alloc_id_is_an_address(pool: Pool, world: int) -> None:
+    pool.run(persistent, world)
+
+
 def mismatched(rank: int, world: int) -> None:
     tensor = symm_mem.empty(1024 if rank else 2048, device=device())
     with pytest.raises(torch_symm.SymmMismatch, match=r"8192 bytes.*4096 bytes"):

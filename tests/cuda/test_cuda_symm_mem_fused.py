@@ -59,6 +59,33 @@ def test_fused_operators_are_their_fallbacks(pool: Pool, world: int) -> None:
     pool.run(fused, world)
 
 
+def torchs_own(rank: int, world: int) -> None:
+    """torch's operators of the same names run through this package's windows, and match plain collectives."""
+    import torch.distributed._symmetric_memory as torchs
+
+    ops = torch.ops.symm_mem
+    for dim, shape in ((0, (64 * world, 32)), (1, (4, 16 * world, 32))):
+        A, B = whole_numbers(shape, torch.bfloat16, rank), whole_numbers((32, 48), torch.bfloat16, 7)
+        parts = [whole_numbers(shape, torch.bfloat16, each) for each in range(world)]
+        gathered = torch.cat(parts, dim)
+        given = torchs.restride_A_shard_for_fused_all_gather_matmul(A, dim)
+        whole, products = ops.fused_all_gather_matmul(given, [B, B], dim, name())
+        assert torch.equal(whole, gathered), dim
+        for product in products:
+            assert torch.equal(product, gathered @ B), dim
+        given = torchs.restride_A_for_fused_matmul_reduce_scatter(A, dim)
+        piece = ops.fused_matmul_reduce_scatter(given, B, "sum", dim, name())
+        total = sum((part.float() @ B.float() for part in parts), torch.zeros((), device=device()))
+        assert torch.equal(piece.float(), total.chunk(world, dim)[rank]), dim
+    settle()
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_so_do_torchs_own_operators(pool: Pool, world: int) -> None:
+    pool.run(torchs_own, world)
+
+
 def scaled(rank: int, world: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     A = torch.randn(32 * world, 64, generator=generator).to(torch.float8_e4m3fn).to(device())

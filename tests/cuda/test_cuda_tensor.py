@@ -85,3 +85,37 @@ def test_dtensor_moves_shards_and_gradients(pool: Pool, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_graph_moves_shards(pool: Pool, world: int) -> None:
     pool.run(captured, world)
+
+
+def distributed(rank: int, world: int) -> None:
+    """``mesh_scatter`` and ``mesh_broadcast``, which ``distribute_tensor`` and ``full_tensor`` are made of."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._collective_utils import mesh_broadcast, mesh_scatter
+
+    mesh = mesh_of_all()
+    for dtype in expected.DTYPES:
+        for shape in ((world * 3, 5), (7, world), (1,)):
+            pieces = [expected.seeded(dtype, shape, each).to(device()) for each in range(world)]
+            mine = torch.zeros_like(pieces[0])
+            mesh_scatter(mine, pieces if rank == 0 else [], mesh, 0)
+            settle()
+            expected.assert_same_bits(mine.cpu(), pieces[rank].cpu(), (dtype, shape, "mesh_scatter"))
+            mesh_broadcast(mine, mesh, 0)
+            settle()
+            expected.assert_same_bits(mine.cpu(), pieces[0].cpu(), (dtype, shape, "mesh_broadcast"))
+    whole = torch.arange(7 * 9 * 5, dtype=torch.float32, device=device()).reshape(7, 9, 5)
+    for given in (whole, whole.transpose(0, 2).contiguous().transpose(0, 2)):
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(-1)):
+            # The other ranks bring something else: rank 0's counts.
+            brought = given if rank == 0 else torch.zeros_like(given)
+            tensor = distribute_tensor(brought, mesh, [placement])
+            if isinstance(placement, Shard):
+                wanted = part(whole, world, placement.dim % 3, rank)
+                assert torch.equal(tensor.to_local(), wanted), placement
+            assert torch.equal(tensor.full_tensor(), whole), placement
+    settle()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_dtensors_are_distributed(pool: Pool, world: int) -> None:
+    pool.run(distributed, world)
