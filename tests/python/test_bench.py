@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch_symm.bench import limits, targets
+from torch_symm.bench import limits, machine, plot, targets
 from torch_symm.bench.__main__ import unusable
 from torch_symm.bench.launch import Options, cells
 from torch_symm.bench.ops import DTYPES, OPS
 from torch_symm.bench.pattern import TILE, Pattern, WrongResult
-from torch_symm.bench.record import Cell, quantile, summarize
+from torch_symm.bench.record import Cell, Run, judge, quantile, summarize
 from torch_symm.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
 from torch_symm.bench.units import format_size, parse_size
 
@@ -113,6 +113,30 @@ def test_median_and_p99() -> None:
 def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
     options = Options("symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1)
     assert [(cell.size, cell.bytes) for cell in cells(options, 4)] == [(8, 16), (KB, KB), (0, 0)]
+
+
+def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    cell = Cell("all_reduce", "f32", 2, KB, KB)
+    ours, theirs = summarize(cell, "symm", [2.0], 1), summarize(cell, "gloo", [20.0], 1)
+    rows = [judge(cell, ours, theirs, 1e9, 0.0), judge(cell, ours, None, 1e9, 0.0)]
+    here, path = machine.describe(), tmp_path / "run.json"
+    Run(here, [], rows, {2: 1e9}, [0.0, 0.0, 0.0], 1.0).write(path)
+    found, title = plot.read(path)
+    assert found == rows
+    assert here.cpu in title
+    path.write_text('{"rows": [{}]}')
+    with pytest.raises(ValueError, match=r"run\.json holds no run of this benchmark"):
+        plot.read(path)
+
+
+def test_a_run_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    cell = Cell("all_reduce", "f32", 2, KB, KB)
+    ours, theirs = summarize(cell, "symm", [2.0], 1), summarize(cell, "gloo", [20.0], 1)
+    plot.draw([judge(cell, ours, theirs, 1e9, 0.0), judge(cell, ours, None, 1e9, 0.0)], "here", tmp_path / "run.svg")
+    assert "symm" in (tmp_path / "run.svg").read_text()
+    with pytest.raises(ValueError, match="nothing that was measured has a size"):
+        plot.draw([], "here", tmp_path / "none.svg")
 
 
 @pytest.mark.parametrize(

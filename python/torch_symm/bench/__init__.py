@@ -16,5 +16,6 @@ How a cell (operation, dtype, size, number of ranks) is measured:
    compared with the exact expected value. The timed all_reduce calls feed each other, so all of them are checked.
 
 Conventions for sizes and bus bandwidth: `ops`. Memory limit: `limits`. Targets: `targets`. Modules, from leaf to root:
-`units`, `pattern`, `ops`, `limits`, `targets`, `machine`, `record`, `timing`, `rank`, `launch`, `table`, ``__main__``.
+`units`, `pattern`, `ops`, `limits`, `targets`, `machine`, `record`, `timing`, `rank`, `launch`, `table`, `plot`,
+``__main__``.
 """

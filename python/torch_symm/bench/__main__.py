@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from . import machine
+from . import machine, plot
 from .launch import CopyRate, Options, cells, measure
 from .ops import DTYPES, OPS
 from .record import Row, Run
@@ -23,8 +25,17 @@ QUICK_SIZES = "8,64K,1M,16M"
 FULL_SECONDS, QUICK_SECONDS = 480.0, 35.0
 
 
-def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
-    """What the command line asks for, and where the JSON goes."""
+@dataclass(frozen=True)
+class Outputs:
+    """Where the figures go. ``drawn``: an earlier run, which is drawn in place of a new one."""
+
+    json: Path | None
+    plot: Path | None
+    drawn: Path | None
+
+
+def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
+    """What the command line asks for, and where the figures go."""
     parser = argparse.ArgumentParser(
         prog="python -m torch_symm.bench", description="Measures every collective against another backend, in one run."
     )
@@ -40,7 +51,13 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     parser.add_argument("--seconds", type=float, help="time to spend, about (default: 480; 35 with --quick)")
     parser.add_argument("--json", type=Path, default=Path("out/bench.json"), help="where to write all figures")
     parser.add_argument("--no-json", action="store_true", help="write no file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times as curves (needs matplotlib)")
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier run, measure nothing")
     given = parser.parse_args(arguments)
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    if given.draw and not given.plot:
+        parser.error("--draw: --plot says where the figure goes")
     try:
         listed = given.sizes or (QUICK_SIZES if given.quick else FULL_SIZES)
         sizes = tuple(parse_size(size) for size in listed.split(","))
@@ -73,7 +90,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         least=10 if given.quick else 20,
         rounds=3 if given.quick else 5,
     )
-    return options, None if given.no_json else given.json
+    return options, Outputs(None if given.no_json else given.json, given.plot, given.draw)
 
 
 def unusable(backend: str) -> str | None:
@@ -92,7 +109,10 @@ def unusable(backend: str) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark; 0 if it went through with right results, 1 otherwise."""
-    options, path = options_from(arguments)
+    options, outputs = options_from(arguments)
+    if outputs.drawn is not None:
+        return _draw(outputs.drawn, outputs.plot)
+    path = outputs.json
     here = machine.describe()
     total = sum(len(cells(options, world)) for world in options.worlds)
     load = f"load {here.loadavg[0]}"
@@ -122,9 +142,22 @@ def main(arguments: Sequence[str]) -> int:
     if path is not None:
         Run(here, list(arguments), rows, rates, machine.loadavg(), elapsed, failure).write(path)
         print(f"written to {path}", flush=True)
+    if outputs.plot is not None and rows:
+        plot.draw(rows, plot.title(asdict(here)), outputs.plot)
+        print(f"drawn to {outputs.plot}", flush=True)
     if failure is not None:
         where = f" after {_last(rows)}" if rows else ""
         print(f"failed{where}: {failure.strip()}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _draw(source: Path, path: Path | None) -> int:
+    try:
+        rows, title = plot.read(source)
+        plot.draw(rows, title, path or source.with_suffix(".svg"))
+    except (OSError, ValueError) as error:
+        print(f"failed: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
