@@ -1,4 +1,4 @@
-# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | lint | fmt | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCHVISION := 0.26.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt loom fuzz soak faults tsan asan mutants headers build tools clean
+.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants headers build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -66,6 +66,16 @@ fmt: build
 	cargo fmt
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site of docs/, into out/site; a broken link fails it. In an environment of its own, which needs neither torch nor a build.
+DOCS_VENV ?= .venv-docs
+docs: $(DOCS_VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_VENV)/.ready:
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.* mkdocs-material==9.8.*
+	@touch $@
 
 # The protocols of shared memory under every interleaving.
 loom: tools
@@ -137,4 +147,4 @@ tools:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "the headers of $(PYTHON) are missing: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
 
 clean:
-	rm -rf target build dist $(VENV) python/*.egg-info python/torch_symm/*.so
+	rm -rf target build dist $(VENV) $(DOCS_VENV) python/*.egg-info python/torch_symm/*.so
