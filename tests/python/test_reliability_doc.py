@@ -1,4 +1,4 @@
-"""docs/reliability.md: every promise has a proof, and every test that it names exists."""
+"""docs/design/reliability.md: every promise has a proof, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMISES = [f"P{number}" for number in range(1, 25)]
 
 def rows() -> dict[str, list[str]]:
     """The cells of each promise's row: sentence, CPU, CUDA."""
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "docs" / "design" / "reliability.md").read_text()
     table = text.partition("## Promises")[2].partition("\n## ")[0]
     found = {}
     for line in table.splitlines():
@@ -61,6 +61,6 @@ def test_its_proofs_exist(promise: str) -> None:
 
 
 def test_the_fault_matrix_has_its_place() -> None:
-    text = (ROOT / "docs" / "reliability.md").read_text()
+    text = (ROOT / "docs" / "measurements" / "several.md").read_text()
     begin, end = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
     assert text.count(begin) == text.count(end) == 1 and text.index(begin) < text.index(end)
