@@ -32,6 +32,7 @@ const REPLACED: &[(&str, &str)] = &[
 /// Names that torch or Python chose, and tests of what words mean elsewhere.
 const ELSEWHERE: &[&str] = &[
     "tests/words.rs",
+    "tests/python/test_docs.py",
     "tests/torch/gates.py",
     "tests/torch/server.py",
     "tests/torch/test_upstream.py",
