@@ -44,7 +44,7 @@ pub struct Config {
     pub shared_gpus: bool,
     /// `SYMM_CUDA_TUNING`: where one algorithm ends and the next begins (`coll::cuda::plan::Tuning`), the same on all ranks.
     pub cuda_tuning: String,
-    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` for none; absent: searched for (`docs/cost-model.md`).
+    /// `SYMM_PROFILE`: a file of `python -m torch_symm tune`, or `0` for none; absent: searched for (`docs/design/cost-model.md`).
     pub profile: ProfileChoice,
     /// `SYMM_STORE_BYTES`: how much a store's server holds, in bytes; absent: 256 MiB.
     pub store_bytes: Option<usize>,
@@ -52,14 +52,14 @@ pub struct Config {
     pub nvrtc: Option<PathBuf>,
     /// `SYMM_CACHE_DIR`: an absolute path, or `0` for no cache; absent: `$XDG_CACHE_HOME/torch_symm`, else `$HOME/.cache/torch_symm`.
     pub cache_dir: CacheDir,
-    /// `SYMM_TOPOLOGY_FILE`: a JSON file that says how GPUs are connected, in place of NVML (`docs/topology.md`). Default: none.
+    /// `SYMM_TOPOLOGY_FILE`: a JSON file that says how GPUs are connected, in place of NVML (`docs/design/topology.md`). Default: none.
     pub topology_file: Option<String>,
     /// `SYMM_BLOCKING_WAIT`: `1` makes `Work.wait()` of a CUDA call block the host until the call has ended, and raise its failure.
     /// Default off.
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
     pub debug_call_site: bool,
-    /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/trace.md`); absent: a folder of the user's in
+    /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/guide/trace.md`); absent: a folder of the user's in
     /// `temporary`.
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, else `/tmp`.

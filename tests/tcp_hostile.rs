@@ -270,7 +270,7 @@ fn a_client_refuses_what_is_not_the_store_it_means() {
 }
 
 #[test]
-fn a_client_that_is_taken_for_a_unidentified_peer_too_many_comes_again() {
+fn a_client_that_is_taken_for_one_unidentified_peer_too_many_comes_again() {
     let _serial = serial();
     let (_server, port) = server(Limits::default(), None);
     let door = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -13,7 +13,7 @@ pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
 pub const POST_HEAD: usize = 32;
 /// Bytes of one input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;
-/// Three: one being written, one being read, one that the slowest peer may still be reading (`docs/memory-model.md`).
+/// Three: one being written, one being read, one that the slowest peer may still be reading (`docs/design/memory-model.md`).
 pub const INPUT_SLOTS: usize = 3;
 /// Two: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;

@@ -1,7 +1,7 @@
 //! How the GPUs of this host are connected.
 //!
 //! [`nvml`] asks, [`injected`] answers in its place where a file is named; the rest is pure: [`mesh`] counts links, [`graph`] gives
-//! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/topology.md`.
+//! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/design/topology.md`.
 
 pub mod ancestry;
 pub mod cost;

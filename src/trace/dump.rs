@@ -1,4 +1,4 @@
-//! The dump: everything that is kept, as JSON (`docs/trace.md`).
+//! The dump: everything that is kept, as JSON (`docs/design/trace.md`).
 
 use super::clock::Day;
 use super::entry::{Entry, State, Target, What};

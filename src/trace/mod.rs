@@ -1,4 +1,4 @@
-//! The flight recorder: the last calls of this process, always on, written down where a group fails or somebody asks (`docs/trace.md`).
+//! The flight recorder: the last calls of this process, always on, written down where a group fails or somebody asks (`docs/design/trace.md`).
 //!
 //! An entry costs two looks at the clock and two uncontended locks. Nothing here fails a call: what cannot be kept or written is a line in
 //! the log. Ranks may be threads of one process: they share the ring, and each entry knows its group and with it its rank. A forked child

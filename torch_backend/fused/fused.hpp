@@ -1,5 +1,5 @@
 // Matrix products fused with collectives, as operators of torch: torch.ops.symm._all_gather_matmul and _matmul_reduce_scatter. Each is one
-// call that enqueues everything; docs/fused.md has the schedules.
+// call that enqueues everything; docs/design/fused-products.md has the schedules.
 #pragma once
 
 #include <ATen/ATen.h>

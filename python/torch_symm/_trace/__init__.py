@@ -1,4 +1,4 @@
-"""The flight recorder: the last 2000 calls of this process (``docs/trace.md``)."""
+"""The flight recorder: the last 2000 calls of this process (``docs/guide/trace.md``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .dump import parse
 
 
 def trace() -> dict[str, Any]:
-    """Returns the last 2000 calls of this process and its groups: what a dump holds, see ``docs/trace.md``.
+    """Returns the last 2000 calls of this process and its groups: what a dump holds, see ``docs/guide/trace.md``.
 
     Times are nanoseconds since 1970. Calls of other threads go on meanwhile. A forked child begins with none.
 

@@ -19,7 +19,7 @@ class NotADump(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """An entry of the ring; see ``docs/trace.md``. ``sequence`` is ``None`` if it did not begin."""
+    """An entry of the ring; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if it did not begin."""
 
     number: int
     op: str

@@ -239,7 +239,7 @@ def _one(_n: int) -> float:
     return 1.0
 
 
-# Derivation of `floor` and `staged`: docs/benchmark.md, "Memory limit".
+# Derivation of `floor` and `staged`: docs/guide/benchmarking.md, "Memory limit".
 OPS: dict[str, Op] = {
     "all_reduce": Op(_all_reduce, lambda n: 2 * _others(n), lambda n: 2.0 * n, lambda n: 5.0 * n - 2),
     # As DTensor and torch.compile call it: asynchronous, into a new tensor, which is awaited at once.

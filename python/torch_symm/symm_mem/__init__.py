@@ -2,7 +2,7 @@
 
 The names and meanings are those of ``torch.distributed._symmetric_memory``, so that programs run with either; the
 handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. What differs stands in
-``docs/symmetric-memory.md``. The fused operators are ``torch.ops.symm.*`` too; :func:`install` lets torch's own
+``docs/guide/symmetric-memory.md``. The fused operators are ``torch.ops.symm.*`` too; :func:`install` lets torch's own
 ``torch.ops.symm_mem.fused_*`` and Inductor's async tensor parallelism use them for symm groups.
 """
 

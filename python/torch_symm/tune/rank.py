@@ -30,7 +30,7 @@ FEWEST, MOST = 3, 100
 LONG_US, FEWEST_LONG = 20_000.0, 2
 #: Calls in a CUDA graph: enough for its start not to count.
 GRAPH_CALLS = 20
-#: A broadcast that tells in what state the machine is: batches, calls of each. ``docs/cost-model.md``.
+#: A broadcast that tells in what state the machine is: batches, calls of each. ``docs/design/cost-model.md``.
 REFERENCE_BYTES, REFERENCE_BATCHES, REFERENCE_CALLS = 512 << 10, 3, 8
 
 

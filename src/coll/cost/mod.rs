@@ -3,7 +3,7 @@
 //! One type, [`Model`], three bases: torch's constants and formula ([`crate::topo::cost`]); links as detected, with the bytes and trips
 //! of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times that were measured on this hardware, by
 //! algorithm ([`profile`], [`curve`]). It stands beside `plan`, not in `topo`, because a price depends on the algorithm that serves the
-//! size, and `topo` may not know of algorithms. `docs/cost-model.md`.
+//! size, and `topo` may not know of algorithms. `docs/design/cost-model.md`.
 
 mod algorithms;
 mod curve;

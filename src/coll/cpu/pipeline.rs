@@ -3,7 +3,7 @@
 //! Each rank owns one counter, the number of stages it has finished since the group was made. In a stage it writes chunk `t` into an
 //! input slot, works on chunk `t - 1` out of everybody's input slots, and in two-phase collectives passes on the results of chunk `t - 2`.
 //! Slots are chosen by the running number of the stage, so a call may begin while peers are still in the last stage of the call before.
-//! The argument why three input slots and two result slots suffice stands in `docs/memory-model.md`; loom checks it (`tests/loom.rs`).
+//! The argument why three input slots and two result slots suffice stands in `docs/design/memory-model.md`; loom checks it (`tests/loom.rs`).
 
 use crate::error::Result;
 use crate::mem::layout::{INPUT_SLOTS, RESULT_SLOTS};

@@ -13,7 +13,7 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/kernels.md).
+/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/design/cuda-kernels.md).
 const MANY_THREADS_BYTES: usize = 24 << 20;
 /// Threads of a lane's block otherwise.
 const FEW_THREADS: u32 = 128;
@@ -198,7 +198,7 @@ impl LaunchContext<'_> {
     fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
         let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
-        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/kernels.md).
+        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/design/cuda-kernels.md).
         let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
         if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
     }

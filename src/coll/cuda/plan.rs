@@ -117,7 +117,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// Measured on H200 (docs/kernels.md).
+    /// Measured on H200 (docs/design/cuda-kernels.md).
     pub fn of(ranks: usize) -> Self {
         let one_shot_bytes = match ranks {
             0..=2 => 1 << 20,

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// The longest frame, either way: a value of 64 MiB with the longest key.
 pub const MAX_FRAME: usize = 64 * 1024 * 1024 + 2 * 64 * 1024;
 
-/// Bounds of a server; the defaults are those of `docs/store.md`.
+/// Bounds of a server; the defaults are those of `docs/design/store.md`.
 #[derive(Clone, Debug)]
 pub struct Limits {
     /// Bytes of keys and values.

@@ -2,7 +2,7 @@
 //! anybody waiting for a rank that does not launch.
 //!
 //! One word, [`NEVER`] at first. The first rank that wants to proposes a launch that no rank has come to, looks again whether that is
-//! still so, and settles it (`docs/memory-model.md`).
+//! still so, and settles it (`docs/design/memory-model.md`).
 
 use super::launch_log;
 use crate::control::ControlBlock;

@@ -1,6 +1,6 @@
 // Signals between ranks, through words that the ranks' pads hold: a word that is 0 is the sender's, who makes it 1 in the receiver's pad;
 // a word that is 1 is the receiver's, who makes it 0 again. A lane has one peer: it puts, or waits, or, in a barrier, one after the other.
-// What the stream did before a put is visible after the wait that takes it; docs/memory-model.md has the argument.
+// What the stream did before a put is visible after the wait that takes it; docs/design/memory-model.md has the argument.
 #include "device.cuh"
 
 // Ranks of a group, at most; src/coll/cuda/arguments.rs has the same.
