@@ -144,7 +144,7 @@ impl<'a> Group<'a> {
         let launches: Vec<_> = (0..self.n)
             .map(|me| {
                 let cube_mesh = self.cube_mesh.is_some();
-                let zero_copy = zero_copy && plan::worth_gating(&device[me], self.n, &self.tuning);
+                let zero_copy = zero_copy && plan::worth_zero_copy(&device[me], self.n, &self.tuning);
                 let plan =
                     plan::choose(&device[me], &Conditions { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
                 name = plan.served_as(zero_copy);

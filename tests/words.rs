@@ -31,6 +31,7 @@ const REPLACED: &[(&str, &str)] = &[
 
 /// Names that torch or Python chose, and tests of what words mean elsewhere.
 const ELSEWHERE: &[&str] = &[
+    "src/coll/cuda/former_names.rs",
     "tests/words.rs",
     "tests/python/test_docs.py",
     "tests/torch/gates.py",

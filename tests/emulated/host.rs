@@ -96,7 +96,7 @@ impl Host {
     }
 
     pub(crate) fn is_zero_copy(&self, call: &Call) -> bool {
-        !self.heaps.is_empty() && plan::worth_gating(call, self.n, &self.tuning)
+        !self.heaps.is_empty() && plan::worth_zero_copy(call, self.n, &self.tuning)
     }
 
     /// Kernels of each rank that moved something between tensors.

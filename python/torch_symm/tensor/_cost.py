@@ -1,8 +1,8 @@
 """What a collective along a dimension of a mesh costs, in microseconds.
 
 The names and the meaning of ``bytes`` are those of ``torch.distributed.tensor._collective_utils``, but that they are
-bytes and not GiB: of the longest tensor that a rank gives or gets. The formulas are in Rust; ``docs/design/cost-model.md``
-has them with their sources.
+bytes and not GiB: of the longest tensor that a rank gives or gets. The formulas are in Rust;
+``docs/design/cost-model.md`` has them with their sources.
 """
 
 from __future__ import annotations

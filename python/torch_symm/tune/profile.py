@@ -1,4 +1,7 @@
-"""The file that calibration writes: ``docs/design/cost-model.md`` has its fields. The native part reads and validates it."""
+"""The file that calibration writes: ``docs/design/cost-model.md`` has its fields.
+
+The native part reads and validates it.
+"""
 
 from __future__ import annotations
 

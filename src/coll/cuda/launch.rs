@@ -13,7 +13,7 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/design/cuda-kernels.md).
+/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/measurements/gpu-h200.md).
 const MANY_THREADS_BYTES: usize = 24 << 20;
 /// Threads of a lane's block otherwise.
 const FEW_THREADS: u32 = 128;
@@ -148,7 +148,7 @@ pub struct Symmetric<'a> {
     pub heap: PerRank,
     /// Index of the call's channel.
     pub channel: u32,
-    /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_gating`].
+    /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_zero_copy`].
     pub least: u32,
     /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
     pub reachable: &'a dyn Fn(Span) -> bool,
@@ -198,7 +198,7 @@ impl LaunchContext<'_> {
     fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
         let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
-        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/design/cuda-kernels.md).
+        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/measurements/gpu-h200.md).
         let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
         if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
     }

@@ -1,5 +1,6 @@
 //! Which kernel serves a call, with how many blocks. Pure; the same on every rank, because it looks only at what every rank knows.
 
+use super::former_names;
 use super::workspace::layout::{LL_UNITS, Layout, MAX_LANES, SENTINEL_BLOCKS, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::dtype::DType;
@@ -117,7 +118,7 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// Measured on H200 (docs/design/cuda-kernels.md).
+    /// Measured on H200 (docs/measurements/gpu-h200.md).
     pub fn of(ranks: usize) -> Self {
         let one_shot_bytes = match ranks {
             0..=2 => 1 << 20,
@@ -178,7 +179,7 @@ impl Tuning {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
             let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
-            let field = match name.trim() {
+            let field = match former_names::current(name.trim()) {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
                 "zero_copy_two_shot_bytes" => &mut self.zero_copy_two_shot_bytes,
@@ -276,7 +277,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
 }
 
 /// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for itself.
-pub fn worth_gating(call: &Call, n: usize, tuning: &Tuning) -> bool {
+pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll => return n > 1,
         Op::AllReduce | Op::Reduce => call.longest() / n,
@@ -448,7 +449,7 @@ mod tests {
             assert_eq!(plan.served_as(false), plan.name());
         }
         assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
-        let worth = |op, bytes, n| worth_gating(&call(op, DType::BF16, bytes), n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
+        let worth = |op, bytes, n| worth_zero_copy(&call(op, DType::BF16, bytes), n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
         for (op, n, least) in [
             (Op::AllGather, 2, 1 << 20),
             (Op::ReduceScatter, 8, 1 << 20),

@@ -153,7 +153,7 @@ impl Communicator {
     /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
     fn zero_copy(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
-        let worth = plan::worth_gating(call, self.control.size(), &self.tuning);
+        let worth = plan::worth_zero_copy(call, self.control.size(), &self.tuning);
         // An all-to-all of short messages is no reason to begin with it.
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long

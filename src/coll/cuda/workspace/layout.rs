@@ -2,7 +2,7 @@
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, spread) | handshakes' lines | low-latency lines | sentinel slots | staging slots (scatter, spread)
+//! epochs | lanes' words (scatter, gather) | handshakes' lines | low-latency lines | sentinel slots | staging slots (scatter, gather)
 //! ```
 
 use crate::error::{Error, Result};
@@ -25,7 +25,7 @@ const LINES: usize = 32;
 const SPREAD: usize = 256;
 /// Lanes times ranks, where slots of `FAIR_SLOT` leave room for so many; else half as many.
 const LANES: usize = 512;
-/// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/design/cuda-kernels.md).
+/// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/measurements/gpu-h200.md).
 const FAIR_SLOT: usize = 16 << 10;
 const LONGEST_SLOT: usize = 24 << 10;
 /// What one all-reduce in two shots may have of the sentinel slots.

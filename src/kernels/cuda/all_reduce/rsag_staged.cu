@@ -1,7 +1,7 @@
 // All-reduce and reduce of long messages: each rank adds up one piece in rank order while chunks of it are still arriving.
 // Sent per rank: 2 (n - 1) / n S; of a reduce: S.
 // In a zero-copy call sums go straight into the tensors of those ranks whose results are symmetric memory. Inputs are pushed all the same:
-// loads over NVLink are slower than stores (docs/design/cuda-kernels.md).
+// loads over NVLink are slower than stores (docs/measurements/gpu-h200.md).
 #include "sum.cuh"
 #include "rsag_staged.cuh"
 
