@@ -1,8 +1,8 @@
 """What DTensor needs of a backend: its collectives, and what they cost.
 
 Moving shards between dimensions, scatter, broadcast, padding (``docs/guide/dtensor-costs.md``): the functions have the
-names and arguments of ``torch.distributed.tensor._collective_utils`` and give the same bits. They serve groups of any backend.
-DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` by themselves, from the first symm group of a
+names and arguments of ``torch.distributed.tensor._collective_utils`` and give the same bits. They serve groups of any
+backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` by themselves, from the first symm group of a
 process on; :func:`uninstall_redistribute` ends that.
 
 Prices of collectives and of redistributions (``docs/design/cost-model.md``): in µs, measured where there is a profile
