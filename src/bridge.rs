@@ -1,6 +1,7 @@
 //! The C++ side's view of [`Group`](crate::group::Group): plain values in, plain values out.
 //!
 //! Each shim translates and calls; none decides. A panic becomes a [`Status`](ffi::Status), never crosses the boundary.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 /// The single source of truth for both languages.
 #[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.

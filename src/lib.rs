@@ -17,6 +17,9 @@
 //! - [`config`][]: what the environment says; [`completion`][]: where outcomes go
 //! - [`dtype`], [`op`], [`rank`], [`error`][]: leaves that everyone may import
 
+// Modules that need it allow it, each with its reason.
+#![deny(unsafe_code)]
+
 pub mod boot;
 #[cfg(feature = "torch")]
 pub mod bridge;

@@ -1,6 +1,7 @@
 //! Notices that a member's process has ended, within a millisecond, whatever children it leaves behind; looks again at what takes time.
 //!
 //! One thread serves all groups of the process. It starts with the first subscription and ends with the last.
+#![allow(unsafe_code, reason = "a descriptor of a process, and tests that fork")]
 
 use crate::boot::Member;
 use crate::error::{Error, Result};

@@ -1,4 +1,5 @@
 //! Symmetric memory, as torch's pluggable allocator asks for it.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::guarded;
 use crate::error::Error;

@@ -1,4 +1,5 @@
 //! Outcomes on their way between the two languages: no panic and no exception crosses.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi;
 use crate::completion::Completion;

@@ -1,4 +1,5 @@
 //! torch's stores behind this crate's trait.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{Piece, StoreHandle, StoreOp};
 use crate::error::{Error, Kind, Result};

@@ -1,4 +1,5 @@
 //! Symmetric memory that programs use themselves: allocations, windows, signals.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{Allocated, OpenedWindow, Status};
 use super::{GroupHandle, guarded, milliseconds};

@@ -1,4 +1,5 @@
 //! A member's view of the group's control block, and what each member says of itself there.
+#![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
 use super::call_state::{Awaited, Doing};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};

@@ -1,4 +1,5 @@
 //! Small arrays in a GPU's own memory.
+#![allow(unsafe_code, reason = "memory of a GPU by its address")]
 
 use crate::error::Result;
 use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture, check};

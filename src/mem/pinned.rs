@@ -1,4 +1,5 @@
 //! Host memory that a GPU reads and writes.
+#![allow(unsafe_code, reason = "page-locked words that kernels write, too")]
 
 use crate::error::Result;
 use crate::kernels::cuda::driver::check;

@@ -2,6 +2,7 @@
 //!
 //! The physical memory lives as long as anybody maps it or holds its descriptor, in whatever process: a rank that ends leaves its
 //! peers' mappings valid, and when the last of them goes the memory is free, however its maker ended.
+#![allow(unsafe_code, reason = "mappings of GPU memory")]
 
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Device, check};

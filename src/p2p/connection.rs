@@ -1,4 +1,5 @@
 //! The two rings between this rank and one peer.
+#![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
 use super::frame::{Frame, Kind};
 use crate::coll::call::Span;

@@ -1,4 +1,5 @@
 //! The host's memory as a heap's: one file without a name per process, of which segments are pieces.
+#![allow(unsafe_code, reason = "mappings at chosen addresses")]
 
 use super::addresses::{Addresses, Piece, Range};
 use crate::error::{Error, Result};

@@ -1,4 +1,5 @@
 //! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::mem::ManuallyDrop;

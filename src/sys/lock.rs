@@ -1,5 +1,6 @@
 //! Advisory locks on single bytes of a file. They belong to the open file, not to the process: threads that open it each
 //! for themselves exclude one another, closing another descriptor of it releases nothing, and a killed holder lets go.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::again::retry;
 use rustix::fd::{AsRawFd, BorrowedFd};

@@ -1,4 +1,5 @@
 //! Processes: who one is, whether one lives, what it is doing, how it ended.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::fork::PerProcess;
 use super::thread::Wake;

@@ -1,4 +1,5 @@
 //! Reading other processes' memory.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use crate::error::{Error, Result};
 use rustix::io::Errno;

@@ -1,4 +1,5 @@
 //! Unix sockets that keep message boundaries, and descriptors that travel through them. Nothing here blocks.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::io::{Errno, IoSlice, IoSliceMut, Result};

@@ -1,4 +1,5 @@
 //! Symmetric memory that programs asked for by itself, apart from torch's pools.
+#![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 use crate::error::{Error, Result};
 use crate::symm_mem::{self, HOST};

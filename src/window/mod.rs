@@ -1,4 +1,5 @@
 //! Symmetric memory of a group: what every rank has at an address of its own, as one of them reaches it, with signals beside it.
+#![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 pub mod allocations;
 mod domain;

@@ -1,5 +1,6 @@
 //! Signals between the GPUs of a group: `put_signal`, `wait_signal` and `barrier` of symmetric memory, each a small kernel on the caller's
 //! stream. A wait ends by the signal, by its deadline or because the group has failed, and never with a trap.
+#![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 mod request;
 

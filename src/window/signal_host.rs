@@ -1,4 +1,5 @@
 //! Signals between ranks: words in shared memory that one rank sets and another clears.
+#![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};

@@ -2,8 +2,8 @@
 
 Moving shards between dimensions, scatter, broadcast, padding (``docs/guide/dtensor-costs.md``): the functions have the
 names and arguments of ``torch.distributed.tensor._collective_utils`` and give the same bits. They serve groups of any
-backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` by themselves, from the first symm group of a
-process on; :func:`uninstall_redistribute` ends that.
+backend. DTensors whose mesh has symm groups use :func:`shard_dim_alltoall` by themselves, from the first symm group
+of a process on; :func:`uninstall_redistribute` ends that.
 
 Prices of collectives and of redistributions (``docs/design/cost-model.md``): in µs, measured where there is a profile
 of this machine. DTensor goes by them after :func:`install_cost_model`.

@@ -1,6 +1,7 @@
 //! All-reduce and reduce: each rank reduces its share of every chunk, then all (or the root) collect the shares.
 //!
 //! Whatever the plan, an element is combined over ranks 0..n-1 in this order by one rank, so every rank gets the same bits.
+#![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
 use super::exchange::{Stages, chunk_of};

@@ -1,6 +1,7 @@
 //! The arrival: one post per rank and call, in one of two places by the parity of the call's number.
 //!
 //! A rank that posts call `s + 2` over its post of call `s` has seen everybody's post of `s + 1`, so everybody is past `s`.
+#![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
 use super::reduce_scatter::reduce_chunk;

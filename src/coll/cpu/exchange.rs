@@ -1,6 +1,7 @@
 //! Broadcast, all-gather, gather, scatter, all-to-all: messages that move unchanged.
 //!
 //! They differ only in who sends, who receives, and whether everybody gets the same message.
+#![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
 use super::pipeline::{self, Chunks, Clock, Phases};

@@ -1,4 +1,5 @@
 //! What kernels are told, laid out as `src/kernels/cuda/**` declares it.
+#![allow(unsafe_code, reason = "the bytes of a kernel's arguments")]
 
 use super::workspace::layout::{Channel, MAX_RANKS};
 

@@ -3,6 +3,7 @@
 //! Written in integer arithmetic and selects, without branches or tables, so that the loops around them vectorise and
 //! every instruction set computes the same bits. No step makes or reads a subnormal `f32`, so a thread that flushes
 //! those (`torch.set_flush_denormal`) converts alike.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::Element;
 use super::vector::Vector;

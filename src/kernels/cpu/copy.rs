@@ -1,4 +1,5 @@
 //! Moving bytes, through the cache or past it.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 /// What goes to `memcpy` at once. glibc's own turns to non-temporal stores above a share of the last-level cache (here
 /// about 1 MiB), which the next reader pays for: four ranks that stage 1 MiB each, and reduce it, reach 20-27 GB/s in

@@ -13,6 +13,7 @@
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
 //! - [`dispatch`]: which compiled loop serves a call
 //! - [`copy`](mod@copy): memory to memory
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 mod convert;
 mod copy;

@@ -1,6 +1,7 @@
 //! The floating-point mode of the calling thread.
 //!
 //! `torch.set_flush_denormal(True)` changes it for one thread; a rank that reduces with another mode than its peers would get other bits.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 /// Round to nearest, keep subnormals; the thread's own mode returns on drop.
 pub(super) struct DefaultMode {

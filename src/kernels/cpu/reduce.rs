@@ -3,6 +3,7 @@
 //! A tile of `T` accumulators stays in registers while the sources go by in rank order, so each output element depends
 //! on its own inputs alone: not on alignment, on the count, on how a range was split or on the vector width. Rust never
 //! contracts a product and a sum into a fused operation, so neither do the wider instruction sets.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::element::{Element, Number};
 use super::op::Op;

@@ -1,3 +1,5 @@
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+
 use super::dispatch::Isa;
 use super::reference::{self, decode, encode};
 use super::{Source, Store, copy, reduce, reduce_on, supports};

@@ -1,4 +1,5 @@
 //! Conversions for which an instruction set has an instruction that the compiler does not find by itself.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 /// An instruction set, as a type: what the loops compiled for it may use.
 pub(super) trait Vector {

@@ -1,6 +1,7 @@
 //! The CUDA driver: contexts, streams, events, kernels. Opened at run time; a machine without it has no `Device`.
 //!
 //! With `mem::{device, pinned, vmm}` the only user of `cudarc`. Contexts are the primary ones, which torch uses too.
+#![allow(unsafe_code, reason = "functions of the CUDA driver, found at run time")]
 
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};

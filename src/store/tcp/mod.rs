@@ -1,4 +1,5 @@
 //! A store on a server that many processes reach: over TCP, or over a Unix socket.
+#![allow(unsafe_code, reason = "a socket that its owner hands over")]
 
 pub mod address;
 mod client;

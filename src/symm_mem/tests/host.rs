@@ -1,4 +1,5 @@
 //! Memory of the host that can be told to fail.
+#![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use crate::error::{Error, Result};
 pub(crate) use crate::symm_mem::host::PAGE;

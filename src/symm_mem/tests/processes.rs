@@ -1,4 +1,5 @@
 //! Heaps of two processes: children that are forked have a thread and links of their own.
+#![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::{PAGE, read, write};
 use super::*;

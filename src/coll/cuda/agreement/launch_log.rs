@@ -1,5 +1,6 @@
 //! Each rank's launches, for the others to compare theirs with. No rank waits for another here: whoever launches a call later sees what
 //! the others launched under the same number, and does not launch what does not fit.
+#![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
 use crate::coll::call::{Call, Op};
 use crate::coll::cuda::workspace::layout::{Channel, MAX_RANKS};

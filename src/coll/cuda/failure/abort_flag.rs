@@ -1,4 +1,5 @@
 //! The word that tells kernels that their group has failed.
+#![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
 use crate::control::ControlBlock;
 use crate::error::Result;

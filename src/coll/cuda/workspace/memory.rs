@@ -2,6 +2,7 @@
 //!
 //! Each GPU has its own; where some pair of GPUs cannot reach each other, all of it lies in the host's memory instead, under the same
 //! protocols.
+#![allow(unsafe_code, reason = "the device memory of a communicator")]
 
 use super::layout::{Channel, Layout};
 use crate::boot::pass::{Mailbox, NAME_BYTES};

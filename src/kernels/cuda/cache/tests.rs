@@ -1,3 +1,5 @@
+#![allow(unsafe_code, reason = "tests change the process's mask of new files")]
+
 use super::entry::HEADER;
 use super::*;
 use std::fs::{Permissions, set_permissions};

@@ -1,4 +1,5 @@
 //! A program inside the compiler.
+#![allow(unsafe_code, reason = "functions of NVRTC, found at run time")]
 
 use super::{Handle, Nvrtc};
 use crate::error::{Error, Result};

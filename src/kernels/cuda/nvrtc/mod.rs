@@ -1,6 +1,7 @@
 //! NVIDIA's run-time compiler, opened at run time: nothing needs it to build, and a machine without GPUs does without.
 //!
 //! Own code, since cudarc looks for the library under the names of one toolkit only.
+#![allow(unsafe_code, reason = "functions of NVRTC, found at run time")]
 
 mod compilation;
 mod find;
