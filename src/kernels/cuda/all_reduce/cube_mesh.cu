@@ -1,18 +1,20 @@
-// All-reduce along the edges of a hybrid cube mesh: every rank has links to the three others of its quad and to one, its relay, in the
-// other quad. Nothing, neither data nor flags, is written to anybody else. Messages short enough for flags in the data.
+// All-reduce of short messages on LL lines, along the edges of a hybrid cube mesh.
+// Every rank has links to the three others of its quad and to one rank, its relay, in the other quad. It writes nothing, neither data nor
+// flags, to any other rank. The algorithm has two phases:
 //   1. Each rank sends its units to its quad, and adds up the quad's four in rank order, rounding once.
-//   2. Each rank sends this partial to its relay, and adds the two partials, that of the quad with rank 0 first.
-// Sent per rank: 4 S, and as much again of flags. Two trips.
+//   2. Each rank sends this partial sum to its relay, and adds the two partial sums, that of the quad with rank 0 first.
+// Each rank sends 4 S, and as much again of flags, in two trips over the link.
 //
-// All four of a quad compute the same partial, and all eight combine the same two in the same order: the same bits everywhere. They
-// are not those of a sum in rank order: each quad's is rounded.
+// The result has the same bits on all ranks: all four of a quad compute the same partial sum, and all eight combine the same two in the
+// same order. These bits are not those of a sum in rank order, because each quad's sum is rounded.
 //
-// Why two buffers suffice (low_latency.cuh): a block that ends a round knows that the same block of all ranks has begun it. It heard from
-// its quad itself. Its relay's partial was sent by a thread that had heard from all of the relay's quad, who send nothing of a round before
-// they begin it. And every block sends at least one unit in either step of every round, data or not. So these rounds may alternate with
-// those of any other kernel on the same lines, in which all ranks hear from all: both count the same epochs.
-// The two steps share a round: what a rank sends lies at its own index, and it sends to its quad in the first step only, to its relay in
-// the second only, so no line is written twice.
+// Two buffers suffice (low_latency.cuh) because a block that ends a round knows that the same block of all ranks has begun it:
+// - Its quad's units came from the quad itself.
+// - Its relay's partial sum was sent by a thread that had units of all of the relay's quad, who send none before they begin the round.
+// - Every block sends at least one unit in either phase of every round, data or not.
+// So these rounds may alternate with those of any other kernel on the same lines, in which all ranks receive from all: both count the same
+// epochs. The two phases share a round: what a rank sends lies at its own index, and it sends to its quad in the first phase only and to
+// its relay in the second only, so no line is written twice.
 #include "low_latency.cuh"
 #include "types.cuh"
 
@@ -26,18 +28,18 @@ struct CubeMeshArgs {
   // The three others of this rank's quad, ascending.
   u32 quad[3];
   u32 relay;
-  // Not 0: rank 0 is in this rank's quad.
+  // Flag that is not 0 if rank 0 is in this rank's quad.
   u32 first_quad;
 };
 static_assert(sizeof(CubeMeshArgs) == 240, "");
 
-// What the quad adds up to, `own` in its place among the ranks.
+// Partial sum of the quad in rank order, with `own` in its place among the ranks.
 DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3]) {
   Sum sum;
   begin(sum, RANK < args.quad[0] ? own : mate[0]);
 #pragma unroll
   for (u32 k = 1; k < 3; ++k) {
-    // role k is this rank's if k mates come before it, and the mates after it have moved up by one.
+    // Position k is this rank's if k mates come before it; the mates after it have moved up by one.
     combine(sum, RANK < args.quad[k - 1] ? mate[k - 1] : RANK < args.quad[k] ? own : mate[k]);
   }
   combine(sum, RANK < args.quad[2] ? mate[2] : own);
@@ -48,6 +50,7 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   after_predecessor();
   const Common& common = args.common;
   Wait wait;
+  // step 1: find whom to wait for, and whom to name if nothing comes
   Source quad[3];
   u32 far = ((1u << WORLD) - 1) & ~(1u << RANK);
 #pragma unroll
@@ -55,15 +58,17 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
     quad[k] = {args.quad[k], 1u << args.quad[k]};
     far &= ~quad[k].names;
   }
-  // Whoever of the other quad is missing, it is its partial that does not come.
+  // The relay's partial sum names the whole other quad: it does not come if any of them is missing.
   const Source relay[1] = {{args.relay, far}};
   Round round = begin_round(common, args.ll);
   const u64 pass = (u64)blocks() * args.ll.units * 16;
+  // step 2: repeat steps 3 to 6 in rounds of what all blocks together carry
   for (u64 done = 0; done < args.bytes; done += pass) {
     if (done > 0) {
       round = next_round(args.ll, round);
     }
     const u32 count = share(round, args.ll, args.bytes);
+    // step 3: push this rank's units to the three others of its quad
     for (u32 i = thread(); i < at_least_one(count); i += threads()) {
       const u64 offset = (round.first + i) * 16;
       Unit v = {0, 0, 0, 0};
@@ -84,12 +89,15 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
       if (i < count) {
         own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
       }
+      // step 4: pull the quad's units and add them up in rank order
       pull_from(common, round, i, quad, mate, wait);
       const Unit half = sum_of_quad(args, own, mate);
+      // step 5: push the partial sum to the relay
       if (!wait.over) {
-        // Else it would be taken for a sum.
+        // After a wait that gave up, `half` is no sum, and the relay would take it for one.
         push_unit(common, round, args.relay, i, half);
       }
+      // step 6: pull the relay's partial sum, add the two, store the result
       pull_from(common, round, i, relay, other, wait);
       if (i < count) {
         Sum sum;
@@ -99,5 +107,6 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
       }
     }
   }
+  // step 7: end the epoch
   end_round(common, args.ll, round);
 }

@@ -1,9 +1,10 @@
-// Two-shot all-reduce: each rank adds up one piece of what all have, in rank order, and sends the sum to everybody.
-// Sent per rank: 2 (n - 1) / n S. Two trips, no barrier between them.
+// Two-shot all-reduce on sentinel slots: each rank adds up one piece of all inputs in rank order, and sends the sum to every peer.
+// Each rank sends 2 (n - 1) / n S in two trips over the link, with no barrier between them.
 #include "sentinel.cuh"
 
 KERNEL(all_reduce_two_shot, AllReduceArgs) {
   after_predecessor();
+  // step 1: find this block's part of the message, and each rank's piece of that
   const Common& common = args.common;
   const SentinelRound round = begin_round(common, args.sentinel);
   Wait wait;
@@ -20,6 +21,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     count[r] = (u32)(part_begin(mine, r + 1, WORLD) - begins);
     longest = count[r] > longest ? count[r] : longest;
   }
+  // step 2: push each peer its piece of this rank's input
   for (u32 i = thread(); i < longest; i += threads()) {
     Unit v[WORLD];
 #pragma unroll
@@ -38,6 +40,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
       }
     }
   }
+  // step 3: add up this rank's piece in rank order, push the sum to every peer, store it here
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   for (u32 i = thread(); i < count[RANK]; i += threads()) {
     const u64 offset = start[RANK] + (u64)i * 16;
@@ -53,6 +56,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     store_unit(args.to + offset, sum, args.bytes - offset);
   }
   allow_successor();
+  // step 4: pull the sums of the other pieces and store them
   for (u32 i = thread(); i < longest; i += threads()) {
     u32 sources = 0;
 #pragma unroll
@@ -71,5 +75,6 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
       }
     }
   }
+  // step 5: end the epoch
   end_round(common, args.sentinel, round);
 }

@@ -1,8 +1,8 @@
-// Broadcast of long messages: the root gives each other rank a piece, which passes it on to the others. No rank sends more than S.
-// In a zero-copy call what is passed on goes straight into those tensors that are symmetric memory.
+// Broadcast of long messages through staging: the root sends each other rank a piece, which passes it on to the others.
+// No rank sends more than S. In a zero-copy call what is passed on goes straight into those tensors that are symmetric memory.
 #include "rsag_staged.cuh"
 
-// The entry of a rank that only the kernel knows. By masks: an index that is no constant would put the table into memory.
+// Entry of a rank that is known only when the kernel runs. Masks select it: an index that is no constant would put the table into memory.
 DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
   u64 entry = 0;
 #pragma unroll
@@ -12,7 +12,7 @@ DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
   return (const Unit*)entry;
 }
 
-// Blocks: a lane's three roles side by side.
+// Blocks of the kernel: a lane's three roles side by side.
 LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
   after_predecessor();
   const auto [lane, role] = role_of(block(), 3);
@@ -20,22 +20,25 @@ LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
   const u32 others = ((1u << WORLD) - 1) & ~(1u << RANK) & ~(1u << root);
   if (role == 0) {
     if (root == RANK) {
+      // step 1 (role 0, root): send each other rank its piece, chunk by chunk
       scatter(args, lane, [](Unit v) { return v; });
     }
   } else if (role == 1) {
+    // step 2 (role 1): pass each arrived chunk of this rank's piece on to the other ranks, and store it here
     const auto make = [&](const Unit* const(&slot)[WORLD], u32 unit, u64) { return entry_of(slot, root)[unit]; };
 #ifdef SYMM_ZERO_COPY
-    // The root, which passes nothing on, counts the rounds as the others do.
+    // The root passes nothing on; it takes part without partners, so that it counts the same rounds as the others.
     const u32 partners = root == RANK ? 0 : others;
     gather_zero_copy(args, lane, 1u << root, others, Partners{partners, partners}, make);
   } else if (args.handshake.take != 0) {
-    // Peers store here themselves.
+    // step 3 (role 2), zero-copy: nothing to do, peers store their pieces in this rank's tensor themselves
 #else
     if (root != RANK) {
       gather(args, lane, 1u << root, others, make);
     }
 #endif
   } else if (root != RANK) {
+    // step 3 (role 2): copy the other ranks' pieces from the slots to the result
     gather(args, lane);
   }
 }

@@ -1,7 +1,7 @@
-// Every collective that moves bytes unchanged, and sends and receives: each rank has a message for each.
+// Exchange of messages between all ranks: every collective that moves bytes unchanged, and sends and receives.
 //
-// Between two ranks a short message travels low-latency, a long one staged; only the two know its length. How many blocks serve which
-// protocol is the same on all ranks, so that every block finds its counterpart. Barrier: the low-latency protocol without data.
+// A short message travels on LL lines, a long one through staging; only its two ends know its length. How many blocks serve which
+// protocol is the same on all ranks, so that every block finds its counterpart. A barrier is a round of LL lines without data.
 // In a zero-copy call a long message goes straight into the receiver's tensor if that is symmetric memory.
 #include "direct.cuh"
 #include "zero_copy.cuh"
@@ -11,27 +11,29 @@ struct ExchangeArgs {
   Common common;
   LowLatency ll;
   Staging staging;
-  // Blocks of the low-latency protocol; 0: nobody uses it in this call. Staging has 3 blocks a lane: senders, receivers, and those who
-  // copy what a rank keeps.
+  // Blocks that serve LL lines; 0: no rank uses them in this call. Staging has 3 blocks a lane: a sender, a receiver, and one that copies
+  // what the rank keeps.
   u32 ll_blocks;
-  // Longer messages are staged.
+  // Length of the longest message that travels on LL lines; longer ones are staged.
   u64 short_bytes;
   Outgoing out;
   u8* to[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // Of zero-copy calls; of its bits, only what this rank takes counts.
+  // Handshake of zero-copy calls; only its bits for what this rank takes count.
   Handshake handshake;
 };
 static_assert(sizeof(ExchangeArgs) == 920, "");
 
-// The message of a rank to itself, if it is not where it belongs already.
+// Copies the message of a rank to itself, if it does not lie where it belongs already.
 DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
   if (args.out.from[RANK] != nullptr && args.to[RANK] != nullptr) {
     copy_own(args.out.from[RANK], args.to[RANK], args.out.bytes[RANK], part, parts);
   }
 }
 
+// Moves this block's share of every short message on LL lines.
 DEVICE void exchange_short(const ExchangeArgs& args) {
+  // step 1: find this block's share of each short message
   const Round round = begin_round(args.common, args.ll);
   Wait wait;
   u32 send[WORLD], take[WORLD];
@@ -44,6 +46,7 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
     longest = send[r] > longest ? send[r] : longest;
     longest = take[r] > longest ? take[r] : longest;
   }
+  // step 2: push each unit to its receiver; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     Unit v[WORLD];
@@ -64,9 +67,11 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
     }
   }
   allow_successor();
+  // step 3: copy the rank's own message, unless a staging block does
   if (args.staging.lanes == 0) {
     keep_own(args, block(), blocks());
   }
+  // step 4: pull each unit from its sender and store it
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     u32 sources = 0;
@@ -85,20 +90,22 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
       }
     }
   }
+  // step 5: end the epoch
   end_round(args.common, args.ll, round);
 }
 
 #ifdef SYMM_ZERO_COPY
-// Opens the handshake and moves what goes straight from tensor to tensor: that is no longer in `to` and `from` then. `lanes` is 0 if nothing is
-// left for staging. False: some rank did not come, and nothing was moved.
+// Opens the handshake and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `lanes` 0 if
+// nothing is left for staging. Returns false if some rank did not come: nothing was moved then.
 DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners partners, u32& to, u32& from, u32& lanes) {
   const Handshake& handshake = args.handshake;
-  // How much of a peer's message has room, and where it goes.
+  // step 1: tell each peer how much of its message has room, and where it goes
   const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], handshake_word(handshake, handshake.take >> r & 1, args.to[r])}; };
   Line words[WORLD];
   if (!begin_handshake(args.common, round, partners, word_for, words)) {
     return false;
   }
+  // step 2: divide the messages into those put directly and those left for staging
   u32 put = 0;
   bool staged = false, direct = false;
   u8* place[WORLD];
@@ -115,12 +122,13 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     // Never more than the peer has room for, even if the ranks disagree.
     bytes[r] = smaller(args.out.bytes[r], words[r].first);
   }
-  // Where nothing is staged, the rank's own message goes along with the others', behind whose stores it hides.
+  // The rank's own message goes along with the others where nothing is staged: it hides behind their stores.
   u8* const own = args.to[RANK];
   const bool along = !staged && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
   place[RANK] = along ? own : nullptr;
   bytes[RANK] = along && args.out.from[RANK] != nullptr ? args.out.bytes[RANK] : 0;
   const u32 targets = bytes[RANK] > 0 ? put | 1u << RANK : put;
+  // step 3: put the direct messages
   if (args.out.same) {
     u64 length = args.out.bytes[(RANK + 1) % WORLD];
 #pragma unroll
@@ -132,6 +140,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   } else {
     put_each(args.out.from, place, targets, bytes);
   }
+  // step 4: count the call as direct, copy the rank's own message if it did not go along
   if (direct) {
     count_direct(args.common, handshake, block() == 0);
   }
@@ -146,11 +155,13 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   return true;
 }
 
+// Blocks of the kernel: a lane's three roles side by side. The first `ll_blocks` serve LL lines too, after their role.
 LANE_KERNEL(exchange, ExchangeArgs) {
 #else
 KERNEL(exchange, ExchangeArgs) {
 #endif
   after_predecessor();
+  // step 1: find the peers whose messages are long
   u32 lanes = args.staging.lanes;
   u32 to = 0, from = 0;
 #pragma unroll
@@ -160,7 +171,8 @@ KERNEL(exchange, ExchangeArgs) {
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
   }
 #ifdef SYMM_ZERO_COPY
-  // Both ends know how long a message is: for one that is staged anyhow, or none, they need not meet here.
+  // step 2: open the handshake with the partners and put what goes direct
+  // Partners are the ends of a message that may go direct. Both know its length, so neither waits for a message that is staged anyhow.
   Partners partners{0, 0};
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
@@ -174,9 +186,10 @@ KERNEL(exchange, ExchangeArgs) {
     return;
   }
 #endif
+  // step 3: stage the other long messages: role 0 sends, role 1 receives, role 2 copies the rank's own message
   const auto [lane, role] = role_of(block(), 3);
   if (lane >= lanes) {
-    // A block of the low-latency protocol alone.
+    // This block serves LL lines alone.
   } else if (role == 0) {
     Stage stage(args.common, args.staging, lane);
     send_pieces(stage, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
@@ -186,11 +199,12 @@ KERNEL(exchange, ExchangeArgs) {
   } else {
     keep_own(args, lane, lanes);
   }
+  // step 4: exchange the short messages
   if (block() < args.ll_blocks) {
     exchange_short(args);
   }
 #ifdef SYMM_ZERO_COPY
-  // Also where this rank met nobody: which ranks do, no rank knows, and all must count the same rounds.
+  // step 5: close the handshake, also without partners: no rank knows which others have partners, and all must count the same rounds
   end_handshake(args.common, args.handshake, round, partners);
 #endif
 }

@@ -1,6 +1,6 @@
-// The sum over all ranks of one part of a matrix product, in rank order: each rank's part lies in this rank's memory or in a peer's, and
-// is loaded from there. Nothing waits here: the parts were complete before this kernel began.
-// Aligned to 16 bytes: every part, and the result.
+// Sum over all ranks of one part of a matrix product, in rank order.
+// Each rank's part lies in this rank's memory or in a peer's, and is loaded from there. Nothing waits here: the parts were complete before
+// this kernel began. Every part, and the result, is aligned to 16 bytes.
 #include "sum.cuh"
 
 struct SumPartsArgs {
@@ -12,6 +12,7 @@ struct SumPartsArgs {
 static_assert(sizeof(SumPartsArgs) == 144, "");
 
 LANE_KERNEL(sum_parts, SumPartsArgs) {
+  // step 1: take every rank's part, with the factor 1
   const u8* from[WORLD];
   double factor[WORLD];
 #pragma unroll
@@ -19,5 +20,6 @@ LANE_KERNEL(sum_parts, SumPartsArgs) {
     from[r] = args.from[r];
     factor[r] = 1;
   }
+  // step 2: load each unit of all parts, add them up in rank order, store the sum
   sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_aligned(args.to + offset, sum, bytes); });
 }

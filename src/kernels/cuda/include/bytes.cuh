@@ -1,4 +1,4 @@
-// Units from and to tensors: any alignment, any length.
+// Loads and stores of units in tensors of any alignment and any length.
 #pragma once
 #include "device.cuh"
 
@@ -36,12 +36,12 @@ DEVICE void store_words(u8* to, Unit unit, u64 bytes) {
   }
 }
 
-// The smallest power of two to which the address and the length are aligned, as far as it matters here.
+// Number whose low bits are 0 as far as both the address and, within a unit, the length are aligned.
 DEVICE u32 alignment(const u8* at, u64 bytes) {
   return (u32)((u64)at | (bytes < 16 ? bytes : 0));
 }
 
-// The unit at `from`, of which `bytes` belong to the tensor (16 or more: all); the rest is 0.
+// Loads the unit at `from`, of which `bytes` belong to the tensor (16 or more: all); the rest is 0.
 DEVICE Unit load_unit(const u8* from, u64 bytes) {
   const u32 low = alignment(from, bytes);
   if (bytes >= 16 && low % 16 == 0) {
@@ -50,6 +50,7 @@ DEVICE Unit load_unit(const u8* from, u64 bytes) {
   return low % 4 == 0 ? load_words<u32>(from, bytes) : low % 2 == 0 ? load_words<u16>(from, bytes) : load_words<u8>(from, bytes);
 }
 
+// Stores the first `bytes` of a unit (16 or more: all) at `to`.
 DEVICE void store_unit(u8* to, Unit unit, u64 bytes) {
   const u32 low = alignment(to, bytes);
   if (bytes >= 16 && low % 16 == 0) {

@@ -1,5 +1,5 @@
-// What a kernel needs of the machine: 16-byte units, ordered loads and stores, the clock. No other file has inline PTX for these.
-// Compiled by NVRTC without any header of CUDA's, and by a C++ compiler with SYMM_EMULATED, where threads of the host are the
+// Machine interface of the kernels: 16-byte units, ordered loads and stores, the clock. No other file has inline PTX for these.
+// NVRTC compiles this file without any header of CUDA's. A C++ compiler compiles it with SYMM_EMULATED, where threads of the host are the
 // threads of a kernel (tests/emulated).
 #pragma once
 
@@ -14,12 +14,12 @@ typedef long long i64;
 #define WORLD SYMM_WORLD
 #define RANK SYMM_RANK
 
-// 16 bytes: what one load or store moves.
+// Unit of 16 bytes: what one load or store moves.
 struct alignas(16) Unit {
   u32 x, y, z, w;
 };
 
-// 16 bytes whose halves are each stored and loaded in one piece.
+// LL line: 16 bytes whose halves are each stored and loaded in one piece.
 struct alignas(16) Line {
   u64 first, second;
 };
@@ -30,7 +30,7 @@ struct alignas(16) Line {
 
 #define DEVICE __device__ __forceinline__
 #define THREADS 512
-// Of a block of a lane, at most: fewer, so that each may have more registers.
+// Most threads of a block of a lane; fewer than THREADS, so that each may have more registers.
 #define LANE_THREADS 256
 // A kernel is one C function with one argument, passed by value and read in place.
 #define KERNEL_OF(name, Args, most) extern "C" __global__ void __launch_bounds__(most, 1) name(const __grid_constant__ Args args)
@@ -41,12 +41,12 @@ DEVICE u32 thread() { return threadIdx.x; }
 DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
-// Every thread of the block has arrived; what they wrote is visible to the block.
+// Returns once every thread of the block has arrived; what they wrote is visible to the block.
 DEVICE void sync_block() { __syncthreads(); }
-// The same; true if all threads say so.
+// Returns once every thread of the block has arrived: true if all threads say `yes`. What they wrote is visible to the block.
 DEVICE bool sync_block_and(bool yes) { return __syncthreads_and(yes) != 0; }
 
-// Relaxed: single words that other processors write or read meanwhile. A unit may be seen torn between its four words.
+// Relaxed stores and loads are of single words that other processors write or read meanwhile. A unit may be seen torn between its words.
 DEVICE void store_relaxed(Unit* to, Unit v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
@@ -72,7 +72,7 @@ DEVICE u32 load_relaxed(const u32* from) {
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-// What was written before the value that it reads was released is visible after it, and after a sync_block to the whole block.
+// Loads a word and acquires: what was written before its value was released is visible afterwards, after a sync_block to the whole block.
 DEVICE u32 load_acquire(const u32* from) {
   u32 v;
   asm volatile("ld.acquire.sys.global.u32 %0,[%1];" : "=r"(v) : "l"(from) : "memory");
@@ -80,19 +80,19 @@ DEVICE u32 load_acquire(const u32* from) {
 }
 // Orders what this thread, and before a sync_block its block, has read and written before it against what it does after.
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-// Nanoseconds; of this processor alone.
+// Time in nanoseconds by this processor's clock; clocks of two processors differ.
 DEVICE u64 clock_ns() {
   u64 t;
   asm volatile("mov.u64 %0,%globaltimer;" : "=l"(t));
   return t;
 }
-// The kernel before this one in the stream is complete; nothing it wrote may be read earlier.
+// Returns once the kernel before this one in the stream is complete; nothing it wrote may be read earlier.
 DEVICE void after_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// A successor that begins with after_predecessor may be started.
+// Allows the start of a successor that begins with after_predecessor.
 DEVICE void allow_successor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

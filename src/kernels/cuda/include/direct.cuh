@@ -1,12 +1,13 @@
 // Moves between tensors in symmetric memory: all blocks of the grid stride over the message together, without roles and without waiting.
-// Peers' tensors are aligned to 16 bytes there; this rank's own need not be where it is said.
+// Peers' tensors are aligned to 16 bytes. This rank's own tensor may have any alignment where a function says so.
 #pragma once
 #include "zero_copy.cuh"
 #include "staging.cuh"
 
-// Units that a thread moves at once where each is loaded once.
+// Units that a thread moves at once, in moves that load each unit once.
 #define ALONE_AT_ONCE 4u
 
+// First unit of a thread, and the step from one of its units to the next.
 struct Stride {
   u64 first;
   u64 step;
@@ -16,12 +17,12 @@ DEVICE Stride stride_of_grid() {
   return {(u64)block() * threads() + thread(), (u64)blocks() * threads()};
 }
 
-// One thread of the grid moves what is less than a unit.
+// Says whether this thread moves the rest that is less than a unit; one thread of the grid does.
 DEVICE bool moves_the_rest(u64 bytes) {
   return bytes % 16 != 0 && block() == 0 && thread() == 0;
 }
 
-// Into a tensor that is aligned to 16 bytes.
+// Stores `bytes` of a unit (16 or more: all) in a tensor that is aligned to 16 bytes.
 DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
   if (bytes >= 16) {
     *(Unit*)to = unit;
@@ -30,10 +31,11 @@ DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
   }
 }
 
-// `from`, at any alignment, to all ranks in `targets`, a bit each.
+// Copies `from`, at any alignment, to all ranks in `targets`, a bit each.
 DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 bytes) {
   const u64 units = bytes / 16;
   const auto [first, step] = stride_of_grid();
+  // step 1: load some units, then store each at every target
   for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
     Unit v[ALONE_AT_ONCE];
 #pragma unroll
@@ -55,6 +57,7 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
       }
     }
   }
+  // step 2: one thread copies the rest
   if (moves_the_rest(bytes)) {
     const Unit v = load_unit(from + units * 16, bytes % 16);
 #pragma unroll
@@ -66,7 +69,7 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
   }
 }
 
-// `from[r]`, at any alignment, to each rank r in `targets`, a bit each.
+// Copies `from[r]`, at any alignment, to each rank r in `targets`, a bit each.
 DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
   u64 units[WORLD];
   u64 longest = 0;
@@ -77,6 +80,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
     longest = larger(longest, units[r]);
   }
   const auto [first, step] = stride_of_grid();
+  // step 1: load some units of every message, then store them at their targets
   for (u64 i = first; i < longest; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll
@@ -93,6 +97,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
+      // step 2: one thread copies the rests
 #pragma unroll
       for (u32 k = 1; k <= WORLD; ++k) {
         const u32 r = (RANK + k) % WORLD;

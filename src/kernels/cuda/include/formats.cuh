@@ -1,4 +1,4 @@
-// How each element type lies in the words of a unit: `widen` and `narrow` between WORDS words and PER accumulators.
+// Formats of the element types in the words of a unit: `widen` and `narrow` convert between WORDS words and PER accumulators.
 #pragma once
 #include "small_floats.cuh"
 
@@ -67,7 +67,7 @@ struct Bfloats {
   static DEVICE u32 narrow(const float* from) { return narrow_bfloats(from); }
 };
 
-// Narrowed by arithmetic: the processors' conversions to 8 bits saturate where torch's overflow.
+// Floats of 8 bits, narrowed by arithmetic: the processors' conversions to 8 bits saturate where torch's overflow.
 template <typename Format>
 struct Bytes {
   using Acc = float;
@@ -82,7 +82,7 @@ struct Bytes {
   }
 };
 
-// binary16 cut short.
+// E5M2: binary16 cut short.
 struct BytesE5M2 : Bytes<E5M2> {
   static DEVICE void widen(u32 word, float* to) {
     float even[2], odd[2];
@@ -106,7 +106,7 @@ struct BytesE4M3Fn : Bytes<E4M3Fn> {
 #endif
 };
 
-// How elements of a type are formatted; a complex number is its two parts, and every operation served for it acts on the parts alone.
+// Format of each element type. A complex number is its two parts; every operation served for it acts on the parts alone.
 template <DType>
 struct As;
 template <> struct As<DType::U8> { using Format = Integers<u32, 1, false>; };

@@ -1,15 +1,15 @@
-// What reductions compute with: bits as numbers, and the one step of each operation. kernels::cpu computes the same bits: nothing is
-// contracted (--fmad=false), flushed or reordered.
+// Numbers of reductions: bits as numbers, and the one step of each operation. kernels::cpu computes the same bits: nothing is contracted
+// (--fmad=false), flushed or reordered.
 #pragma once
 #include "device.cuh"
 
-// c10::ScalarType.
+// Element types, with the codes of c10::ScalarType.
 enum class DType {
   U8 = 0, I8 = 1, I16 = 2, I32 = 3, I64 = 4, F16 = 5, F32 = 6, F64 = 7, C64 = 9, C128 = 10, BOOL = 11, BF16 = 15,
   F8E5M2 = 23, F8E4M3FN = 24, F8E5M2FNUZ = 25, F8E4M3FNUZ = 26, U16 = 27, U32 = 28, U64 = 29,
 };
 
-// c10d::ReduceOp::RedOpType.
+// Operations, with the codes of c10d::ReduceOp::RedOpType.
 enum class Op { SUM = 0, AVG = 1, PRODUCT = 2, MIN = 3, MAX = 4, BAND = 5, BOR = 6, BXOR = 7, PREMUL_SUM = 8 };
 
 #ifdef SYMM_EMULATED
@@ -24,11 +24,12 @@ DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<i64>
 DEVICE u64 bits_of(double value) { return static_cast<u64>(__double_as_longlong(value)); }
 #endif
 
-// A NaN result is the format's canonical one: which payload an addition hands on differs between processors.
+// Replaces a NaN by the format's canonical one: which payload an addition hands on differs between processors.
 DEVICE float canonical(float value) { return value != value ? float_of(0x7fc00000) : value; }
 DEVICE double canonical(double value) { return value != value ? double_of(0x7ff8000000000000) : value; }
 
-// Any NaN wins; of equals the first stays, so the order of the ranks decides between zeros of either sign. Integers never are NaN.
+// Minimum and maximum of two numbers. Any NaN wins; of equals the first stays, so the order of the ranks decides between zeros of either
+// sign. Integers never are NaN.
 template <typename A>
 DEVICE A lesser(A sum, A next) {
   return (next < sum) | (next != next) ? next : sum;
@@ -52,7 +53,7 @@ DEVICE A combined(A sum, A next) {
   }
 }
 
-// Integers of SIZE bytes added within a word, without a carry from one into the next.
+// Adds integers of SIZE bytes within a word, without a carry from one into the next.
 template <int SIZE>
 DEVICE u32 added_within(u32 sum, u32 next) {
   if constexpr (SIZE == 4) return sum + next;
@@ -62,7 +63,7 @@ DEVICE u32 added_within(u32 sum, u32 next) {
 
 DEVICE u64 wide(u32 low, u32 high) { return low | static_cast<u64>(high) << 32; }
 
-// All of a unit's integers of SIZE bytes, each wrapping.
+// Adds all of a unit's integers of SIZE bytes; each wraps.
 template <int SIZE>
 DEVICE Unit added(Unit sum, Unit next) {
   if constexpr (SIZE == 8) {

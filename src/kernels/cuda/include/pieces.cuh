@@ -1,17 +1,19 @@
-// The two roles of staged exchanges and reductions: message `d` goes to rank `d`, and those of all ranks come in.
+// Two roles of staged exchanges and reductions: one sends message `d` to rank `d`, the other receives the messages of all ranks.
 #pragma once
 #include "staging.cuh"
 
+// Messages of this rank: one for each rank.
 struct Outgoing {
   const u8* from[MAX_WORLD];
   u64 bytes[MAX_WORLD];
-  // All messages are the same bytes: each is read once and written to everybody.
+  // Flag that is not 0 if all messages are the same bytes: each is read once and written to every peer.
   u32 same;
 };
 
-// Sends every message in chunks. `lift` is what happens to a unit on its way.
+// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way.
 template <typename ChunkOf, typename Lift>
 DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
+  // step 1: load the counts of the last call, find the number of chunks
   u32* counts = stage.words(RANK)->sent;
   u32 sent[WORLD], credit[WORLD];
   stage.load_counts(counts, sent);
@@ -24,6 +26,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     chunk[r] = chunk_of(out.bytes[r]);
     steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r], chunk[r])) : steps;
   }
+  // step 2: send chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 longest = 0;
@@ -33,6 +36,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
       const u32 r = (RANK + k) % WORLD;
+      // step 2a: find each peer's slot, wait until it has read what lay there
       units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(stage.index(step), chunk[r]);
       slot[r] = stage.slot(r, RANK, sent[r]);
@@ -42,6 +46,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
         stage.await_credit(r, sent[r], credit[r]);
       }
     }
+    // step 2b: write the units into the slots
     if (out.same) {
       constexpr u32 AT = 4;
       for (u32 i = thread(); i < longest; i += threads() * AT) {
@@ -94,11 +99,12 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
         }
       }
     }
+    // step 2c: announce the chunk
     sync_block();
     stage.announce(sent, peers);
     advance(sent, peers);
   }
-  // Of sends and receives that run side by side, each leaves the other's counts alone.
+  // step 3: save the counts for the next call; a call that sent nothing leaves them to the sends that run beside it
   if (steps > 0) {
     stage.save_counts(counts, sent);
   }
@@ -108,6 +114,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 // `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`.
 template <typename ChunkOf, typename Take>
 DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
+  // step 1: load the counts of the last call, find the number of chunks
   u32* counts = stage.words(RANK)->taken;
   u32 taken[WORLD];
   stage.load_counts(counts, taken);
@@ -119,6 +126,7 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
     chunk[r] = chunk_of(bytes[r]);
     steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps;
   }
+  // step 2: receive chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 units[WORLD];
@@ -135,18 +143,21 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
     units[RANK] = 0;
     start[RANK] = 0;
     slot[RANK] = nullptr;
+    // step 2a: wait until the chunk of every peer has arrived, and read it
     stage.await_arrival(taken, peers);
     take(start, units, slot);
+    // step 2b: give the slots back to their senders
     sync_block();
     stage.give_back(taken, peers);
     advance(taken, peers);
   }
+  // step 3: save the counts for the next call
   if (steps > 0) {
     stage.save_counts(counts, taken);
   }
 }
 
-// What `take_pieces` calls where every message has a place of its own.
+// Reader for `take_pieces` that copies each message to a destination of its own.
 template <typename ChunkOf>
 struct CopyOut {
   u8* const* to;
@@ -185,7 +196,7 @@ struct CopyOut {
   }
 };
 
-// A rank's own message, shared by `parts` blocks.
+// Copies part `part` of a rank's own message, which `parts` blocks share.
 DEVICE void copy_own(const u8* from, u8* to, u64 bytes, u32 part, u32 parts) {
   if (from == to) {
     return;

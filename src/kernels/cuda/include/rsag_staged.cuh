@@ -1,31 +1,35 @@
-// A long message in pieces: each goes to a rank of its own (scatter), which makes the result of it and sends that to everybody (gather),
-// who take it from there (gather). Each role has a block per lane; chunk follows chunk through all three at once.
+// Roles of algorithms that divide a long message into one piece per rank:
+//   role 0, scatter: sends each rank its piece.
+//   role 1, gather: makes the result of this rank's piece from what arrives, and sends that to the targets.
+//   role 2, gather: receives the results of the other ranks' pieces.
+// Each role has a block per lane; chunk follows chunk through all three at once.
 #pragma once
 #include "zero_copy.cuh"
 #include "pieces.cuh"
 
+// Arguments of rsag_staged and broadcast_staged.
 struct RsagStagedArgs {
   Common common;
-  // Lanes and slot size are the same in both.
+  // Stages of the two trips; lanes and slot size are the same in both.
   Staging scatter;
   Staging gather;
   const u8* from;
   u8* to;
   u64 bytes;
   double factor;
-  // Of a broadcast.
+  // Root of a broadcast.
   u32 root;
-  // The pieces, and who has the first of them.
+  // Number of pieces, and the rank that has the first of them.
   u32 parts;
   u32 first;
-  // Of a reduction: the ranks that get the result, a bit each.
+  // Mask of the ranks that get the result of a reduction.
   u32 targets;
-  // Of zero-copy calls.
+  // Handshake of zero-copy calls.
   Handshake handshake;
 };
 static_assert(sizeof(RsagStagedArgs) == 440, "");
 
-// Each rank's piece: whole units, the last may be shorter; empty where there are fewer pieces than ranks.
+// Start and length of each rank's piece: whole units, except that the last piece may end within one. A rank without a piece has length 0.
 DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
 #pragma unroll
@@ -35,6 +39,7 @@ DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   }
 }
 
+// Role 0: sends each rank its piece of `args.from`, chunk by chunk.
 template <typename Lift>
 DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   u64 start[WORLD];
@@ -49,15 +54,17 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   send_pieces(stage, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
-// Where results go other than into slots: for the ranks in `ranks`, a bit each, into their tensors, which begin at `at`.
+// Destinations of results that go into tensors and not into slots: those of the ranks in `ranks`, a bit each, which begin at `at`.
 struct Destinations {
   u32 ranks;
   u8* at[WORLD];
 };
 
-// `make(slot, unit, offset)`: the result of the unit at `offset` of the message, given the slots of the scatter stage.
+// Role 1: makes the result of this rank's piece from the chunks of `sources` and sends it to `targets` and to `args.to`.
+// `make(slot, unit, offset)` is the result of the unit at `offset` of the message, given the slots of the scatter stage.
 template <bool PLACED, typename Make>
 DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, const Destinations& destinations, Make make) {
+  // step 1: find this rank's piece, load the counts of the last call
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
   const u64 own = start[RANK], bytes = length[RANK];
@@ -70,9 +77,11 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
   out.load_credit(credit);
   const u32 chunk = args.scatter.chunk_bytes;
   const u64 steps = in.chunks(bytes, chunk);
+  // step 2: repeat steps 3 to 6 for every chunk of the piece
   for (u64 step = 0; step < steps; ++step) {
     const u32 units = (u32)units_of(in.length(bytes, step, chunk));
     const u64 first = own + in.start(step, chunk);
+    // step 3: wait until every target has read what lay in the slots that the results go to
     const Unit* slot[WORLD];
     Unit* to[WORLD];
 #pragma unroll
@@ -86,7 +95,9 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
         out.await_credit(r, sent[r], credit[r]);
       }
     }
+    // step 4: wait for the chunk of every source
     in.await_arrival(taken, sources);
+    // step 5: make each result, store it at every target and here
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
       const Unit v = make(slot, i, offset);
@@ -107,12 +118,14 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
         store_unit(args.to + offset, v, args.bytes - offset);
       }
     }
+    // step 6: give the read slots back, announce the results
     sync_block();
     in.give_back(taken, sources);
     out.announce(sent, staged);
     advance(taken, sources);
     advance(sent, staged);
   }
+  // step 7: save the counts for the next call
   in.save_counts(in.words(RANK)->taken, taken);
   out.save_counts(out.words(RANK)->sent, sent);
 }
@@ -123,9 +136,11 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 target
 }
 
 #ifdef SYMM_ZERO_COPY
-// Who has results learns from the same block of its partners where theirs go.
+// Role 1 of a zero-copy call: results go straight into the tensors that its partners name in the handshake, the others through slots.
+// Role 1 without a handshake: every result goes through slots.
 template <typename Make>
 DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
+  // step 1: open the handshake: partners say where their results go
   const Handshake& handshake = args.handshake;
   const Round round = begin_round(args.common, lines_of(handshake));
   const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.take >> r & 1, args.to), 0}; };
@@ -133,20 +148,24 @@ DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, 
   if (!begin_handshake(args.common, round, partners, word_for, words)) {
     return;
   }
+  // step 2: find the targets whose results are symmetric memory
   Destinations destinations{};
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
     destinations.at[r] = tensor_of(handshake, r, words[r].first);
     destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
   }
+  // step 3: make the results and send them
   gather_to<true>(args, lane, sources, targets, destinations, make);
   if (destinations.ranks != 0 || handshake.take != 0) {
     count_direct(args.common, handshake, lane == 0);
   }
+  // step 4: close the handshake: no partner uses this rank's memory after that
   end_handshake(args.common, handshake, round, partners);
 }
 #endif
 
+// Role 2: receives the results of the other ranks' pieces through slots and stores them at `args.to`.
 DEVICE void gather(const RsagStagedArgs& args, u32 lane) {
   u64 start[WORLD], length[WORLD];
   u8* to[WORLD];

@@ -1,8 +1,9 @@
-// Floats that are their own flags: a slot holds words of all ones, which are NaNs that senders never send, until data overwrite them.
-// As fast as the link: nothing travels but data, no fence. The reader marks the slot empty again once it has read it.
+// Sentinel slots (TensorRT-LLM's Lamport buffers): floats that are their own flags.
+// A slot holds words of all ones, which are NaNs that senders never send, until data overwrite them. The reader marks the slot empty again
+// once it has read it. Nothing travels but data, without a fence, so a message is as fast as the link.
 //
-// Two buffers, by the parity of the block's epoch, for the reason that stands in low_latency.cuh: in every call every block must hear
-// from the same block of every peer, so each block needs a unit of every rank's piece.
+// Two buffers, by the parity of the block's epoch, suffice for the reason that low_latency.cuh gives: in every call every block must
+// receive from the same block of every peer, so each block needs a unit of every rank's piece.
 #pragma once
 #include "bytes.cuh"
 #include "types.cuh"
@@ -10,20 +11,23 @@
 
 static_assert(EMPTY_IS_NAN, "a word of all ones is data for this element type");
 
+// Place of the sentinel slots in a channel.
 struct Sentinel {
-  // Offsets in the channel: the blocks' epochs, then [block][parity][stage][source][unit].
+  // Offsets in the channel of the blocks' epochs, and of the slots: [block][parity][stage][source][unit].
   u64 epochs;
   u64 slots;
-  // Units of one source in one stage of one block.
+  // Units that one source has in one stage of one block.
   u32 units;
 };
 
+// One block's epoch on the sentinel slots, and where its slots lie.
 struct SentinelRound {
   u32 epoch;
   u64 base;
   u64 stride;
 };
 
+// Begins the block's round of a call: the epoch after that of its last call.
 DEVICE SentinelRound begin_round(const Common& common, const Sentinel& sentinel) {
   SentinelRound round;
   round.epoch = ((const u32*)(common.peer[RANK] + sentinel.epochs))[block()] + 1;
@@ -32,6 +36,7 @@ DEVICE SentinelRound begin_round(const Common& common, const Sentinel& sentinel)
   return round;
 }
 
+// Saves the block's epoch for its next call, once all threads of the block are done with the round.
 DEVICE void end_round(const Common& common, const Sentinel& sentinel, const SentinelRound& round) {
   sync_block();
   if (thread() == 0) {
@@ -39,15 +44,17 @@ DEVICE void end_round(const Common& common, const Sentinel& sentinel, const Sent
   }
 }
 
+// Slot on rank `at` of the unit that rank `from` sends it in `stage`.
 DEVICE Unit* sentinel_slot(const Common& common, const SentinelRound& round, u32 at, u32 stage, u32 from, u32 unit) {
   return (Unit*)(common.peer[at] + round.base + (stage * WORLD + from) * round.stride) + unit;
 }
 
+// Says whether a word of the unit has not arrived.
 DEVICE bool is_empty(Unit v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
-// Waits for `unit` of every rank in `sources` (a bit each) and marks their slots empty.
+// Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot empty.
 DEVICE void pull_sentinel(
     const Common& common,
     const SentinelRound& round,
@@ -58,6 +65,7 @@ DEVICE void pull_sentinel(
     Wait& wait) {
   u32 missing;
   bool waiting;
+  // step 1: load the slots of all sources until none is empty
   do {
 #pragma unroll
     for (u32 k = 1; k < WORLD; ++k) {
@@ -73,8 +81,9 @@ DEVICE void pull_sentinel(
       missing |= lacking ? 1u << r : 0;
       waiting |= lacking;
     }
-    // Not `missing != 0`: see pull_units.
+    // Not `missing != 0`, for the assembler's fault that pull_units (low_latency.cuh) names.
   } while (waiting && keep_waiting(wait, common, missing));
+  // step 2: mark the slots empty for the round after the next
 #pragma unroll
   for (u32 k = 1; k < WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
@@ -84,11 +93,12 @@ DEVICE void pull_sentinel(
   }
 }
 
-// Where part `part` of `parts` begins; the parts differ by one unit at most.
+// First unit of part `part` of `parts`; the parts differ by one unit at most.
 DEVICE u64 part_begin(u64 units, u32 part, u32 parts) {
   return units * part / parts;
 }
 
+// Arguments of the one-shot and the two-shot all-reduce; `factor` is the factor of PREMUL_SUM.
 struct AllReduceArgs {
   Common common;
   Sentinel sentinel;
@@ -99,6 +109,7 @@ struct AllReduceArgs {
 };
 static_assert(sizeof(AllReduceArgs) == 216, "");
 
+// Sum of one unit of each rank, in rank order, without words of all ones.
 DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
   Sum sum;
   begin(sum, v[0]);

@@ -1,9 +1,9 @@
-// Floats narrower than 32 bits: how they widen to float, exactly, and how float rounds back, once, to nearest even.
+// Floats narrower than 32 bits: they widen to float exactly, and float rounds back once, to nearest even.
 #pragma once
 #include "numbers.cuh"
 
-// A sign bit and MAGNITUDE below it. What rounds to more than LARGEST becomes OVER: infinity where there is one, else NaN.
-// UNSIGNED_ZERO: no infinity and no negative zero, whose code is the NaN.
+// Float of a sign bit and MAGNITUDE below it. What rounds to more than LARGEST becomes OVER: infinity where there is one, else NaN.
+// UNSIGNED_ZERO says that there is no infinity and no negative zero, whose code is the NaN.
 template <u32 MANTISSA, u32 BIAS, u32 MAGNITUDE, u32 LARGEST, u32 OVER, u32 QUIET, bool UNSIGNED_ZERO>
 struct Small {
   static constexpr u32 SIGN = MAGNITUDE + 1;

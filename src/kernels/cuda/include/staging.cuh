@@ -1,27 +1,32 @@
-// Long messages: in chunks through staging at the receiver, a flag for each chunk, a credit for each that was read.
+// Staging of long messages: chunks travel through slots at the receiver, with a flag for each chunk and a credit for each that was read.
 //
-// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. The sender of a
-// chunk waits until the receiver has read what lay in its slot, writes the slot, fences, raises `arrived`; the receiver waits for
-// that, reads, raises `credit`. Both words count chunks since the group was made, and so do `sent` and `taken`, the
-// two ends' own copies in device memory: a replayed graph goes on where the last call ended. Each word has one writer.
+// A lane is one block per role on every rank; lane l carries chunks l, l + lanes, l + 2 lanes .. of every message. One chunk takes 4 steps:
+//   1. The sender waits until the receiver has read what lay in the chunk's slot.
+//   2. The sender writes the slot, fences and raises `arrived`.
+//   3. The receiver waits for `arrived` and reads the slot.
+//   4. The receiver raises `credit`.
+// Both words count chunks since the group was made, and so do `sent` and `taken`, the two ends' own copies in device memory: a replayed
+// graph goes on where the last call ended. Each word has one writer.
 #pragma once
 #include "bytes.cuh"
 #include "wait.cuh"
 
+// Slots of one lane, stage and source.
 #define SLOTS 4u
 
-// The words of one lane and stage.
+// Words of one lane and stage.
 struct Lane {
-  // Written by this rank.
+  // Words that this rank writes.
   u32 sent[MAX_WORLD];
   u32 taken[MAX_WORLD];
-  // Written by the peers.
+  // Words that the peers write.
   u32 arrived[MAX_WORLD];
   u32 credit[MAX_WORLD];
 };
 
+// Place of a stage in a channel, and how messages are divided.
 struct Staging {
-  // Offsets in the channel: the lanes' words, then [lane][source][slot].
+  // Offsets in the channel of the lanes' words, and of the slots: [lane][source][slot].
   u64 words;
   u64 slots;
   u32 slot_bytes;
@@ -30,14 +35,14 @@ struct Staging {
   u32 lanes;
 };
 
-// What a block of a staged kernel does. Blocks of a lane stand side by side: a device that has no room for all blocks of all kernels at
+// Lane and role of a block of a staged kernel. Blocks of a lane stand side by side: a device that cannot hold all blocks of all kernels at
 // once, other groups' among them, starts each kernel with whole lanes, the same on every rank. These come to an end by themselves
-// and make room. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
+// and let others start. Were all senders first, two kernels that began in another order on each rank could wait for each other for ever.
 struct Role {
   u32 lane, role;
 };
 
-// Roles take turns within a lane, so that a processor that gets every k-th block gets some of each.
+// Lane and role of block `block`. Roles rotate from lane to lane, so that a processor that gets every k-th block gets some of each.
 DEVICE Role role_of(u32 block, u32 roles) {
   const u32 lane = block / roles;
   return {lane, (block + lane) % roles};
@@ -59,23 +64,24 @@ struct Stage {
     return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
   }
 
-  // Of a message of `bytes` in chunks of `chunk`, how many are this lane's.
+  // Number of this lane's chunks in a message of `bytes` in chunks of `chunk`.
   DEVICE u64 chunks(u64 bytes, u32 chunk) const {
     const u64 all = (bytes + chunk - 1) / chunk;
     return all <= lane ? 0 : (all - lane + staging.lanes - 1) / staging.lanes;
   }
 
-  // The number of the lane's chunk `step` in its message, and where that begins.
+  // Index in its message of the lane's chunk `step`, and the offset at which it starts.
   DEVICE u64 index(u64 step) const { return step * staging.lanes + lane; }
   DEVICE u64 start(u64 step, u32 chunk) const { return index(step) * chunk; }
 
-  // How many of `bytes` lie in the lane's chunk `step`.
+  // Bytes, of a message of `bytes`, that lie in the lane's chunk `step`.
   DEVICE u64 length(u64 bytes, u64 step, u32 chunk) const {
     const u64 first = start(step, chunk);
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
-  // Every thread for itself: until `peer` has read the chunk that lies where chunk `number` goes. `seen` is the credit last seen.
+  // Returns once `peer` has read the chunk that lies where chunk `number` goes. Every thread waits for itself; `seen` is the credit that it
+  // saw last.
   DEVICE void await_credit(u32 peer, u32 number, u32& seen) {
     while ((int)(number - seen) >= (int)SLOTS) {
       seen = load_relaxed(&words(RANK)->credit[peer]);
@@ -85,7 +91,7 @@ struct Stage {
     }
   }
 
-  // The whole block: until chunk `number[r]` of every rank in `sources` has arrived.
+  // Returns, to the whole block, once chunk `number[r]` of every rank r in `sources` has arrived.
   DEVICE void await_arrival(const u32 (&number)[WORLD], u32 sources) {
     const u32 r = thread();
     if (r < WORLD) {
@@ -97,7 +103,7 @@ struct Stage {
     sync_block();
   }
 
-  // After a sync_block: what the block wrote into the slots of `number[r]` is there.
+  // Tells the ranks in `peers` that what the block wrote into the slots of `number[r]` is there. A sync_block must precede it.
   DEVICE void announce(const u32 (&number)[WORLD], u32 peers) const {
     const u32 r = thread();
     if (r < WORLD) {
@@ -108,8 +114,8 @@ struct Stage {
     }
   }
 
-  // After a sync_block: what lay in the slots of `number[r]` has been read. Without a fence: every thread has used what it loaded
-  // before it arrived there, and a store does not overtake a load that is complete.
+  // Tells the ranks in `peers` that what lay in the slots of `number[r]` has been read. A sync_block must precede it. It needs no fence:
+  // every thread has used what it loaded before it arrived there, and a store does not overtake a load that is complete.
   DEVICE void give_back(const u32 (&number)[WORLD], u32 peers) const {
     const u32 r = thread();
     if (r < WORLD && (peers >> r & 1)) {
@@ -117,7 +123,7 @@ struct Stage {
     }
   }
 
-  // The entry of a thread that speaks for the rank of its own number; registers cannot be indexed.
+  // Entry of this thread, which serves the rank of its own number. The loop stands for an index, which registers cannot have.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
 #pragma unroll
@@ -127,6 +133,7 @@ struct Stage {
     return mine;
   }
 
+  // Loads the credit that every peer has given.
   DEVICE void load_credit(u32 (&credit)[WORLD]) const {
 #pragma unroll
     for (u32 r = 0; r < WORLD; ++r) {
@@ -134,6 +141,7 @@ struct Stage {
     }
   }
 
+  // Loads the counts that the last call saved.
   DEVICE void load_counts(const u32* counts, u32 (&number)[WORLD]) const {
 #pragma unroll
     for (u32 r = 0; r < WORLD; ++r) {
@@ -141,7 +149,7 @@ struct Stage {
     }
   }
 
-  // Not before all threads of the block have loaded them.
+  // Saves the counts for the next call, once all threads of the block have loaded the old ones.
   DEVICE void save_counts(u32* counts, const u32 (&number)[WORLD]) const {
     sync_block();
     if (thread() == 0) {
@@ -153,6 +161,7 @@ struct Stage {
   }
 };
 
+// Counts one chunk more for every rank in `peers`.
 DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
@@ -166,26 +175,26 @@ DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
-// What lengths of slots, and of chunks of exchanges, are multiples of; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
+// Unit of the lengths of slots, and of chunks of exchanges; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
 #define START_STEP 256u
 
-// Every message has chunks of the same length.
+// Chunk length that is the same for every message.
 struct ChunkOfCall {
-  // Where a chunk begins, in bytes.
+  // Start of a chunk, in bytes.
   typedef u64 Start;
   u32 bytes;
 
   DEVICE u32 operator()(u64) const { return bytes; }
   DEVICE static Start start(u64 index, u32 chunk) { return index * chunk; }
-  // The offset of unit `at` of the chunk.
+  // Offset of unit `at` of the chunk.
   DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
 
-// Messages differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too long. Both ends compute
-// the same.
+// Chunk length of messages that differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too
+// long. Both ends compute the same.
 struct ChunkOfMessage {
-  // In steps of 256 bytes, which chunks are multiples of: 32 bits are enough for 1 TiB, more than a GPU has. There is one for each
-  // rank, and registers are scarce.
+  // Start of a chunk in steps of 256 bytes, of which chunks are multiples: 32 bits are enough for 1 TiB, more than a GPU has. There is one
+  // for each rank, and registers are scarce.
   typedef u32 Start;
   const Staging& staging;
 

@@ -1,8 +1,9 @@
-// The sum of one unit of every rank, read from slots, or from the ranks' tensors themselves.
+// Sums of one unit of every rank in rank order, read from slots or from the ranks' tensors themselves.
 #pragma once
 #include "direct.cuh"
 #include "types.cuh"
 
+// Sum of this rank's `own` unit, times `factor`, and unit `unit` in every peer's slot.
 DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double factor) {
   Unit v[WORLD];
 #pragma unroll
@@ -20,7 +21,8 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   return finish(sum);
 }
 
-// Each rank's factor under PREMUL_SUM, within the round that begin_handshake began: who adds up multiplies as each sender would.
+// Exchanges the factors of PREMUL_SUM within the round that begin_handshake began: the rank that adds up multiplies as each sender would.
+// Returns false if some rank did not come.
 DEVICE bool hear_factors(const Common& common, const Round& round, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];
@@ -39,6 +41,7 @@ DEVICE bool hear_factors(const Common& common, const Round& round, double own, d
   }
 }
 
+// Sum of one unit of each rank, each times its rank's factor.
 DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
   Sum sum;
   begin(sum, lift(v[0], factor[0]));
@@ -49,12 +52,13 @@ DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
   return finish(sum);
 }
 
-// The sum of the `bytes` at `from[r]` on all ranks, in rank order: `keep(offset, unit, bytes)` stores it, in place too, since one thread
-// alone loads and stores a unit.
+// Adds up the `bytes` at `from[r]` of all ranks in rank order; `keep(offset, unit, bytes)` stores the sum. The sum may replace an input,
+// since one thread alone loads and stores a unit.
 template <typename Keep>
 DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
   const u64 units = bytes / 16;
   const auto [first, step] = stride_of_grid();
+  // step 1: load some units of every rank, then add each up and store it
   for (u64 i = first; i < units; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll
@@ -76,6 +80,7 @@ DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[
       }
     }
   }
+  // step 2: one thread adds up the rest
   if (moves_the_rest(bytes)) {
     Unit v[WORLD];
 #pragma unroll

@@ -1,13 +1,13 @@
-// What an element is and how elements combine, a unit at a time, for the type and operation this compilation is for:
-// SYMM_DTYPE (c10::ScalarType) and SYMM_OP (c10d::ReduceOp::RedOpType).
+// Reduction of elements, a unit at a time, for the type and operation of this compilation: SYMM_DTYPE (c10::ScalarType) and SYMM_OP
+// (c10d::ReduceOp::RedOpType).
 //
 // A reduction begins with one rank's unit, combines the others' in the order of the ranks, and finishes. The result has the bits of
-// kernels::cpu::reduce, on every rank and by every protocol. One difference: under PREMUL_SUM each sender multiplies and rounds to the
-// element (`lift`), where the CPU keeps the product in the accumulator; the same for 32-bit floats and wider.
+// kernels::cpu::reduce, on every rank and by every protocol. There is one difference: under PREMUL_SUM each sender multiplies and rounds to
+// the element (`lift`), where the CPU keeps the product in the accumulator. It does not show in 32-bit floats and wider.
 #pragma once
 #include "formats.cuh"
 
-// Signed products have the bits of unsigned ones, and only those may wrap.
+// Type of which products are computed: signed products have the bits of unsigned ones, and only unsigned ones may wrap.
 template <DType TYPE>
 constexpr DType UNSIGNED = TYPE == DType::I8    ? DType::U8
                            : TYPE == DType::I16 ? DType::U16
@@ -15,7 +15,7 @@ constexpr DType UNSIGNED = TYPE == DType::I8    ? DType::U8
                            : TYPE == DType::I64 ? DType::U64
                                                 : TYPE;
 
-// The accumulators of a unit: numbers, or the unit itself.
+// Accumulators of a unit: numbers, or the unit itself.
 template <typename Acc, int COUNT, bool IN_PLACE>
 struct Accumulators {
   Acc each[COUNT];
@@ -33,7 +33,7 @@ struct Reduction {
 
   static constexpr bool IS_BIT_OP = OP == Op::BAND || OP == Op::BOR || OP == Op::BXOR;
   static constexpr bool IS_COMPLEX = TYPE == DType::C64 || TYPE == DType::C128;
-  // Nothing divides a bool.
+  // Pairs of type and operation that kernels exist for; nothing divides a bool.
   static constexpr bool SERVED = TYPE == DType::BOOL ? OP != Op::AVG && OP != Op::PREMUL_SUM
                                  : Format::INTEGER   ? OP != Op::PREMUL_SUM
                                  : IS_COMPLEX        ? OP == Op::SUM || OP == Op::AVG || OP == Op::PREMUL_SUM
@@ -100,7 +100,7 @@ struct Reduction {
 
   static DEVICE Unit finish(const Sum& sum) {
     if constexpr (OP == Op::AVG) {
-      // A division, not a product with 1/WORLD: that would round twice. Integers truncate.
+      // The average divides: a product with 1/WORLD would round twice. Integers truncate.
       Acc each[COUNT];
       if constexpr (IN_PLACE) widen(sum.words, each);
 #pragma unroll
@@ -127,17 +127,17 @@ struct Reduction {
   }
 };
 
-// Whether a word of ones is NaNs that no reduction results in, so that a protocol may take it for "nothing here yet".
-// Not e4m3fn: it is what four sums below the least number become.
+// Says whether a word of ones is NaNs that no reduction results in, so that a protocol may take it for "nothing here yet".
+// It is false for e4m3fn, where four sums below the least number become such a word.
 template <DType TYPE>
 constexpr bool IS_NAN_OF_ONES = TYPE == DType::BF16 || TYPE == DType::F16 || TYPE == DType::F32 || TYPE == DType::C64 ||
                                 TYPE == DType::F8E5M2;
 
-// `v` without words of ones: another NaN in their place. Every other word, and every result of a reduction, is left as it is.
+// Replaces words of ones in `v` by another NaN. Every other word, and every result of a reduction, is left as it is.
 template <DType TYPE>
 DEVICE Unit scrubbed(Unit v) {
   if constexpr (IS_NAN_OF_ONES<TYPE>) {
-    // NaN in all of these types.
+    // A word of these bits is NaN in all of the types.
     constexpr u32 OTHER = 0xfffefffe;
     v.x = v.x == 0xffffffff ? OTHER : v.x;
     v.y = v.y == 0xffffffff ? OTHER : v.y;
@@ -153,15 +153,15 @@ DEVICE Unit scrub(Unit v) { return scrubbed<static_cast<DType>(SYMM_DTYPE)>(v); 
 #ifdef SYMM_OP
 using Chosen = Reduction<static_cast<DType>(SYMM_DTYPE), static_cast<Op>(SYMM_OP)>;
 static_assert(Chosen::SERVED, "this operation is not defined for this type");
-// The accumulators of one unit.
+// Accumulators of one unit.
 using Sum = Chosen::Sum;
 DEVICE void begin(Sum& sum, Unit first) { Chosen::begin(sum, first); }
 DEVICE void combine(Sum& sum, Unit next) { Chosen::combine(sum, next); }
-// What some of the ranks add up to, rounded once: for another reduction to go on from.
+// Rounds once what some of the ranks add up to, for another reduction to go on from.
 DEVICE Unit partial(const Sum& sum) { return Chosen::partial(sum); }
-// Divides under AVG, and rounds once.
+// Finishes a reduction: divides under AVG, and rounds once.
 DEVICE Unit finish(const Sum& sum) { return Chosen::finish(sum); }
-// What a rank contributes: under PREMUL_SUM its elements times `factor`.
+// Unit that a rank contributes: under PREMUL_SUM its elements times `factor`.
 DEVICE Unit lift(Unit v, double factor) { return Chosen::lift(v, factor); }
 #endif
 #endif

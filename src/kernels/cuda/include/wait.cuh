@@ -1,47 +1,49 @@
-// What every kernel is told of its group, and waiting that ends: by what is waited for, by the group's failure or by the clock.
+// Arguments that every kernel has of its group, and waits that end: by what is waited for, by the group's failure or by the clock.
 #pragma once
 #include "device.cuh"
 
-// Ranks of a group, at most; src/coll/cuda/arguments.rs has the same.
+// Most ranks of a group; src/coll/cuda/arguments.rs has the same.
 #define MAX_WORLD 16
 
-// In host memory, written by the threads whose time ran out, read by the host and by the other threads, which end then too.
+// Report of late ranks, in host memory. Threads whose time ran out write it; the host and the other threads, which end then too, read it.
 struct Report {
   u32 failed;
   u32 call_low, call_high;
   u32 waited_ms;
-  // Not 0 for a rank that was waited for.
+  // Flags that are not 0 for a rank that was waited for.
   u32 missing[MAX_WORLD];
-  // Of each channel: kernels that moved something between tensors without staging.
+  // Count for each channel of the kernels that moved something between tensors without staging.
   u32 direct[4];
 };
 
+// Arguments that every kernel of a communicator has.
 struct Common {
-  // This channel's memory on every rank, as mapped here.
+  // Memory of this channel on every rank, as mapped here.
   u8* peer[MAX_WORLD];
-  // In host memory; not 0: the group has failed.
+  // Word in host memory that is not 0 once the group has failed.
   const u32* stop;
   Report* report;
   // Nanoseconds that a thread waits within one call.
   u64 timeout;
-  // The call's number in messages.
+  // Number of the call in error messages.
   u64 call;
 };
 // src/coll/cuda/arguments.rs lays these out too, and checks the same sizes.
 static_assert(sizeof(Common) == 160 && sizeof(Report) == 96, "");
 
+// State of one thread's wait: when its clock began, its turns, and whether it gave up.
 struct Wait {
   u64 since = 0;
   u32 turns = 0;
   bool over = false;
 };
 
-// Looks at the clock and at the host's memory once in so many turns of 0.3 to 0.7 µs. Those of a whole kernel take 0.3 ms, as they cross the
-// host's bus one by one. Peers wait for a kernel that is held up by that: if that made them look as well, each would hold up the other from
-// then on.
+// Turns of 0.3 to 0.7 µs from one look at the clock and at the host's memory to the next. The looks of a whole kernel take 0.3 ms, as they
+// cross the host's bus one by one. Peers wait for a kernel that is held up by them: if that made them look as well, each would hold up the
+// other from then on.
 #define LOOK_EVERY (1u << 14)
 
-// Whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
+// Says whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
 // of the call are worthless then, and the host says why.
 DEVICE bool keep_waiting(Wait& wait, const Common& common, u32 missing) {
   if (wait.over) {
@@ -50,6 +52,7 @@ DEVICE bool keep_waiting(Wait& wait, const Common& common, u32 missing) {
   if (++wait.turns % LOOK_EVERY != 0) {
     return true;
   }
+  // step 1: look at the clock, at the group's failure and at other threads' reports
   const u64 now = clock_ns();
   if (wait.since == 0) {
     wait.since = now;
@@ -59,6 +62,7 @@ DEVICE bool keep_waiting(Wait& wait, const Common& common, u32 missing) {
   if (waited < common.timeout && !stopped && load_relaxed(&common.report->failed) == 0) {
     return true;
   }
+  // step 2: give up, and report the missing ranks unless the group has failed already
   wait.over = true;
   Report* report = common.report;
   if (stopped) {

@@ -1,14 +1,15 @@
-// One-shot: every rank sends its message to those who need the result, who all add it up, in rank order. Short messages.
+// One-shot reductions of short messages on LL lines: every rank sends its message to each rank that needs the result, which adds up all
+// messages in rank order.
 #include "low_latency.cuh"
 #include "types.cuh"
 
 struct ReduceArgs {
   Common common;
   LowLatency ll;
-  // What this rank gives to each rank; null: nothing but a flag.
+  // Message of this rank to each rank; null: nothing but a flag.
   const u8* from[MAX_WORLD];
   u64 send[MAX_WORLD];
-  // Where its own result goes; null: it gets none.
+  // Result of this rank; null: it gets none.
   u8* to;
   u64 bytes;
   double factor;
@@ -17,6 +18,7 @@ static_assert(sizeof(ReduceArgs) == 464, "");
 
 KERNEL(reduce_low_latency, ReduceArgs) {
   after_predecessor();
+  // step 1: find this block's share of each message
   const Round round = begin_round(args.common, args.ll);
   Wait wait;
   u32 send[WORLD];
@@ -28,6 +30,7 @@ KERNEL(reduce_low_latency, ReduceArgs) {
     longest = send[r] > longest ? send[r] : longest;
   }
   const u32 take = args.to != nullptr ? share(round, args.ll, args.bytes) : 0;
+  // step 2: push each unit to the rank that needs it; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     Unit v[WORLD];
@@ -48,7 +51,8 @@ KERNEL(reduce_low_latency, ReduceArgs) {
     }
   }
   allow_successor();
-  // Everybody is heard, also where there is nothing to add: see low_latency.cuh.
+  // step 3: pull each peer's unit, add up in rank order, store the sum
+  // Every peer's first line is waited for, also without data: the two buffers of low_latency.cuh rely on it.
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   for (u32 i = thread(); i < at_least_one(take); i += threads()) {
     const u64 offset = (round.first + i) * 16;
@@ -68,5 +72,6 @@ KERNEL(reduce_low_latency, ReduceArgs) {
       store_unit(args.to + offset, finish(sum), args.bytes - offset);
     }
   }
+  // step 4: end the epoch
   end_round(args.common, args.ll, round);
 }

@@ -1,42 +1,45 @@
-// Reduce-scatter of long messages: every rank sends each piece to the rank that needs it, which adds it up in rank order.
-// Where all inputs are symmetric memory, the rank that needs a piece loads it instead.
+// Reduce-scatter of long messages through staging: every rank sends each piece to the rank that needs it, which adds up all in rank order.
+// In a zero-copy call whose inputs are all symmetric memory, the rank that needs a piece loads it instead.
 #include "pieces.cuh"
 #include "sum.cuh"
 
 struct ReduceStagedArgs {
   Common common;
   Staging staging;
-  // What this rank gives to each rank; of 0 bytes: nothing.
+  // Messages of this rank to each rank; one of 0 bytes is not sent.
   Outgoing out;
-  // Where its own result goes; null: it gets none.
+  // Result of this rank; null: it gets none.
   u8* to;
   u64 bytes;
   double factor;
-  // Of zero-copy calls.
+  // Handshake of zero-copy calls.
   Handshake handshake;
 };
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Opens the handshake; adds up what this rank needs, loaded from all inputs, if they are symmetric memory: `direct`. False: some rank did not
-// come, and nothing was loaded.
+// Opens the handshake. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
+// Returns false if some rank did not come: nothing was loaded then.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& direct) {
   const Handshake& handshake = args.handshake;
   Line words[WORLD];
   double factor[WORLD];
+  // step 1: tell each peer where its piece of this rank's input lies, and learn the same
   const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.give >> r & 1, args.out.from[r]), 0}; };
   if (!begin_handshake(args.common, round, EVERYBODY, word_for, words) || !hear_factors(args.common, round, args.factor, factor)) {
     return false;
   }
+  // step 2: find out whether all inputs are symmetric memory
   bool lacking = false;
   const u8* from[WORLD];
 #pragma unroll
   for (u32 r = 0; r < WORLD; ++r) {
-    // Who lacks one piece for somebody says so to everybody: all decide alike.
+    // A rank that lacks one piece for one peer says so to all peers: all decide alike.
     lacking |= words[r].first == 0;
     from[r] = tensor_of(handshake, r, words[r].first);
   }
   direct = !lacking;
+  // step 3: load this rank's piece from all inputs, add up in rank order, store the sum
   if (direct) {
     sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_unit(args.to + offset, sum, bytes); });
     count_direct(args.common, handshake, block() == 0);
@@ -45,10 +48,11 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
 }
 #endif
 
-// Blocks: a lane's sender and receiver side by side.
+// Blocks of the kernel: a lane's sender and receiver side by side.
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
 #ifdef SYMM_ZERO_COPY
+  // step 1, zero-copy: open the handshake; if all inputs are symmetric memory, the sum is made here and the call ends
   const Round round = begin_round(args.common, lines_of(args.handshake));
   bool direct;
   if (!sum_direct(args, round, direct)) {
@@ -61,6 +65,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
 #endif
   const auto [lane, role] = role_of(block(), 2);
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
+  // step 2 (role 0): send each peer its piece of this rank's input, chunk by chunk
   if (role == 0) {
     Stage stage(args.common, args.staging, lane);
     const double factor = args.factor;
@@ -76,6 +81,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   for (u32 r = 0; r < WORLD; ++r) {
     bytes[r] = args.bytes;
   }
+  // step 3 (role 1): add up each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};
   take_pieces(stage, bytes, everybody, chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
