@@ -1,4 +1,4 @@
-//! What was asked: one collective call in plain values.
+//! Description of one collective call in plain values.
 
 use crate::dtype::{DType, ReduceOp};
 pub use crate::mem::span::Span;
@@ -6,7 +6,7 @@ pub use crate::op::Op;
 use crate::rank::Rank;
 use crate::sync::call_site::CallSite;
 
-/// One collective on one rank.
+/// Collective call of one rank.
 ///
 /// | op | `inputs` | `outputs` |
 /// |---|---|---|
@@ -23,20 +23,20 @@ use crate::sync::call_site::CallSite;
 /// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// Which collective.
+    /// Collective that is called.
     pub op: Op,
     /// Element type.
     pub dtype: DType,
-    /// How elements combine; ignored unless the collective reduces.
+    /// Operation by which elements combine; ignored unless the collective reduces.
     pub reduce_op: ReduceOp,
     /// The distinguished rank; ignored unless the collective has one.
     pub root: Rank,
-    /// This rank's factor under PREMUL_SUM; ignored otherwise.
+    /// Factor of this rank under PREMUL_SUM; ignored otherwise.
     pub factor: f64,
-    /// What this rank gives.
+    /// Memory that this rank gives.
     pub inputs: Vec<Span>,
-    /// What this rank receives.
+    /// Memory that this rank receives into.
     pub outputs: Vec<Span>,
-    /// Where the user's program makes the call, if that is to be compared too.
+    /// Call site in the user's program, if that is to be compared too.
     pub call_site: Option<&'static CallSite>,
 }

@@ -1,4 +1,4 @@
-//! What ranks compare about a call before they touch memory, and how messages print it.
+//! Description of a call that ranks compare before they touch memory, and that messages print.
 
 use crate::coll::call::{Call, Op, Span};
 use crate::dtype::{DType, ReduceOp};
@@ -14,11 +14,11 @@ pub struct Description {
     pub bytes: u64,
 }
 
-/// Of the head: the call's site is part of its fingerprint.
+/// Bit of the head that says that the call site is part of the fingerprint.
 const SITED: u64 = 1 << 24;
 
 impl Description {
-    /// What `call` shows its peers.
+    /// Description that `call` shows its peers.
     pub fn of(call: &Call) -> Self {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
@@ -28,7 +28,8 @@ impl Description {
         Self { head, bytes: call.agreed_bytes() }
     }
 
-    /// One word that differs where descriptions of `call`, agreed lengths or sites differ (64-bit mixing, splitmix64's finaliser).
+    /// Fingerprint: one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing, splitmix64's
+    /// finaliser).
     pub fn fingerprint(self, call: &Call) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes));
         for span in call.agreed_lengths() {
@@ -45,7 +46,7 @@ impl Description {
         self.head & SITED != 0
     }
 
-    /// The same call without regard to its site.
+    /// Description of the same call without regard to its call site.
     pub fn without_call_site(self) -> Self {
         Self { head: self.head & !SITED, ..self }
     }
@@ -113,7 +114,7 @@ impl Call {
         self.inputs.iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
-    /// All bytes that this rank gives or receives, whichever is more.
+    /// Bytes that this rank gives or receives, whichever is more.
     pub fn volume(&self) -> usize {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();
         sum(&self.inputs).max(sum(&self.outputs))

@@ -1,10 +1,10 @@
-//! Which algorithm serves a call. Pure: the same on every rank, because it looks only at what every rank knows.
+//! Choice of the algorithm that serves a call. Pure: the same on every rank, because it looks only at what every rank knows.
 
 use crate::coll::call::Op;
 use crate::kernels::cpu::Store;
 use crate::mem::layout::{INLINE_BYTES, LINE_PAIR, SLOT_BYTES};
 
-/// What will run.
+/// Algorithm of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
     /// The data travel beside the arrival flags: one synchronisation.
@@ -13,12 +13,12 @@ pub enum Plan {
     Staged {
         /// A multiple of 64.
         chunk: usize,
-        /// How results are written.
+        /// Way in which results are written.
         store: Store,
     },
 }
 
-/// Where one way ends and the next begins. Not compared among ranks: how a rank writes its own results concerns nobody else.
+/// Thresholds between one way and the next. Ranks do not compare them: how a rank writes its own results concerns nobody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
     /// Results of calls whose tensors on all ranks are larger than this together are written past the cache: nobody finds them there
@@ -27,7 +27,7 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// Where nothing was measured.
+    /// Thresholds that hold if nothing was measured.
     pub const DEFAULT: Self = Self { stream_bytes: 48 << 20 };
 }
 

@@ -1,8 +1,8 @@
-//! Where a heap is found by the peers of a group.
+//! Address at which the peers of a group find a heap.
 
 use super::frame::Key;
 
-/// How a peer finds a heap; told only to members of a group with it.
+/// Address of a heap; only members of a group with it are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
     /// Names the heap.
@@ -14,10 +14,10 @@ pub struct Address {
 }
 
 impl Address {
-    /// As it travels.
+    /// Length of the encoded address.
     pub const BYTES: usize = 40;
 
-    /// For a peer.
+    /// Encodes the address for a peer.
     pub fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..16].copy_from_slice(&self.key);
@@ -26,7 +26,7 @@ impl Address {
         bytes
     }
 
-    /// What a peer encoded.
+    /// Decodes the address that a peer encoded.
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Self {
         let key = |at: usize| std::array::from_fn(|i| bytes[at + i]);
         Self { key: key(0), listener: key(16), span: u64::from_le_bytes(std::array::from_fn(|i| bytes[32 + i])) }

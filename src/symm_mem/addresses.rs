@@ -1,4 +1,4 @@
-//! What a heap needs of a device. Memory of the host stands in for it in tests.
+//! Interface that a heap needs of a device. Memory of the host stands in for it in tests.
 
 use crate::error::Result;
 use crate::kernels::cuda::driver::{Device, OwnStream, RelaxedCapture};
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// A device as a source of addresses.
 pub trait Addresses: Send + Sync {
-    /// What sizes and offsets are multiples of.
+    /// Number of bytes that sizes and offsets are multiples of.
     fn granularity(&self) -> usize;
     /// Bytes of addresses that a heap takes: twice the memory there is, so that holes between segments are never all that is left.
     fn span(&self) -> usize;

@@ -63,7 +63,7 @@ pub(super) fn wake() {
     notify(&state());
 }
 
-/// For the thread: whether it is to end, since no claim lasts. Runs `last` in that case before anybody can start another thread.
+/// Says to the thread whether it is to end, since no claim lasts. Runs `last` in that case before anybody can start another thread.
 pub(super) fn is_over(last: impl FnOnce()) -> bool {
     let mut state = state();
     if state.claims > 0 {

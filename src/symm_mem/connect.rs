@@ -1,4 +1,4 @@
-//! How two heaps come to be linked: one connects, the other lets it in.
+//! Connection of two heaps: one connects, the other lets it in.
 
 use super::address::Address;
 use super::attention::{self, Attention};

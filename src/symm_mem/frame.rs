@@ -1,6 +1,6 @@
-//! What two heaps say to each other: messages of one fixed size. Pure.
+//! Frames between two heaps: messages of one fixed size. Pure.
 
-/// What a heap is known by to those whom it was told: random, so that nobody else can name it.
+/// Key of a heap, known to those whom it was told: random, so that nobody else can name it.
 pub type Key = [u8; 16];
 
 /// Bytes of every message.
@@ -11,9 +11,9 @@ pub(super) const FRAME_BYTES: usize = 56;
 pub(super) enum Frame {
     /// The first of who connects: whom it wants, who it is, the number of the link, how many bytes of addresses its heap has.
     Hello {
-        /// Of the one that listens: who can name it belongs to a group with it.
+        /// Key of the heap that listens: a peer that can name it belongs to a group with it.
         to: Key,
-        /// Its own.
+        /// Key of the heap that connects.
         from: Key,
         /// Random; the two ends know the link by it.
         link: u64,
@@ -22,31 +22,31 @@ pub(super) enum Frame {
     },
     /// A new segment; its descriptor comes along.
     Offer {
-        /// Its number, never used again by the same heap.
+        /// Number of the segment, never used again by the same heap.
         id: u64,
-        /// Where it lies in the heap.
+        /// Offset of the segment in the heap.
         offset: u64,
-        /// Its length.
+        /// Length of the segment.
         bytes: u64,
     },
     /// The segment is mapped; kernels may follow addresses in it from now on.
     Accepted {
-        /// Of the offer.
+        /// Number of the offered segment.
         id: u64,
     },
     /// The segment could not be mapped.
     Refused {
-        /// Of the offer.
+        /// Number of the offered segment.
         id: u64,
     },
     /// The segment is being given back: nobody has any more to do there.
     Withdraw {
-        /// Of the offer.
+        /// Number of the offered segment.
         id: u64,
     },
     /// The withdrawn segment is let go, as soon as that can be.
     Gone {
-        /// Of the offer.
+        /// Number of the offered segment.
         id: u64,
     },
 }
@@ -54,7 +54,7 @@ pub(super) enum Frame {
 const MAGIC: u32 = 0x7068_7331;
 
 impl Frame {
-    /// As it travels.
+    /// Encodes the frame.
     pub(super) fn encode(self) -> [u8; FRAME_BYTES] {
         let (kind, words): (u32, [u64; 6]) = match self {
             Frame::Hello { to, from, link, span } => {
@@ -74,7 +74,7 @@ impl Frame {
         bytes
     }
 
-    /// What `bytes` say, if it is exactly one message.
+    /// Decodes `bytes`; `None` if they are not exactly one frame.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let (head, rest) = bytes.split_first_chunk::<8>()?;
         let mut words = [0u64; 6];

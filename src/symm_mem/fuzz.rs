@@ -1,4 +1,4 @@
-//! What a heap hears from a peer, for fuzz targets: no message may make it panic or map anything outside the range that it reserved.
+//! Fuzz harness for the frames that a heap receives: no message may make it panic or map anything outside the range that it reserved.
 
 use super::frame::{FRAME_BYTES, Frame, Key};
 use super::host::{HostMemory, PAGE};
@@ -15,7 +15,7 @@ const PAGES: usize = 16;
 
 struct Listener {
     heap: Arc<Heap>,
-    /// What peers offer: one file is large enough for their whole heap, the other is not.
+    /// Files that peers offer: one is large enough for their whole heap, the other is not.
     files: [OwnedFd; 2],
 }
 

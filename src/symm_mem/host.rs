@@ -11,7 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What sizes and offsets are multiples of.
+/// Number of bytes that sizes and offsets are multiples of.
 pub(crate) const PAGE: usize = 4096;
 
 /// A process has 2^47 addresses, and a group at most 2^7 ranks.
@@ -25,7 +25,7 @@ pub struct HostMemory {
 struct HostRange {
     base: *mut c_void,
     bytes: usize,
-    /// Of this process's own heap, once it has a segment.
+    /// File of this process's own heap, once it has a segment.
     file: Mutex<Option<Arc<OwnedFd>>>,
 }
 
@@ -78,7 +78,7 @@ impl Addresses for HostMemory {
     }
 }
 
-/// Now, whoever still maps them: a peer that reads on finds zeros.
+/// Gives the pages back at once, whoever still maps them: a peer that reads on finds zeros.
 fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     if let Err(errno) = retry(|| fallocate(file, hole, offset as u64, bytes as u64)) {

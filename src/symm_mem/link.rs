@@ -19,7 +19,7 @@ pub type Failed = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The heap whose segments a link offers.
 pub(super) trait Owner {
-    /// What the peer at the other end of `link` says to the offer of segment `id`.
+    /// Handles the peer's answer, at the other end of `link`, to the offer of segment `id`.
     fn answered(&self, link: u64, id: u64, accepted: bool) -> Sound;
     /// The peer at the other end of `link` has let go of segment `id`.
     fn gone(&self, link: u64, id: u64);
@@ -43,14 +43,14 @@ impl Socket {
     }
 }
 
-/// What is to be sent, with the memory whose descriptor goes along.
+/// Frame to be sent, with the memory whose descriptor goes along.
 type Mail = (Frame, Option<Arc<dyn Piece>>);
 
-/// One connection, with what the peer has at its other end.
+/// Link: one connection, with what the peer has at its other end.
 pub(super) struct Link {
-    /// Of the peer's heap.
+    /// Key of the peer's heap.
     pub(super) key: Key,
-    /// Both ends know the link by it.
+    /// Number by which both ends know the link.
     pub(super) number: u64,
     /// The peer's process.
     pub(super) pid: u32,
@@ -59,7 +59,7 @@ pub(super) struct Link {
     outbox: Mutex<VecDeque<Mail>>,
     holds: Mutex<Holds>,
     closed: AtomicBool,
-    /// It has let somebody wait in vain, and has not spoken since.
+    /// Flag of a peer that has let somebody wait in vain, and has not spoken since.
     late: AtomicBool,
 }
 
@@ -69,7 +69,7 @@ struct Holds {
     next: u64,
 }
 
-/// What a group wants of the link.
+/// Claim of a group on the link.
 struct Claim {
     failed: Failed,
     /// The peer is dead, and no kernel of the group uses its segments any more.
@@ -180,7 +180,7 @@ impl Link {
         &self.socket.fd
     }
 
-    /// Where the peer's heap begins here.
+    /// Address at which the peer's heap begins here.
     pub(super) fn base(&self) -> u64 {
         self.remote.base()
     }
@@ -190,7 +190,7 @@ impl Link {
         &self.remote
     }
 
-    /// To be sent by the thread; `piece` goes along as a descriptor.
+    /// Leaves `frame` for the thread to send; `piece` goes along as a descriptor.
     pub(super) fn post(&self, frame: Frame, piece: Option<Arc<dyn Piece>>) {
         self.outbox().push_back((frame, piece));
     }
@@ -281,7 +281,7 @@ impl Link {
 }
 
 impl Hold {
-    /// Where the peer's heap begins in this process's addresses: what lies at an offset there lies at that offset here.
+    /// Address at which the peer's heap begins in this process: what lies at an offset there lies at that offset here.
     pub fn base(&self) -> u64 {
         self.link.base()
     }

@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How long an owner waits for peers to let go of a segment: its memory is free only then.
+/// Time that an owner waits for peers to let go of a segment: its memory is free only then.
 const LETTING_GO: Duration = Duration::from_secs(1);
 /// Closed links that are known not to come any more.
 const REMEMBERED: usize = 256;
 
-/// See the module.
+/// Heap of this process on a device.
 pub struct Heap {
     pub(super) space: Arc<dyn Addresses>,
     pub(super) address: Address,
@@ -38,11 +38,11 @@ pub struct Heap {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// By offset.
+    /// Segments by offset.
     pub(super) segments: BTreeMap<usize, Segment>,
     pub(super) links: Vec<Arc<Link>>,
     last_id: u64,
-    /// Where the last segment ended: places are used again late, since windows of peers may keep what lay there.
+    /// End of the last segment: places are used again late, since windows of peers may keep what lay there.
     cursor: usize,
     /// Withdrawn segments that links have not let go: segment, link.
     leaving: HashSet<(u64, u64)>,
@@ -53,9 +53,9 @@ pub(super) struct State {
 pub(super) struct Segment {
     pub(super) id: u64,
     pub(super) bytes: usize,
-    /// Absent while it is being made, or freed.
+    /// Memory of the segment; `None` while it is being made, or freed.
     pub(super) piece: Option<Arc<dyn Piece>>,
-    /// By link: accepted or refused.
+    /// Answers by link: accepted or refused.
     answers: HashMap<u64, bool>,
     /// Given back; it is freed once no window shows it and the device could be waited for.
     pub(super) released: bool,
@@ -92,7 +92,7 @@ impl Heap {
         }))
     }
 
-    /// For the members of a group.
+    /// Address of the heap for the members of a group.
     pub fn address(&self) -> Address {
         self.address
     }

@@ -44,7 +44,7 @@ pub const HOST: i32 = -1;
 /// The heaps of this process, by device. They stay: whoever links to one keeps its addresses.
 static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex::default);
 
-/// This process's heap on a device, or of the host, made when it is first asked for.
+/// Heap of this process on a device, or of the host, made when it is first asked for.
 pub fn of(device: i32) -> Result<Arc<Heap>> {
     let mut heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(heap) = heaps.get(&device) {

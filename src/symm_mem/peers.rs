@@ -10,9 +10,9 @@ use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long the first call on a segment waits for peers to map it. Longer than that goes through staging.
+/// Time that the first call on a segment waits for peers to map it. A call that would wait longer goes through staging.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a rank waits for a link that its peer has made.
+/// Time that a rank waits for a link that its peer has made.
 const MEETING: Duration = Duration::from_secs(5);
 /// A link may be closed by its other end's last group just when it is found: then another is made.
 const ATTEMPTS: usize = 5;
@@ -20,14 +20,14 @@ const ATTEMPTS: usize = 5;
 /// Gives every rank's bytes to every rank, in rank order; all give equally many.
 pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// One step that all ranks take: what each says, or why it cannot go on.
+/// Step that all ranks take: each gives bytes, or why it cannot go on, and gets those of all.
 pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
 
 /// Room for a sentence of a rank that failed in a step.
 const TEXT_BYTES: usize = 400;
 
-/// One step that all ranks take: what each has to say in `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the
-/// rank at fault "cannot" do.
+/// Takes a step with all ranks: each gives `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the rank at fault
+/// "cannot" do.
 pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: usize, own: Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
     let mut message = vec![0u8; 1 + bytes.max(TEXT_BYTES)];
     match &own {
@@ -56,18 +56,18 @@ fn share(limit: &Limit, most: Duration) -> Duration {
     most.min(limit.left().unwrap_or_default() / 2)
 }
 
-/// Why heaps could not be linked: who lacks whose.
+/// Bytes that a rank's reason may take.
 pub type Lacking = String;
 
 /// Room for a rank's reason.
 const REASON_BYTES: usize = 200;
 
-/// See the module.
+/// Symmetric memory of a group: every rank's heap, as this rank's device sees it.
 pub struct Heaps {
     heap: Arc<Heap>,
-    /// By rank; absent for those of this process.
+    /// Links by rank; `None` for those of this process.
     holds: Vec<Option<Hold>>,
-    /// Where each rank's heap begins in this rank's addresses.
+    /// Address at which each rank's heap begins here.
     pub bases: Vec<u64>,
 }
 
@@ -157,7 +157,7 @@ impl Heaps {
         Ok(Ok(Self { heap: Arc::clone(heap), holds, bases }))
     }
 
-    /// Of a group of one rank, which links with nobody.
+    /// Heaps of a group of one rank, which links with nobody.
     pub fn alone(heap: &Arc<Heap>) -> Self {
         Self { heap: Arc::clone(heap), holds: vec![None], bases: vec![heap.base()] }
     }
@@ -170,7 +170,7 @@ impl Heaps {
         }
     }
 
-    /// This rank's own.
+    /// Heap of this rank.
     pub fn heap(&self) -> &Arc<Heap> {
         &self.heap
     }
@@ -199,7 +199,7 @@ impl Heaps {
         !self.heap.is_empty() && self.heap.reachable(span.addr as u64, span.bytes, self.holds.iter().flatten(), patience)
     }
 
-    /// The same for a window, within half of what is left of `limit`: who has not mapped it, if anybody.
+    /// Ranks that have not mapped `span`, which a window shows, within half of what is left of `limit`.
     pub fn unmapped_by(&self, span: Span, limit: &Limit) -> Vec<Rank> {
         if self.holds.iter().all(Option::is_none) || self.reachable_within(span, share(limit, PATIENCE)) {
             return Vec::new();
@@ -232,7 +232,7 @@ mod tests {
         Limit::from(Instant::now(), Duration::from_secs(60))
     }
 
-    /// What ranks have said, by step.
+    /// Table of what ranks have given, by step.
     #[derive(Default)]
     struct Table {
         messages: Mutex<Vec<[Option<Vec<u8>>; N]>>,

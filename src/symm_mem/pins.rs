@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// A window's claim to memory of its own process: until it is dropped no segment that holds any of it is unmapped, nor its place used again.
 pub struct OwnPin {
     heap: Arc<Heap>,
-    /// Where its segments begin.
+    /// Offsets of the segments.
     offsets: Vec<usize>,
 }
 
@@ -29,7 +29,7 @@ impl Heap {
 }
 
 impl State {
-    /// Where the segments begin that hold `bytes` from `offset` on, none of them given back; `None` if there is a gap.
+    /// Offsets of the segments that hold `bytes` from `offset` on, none of them given back; `None` if there is a gap.
     fn whole(&self, offset: usize, bytes: usize) -> Option<Vec<usize>> {
         let end = offset.checked_add(bytes)?;
         let (first, _) = self.segments.range(..=offset).next_back()?;

@@ -29,7 +29,7 @@ enum Phase {
     Refused,
 }
 
-/// Or what a peer said or did that no peer does: the link is not to be trusted any further.
+/// Result of a peer's message. Its error says what the peer sent or did that no peer does: the link is not to be trusted any further.
 pub(super) type Sound<T = ()> = std::result::Result<T, String>;
 
 impl Remote {
@@ -38,7 +38,7 @@ impl Remote {
         Self { span, segments: Mutex::default(), range }
     }
 
-    /// Where the heap begins here.
+    /// Address at which the heap begins here.
     pub(super) fn base(&self) -> u64 {
         self.range.address()
     }

@@ -16,9 +16,9 @@ use rustix::io::Errno;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How long a unidentified peer may take to introduce itself.
+/// Time that an unidentified peer may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(5);
-/// How long to wait for what nobody tells of.
+/// Time between two looks at what nobody tells of.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Unidentified peers at once, of all heaps.
 const UNIDENTIFIED: usize = 64;
@@ -38,7 +38,7 @@ fn heaps() -> MutexGuard<'static, Vec<Weak<Heap>>> {
     HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Those of them that nobody has dropped.
+/// Heaps that nobody has dropped.
 fn living() -> Vec<Arc<Heap>> {
     let mut heaps = heaps();
     heaps.retain(|heap| heap.strong_count() > 0);
@@ -111,7 +111,7 @@ fn run(wake: &Wake) {
     }
 }
 
-/// Which of the listeners, unidentified peers and links have something to read, in this order.
+/// Waits; returns which of the listeners, unidentified peers and links have something to read, in this order.
 fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: &[(Arc<Heap>, Arc<Link>)], deaf: bool) -> Vec<bool> {
     let reads = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
     let mut fds = vec![reads(wake.as_fd())];

@@ -46,7 +46,7 @@ pub struct Peer {
 
 /// Who made the other end of `socket`: called `connect`, or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<Peer> {
-    // Not rustix's `socket_peercred`: its process id must not be 0, and a unidentified peer can make it so.
+    // Not rustix's `socket_peercred`: its process id must not be 0, and an unidentified peer can make it so.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `credentials` is valid for writes of `length` bytes, its own size.

@@ -7,12 +7,12 @@ use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What is known of an allocation.
+/// Facts of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocation {
-    /// As asked for.
+    /// Length that was asked for.
     pub(super) bytes: usize,
-    /// Of this process, on this device.
+    /// Number of the allocation among those of this process on this device.
     pub(super) number: u64,
 }
 
@@ -53,7 +53,7 @@ pub fn free(address: u64) -> Result<()> {
     symm_mem::release(address)
 }
 
-/// What is known of the allocation that begins at `address`.
+/// Facts of the allocation that begins at `address`.
 pub(super) fn find(address: u64) -> Option<Allocation> {
     known().by_address.get(&address).copied()
 }

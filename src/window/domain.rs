@@ -1,4 +1,4 @@
-//! What a group has of one kind of memory: links with the peers' heaps, signal pads, what signals.
+//! Domain of a group: what it has of one kind of memory: links with the peers' heaps, signal pads, signals.
 
 use super::Memory;
 use super::allocations;
@@ -20,15 +20,15 @@ pub(super) enum Kind {
     Gpu,
 }
 
-/// What a group has of one kind of memory.
+/// Domain: what a group has of one kind of memory.
 #[derive(Default)]
 pub(super) struct Domain {
-    /// Since the first window.
+    /// Links with the peers' heaps, since the first window.
     pub(super) heaps: OnceLock<Heaps>,
     pads: Mutex<Pads>,
-    /// Of GPUs: whose, and what signals between them.
+    /// Device of this rank and signals between the group's GPUs; unset on the host.
     pub(super) signals: OnceLock<(i32, Signals)>,
-    /// Of windows that are gone, but that graphs of the group may still use.
+    /// Memory of windows that are gone, but that graphs of the group may still use.
     recorded: Mutex<Vec<Memory>>,
 }
 
@@ -64,7 +64,7 @@ impl Domain {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What signals between the group's GPUs. Called by one thread at a time.
+    /// Signals between the group's GPUs. Called by one thread at a time.
     fn signals(&self, control: &Arc<ControlBlock>, device: i32) -> Result<&Signals> {
         if self.signals.get().is_none() {
             let made = Signals::new(control, device)?;
@@ -80,7 +80,7 @@ impl Domain {
         }
     }
 
-    /// What this rank brings: its heap, and what it says of itself.
+    /// Part of this rank in a rendezvous: its heap, and its offer.
     pub(super) fn prepare(&self, control: &Arc<ControlBlock>, device: i32, address: u64, pad_bytes: usize) -> Result<(Arc<Heap>, Offer)> {
         let heap = symm_mem::of(device)?;
         let domain = if device == HOST { "the host".into() } else { format!("cuda:{device}") };

@@ -28,9 +28,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Where a device finds the arrays of a window.
+/// Place at which a device finds the arrays of a window.
 enum Tables {
-    /// In the window itself.
+    /// Arrays in the window itself.
     Host,
     Gpu {
         buffers: DeviceTable,
@@ -39,13 +39,14 @@ enum Tables {
     },
 }
 
-/// See the module. This rank's own memory lives as long as its windows, whoever gives it back. Memory that peers give back meanwhile stays
-/// mapped, so that no access faults; what it holds then means nothing. In a forked child every use is refused.
+/// Window onto the memory of all ranks of a group. This rank's own memory lives as long as its windows, whoever gives it back. Memory that
+/// peers give back meanwhile stays mapped, so that no access faults; what it holds then means nothing. In a forked child every use is
+/// refused.
 pub struct SymmetricWindow {
     control: Arc<ControlBlock>,
-    /// Where each rank's buffer begins in this process.
+    /// Address in this process of each rank's buffer.
     buffers: Vec<u64>,
-    /// Where each rank's signal pad begins in this process.
+    /// Address in this process of each rank's signal pad.
     pads: Vec<u64>,
     global_ranks: Vec<i32>,
     bytes: usize,
@@ -58,13 +59,13 @@ pub struct SymmetricWindow {
     held: OfProcess<Held>,
 }
 
-/// What a window keeps: memory of all ranks where this process has it mapped.
+/// Resources that a window keeps: memory of all ranks where this process has it mapped.
 struct Held {
     domain: Arc<Domain>,
     memory: Option<Memory>,
 }
 
-/// See [`Held`].
+/// Memory that a window shows; [`Held`] keeps it.
 struct Memory {
     tables: Tables,
     _pins: Vec<Pin>,
@@ -72,7 +73,7 @@ struct Memory {
 }
 
 impl SymmetricWindow {
-    /// This rank.
+    /// Number of this rank.
     pub fn rank(&self) -> Rank {
         self.control.rank()
     }
@@ -82,12 +83,12 @@ impl SymmetricWindow {
         self.bytes
     }
 
-    /// Where each rank's buffer begins in this process's addresses, or those of its device.
+    /// Address of each rank's buffer in this process, or on its device.
     pub fn buffers(&self) -> &[u64] {
         &self.buffers
     }
 
-    /// Where each rank's signal pad begins.
+    /// Address of each rank's signal pad in this process, or on its device.
     pub fn pads(&self) -> &[u64] {
         &self.pads
     }
@@ -97,7 +98,7 @@ impl SymmetricWindow {
         &self.global_ranks
     }
 
-    /// Where the device finds `buffers` as an array.
+    /// Address at which the device finds `buffers` as an array.
     pub fn buffer_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.buffers.as_ptr() as u64,
@@ -105,7 +106,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Where the device finds `pads` as an array.
+    /// Address at which the device finds `pads` as an array.
     pub fn pad_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.pads.as_ptr() as u64,
@@ -113,7 +114,7 @@ impl SymmetricWindow {
         }
     }
 
-    /// Where the device finds `global_ranks` as an array.
+    /// Address at which the device finds `global_ranks` as an array.
     pub fn rank_table(&self) -> u64 {
         match self.tables() {
             Tables::Host => self.global_ranks.as_ptr() as u64,
@@ -121,12 +122,12 @@ impl SymmetricWindow {
         }
     }
 
-    /// What signals on GPUs; `None` on the host.
+    /// Signals between GPUs; `None` on the host.
     fn gpu(&self) -> Option<&Signals> {
         self.held.domain.signals.get().map(|(_, signals)| signals)
     }
 
-    /// The same, to be used on `stream`, which may be recorded into a graph.
+    /// Signals between GPUs, to be used on `stream`, which may be recorded into a graph; `None` on the host.
     fn gpu_on(&self, stream: usize) -> Option<&Signals> {
         let signals = self.gpu()?;
         if Stream(stream).capture().is_ok_and(|capture| capture.is_some()) {

@@ -1,4 +1,4 @@
-//! What each rank says of the memory that it brings to a rendezvous.
+//! Offer that each rank makes of the memory that it brings to a rendezvous.
 
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
@@ -11,14 +11,14 @@ pub(super) const REPORTED: usize = 4;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Dropped(pub(super) [u64; REPORTED]);
 
-/// See the module.
+/// Offer of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Offer {
     /// Memory of the host; else of a GPU.
     pub(super) host: bool,
     /// The rank has a place for windows of this kind.
     pub(super) linked: bool,
-    /// It was allocated by itself, so its size is exact; else it lies in a pool.
+    /// Flag of memory that was allocated by itself, so its size is exact; else it lies in a pool.
     pub(super) exact: bool,
     /// Number of the allocation.
     pub(super) number: u64,
@@ -47,7 +47,7 @@ impl Offer {
         bytes
     }
 
-    /// What a rank encoded; `bytes` are [`Offer::BYTES`].
+    /// Decodes the offer that a rank encoded; `bytes` are [`Offer::BYTES`].
     pub(super) fn decode(bytes: &[u8]) -> Self {
         let word = |index: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[8 + 8 * index + i]));
         let heap: [u8; Address::BYTES] = std::array::from_fn(|i| bytes[8 + 8 * Self::WORDS + i]);

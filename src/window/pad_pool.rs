@@ -23,23 +23,23 @@ pub(super) struct Pad {
 /// Pads in use and pads to be used again: those whose windows all ranks have let go of, for until then a peer may still signal there.
 #[derive(Default)]
 pub(super) struct Pads {
-    /// All that pads were cut from.
+    /// Segments that all pads were cut from.
     segments: Vec<u64>,
-    /// By size.
+    /// Free pads by size.
     free: HashMap<usize, Vec<u64>>,
-    /// What is left of the last segment: address, bytes.
+    /// Rest of the last segment: address, bytes.
     rest: (u64, usize),
     windows: u64,
     /// Windows that some rank still has, by number.
     living: HashMap<u64, Living>,
-    /// What this rank has to report.
+    /// Pads that this rank has let go of and has to report.
     dropped: VecDeque<Pad>,
 }
 
 /// A window that some rank still has.
 #[derive(Default)]
 struct Living {
-    /// Of this rank, once it has reported that it has let go.
+    /// Pad of this rank, once it has reported that it has let go.
     pad: Option<Pad>,
     /// A bit for each rank that has reported so. What a rank says twice, or of a window that is no more, changes nothing.
     gone: u128,
@@ -65,12 +65,12 @@ impl Pads {
         Ok(Pad { number: 0, address, bytes })
     }
 
-    /// No window came of what was taken last.
+    /// Puts back what was taken last, of which no window came.
     pub(super) fn put_back(&mut self, base: u64, own: &Offer) {
         self.free.entry(own.pad_bytes as usize).or_default().push(base + own.pad);
     }
 
-    /// What this rank reports next. It is told again until a window opens.
+    /// Pads that this rank reports next. They are reported again until a window opens.
     pub(super) fn dropped(&self) -> Dropped {
         let mut numbers = [0; REPORTED];
         numbers.iter_mut().zip(&self.dropped).for_each(|(number, pad)| *number = pad.number);
@@ -104,12 +104,12 @@ impl Pads {
         Pad { number: self.windows, address: base + own.pad, bytes: own.pad_bytes as usize }
     }
 
-    /// What they were cut from, to be given back.
+    /// Segments that the pads were cut from, to be given back.
     pub(super) fn into_segments(self) -> Vec<u64> {
         self.segments
     }
 
-    /// This rank has let go of the window with this pad.
+    /// Notes that this rank has let go of the window with this pad.
     pub(super) fn note_dropped(&mut self, pad: Pad) {
         self.dropped.push_back(pad);
     }
@@ -122,7 +122,7 @@ mod tests {
 
     const BYTES: usize = 512;
 
-    /// What a rank says that has let go of the windows with these numbers.
+    /// Offer of a rank that has let go of the windows with these numbers.
     fn offer(pad: u64, dropped: [u64; REPORTED]) -> Offer {
         let heap = Address { key: [0; 16], listener: [0; 16], span: 1 };
         let pad_bytes = BYTES as u64;

@@ -1,4 +1,4 @@
-//! How all ranks of a group open a window together.
+//! Rendezvous: all ranks of a group open a window together.
 
 use super::domain::{Domain, Domains, Kind};
 use super::offer::{self, Offer};
@@ -15,15 +15,15 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-/// What a rendezvous needs of the group whose ranks meet.
+/// Needs of a rendezvous: the group whose ranks meet, and the time for it.
 pub struct Meeting<'a> {
-    /// Its members.
+    /// Control block of the group.
     pub control: &'a Arc<ControlBlock>,
     /// Gives every rank's bytes to every rank.
     pub gather: &'a AllGather<'a>,
-    /// When the ranks have to have met.
+    /// Limit by which the ranks have to have met.
     pub limit: &'a Limit,
-    /// Of the window's signals where they bring none.
+    /// Time that the window's signals wait if their calls bring none.
     pub timeout: Duration,
 }
 
@@ -49,7 +49,7 @@ impl Domains {
 }
 
 impl Meeting<'_> {
-    /// What follows once this rank has prepared its part, or could not.
+    /// Opens the window once this rank has prepared its part, or could not.
     fn open(&self, domain: &Arc<Domain>, prepared: &Result<(Arc<Heap>, Offer)>, step: &Step<'_>) -> Result<SymmetricWindow> {
         let (control, limit) = (self.control, self.limit);
         let messages = prepared.as_ref().map_err(Clone::clone).map(|(_, offer)| offer.encode());

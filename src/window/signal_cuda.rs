@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Its file and its name.
+/// File and name of the kernel.
 const PROGRAM: (&str, &str) = ("signal/signal", "signal");
 /// A warp: a lane for each peer.
 const THREADS: u32 = 32;
@@ -43,13 +43,13 @@ pub struct Signals {
 
 #[derive(Default)]
 struct Enqueued {
-    /// Where something may be under way.
+    /// Streams on which something may be under way.
     streams: Vec<Stream>,
     /// Nothing may be enqueued any more.
     closed: bool,
 }
 
-/// What kernels use, and what lives in the context.
+/// Resources that kernels use, and that live in the context.
 struct Held {
     report: Words,
     stop: Stop,

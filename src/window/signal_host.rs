@@ -104,19 +104,20 @@ impl<'a> SignalPads<'a> {
     }
 }
 
-/// What a barrier needs of one channel of the pads. A trait, so that loom can stand in for the hardware (`tests/loom.rs`).
+/// Words of one channel of the pads, as a barrier needs them. They are a trait, so that loom can stand in for the hardware
+/// (`tests/loom.rs`).
 pub trait Words {
-    /// One word of a pad.
+    /// Word of a pad.
     type Word: Atomic<u32>;
-    /// Everybody else.
+    /// Ranks of the group other than this one.
     fn peers(&self) -> impl Iterator<Item = Rank>;
-    /// This rank's word in the pad of `peer`.
+    /// Word of this rank in the pad of `peer`.
     fn outward(&self, peer: Rank) -> &Self::Word;
     /// The word of `peer` in this rank's pad.
     fn inward(&self, peer: Rank) -> &Self::Word;
     /// Returns once no peer is `missing`.
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()>;
-    /// What this rank has written is for others to see.
+    /// Wakes the peers, which then look at what this rank has written.
     fn wake(&self);
 }
 
@@ -137,7 +138,7 @@ pub fn meet(words: &impl Words) -> Result<()> {
     Ok(())
 }
 
-/// One channel during one barrier.
+/// Channel during one barrier.
 struct Channel<'a> {
     pads: &'a SignalPads<'a>,
     channel: u32,

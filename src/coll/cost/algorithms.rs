@@ -1,4 +1,4 @@
-//! Which algorithm serves a group's collectives, by name. Pure.
+//! Names of the algorithms that serve a group's collectives. Pure.
 
 use super::hardware::Device;
 use crate::coll::call::{Call, Op, Span};
@@ -10,7 +10,7 @@ use crate::kernels::cpu::Store;
 use crate::rank::Rank;
 use crate::topo::cost::Link;
 
-/// What the choice depends on besides the call.
+/// Conditions of the choice besides the call.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Algorithms {
     /// `coll::plan`.
@@ -21,13 +21,14 @@ pub(super) enum Algorithms {
     Foreign,
 }
 
-/// What Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and a kernel's start on a GPU.
+/// Microseconds that Python, the dispatcher and c10d add to a call on CPU tensors (README, 2026-11-21: 4 to 5 µs), and a kernel's start on
+/// a GPU.
 const CPU_BASE_US: f64 = 4.0;
 const CUDA_BASE_US: f64 = 2.0;
 const FOREIGN_BASE_US: f64 = 6.6;
 
 impl Algorithms {
-    /// On `device`, in groups of `ranks` with a workspace of `workspace` bytes.
+    /// Algorithms on `device`, in groups of `ranks` with a workspace of `workspace` bytes.
     pub(super) fn of(device: Device, ranks: usize, workspace: usize, thresholds: Thresholds, tuning: cuda::plan::Tuning) -> Self {
         match device {
             Device::Cpu if ranks <= crate::mem::layout::MAX_RANKS => Self::Cpu(thresholds),
@@ -59,8 +60,8 @@ impl Algorithms {
         }
     }
 
-    /// What a call may be expected to take over `link`, before anything was measured: a start, a trip for each time that ranks wait for
-    /// each other, and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
+    /// Estimate of a call's time over `link`, before anything was measured: a start, a trip for each time that ranks wait for each other,
+    /// and the bytes that a rank sends (`docs/algorithms.md`, `docs/kernels.md`).
     pub(super) fn estimate(&self, op: Op, bytes: f64, ranks: usize, link: Link) -> f64 {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;

@@ -5,9 +5,9 @@ use serde::{Deserialize, Serialize};
 
 /// Points of a curve, at most.
 const MAX_POINTS: usize = 256;
-/// No tensor is longer.
+/// Length of the longest tensor.
 const MAX_BYTES: u64 = 1 << 50;
-/// No call takes longer: 17 minutes.
+/// Time of the longest call: 17 minutes.
 const MAX_US: f64 = 1e9;
 
 /// Times of a collective by its size, where one algorithm serves it.
@@ -61,7 +61,7 @@ impl Curve {
         if bytes > to { self.us[last] + slope.max(0.0) * (bytes - to) } else { self.us[left] + slope * (bytes - from) }
     }
 
-    /// How far `bytes` is from the sizes measured, as a factor; 1 within them.
+    /// Factor by which `bytes` is outside the sizes measured; 1 within them.
     pub(super) fn distance(&self, bytes: f64) -> f64 {
         let (first, last) = (self.bytes[0] as f64, self.bytes[self.bytes.len() - 1] as f64);
         (first / bytes.max(1.0)).max(bytes / last).max(1.0)

@@ -1,4 +1,4 @@
-//! What a profile is keyed by.
+//! Hardware by which a profile is found.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -8,13 +8,13 @@ use crate::topo::{self, Source};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
-/// Where tensors are.
+/// Device that tensors lie on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Device {
-    /// In the host's memory.
+    /// Memory of the host.
     Cpu,
-    /// On GPUs.
+    /// Memory of GPUs.
     Cuda,
 }
 
@@ -51,18 +51,18 @@ pub fn gpus() -> Option<&'static (String, Way)> {
 pub struct Hardware {
     /// CPU or GPU.
     pub device: Device,
-    /// Its model.
+    /// Model of the processor or GPU.
     pub name: String,
     /// Cores that a process may use; 0 for GPUs.
     pub cores: usize,
-    /// How ranks reach each other.
+    /// Kind of link between the ranks.
     pub link: String,
     /// Ranks of the job on this host: on CPU they share cores and memory, whichever group they are in.
     pub ranks: usize,
 }
 
 impl Hardware {
-    /// This host's, for a job of `ranks` ranks. `None` if its model cannot be told.
+    /// Hardware of this host, for a job of `ranks` ranks. `None` if its model cannot be told.
     pub fn here(device: Device, ranks: usize) -> Option<Self> {
         match device {
             Device::Cpu => {

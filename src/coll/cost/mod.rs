@@ -1,4 +1,4 @@
-//! What a collective on a dimension of a mesh costs, in microseconds.
+//! Costs of collectives on a dimension of a mesh, in microseconds.
 //!
 //! One type, [`Model`], three bases: torch's constants and formula ([`crate::topo::cost`]); links as detected, with the bytes and trips
 //! of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times that were measured on this hardware, by
@@ -21,7 +21,7 @@ use hardware::{Device, Hardware};
 use profile::{Group, Local, Profile};
 use std::path::PathBuf;
 
-/// Where prices come from.
+/// Basis of prices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Basis {
     /// torch's formula.
@@ -35,7 +35,7 @@ pub enum Basis {
 /// The mesh that is asked about.
 #[derive(Clone, Debug)]
 pub struct Mesh {
-    /// Where its tensors are.
+    /// Device that the model's tensors lie on.
     pub device: Device,
     /// Ranks along each dimension.
     pub ranks: Vec<usize>,
@@ -152,14 +152,14 @@ impl Model {
         Ok(if self.basis == Basis::Torch { "ring" } else { dim.algorithms.name(op, bytes.max(0.0), dim.ranks) })
     }
 
-    /// Where the price of `op` along `dim` comes from.
+    /// Basis of the price of `op` along `dim`.
     pub fn basis(&self, op: &str, dim: usize) -> Result<Basis> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
         let measured = dim.measured.as_ref().is_some_and(|group| group.has(op));
         Ok(if self.basis == Basis::Measured && !measured { Basis::Links } else { self.basis })
     }
 
-    /// What each dimension runs over.
+    /// Links that each dimension runs over.
     pub fn dim_links(&self) -> impl Iterator<Item = Link> {
         self.dims.iter().map(|dim| dim.link)
     }
@@ -169,12 +169,12 @@ impl Model {
         self.reference_us
     }
 
-    /// What steps of a redistribution take beside their collectives, if that was measured.
+    /// Times of a redistribution's steps beside their collectives, if they were measured.
     pub fn local(&self) -> Option<Local> {
         self.local
     }
 
-    /// Where it all comes from, for people.
+    /// Origin of the whole model, for people.
     pub fn origin(&self) -> &str {
         &self.origin
     }

@@ -13,7 +13,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// What `format` says.
+/// Text of the field `format`.
 pub const FORMAT: &str = "torch_symm profile";
 /// The only version there is.
 pub const VERSION: u64 = 1;
@@ -30,18 +30,18 @@ pub struct Profile {
     pub format: String,
     /// [`VERSION`].
     pub version: u64,
-    /// For people.
+    /// Origin of the profile, for people.
     pub measured: Measured,
-    /// Where it holds.
+    /// Hardware on which the profile holds.
     pub hardware: Hardware,
-    /// By number of ranks in a group.
+    /// Measurements by number of ranks in a group.
     pub groups: Vec<Group>,
-    /// If it was measured.
+    /// Times of a redistribution's steps, if they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<Local>,
 }
 
-/// When and how a profile was made.
+/// Origin of a profile: when and how it was made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
@@ -49,11 +49,11 @@ pub struct Measured {
     pub date: String,
     /// Versions.
     pub software: String,
-    /// What was run.
+    /// Command that was run.
     pub command: String,
     /// Load averages before it.
     pub load: Vec<f64>,
-    /// What calibration's reference took, in microseconds, while the machine was in the state that was measured; 0 where there are no states.
+    /// Microseconds that calibration's reference took while the machine was in the state that was measured; 0 if there are no states.
     #[serde(default)]
     pub reference_us: f64,
 }
@@ -64,25 +64,25 @@ pub struct Measured {
 pub struct Group {
     /// Ranks of each.
     pub ranks: usize,
-    /// As in `SYMM_CUDA_TUNING`; empty: the defaults.
+    /// Thresholds, written as in `SYMM_CUDA_TUNING`; empty: the defaults.
     #[serde(default)]
     pub cuda_tuning: String,
     /// [`Thresholds::stream_bytes`], if another than the default was found to be better.
     #[serde(default)]
     pub stream_bytes: Option<u64>,
-    /// One for each collective and algorithm.
+    /// Curves, one for each collective and algorithm.
     pub curves: Vec<Curve>,
 }
 
-/// What the steps of a redistribution take beside their collectives, as DTensor makes them.
+/// Times of the steps of a redistribution beside their collectives, as DTensor makes them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Local {
     /// The host's time for a step with a collective, in microseconds.
     pub step_us: f64,
-    /// For one that cuts a part from what every rank has.
+    /// Microseconds of a step that cuts a part from what every rank has.
     pub slice_us: f64,
-    /// What a rank copies in its own memory while all do, in GB/s.
+    /// Rate at which a rank copies in its own memory while all do, in GB/s.
     pub copy_gb_per_s: f64,
 }
 
@@ -266,7 +266,7 @@ pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Pro
     Ok((profile, path.into()))
 }
 
-/// What a profile says of groups of `ranks` ranks, for the choice of algorithms. An entry of a job with more ranks serves too if
+/// Profile's entry for groups of `ranks` ranks, for the choice of algorithms. An entry of a job with more ranks serves too if
 /// `SYMM_PROFILE` names it. A faulty file is a warning: thresholds are not worth a failed group.
 pub fn settings(device: Device, ranks: usize) -> Option<Group> {
     let job = match &Config::get().profile {

@@ -46,7 +46,7 @@ impl Step<'_> {
     }
 }
 
-/// One rank's shares of a message in chunks.
+/// Shares that one rank has of a message in chunks.
 struct Shares<'a> {
     control: &'a ControlBlock,
     call: &'a Call,

@@ -16,7 +16,7 @@ use crate::sync::flag::Flag;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a peer needs before anything else: one cache line with up to 32 bytes of data.
+/// Head of a message, which a peer needs before anything else: one cache line with up to 32 bytes of data.
 #[repr(C)]
 struct Head {
     flag: AtomicU64,
@@ -77,7 +77,8 @@ impl Step<'_> {
         self.compare()
     }
 
-    /// As `arrive`, and compares what each rank sends with what each expects. `None`: all data lie beside the flags; else the longest message.
+    /// Arrives as `arrive` does, and compares what each rank sends with what each expects. Returns `None` if all data lie beside the flags,
+    /// else the longest message.
     pub(super) fn arrive_all_to_all(&self) -> Result<Option<usize>> {
         let inline = |total: usize| total <= INLINE_BYTES;
         let total: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
@@ -179,7 +180,7 @@ impl Step<'_> {
         Err(self.control.fail(Error::mismatch(text)))
     }
 
-    /// This rank's own input `index` as a source.
+    /// Source of this rank's own input `index`.
     pub(super) fn own(&self, index: usize) -> Source {
         Source { ptr: self.call.inputs[index].ptr(), factor: self.call.factor }
     }

@@ -52,7 +52,7 @@ impl Step<'_> {
         matches!(self.call.op, Op::Scatter | Op::AllToAll)
     }
 
-    /// What this rank sends, with the place of each message among those of its sender.
+    /// Messages that this rank sends, with the index of each among those of its sender.
     fn outgoing(&self) -> impl Iterator<Item = (usize, Span)> {
         // A personal message to oneself does not travel.
         let me = self.control.rank().index();
@@ -60,7 +60,7 @@ impl Step<'_> {
         self.call.inputs.iter().copied().enumerate().filter(move |&(index, _)| !personal || index != me)
     }
 
-    /// From whom this rank receives what.
+    /// Messages that this rank receives, with their senders.
     fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
         let (call, me) = (self.call, self.control.rank());
         let one = matches!(call.op, Op::Broadcast | Op::Scatter);

@@ -27,7 +27,7 @@ pub struct Runner {
     thresholds: Thresholds,
 }
 
-/// One collective under way.
+/// Collective that is under way.
 struct Step<'a> {
     control: &'a ControlBlock,
     call: &'a Call,

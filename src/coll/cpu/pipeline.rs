@@ -24,7 +24,7 @@ pub trait Clock {
 /// Stages between two looks. How many there are may be a peer's word, and its counter may say that it has finished them all.
 const LOOK_EVERY: u64 = 64;
 
-/// What a collective does with a chunk.
+/// Work of a collective on one chunk.
 pub trait Chunks {
     /// Writes chunk `t` of this rank's input to its input slot.
     fn produce(&mut self, t: u64, slot: usize);
@@ -39,7 +39,7 @@ pub trait Chunks {
 pub enum Phases {
     /// Each rank keeps what it consumes.
     One,
-    /// What one rank consumes, all ranks finish.
+    /// Two stages: what one rank consumes, all ranks finish.
     Two,
 }
 
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// Its stage, and the stage from which on a look fails.
+    /// Stage of this rank, and the stage from which on a look fails.
     struct Alone(u64, u64);
 
     impl Clock for Alone {

@@ -1,5 +1,4 @@
-//! What kernels are told, laid out as `src/kernels/cuda/**` declares it.
-#![allow(unsafe_code, reason = "the bytes of a kernel's arguments")]
+//! Arguments of the kernels, laid out as `src/kernels/cuda/**` declares them.
 
 use super::workspace::layout::{Channel, MAX_RANKS};
 
@@ -10,7 +9,7 @@ pub type PerRank = [u64; MAX_RANKS];
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Common {
-    /// This channel's memory on every rank, as mapped here.
+    /// Memory of this channel on every rank, as mapped here.
     pub peer: PerRank,
     /// A word of host memory that is not 0 once the group has failed.
     pub stop: u64,
@@ -30,7 +29,7 @@ pub struct LowLatency {
     pub epochs: u64,
     /// Offset in the channel.
     pub lines: u64,
-    /// Of one message in one block.
+    /// Units of one message that one block carries.
     pub units: u32,
 }
 
@@ -42,7 +41,7 @@ pub struct Sentinel {
     pub epochs: u64,
     /// Offset in the channel.
     pub slots: u64,
-    /// Of one source in one stage of one block.
+    /// Units that one source has in one stage of one block.
     pub units: u32,
 }
 
@@ -68,9 +67,9 @@ pub struct Staging {
 pub struct Outgoing {
     /// The message for each rank.
     pub from: PerRank,
-    /// Its length.
+    /// Length of each message.
     pub bytes: PerRank,
-    /// Not 0: all are the same bytes.
+    /// Flag that is not 0 if all messages are the same bytes.
     pub same: u32,
 }
 
@@ -84,7 +83,7 @@ pub struct Handshake {
     pub lines: u64,
     /// Offset in the channel.
     pub counts: u64,
-    /// Where each rank's symmetric memory begins, as mapped here.
+    /// Start of each rank's symmetric memory, as mapped here.
     pub heap: PerRank,
     /// A bit for each rank that may load what this one gives it.
     pub give: u32,
@@ -92,7 +91,7 @@ pub struct Handshake {
     pub take: u32,
     /// Index of the channel's count in the report.
     pub channel: u32,
-    /// Of exchanges: the shortest message that goes direct, not 0.
+    /// Length of the shortest message of an exchange that goes direct; not 0.
     pub least: u32,
 }
 
@@ -100,23 +99,23 @@ pub struct Handshake {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Exchange {
-    /// See there.
+    /// Arguments that every kernel has.
     pub common: Common,
-    /// See there.
+    /// Place of the LL lines.
     pub ll: LowLatency,
-    /// See there.
+    /// Place of the staging slots.
     pub staging: Staging,
     /// Blocks of the low-latency protocol.
     pub ll_blocks: u32,
     /// Longer messages are staged.
     pub short_bytes: u64,
-    /// What is sent.
+    /// Messages that this rank sends.
     pub out: Outgoing,
-    /// Where each rank's message goes.
+    /// Destination of each rank's message.
     pub to: PerRank,
-    /// Its length.
+    /// Length of each rank's message.
     pub bytes: PerRank,
-    /// Of zero-copy calls.
+    /// Handshake of zero-copy calls.
     pub handshake: Handshake,
 }
 
@@ -124,19 +123,19 @@ pub struct Exchange {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ReduceLowLatency {
-    /// See there.
+    /// Arguments that every kernel has.
     pub common: Common,
-    /// See there.
+    /// Place of the LL lines.
     pub ll: LowLatency,
-    /// What each rank gets; 0: nothing.
+    /// Message for each rank; 0: none.
     pub from: PerRank,
-    /// Its length.
+    /// Length of the message for each rank.
     pub send: PerRank,
-    /// Where the result goes; 0: nowhere.
+    /// Destination of the result; 0: this rank gets none.
     pub to: u64,
-    /// Its length.
+    /// Length of the result.
     pub bytes: u64,
-    /// Under PREMUL_SUM.
+    /// Factor of PREMUL_SUM.
     pub factor: f64,
 }
 
@@ -144,19 +143,19 @@ pub struct ReduceLowLatency {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ReduceStaged {
-    /// See there.
+    /// Arguments that every kernel has.
     pub common: Common,
-    /// See there.
+    /// Place of the staging slots.
     pub staging: Staging,
-    /// What is sent.
+    /// Messages that this rank sends.
     pub out: Outgoing,
-    /// Where the result goes; 0: nowhere.
+    /// Destination of the result; 0: this rank gets none.
     pub to: u64,
-    /// Its length.
+    /// Length of the result.
     pub bytes: u64,
-    /// Under PREMUL_SUM.
+    /// Factor of PREMUL_SUM.
     pub factor: f64,
-    /// Of zero-copy calls.
+    /// Handshake of zero-copy calls.
     pub handshake: Handshake,
 }
 
@@ -164,17 +163,17 @@ pub struct ReduceStaged {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct AllReduce {
-    /// See there.
+    /// Arguments that every kernel has.
     pub common: Common,
-    /// See there.
+    /// Place of the sentinel slots.
     pub sentinel: Sentinel,
     /// The input.
     pub from: u64,
     /// The result.
     pub to: u64,
-    /// Of either.
+    /// Length of the input and of the result.
     pub bytes: u64,
-    /// Under PREMUL_SUM.
+    /// Factor of PREMUL_SUM.
     pub factor: f64,
 }
 
@@ -182,23 +181,23 @@ pub struct AllReduce {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CubeMesh {
-    /// See there; of `peer`, only neighbours and this rank are looked at.
+    /// Arguments that every kernel has; of `peer`, only neighbours and this rank are looked at.
     pub common: Common,
-    /// See there.
+    /// Place of the LL lines.
     pub ll: LowLatency,
     /// The input.
     pub from: u64,
     /// The result.
     pub to: u64,
-    /// Of either.
+    /// Length of the input and of the result.
     pub bytes: u64,
-    /// Under PREMUL_SUM.
+    /// Factor of PREMUL_SUM.
     pub factor: f64,
     /// The others of this rank's quad, ascending.
     pub quad: [u32; 3],
     /// The neighbour in the other quad.
     pub relay: u32,
-    /// Not 0: rank 0 is in this rank's quad.
+    /// Flag that is not 0 if rank 0 is in this rank's quad.
     pub first_quad: u32,
 }
 
@@ -206,7 +205,7 @@ pub struct CubeMesh {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct RsagStaged {
-    /// See there.
+    /// Arguments that every kernel has.
     pub common: Common,
     /// The first pass.
     pub scatter: Staging,
@@ -216,19 +215,19 @@ pub struct RsagStaged {
     pub from: u64,
     /// The result; 0: nowhere.
     pub to: u64,
-    /// Of either.
+    /// Length of the input and of the result.
     pub bytes: u64,
-    /// Under PREMUL_SUM.
+    /// Factor of PREMUL_SUM.
     pub factor: f64,
-    /// Of a broadcast.
+    /// Root of a broadcast.
     pub root: u32,
     /// Pieces of the message.
     pub parts: u32,
-    /// Who has the first.
+    /// Rank that has the first piece.
     pub first: u32,
-    /// Of a reduction: who gets the result, a bit each.
+    /// Mask of the ranks that get the result of a reduction.
     pub targets: u32,
-    /// Of zero-copy calls.
+    /// Handshake of zero-copy calls.
     pub handshake: Handshake,
 }
 
@@ -239,7 +238,7 @@ pub const MAX_PEERS: usize = 8;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Signal {
-    /// Of each rank, as mapped here.
+    /// Pad of each rank, as mapped here.
     pub pads: [u64; MAX_PEERS],
     /// A word of host memory that is not 0 once the group has failed.
     pub stop: u64,
@@ -249,7 +248,7 @@ pub struct Signal {
     pub timeout: u64,
     /// Index of the channel's first word in a pad.
     pub channel: u32,
-    /// What is reported, with a bit for each peer that has not come.
+    /// Record that is reported, with a bit for each peer that has not come.
     pub record: u32,
     /// A bit for each peer that is sent a signal.
     pub put: u32,
@@ -258,13 +257,13 @@ pub struct Signal {
 }
 
 impl Signal {
-    /// As the kernel reads it.
+    /// Bytes of the arguments, as the kernel reads them.
     pub fn bytes(&self) -> &[u8] {
         bytes_of(self)
     }
 }
 
-/// As a kernel reads `args`, one of the structs that kernels are told: `repr(C)`, of plain numbers.
+/// Bytes of `args`, as a kernel reads them. `args` is one of the structs of this module: `repr(C)`, of plain numbers.
 pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
     // SAFETY: plain numbers; padding is only copied on.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(args).cast(), size_of::<T>()) }

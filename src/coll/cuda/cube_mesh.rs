@@ -7,7 +7,7 @@ use crate::topo::{self, graph::CubeMesh};
 
 /// Ranks of such a group.
 pub(super) const RANKS: usize = 8;
-/// Of an encoded mesh.
+/// Length of an encoded mesh.
 pub(super) const BYTES: usize = 2 + RANKS;
 
 /// A group's edges, and the memory through which its kernels use them.
@@ -47,13 +47,13 @@ pub(super) fn detected(peers: &[Peer]) -> Option<CubeMesh> {
     }
 }
 
-/// As NVML writes it.
+/// Text of a UUID as NVML writes it.
 fn spelled(uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// What ranks compare: the same for the same mesh only.
+/// Encoding that ranks compare: the same for the same mesh only.
 pub(super) fn encoded(mesh: Option<&CubeMesh>) -> Vec<u8> {
     let mut bytes = vec![0; BYTES];
     if let Some(mesh) = mesh {

@@ -13,7 +13,7 @@ use std::time::Instant;
 /// A program, zero-copy or not, and what it is compiled for if it looks at elements.
 type Key = (Program, bool, Option<(DType, ReduceOp)>);
 
-/// See there.
+/// Kernels of a communicator, compiled and loaded when they are first needed.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     world: u32,
@@ -64,7 +64,7 @@ impl Kernels {
     }
 }
 
-/// What programs need that move bytes, and sum or average floats.
+/// Keys of the kernels that programs need that move bytes, and sum or average floats.
 fn usual() -> Vec<Key> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let reductions: Vec<_> = floats.iter().flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op)))).collect();

@@ -1,4 +1,4 @@
-//! From a call and its plan to a kernel and its arguments. Pure.
+//! Translation of a call and its plan into a kernel and its arguments. Pure.
 
 use super::arguments::{
     self, AllReduce, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged, Sentinel,
@@ -52,7 +52,7 @@ impl Program {
         Program::RsagStaged,
     ];
 
-    /// Its source below `src/kernels/cuda`, and the kernel in it.
+    /// Names of the program's source below `src/kernels/cuda`, and of the kernel in it.
     pub fn names(self) -> (&'static str, &'static str) {
         match self {
             Program::Exchange => ("exchange/exchange", "exchange"),
@@ -89,22 +89,22 @@ impl Program {
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::large_enum_variant)] // Lives on the stack for the time of a launch.
 pub enum Args {
-    /// Of [`Program::Exchange`].
+    /// Arguments of [`Program::Exchange`].
     Exchange(Exchange),
-    /// Of [`Program::ReduceLowLatency`].
+    /// Arguments of [`Program::ReduceLowLatency`].
     ReduceLowLatency(ReduceLowLatency),
-    /// Of [`Program::ReduceStaged`].
+    /// Arguments of [`Program::ReduceStaged`].
     ReduceStaged(ReduceStaged),
-    /// Of the kernels on sentinel slots.
+    /// Arguments of the kernels on sentinel slots.
     AllReduce(AllReduce),
-    /// Of [`Program::CubeMesh`].
+    /// Arguments of [`Program::CubeMesh`].
     CubeMesh(arguments::CubeMesh),
-    /// Of [`Program::RsagStaged`] and [`Program::Broadcast`].
+    /// Arguments of [`Program::RsagStaged`] and [`Program::Broadcast`].
     RsagStaged(RsagStaged),
 }
 
 impl Args {
-    /// As the kernel reads it.
+    /// Bytes of the arguments, as the kernel reads them.
     pub fn bytes(&self) -> &[u8] {
         match self {
             Args::Exchange(args) => arguments::bytes_of(args),
@@ -120,7 +120,7 @@ impl Args {
 /// A kernel ready to be launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
-    /// Which one.
+    /// Program that is launched.
     pub program: Program,
     /// Blocks.
     pub blocks: u32,
@@ -128,7 +128,7 @@ pub struct Launch {
     pub threads: u32,
     /// The variant that knows of symmetric memory.
     pub zero_copy: bool,
-    /// What it is told.
+    /// Arguments of the kernel.
     pub args: Args,
 }
 
@@ -144,7 +144,7 @@ pub struct Edges<'a> {
 /// Symmetric memory as one rank sees it.
 #[derive(Clone, Copy)]
 pub struct Symmetric<'a> {
-    /// Where each rank's begins, as mapped here; this rank's own among them.
+    /// Start of each rank's symmetric memory, as mapped here; this rank's own among them.
     pub heap: PerRank,
     /// Index of the call's channel.
     pub channel: u32,
@@ -160,10 +160,10 @@ impl std::fmt::Debug for Symmetric<'_> {
     }
 }
 
-/// Who launches where.
+/// Launch context: the rank that launches, and its memory.
 #[derive(Clone, Copy, Debug)]
 pub struct LaunchContext<'a> {
-    /// This rank.
+    /// Number of this rank.
     pub me: usize,
     /// Number of ranks.
     pub n: usize,
@@ -173,9 +173,9 @@ pub struct LaunchContext<'a> {
     pub edges: Option<Edges<'a>>,
     /// Threads of a block of a lane.
     pub threads: u32,
-    /// What all kernels are told.
+    /// Arguments that every kernel has.
     pub common: Common,
-    /// None: the call is not zero-copy.
+    /// Symmetric memory of a zero-copy call; `None`: the call is not zero-copy.
     pub symmetric: Option<Symmetric<'a>>,
 }
 
@@ -213,7 +213,7 @@ impl LaunchContext<'_> {
         span.bytes == 0 || self.symmetric.is_some_and(|symmetric| span.addr.is_multiple_of(UNIT) && (symmetric.reachable)(span))
     }
 
-    /// What a zero-copy kernel is told of symmetric memory: a bit for each rank that may load what this one gives it, and for each that may
+    /// Handshake of a zero-copy kernel: `give` has a bit for each rank that may load what this one gives it, `take` one for each that may
     /// store where this one takes it.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
         let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Handshake::default() };
@@ -221,7 +221,7 @@ impl LaunchContext<'_> {
         Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, channel, least }
     }
 
-    /// What `call` sends to each rank.
+    /// Messages that `call` sends to each rank.
     fn outgoing(&self, call: &Call) -> Outgoing {
         let root = call.root.index();
         let mut out = Outgoing::default();
@@ -241,7 +241,7 @@ impl LaunchContext<'_> {
         out
     }
 
-    /// Where what each rank sends goes.
+    /// Destinations and lengths of the messages that each rank sends.
     fn incoming(&self, call: &Call) -> (PerRank, PerRank) {
         let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
         let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);

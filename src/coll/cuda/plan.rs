@@ -1,11 +1,12 @@
-//! Which kernel serves a call, with how many blocks. Pure; the same on every rank, because it looks only at what every rank knows.
+//! Choice of the kernel that serves a call, and of its blocks. Pure; the same on every rank, because it looks only at what every rank
+//! knows.
 
 use super::former_names;
 use super::workspace::layout::{LL_UNITS, Layout, MAX_LANES, SENTINEL_BLOCKS, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::dtype::DType;
 
-/// What will run.
+/// Kernel and blocks of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
     /// Nothing: there is nothing to move, on any rank.
@@ -17,7 +18,7 @@ pub enum Plan {
         /// Lanes of staging. Each message has chunks by its own length.
         lanes: u32,
     },
-    /// One trip, flags in the data.
+    /// Sends everything in one trip on LL lines.
     ReduceLowLatency {
         /// Blocks.
         blocks: u32,
@@ -54,7 +55,7 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// As `torch_symm.stats()` names it.
+    /// Name of the plan in `torch_symm.stats()`.
     pub fn name(self) -> &'static str {
         match self {
             Plan::Nothing => "nothing",
@@ -79,7 +80,7 @@ impl Plan {
         }
     }
 
-    /// As `torch_symm.stats()` names it in a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
+    /// Name of the plan in `torch_symm.stats()`, for a call that is `zero_copy` ([`Conditions::zero_copy`]) or not.
     pub fn served_as(self, zero_copy: bool) -> &'static str {
         match self {
             Plan::Exchange { ll_blocks: 0, lanes: 1.., .. } if zero_copy => "exchange_staged_zero_copy",
@@ -92,14 +93,14 @@ impl Plan {
     }
 }
 
-/// Where one algorithm ends and the next begins; the same on all ranks.
+/// Thresholds between one algorithm and the next; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     /// Longest all-reduce in one shot.
     pub one_shot_bytes: usize,
     /// Longest all-reduce in two shots.
     pub two_shot_bytes: usize,
-    /// The same of zero-copy calls.
+    /// Longest all-reduce in two shots of a zero-copy call.
     pub zero_copy_two_shot_bytes: usize,
     /// Shortest message between two ranks that is zero-copy, not 0: what start and end of such a call take, it gains by this length.
     pub zero_copy_bytes: usize,
@@ -141,10 +142,10 @@ impl Tuning {
         }
     }
 
-    /// As it travels.
+    /// Length of the encoded thresholds.
     pub const BYTES: usize = 10 * 8;
 
-    /// For the other ranks to compare.
+    /// Encodes the thresholds for the other ranks to compare.
     pub fn encode(&self) -> Vec<u8> {
         let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
         let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
@@ -153,7 +154,7 @@ impl Tuning {
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
-    /// What another rank encoded.
+    /// Decodes the thresholds of another rank.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
@@ -174,7 +175,7 @@ impl Tuning {
         })
     }
 
-    /// With `text` (`"lanes=16,one_shot_bytes=65536"`) laid over it; a sentence if it cannot be read.
+    /// Lays `text` (`"lanes=16,one_shot_bytes=65536"`) over the thresholds; fails with a sentence if it cannot be read.
     pub fn overlaid(mut self, text: &str) -> Result<Self, String> {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
@@ -220,14 +221,14 @@ fn can_use_sentinels(dtype: DType) -> bool {
 /// Longest all-reduce along the edges of a hybrid cube mesh: half of what travels is flags, and the edge to the relay has one link.
 pub const CUBE_MESH_BYTES: usize = 256 << 10;
 
-/// What a choice depends on besides the call; the same on all ranks.
+/// Conditions of a choice besides the call; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Conditions<'a> {
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
     pub layout: &'a Layout,
-    /// See there.
+    /// Thresholds between the algorithms.
     pub tuning: &'a Tuning,
     /// The group's GPUs are linked as a hybrid cube mesh.
     pub cube_mesh: bool,
@@ -303,7 +304,7 @@ pub fn short_bytes(plan: Plan) -> u64 {
     }
 }
 
-/// In one shot or two, where the slots have room and every block gets a unit of every piece.
+/// Plan in one shot or two, if the slots are large enough and every block gets a unit of every piece.
 fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, zero_copy: bool) -> Option<Plan> {
     let units = bytes.div_ceil(UNIT);
     let blocks = |units: usize| units.div_ceil(tuning.block_units).clamp(1, tuning.blocks);

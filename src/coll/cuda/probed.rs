@@ -1,4 +1,4 @@
-//! Which pairs of GPUs have been found to reach each other's memory, for as long as this process lives.
+//! Pairs of GPUs that have been found to reach each other's memory, for as long as this process lives.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};

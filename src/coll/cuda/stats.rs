@@ -1,4 +1,4 @@
-//! Which algorithm served how many calls of this process.
+//! Statistics of this process: how many calls each algorithm served.
 
 use crate::coll::call::Op;
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// Counts the calls of a communicator whose kernels loaded or stored peers' tensors directly.
 pub(super) trait DirectCalls: Send + Sync {
-    /// So far.
+    /// Number of calls that went direct so far.
     fn direct(&self) -> u64;
 }
 
@@ -26,10 +26,10 @@ pub fn served() -> BTreeMap<&'static str, BTreeMap<&'static str, u64>> {
     all
 }
 
-/// Where kernels count the calls that went direct.
+/// Counters of the calls that went direct, which kernels write.
 struct Direct {
     living: Vec<Weak<dyn DirectCalls>>,
-    /// Of groups that are gone.
+    /// Count of groups that are gone.
     past: u64,
 }
 

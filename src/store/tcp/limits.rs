@@ -16,7 +16,7 @@ pub struct Limits {
     pub clients: usize,
     /// Connections at once that have not introduced themselves; the oldest goes first.
     pub unidentified: usize,
-    /// How long a unidentified peer may take to introduce itself.
+    /// How long an unidentified peer may take to introduce itself.
     pub hello: Duration,
     /// How long a frame may take, from its first byte to its last, or an answer to be taken.
     pub frame: Duration,

@@ -13,7 +13,7 @@ pub(crate) struct Host {
     memory: HostMemory,
     /// Nothing can be made.
     pub(super) exhausted: Arc<AtomicBool>,
-    /// It cannot be waited for.
+    /// Flag of memory that cannot be waited for.
     pub(super) busy: AtomicBool,
     /// Nothing of peers can be mapped.
     pub(super) alone: Arc<AtomicBool>,

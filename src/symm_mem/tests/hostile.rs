@@ -1,5 +1,4 @@
-//! Those who do not keep to the protocol: what they say is refused, their link closed, and everybody else served.
-#![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
+//! Hostile peers, which do not keep to the protocol: what they send is refused, their link closed, and everybody else served.
 
 use super::host::PAGE;
 use super::processes::{forked, status_of};

@@ -25,7 +25,7 @@ fn healthy() -> Failed {
     Arc::new(|| false)
 }
 
-/// One heap's claim to a link with the other, and the other's.
+/// Links two heaps; returns the claim of each to its link with the other.
 fn link(one: &Heap, other: &Heap, failed: &Failed) -> (Hold, Hold) {
     let (near, number) = one.connect(&other.address(), failed).expect("connects");
     let far = other.meet(&one.address(), number, failed, Instant::now() + PATIENCE).expect("the thread runs").expect("came");
@@ -40,7 +40,7 @@ fn until(what: &str, done: impl Fn() -> bool) {
     }
 }
 
-/// Where the memory at `address` of `heap` lies for the process that has `hold`.
+/// Address at which the memory at `address` of `heap` lies for the process that has `hold`.
 fn seen(hold: &Hold, heap: &Heap, address: u64) -> u64 {
     hold.base() + (address - heap.base())
 }

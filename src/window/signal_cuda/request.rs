@@ -1,4 +1,4 @@
-//! What a signal is, as its kernel is told and as it says that it gave up.
+//! Request of a signal, as its kernel reads it and as it reports that it gave up.
 
 use crate::coll::cuda::arguments::{self, MAX_PEERS};
 use crate::error::{Error, Result};
@@ -6,7 +6,7 @@ use crate::rank::Rank;
 use std::fmt;
 use std::time::Duration;
 
-/// What a rank does on a channel.
+/// Signal that a rank sends, waits for, or both, on a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// Sends a signal to a rank, once that has taken the last one.
@@ -17,24 +17,24 @@ pub enum Signal {
     Barrier,
 }
 
-/// Where signals go, and until when.
+/// Peers and pads of signals, and the time that they wait.
 #[derive(Clone, Copy, Debug)]
 pub struct SignalEnds<'a> {
-    /// This rank.
+    /// Number of this rank.
     pub me: Rank,
-    /// Of each rank, as mapped here.
+    /// Pad of each rank, as mapped here.
     pub pads: &'a [u64],
-    /// Which signals belong together.
+    /// Channel: signals of one channel belong together.
     pub channel: u32,
-    /// How long a kernel waits.
+    /// Time that a kernel waits.
     pub timeout: Duration,
-    /// As the GPU sees it: not 0 once the group has failed.
+    /// Address on the GPU of a word that is not 0 once the group has failed.
     pub stop: u64,
-    /// As the GPU sees it: [`REPORT_WORDS`] words.
+    /// Address on the GPU of the report: [`REPORT_WORDS`] words.
     pub report: u64,
 }
 
-/// Of what kernels report: a [`GaveUp`], and the milliseconds that were waited.
+/// Length of a report: a [`GaveUp`], and the milliseconds that were waited.
 pub const REPORT_WORDS: usize = 2;
 /// Channels that fit into a report.
 const CHANNELS: u32 = 1 << (KIND_BIT - CHANNEL_BIT);
@@ -44,7 +44,7 @@ const KIND_BIT: u32 = 30;
 pub(super) const CLOSED: u32 = 1;
 
 impl Signal {
-    /// What the kernel is told; `None` where there is nothing to do.
+    /// Arguments of the kernel; `None` if there is nothing to do.
     pub fn args(self, place: &SignalEnds<'_>) -> Result<Option<arguments::Signal>> {
         let n = place.pads.len();
         if n > MAX_PEERS {
@@ -89,7 +89,7 @@ pub struct GaveUp {
 }
 
 impl GaveUp {
-    /// What the first word of a report says; `None`: nobody gave up.
+    /// Reads the first word of a report; `None`: nobody gave up.
     pub fn read(word: u32) -> Option<Self> {
         let name = match word >> KIND_BIT {
             1 => "put_signal",

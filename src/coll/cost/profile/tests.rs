@@ -3,7 +3,7 @@ use crate::error::Kind;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// What is done to a right profile.
+/// Change to a right profile.
 type Change = fn(&mut Value);
 
 fn hardware(ranks: usize) -> Value {
@@ -32,7 +32,7 @@ fn parse(value: &Value) -> Result<Profile> {
     Profile::parse(value.to_string().as_bytes())
 }
 
-/// What is said of the right profile after `change`.
+/// Error that reading the right profile gives after `change`.
 fn refused(change: impl Fn(&mut Value)) -> String {
     let mut value = right();
     change(&mut value);

@@ -15,15 +15,15 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Launches that a rank can be ahead of another and still be compared; a stream holds about a thousand launches.
 const ENTRIES: usize = 128;
-/// The same of sends and receives, for each other rank.
+/// Records of sends and receives that a rank keeps for each other rank.
 const MESSAGE_RECORDS: usize = 16;
 
-/// In shared memory, written by its rank alone but for the handshake.
+/// Launch log of one rank, in shared memory. Only its rank writes it, except for the handshake.
 #[repr(C)]
 struct LaunchLog {
     launched: AtomicU64,
     entries: [Entry; ENTRIES],
-    /// What is sent to each rank, and what is received from it.
+    /// Messages sent to each rank, and messages received from it.
     sent: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     received: [[MessageRecord; MESSAGE_RECORDS]; MAX_RANKS],
     zero_copy: ZeroCopyWord,
@@ -35,7 +35,7 @@ struct ZeroCopyWord(AtomicU64);
 
 #[repr(C)]
 struct Entry {
-    /// Of the launch, from 1; 0 while the rest is being written.
+    /// Number of the launch, from 1; 0 while the rest is being written.
     number: AtomicU64,
     head: AtomicU64,
     bytes: AtomicU64,
@@ -45,21 +45,21 @@ struct Entry {
     /// Bytes to each rank and from it, of an all-to-all.
     sends: [AtomicU64; MAX_RANKS],
     receives: [AtomicU64; MAX_RANKS],
-    /// Where the call stands, if the description says that it matters.
+    /// Call site, if the description says that it matters.
     call_site: SharedText,
 }
 
-/// One end of a send or receive.
+/// Record of one end of a send or receive.
 #[repr(C)]
 struct MessageRecord {
-    /// Of the messages in this direction between the two ranks, from 1; 0 while the rest is being written.
+    /// Number of the message among those in this direction between the two ranks, from 1; 0 while the rest is being written.
     number: AtomicU64,
     bytes: AtomicU64,
 }
 
 const _: () = assert!(size_of::<LaunchLog>() <= LAUNCH_LOG_BYTES);
 
-/// What a rank said of one launch.
+/// Record of one launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct LaunchRecord {
     description: Description,
@@ -98,12 +98,12 @@ pub(in crate::coll::cuda) fn zero_copy_word(control: &ControlBlock) -> &AtomicU6
     &launch_log(control, Rank(0)).zero_copy.0
 }
 
-/// How many calls `rank` has launched.
+/// Number of calls that `rank` has launched.
 pub fn launched(control: &ControlBlock, rank: Rank) -> u64 {
     launch_log(control, rank).launched.load(Ordering::Acquire)
 }
 
-/// What `rank` has launched last; `None` also while it launches the next.
+/// Description of the last call that `rank` has launched; `None` also while it launches the next.
 pub fn last(control: &ControlBlock, rank: Rank) -> Option<Description> {
     let number = launched(control, rank);
     read(launch_log(control, rank), number).filter(|_| number > 0).map(|record| record.description)
@@ -188,7 +188,7 @@ fn call_site_of(control: &ControlBlock, rank: Rank, number: u64, record: &Launch
     if record.description.has_call_site() { format!(" at {}", entry.call_site.read()) } else { String::new() }
 }
 
-/// After this rank has departed: fails the group if a peer has launched what this rank never will, and waits for it in vain.
+/// Fails the group if a peer has launched what this rank, which has departed, never will: the peer waits for it in vain.
 pub fn abandon(control: &ControlBlock) {
     // With the one in `note`: this rank sees the peer's launch, or the peer that this rank has departed.
     fence(Ordering::SeqCst);
@@ -207,7 +207,7 @@ pub struct Transfer {
     pub send: bool,
     /// The other end.
     pub peer: Rank,
-    /// Of the messages in this direction between the two ranks, from 1.
+    /// Number of the message among those in this direction between the two ranks, from 1.
     pub number: u64,
     /// Length of the message.
     pub bytes: u64,

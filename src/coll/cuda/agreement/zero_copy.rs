@@ -1,5 +1,4 @@
-//! From which launch on a group's kernels begin by telling each other where their tensors lie in symmetric memory: agreed without
-//! anybody waiting for a rank that does not launch.
+//! Agreement on the launch from which on a group's kernels begin with the zero-copy handshake. No rank waits for one that does not launch.
 //!
 //! One word, [`NEVER`] at first. The first rank that wants to proposes a launch that no rank has come to, looks again whether that is
 //! still so, and settles it (`docs/design/memory-model.md`).
@@ -12,7 +11,7 @@ use crate::sync::limit::Limit;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-/// No launch is zero-copy, as far as anybody knows.
+/// Value of the word while no launch is zero-copy, as far as anybody knows.
 const NEVER: u64 = 0;
 /// A proposal that ranks overtook is raised by 1, 2, 4 … launches more than needed, so that it ends.
 const STEEPEST: u32 = 16;
@@ -23,7 +22,7 @@ struct Proposal {
     /// Launches from this number on are zero-copy.
     first: u64,
     by: u32,
-    /// It does not change any more.
+    /// Flag that is set once the launch does not change any more.
     settled: bool,
 }
 
@@ -38,7 +37,7 @@ impl Proposal {
     }
 }
 
-/// What ranks share. A trait, so that loom runs the code below.
+/// Words that the ranks share. They are a trait, so that loom runs the code below.
 pub trait Shared {
     /// The word.
     fn word(&self) -> u64;

@@ -1,4 +1,4 @@
-//! Which messages of a batch of sends and receives go in one launch. Pure.
+//! Division of a batch of sends and receives into launches. Pure.
 
 use crate::coll::call::Span;
 use crate::coll::cuda::workspace::layout::MAX_RANKS;

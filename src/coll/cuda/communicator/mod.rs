@@ -30,21 +30,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use stream_order::{Before, Last, Queue, StreamOrder};
 
-/// Where work is enqueued.
+/// Stream and device on which work is enqueued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaTarget {
     /// torch's index of the device.
     pub device: i32,
     /// The `CUstream`.
     pub stream: usize,
-    /// It is one of the group's own streams, beside the caller's: one for sends, one for receives, one for everything else.
+    /// Flag for one of the group's own streams, beside the caller's: one for sends, one for receives, one for everything else.
     pub background: bool,
 }
 
-/// How long kernels may take to notice that they are to end.
+/// Time within which kernels notice that they are to end.
 pub(crate) const NOTICE: Duration = Duration::from_secs(2);
 
-/// See the module.
+/// Communicator of a group on one device: workspace, streams, kernels.
 pub struct Communicator {
     control: Arc<ControlBlock>,
     layout: Layout,
@@ -55,7 +55,7 @@ pub struct Communicator {
     symmetric: Option<Heaps>,
     edges: Option<cube_mesh::Edges>,
     memory: Memory,
-    /// Where each channel begins on each rank.
+    /// Start of each channel on each rank.
     peer: [PerRank; Channel::ALL.len()],
     _share: budget::Share,
     _stream: OwnStream,
@@ -69,7 +69,7 @@ struct State {
     launched: u64,
     /// Receives from each rank, and sends to it.
     transfers: [[u64; MAX_RANKS]; 2],
-    /// Of each queue, eager and captured: what a call on another stream than the last one waits for.
+    /// Event of each queue, eager and captured, that a call on another stream than the last one waits for.
     behind: Vec<Event>,
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
@@ -252,8 +252,9 @@ impl Communicator {
         true
     }
 
-    /// After the group has failed since `rank` died: lets go of the memory that `rank` had on its GPU and this rank has mapped, which the
-    /// driver keeps until all have. What kernels may still use stays: that of a group whose calls are in graphs, and what windows show.
+    /// Releases the memory that `rank` had on its GPU and this rank has mapped, once the group has failed since `rank` died: the driver
+    /// keeps it until all peers have released it. What kernels may still use stays: that of a group whose calls are in graphs, and what
+    /// windows show.
     pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {

@@ -1,4 +1,4 @@
-//! How all ranks of a group set up their GPUs, step by step together.
+//! Set-up of the GPUs of a group, which all ranks take step by step together.
 
 use super::{Communicator, Report, State, StreamOrder, stream_order};
 use crate::boot::pass::Mailbox;
@@ -22,7 +22,7 @@ use crate::sync::limit::Limit;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// What a rank has before it tells the others; given back in this order.
+/// Resources of a rank before it tells the others; they are given back in this order.
 struct Opened {
     stream: OwnStream,
     entered: Entered,

@@ -1,4 +1,4 @@
-//! In which order calls follow each other on the device, whatever streams they are given. Pure.
+//! Stream order: which calls follow each other on the device, whatever streams they are given. Pure.
 
 use crate::kernels::cuda::driver::Stream;
 
@@ -18,7 +18,7 @@ pub(super) fn slot(queue: Queue, capture: Option<u64>) -> usize {
     2 * queue as usize + usize::from(capture.is_some())
 }
 
-/// Where the calls of each queue went last.
+/// Last calls of each queue.
 #[derive(Debug, Default)]
 pub(super) struct StreamOrder {
     last: [Option<Last>; PLACES],
@@ -27,7 +27,7 @@ pub(super) struct StreamOrder {
 /// A queue's last call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Last {
-    /// Where it went.
+    /// Stream of the call.
     pub(super) stream: Stream,
     /// The capture that it was part of.
     pub(super) capture: Option<u64>,
@@ -35,7 +35,7 @@ pub(super) struct Last {
     marked: bool,
 }
 
-/// What a call's stream has to wait for.
+/// Condition that a call's stream has to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Before {
     /// Nothing: the stream, or the graph, has what came before.
@@ -95,7 +95,7 @@ mod tests {
         Receive(usize),
     }
 
-    /// What each stream, and each queue's event, comes after.
+    /// Model of a device: what each stream, and each queue's event, comes after.
     #[derive(Default)]
     struct Device {
         streams: [BTreeSet<usize>; STREAMS],
@@ -105,7 +105,7 @@ mod tests {
     }
 
     impl Device {
-        /// As `Communicator::enqueue` does it: what the call comes after, and what it should.
+        /// Enqueues a call as `Communicator::enqueue` does it; returns what the call comes after, and what it should.
         fn run(&mut self, order: &mut StreamOrder, number: usize, call: Call) -> [BTreeSet<usize>; 2] {
             let (from, stream, queues): (usize, usize, &[Queue]) = match call {
                 Call::Sync(from) => (from, from, &[Queue::Collectives]),

@@ -20,7 +20,7 @@ struct Opened {
     holders: usize,
 }
 
-/// By the address of the header.
+/// Flags that are open, by the address of the header.
 fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
     static OPENED: LazyLock<Mutex<HashMap<usize, Opened>>> = LazyLock::new(Mutex::default);
     // Nothing panics between two changes.
@@ -28,7 +28,7 @@ fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
 }
 
 impl Stop {
-    /// Of the group of `control`, in the current context.
+    /// Flag of the group of `control`, opened in the current context.
     pub(crate) fn of(control: &Arc<ControlBlock>) -> Result<Self> {
         let header = control.segment().ptr(0, HEADER_BYTES);
         let mut opened = opened();
@@ -43,7 +43,7 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Where GPUs find the word.
+    /// Address at which GPUs find the word.
     pub(crate) fn device(&self) -> u64 {
         self.device
     }

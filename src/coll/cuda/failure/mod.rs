@@ -1,4 +1,4 @@
-//! How a failure of the group reaches its kernels ([`abort_flag`]) and how one that a kernel saw reaches the group ([`report`]).
+//! Failures between a group and its kernels: [`abort_flag`] brings the group's to its kernels, [`report`] brings a kernel's to the group.
 
 pub mod abort_flag;
 pub mod report;

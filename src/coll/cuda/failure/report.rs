@@ -1,4 +1,4 @@
-//! What this rank's kernels say: that they gave up, and how often they went direct.
+//! Report of this rank's kernels: that they gave up, and how often they went direct.
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::cuda::arguments::{DIRECT_WORD, REPORT_WORDS};
@@ -15,18 +15,18 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 /// Launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
 
-/// See the module. Apart from the communicator, since others ask too: who gives symmetric memory back, who counts.
+/// Report of this rank's kernels. It is apart from the communicator, since others ask too: who gives symmetric memory back, who counts.
 pub(in crate::coll::cuda) struct Report {
     control: Arc<ControlBlock>,
-    /// Where kernels find the words.
+    /// Address at which kernels find the words.
     device: u64,
-    /// Absent once the communicator is released, in whose context they are given back.
+    /// Words of the report; `None` once the communicator is released, in whose context they are given back.
     words: RwLock<Option<Words>>,
     recent: Mutex<VecDeque<(u64, Description)>>,
 }
 
 impl Report {
-    /// In the current context.
+    /// Allocates the report in the current context.
     pub(in crate::coll::cuda) fn new(control: &Arc<ControlBlock>) -> Result<Arc<Self>> {
         let words = Words::new(REPORT_WORDS)?;
         let (device, words) = (words.device(), RwLock::new(Some(words)));
@@ -35,7 +35,7 @@ impl Report {
         Ok(report)
     }
 
-    /// Where kernels find it.
+    /// Address at which kernels find the report.
     pub(in crate::coll::cuda) fn device(&self) -> u64 {
         self.device
     }

@@ -1,13 +1,13 @@
-//! How much GPU memory each group of a process may have: the first ones what was asked for, later ones ever less.
+//! Budget of GPU memory for the groups of a process: the first ones get what was asked for, later ones ever less.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What all groups of this process have on its GPU.
+/// Bytes that all groups of this process have on its GPU.
 static TAKEN: Mutex<usize> = Mutex::new(0);
 
 /// Groups that get what was asked for, about.
 const FULL: usize = 4;
-/// No group is offered less.
+/// Least bytes that a group is offered.
 pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
 
 fn taken() -> MutexGuard<'static, usize> {
@@ -18,7 +18,8 @@ fn taken() -> MutexGuard<'static, usize> {
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct Share(usize);
 
-/// What a group may have where `requested` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than the least.
+/// Bytes that a group may have if `requested` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than
+/// the least.
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
     let left = (FULL * requested).saturating_sub(*taken());
     requested.min((left / 2).max(LEAST))

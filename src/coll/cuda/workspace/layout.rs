@@ -1,8 +1,8 @@
-//! Where everything lies in the GPU memory of a group. Pure.
+//! Layout of the GPU memory of a group. Pure.
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, gather) | handshakes' lines | low-latency lines | sentinel slots | staging slots (scatter, gather)
+//! epochs | lanes' words (scatter, spread) | lines of handshakes | LL lines | sentinel slots | staging slots (scatter, spread)
 //! ```
 
 use crate::error::{Error, Result};
@@ -28,7 +28,7 @@ const LANES: usize = 512;
 /// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/measurements/gpu-h200.md).
 const FAIR_SLOT: usize = 16 << 10;
 const LONGEST_SLOT: usize = 24 << 10;
-/// What one all-reduce in two shots may have of the sentinel slots.
+/// Bytes of the sentinel slots that one two-shot all-reduce may use.
 const SENTINEL_BYTES: usize = 17 << 20;
 /// Bytes of a lane's words; `Lane` in `staging.cuh`.
 const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
@@ -37,14 +37,15 @@ const SENTINEL_EPOCHS: usize = 1024;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3584;
 const WORDS: usize = 4096;
-/// Of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
+/// Units of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
 const HANDSHAKE_UNITS: usize = 2;
 /// Part of a page of a cache line pair; what slots are aligned to.
 const ALIGN: usize = 256;
 // Kernels count where chunks begin in steps of 256 bytes (`START_STEP` in staging.cuh), and a chunk may be a whole slot.
 const _: () = assert!(ALIGN.is_multiple_of(256));
 
-/// What may run at the same time in one group. The same on all ranks: which one a call takes follows from the program alone.
+/// Channel: what may run at the same time as the other channels in one group. Which one a call takes follows from the program alone, so it
+/// is the same on all ranks.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Channel {
@@ -69,7 +70,7 @@ impl Channel {
         }
     }
 
-    /// How calls come to take it.
+    /// Name of the channel, by how calls come to take it.
     pub fn name(self) -> &'static str {
         match self {
             Channel::Collectives | Channel::Transfers => "to run at once",
@@ -134,7 +135,7 @@ impl Layout {
         self.channel_bytes
     }
 
-    /// Where a channel begins.
+    /// Offset at which a channel begins.
     pub fn channel(self, channel: Channel) -> usize {
         channel as usize * self.channel_bytes
     }
@@ -174,7 +175,7 @@ impl Layout {
         HANDSHAKE_EPOCHS
     }
 
-    /// How many zero-copy kernels moved something without staging, in the channel.
+    /// Offset of the count of zero-copy kernels that moved something without staging, in the channel.
     pub fn handshake_counts(self) -> usize {
         HANDSHAKE_COUNTS
     }

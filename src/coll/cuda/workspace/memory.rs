@@ -19,19 +19,19 @@ use crate::sync::limit::Limit;
 use rustix::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a rank tells the others before anything is made.
+/// Description of a rank that it sends the others before anything is made.
 pub(in crate::coll::cuda) struct Peer {
     pub(in crate::coll::cuda) uuid: [u8; 16],
     pub(in crate::coll::cuda) mailbox: [u8; NAME_BYTES],
     pub(in crate::coll::cuda) workspace: u64,
     pub(in crate::coll::cuda) p2p: bool,
-    /// Its heap, if it has one.
+    /// Address of its heap, if it has one.
     pub(in crate::coll::cuda) heap: Option<Address>,
     pub(in crate::coll::cuda) tuning: Tuning,
 }
 
 impl Peer {
-    /// As it travels.
+    /// Length of the encoded description.
     pub(in crate::coll::cuda) const BYTES: usize = 16 + NAME_BYTES + 10 + Address::BYTES + Tuning::BYTES;
 
     pub(in crate::coll::cuda) fn encode(&self) -> Vec<u8> {
@@ -56,11 +56,11 @@ impl Peer {
     }
 }
 
-/// All ranks' memory, as this rank's GPU sees it.
+/// Memory of all ranks, as this rank's GPU sees it.
 pub(in crate::coll::cuda) enum Memory {
-    /// On the GPUs; `None`: of a rank that is out of reach on purpose, or dead.
+    /// Mappings of memory on the GPUs; `None` for a rank that is out of reach on purpose, or dead.
     Device(Mutex<Vec<Option<Mapping>>>),
-    /// On the host.
+    /// Registered memory of the host.
     Host(Vec<Registered>),
 }
 
@@ -92,11 +92,11 @@ impl Way<'_> {
     }
 }
 
-/// This rank's own memory, before the peers know of it.
+/// Memory of this rank, before the peers know of it.
 pub(in crate::coll::cuda) enum Own {
-    /// On its GPU.
+    /// Memory on this rank's GPU.
     Device(Physical, OwnedFd, usize),
-    /// On the host.
+    /// Memory of the host.
     Host(OwnedFd, usize),
 }
 
@@ -144,7 +144,7 @@ impl Memory {
         }
     }
 
-    /// Where the memory of each rank begins; 0: out of reach.
+    /// Address at which the memory of each rank begins; 0: out of reach.
     pub(in crate::coll::cuda) fn addresses(&self) -> Vec<u64> {
         match self {
             Self::Device(mappings) => lock(mappings).iter().map(|mapping| mapping.as_ref().map_or(0, Mapping::address)).collect(),
