@@ -20,7 +20,7 @@ pub mod ffi {
         bytes: usize,
     }
 
-    /// One collective; the meaning of `inputs` and `outputs` stands at `coll::call::Call`.
+    /// Arguments of one collective; `coll::call::Call` has the meaning of `inputs` and `outputs`.
     struct CallSpec {
         /// Code of `coll::call::Op`.
         op: u8,
@@ -32,11 +32,11 @@ pub mod ffi {
         factor: f64,
         inputs: Vec<Span>,
         outputs: Vec<Span>,
-        /// From `call_site_number`; 0: sites are not compared.
+        /// Number from `call_site_number`; 0: call sites are not compared.
         call_site: u32,
     }
 
-    /// Who joins which group.
+    /// Group to join, and this process's part in it.
     struct JoinSpec {
         group: String,
         rank: i32,
@@ -53,7 +53,7 @@ pub mod ffi {
         group: Box<GroupHandle>,
     }
 
-    /// One send or receive.
+    /// Arguments of one send or receive.
     struct Transfer {
         /// The other rank; -1 receives from any.
         peer: i32,
@@ -92,7 +92,7 @@ pub mod ffi {
         data: &'a [u8],
     }
 
-    /// What a store answers. `number` holds flags too, `pieces` values and keys.
+    /// Answer of a store. `number` holds flags too, `pieces` values and keys.
     struct StoreAnswer {
         status: Status,
         number: i64,
@@ -103,15 +103,15 @@ pub mod ffi {
     struct TcpSpec {
         host: String,
         port: u16,
-        /// Not known if negative.
+        /// Number of workers; negative: not known.
         world_size: i64,
         is_master: bool,
         timeout_ms: i64,
         wait_for_workers: bool,
         multi_tenant: bool,
-        /// None if negative.
+        /// Descriptor that the server listens at; negative: none.
         listen_fd: i32,
-        /// None if empty.
+        /// Secret that clients must know; empty: none.
         secret: Vec<u8>,
         same_user: bool,
     }
@@ -124,7 +124,7 @@ pub mod ffi {
         port: u16,
     }
 
-    /// How long the calls of a load took.
+    /// Times of the calls of a load.
     struct LoadAnswer {
         status: Status,
         seconds: f64,
@@ -158,7 +158,7 @@ pub mod ffi {
         model: Box<CostModel>,
     }
 
-    /// What one collective costs, and why.
+    /// Price of one collective, and its reason.
     struct Price {
         status: Status,
         us: f64,
@@ -205,7 +205,7 @@ pub mod ffi {
         arrived: usize,
     }
 
-    /// What `coll::fused::gather` says, or why there is nothing.
+    /// Answer of `coll::fused::gather`: a plan, or why there is none.
     struct GatherPlan {
         status: Status,
         own_early: bool,
@@ -229,14 +229,14 @@ pub mod ffi {
 
         /// A `c10d::Store`.
         type StoreHandle;
-        /// What the store answers, or how it failed; never throws. `timeout_ms` is for `StoreOp::Wait` alone: c10d bounds all else by
-        /// the store's own timeout.
+        /// Sends the store a request and returns its answer, or how it failed; never throws. `timeout_ms` is for `StoreOp::Wait` alone:
+        /// c10d bounds all else by the store's own timeout.
         fn call(self: &StoreHandle, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
         /// Whether it has `append`, `multi_get` and `multi_set` of its own.
         fn extended(self: &StoreHandle) -> bool;
         /// The store's own timeout; 0: none.
         fn timeout_ms(self: &StoreHandle) -> i64;
-        /// What errors call it: its class, and where its server is.
+        /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
 
         /// Python's signals.
@@ -245,7 +245,7 @@ pub mod ffi {
         /// Never throws. Takes Python's lock.
         fn raised(self: &InterruptHandle) -> bool;
 
-        /// Where the outcome of an asynchronous call goes; called exactly once, on any thread, without locks held.
+        /// Receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
         fn complete(self: &Completion, status: &Status, source: i32);
@@ -271,9 +271,9 @@ pub mod ffi {
         fn store_tcp(spec: &TcpSpec) -> OpenedStore;
         /// `store` as the core sees it.
         fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
-        /// From now on calls that wait ask `handle` every 100 ms.
+        /// Makes calls that wait ask `handle` every 100 ms from now on.
         fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
-        /// Another owner of the same store.
+        /// Makes another owner of the same store.
         fn share(self: &NativeStore) -> Box<NativeStore>;
         /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
         fn call(self: &NativeStore, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
@@ -287,9 +287,9 @@ pub mod ffi {
         /// `work` is a name of `store::load::Work`.
         fn drive(self: &LoadGenerator, work: &str, calls: u32) -> LoadAnswer;
 
-        /// Between the GPUs with these UUIDs, in this order.
+        /// Link matrix of the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
-        /// Of all GPUs of this host.
+        /// Report of all GPUs of this host.
         fn topology_report() -> TopologyReport;
 
         /// `coll::cost::Model`.
@@ -297,23 +297,23 @@ pub mod ffi {
         /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` of each dimension's link, in place of the model's own; or
         /// empty. `profile`: a file in place of the one that is found; or empty.
         fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost;
-        /// Of the collective `op` on `bytes` along dimension `dim`.
+        /// Price of the collective `op` on `bytes` along dimension `dim`.
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
-        /// What steps of a redistribution take beside their collectives.
+        /// Times of a redistribution's steps beside their collectives.
         fn local(self: &CostModel) -> LocalCost;
         /// GB/s of each dimension's link.
         fn gb_per_s(self: &CostModel) -> Vec<f64>;
         /// Microseconds of a trip over each dimension's link.
         fn trip_us(self: &CostModel) -> Vec<f64>;
-        /// Of the profile; 0: none.
+        /// Reference time of the profile; 0: none.
         fn reference_us(self: &CostModel) -> f64;
-        /// Where prices come from, for people.
+        /// Origin of prices, for people.
         fn origin(self: &CostModel) -> String;
         /// JSON: the hardware that a profile of a job of `ranks` is keyed by, and the name of its file; `null` if it cannot be told.
         fn profile_key(device: &str, ranks: usize) -> TopologyReport;
-        /// Where the package keeps its profiles; the system's bytes.
+        /// Tells in which folder the package keeps its profiles; the system's bytes.
         fn shipped_profiles(folder: &[u8]);
-        /// Where the user's are kept; empty: nowhere.
+        /// Folder of the user's profiles; empty: none.
         fn own_profiles() -> Vec<u8>;
 
         type GroupHandle;
@@ -357,13 +357,14 @@ pub mod ffi {
 
         /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
         fn refuse(self: &GroupHandle, text: &str);
-        /// As `refuse`, for a send or receive, of which the span counts for nothing.
+        /// Refuses a send or receive, as `refuse` does for a collective; its span counts for nothing.
         fn refuse_message(self: &GroupHandle, transfer: &Transfer, text: &str);
         /// Fails the group on every rank; blocked calls return at once.
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// The same with a limit of its own, after which outstanding calls fail; because of the error `farewell`, if that is not empty.
+        /// Leaves as `leave` does, with a limit of its own, after which outstanding calls fail; they fail because of the error `farewell`,
+        /// if that is not empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Number of collectives begun so far; the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
@@ -384,15 +385,15 @@ pub mod ffi {
 
         /// `group::window::Window`.
         type WindowHandle;
-        /// This process's addresses of the ranks' buffers.
+        /// Addresses in this process of the ranks' buffers.
         fn buffers(self: &WindowHandle) -> Vec<usize>;
-        /// This process's addresses of the ranks' signal pads.
+        /// Addresses in this process of the ranks' signal pads.
         fn pads(self: &WindowHandle) -> Vec<usize>;
-        /// Where the device finds `buffers()` as an array; on the host, too.
+        /// Address at which the device finds `buffers()` as an array; on the host, too.
         fn buffer_table(self: &WindowHandle) -> usize;
-        /// Where the device finds `pads()` as an array.
+        /// Address at which the device finds `pads()` as an array.
         fn pad_table(self: &WindowHandle) -> usize;
-        /// Where the device finds `global_ranks()` as an array.
+        /// Address at which the device finds `global_ranks()` as an array.
         fn rank_table(self: &WindowHandle) -> usize;
         /// Ranks of the members in the default group.
         fn global_ranks(self: &WindowHandle) -> Vec<i32>;
@@ -404,19 +405,19 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// A graph that is being recorded uses it: its memory stays until the group goes.
         fn record(self: &WindowHandle);
-        /// All ranks have called it, on this channel, once it returns; on a GPU, once `stream` has come so far. At the limit
-        /// (milliseconds; 0: the group's) it fails and names who is missing: on a GPU a later call of the window does.
+        /// Returns once all ranks have called it on this channel; on a GPU, `stream` goes on only then. At the limit (milliseconds; 0: the
+        /// group's) it fails and names who is missing: on a GPU a later call of the window does.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Clears the word of `peer` on `channel` in the own pad, once it is set.
         fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// On the host: writes to `out` what `reduce_op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order.
+        /// Writes to `out`, on the host, what `reduce_op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order.
         fn reduce(self: &WindowHandle, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status;
 
-        /// How an all-gather and the products of its shards are interleaved.
+        /// Plan of how an all-gather and the products of its shards are interleaved.
         fn plan_gather(spec: &ProductSpec) -> GatherPlan;
-        /// How many of the parts from peers are copied while products run, in a product followed by a reduce-scatter.
+        /// Number of the parts from peers that are copied while products run, in a product followed by a reduce-scatter.
         fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status;
         /// Enqueues the sum of all ranks' parts of a product.
         fn sum_parts(spec: &SumSpec) -> Status;

@@ -1,4 +1,4 @@
-//! Where the outcome of an asynchronous call goes.
+//! Completion: the receiver of an asynchronous call's outcome.
 
 use crate::error::Result;
 use crate::rank::Rank;
@@ -12,11 +12,11 @@ pub trait Observer: Send + Sync {
     fn ended(&self, number: u64, outcome: &Result<()>, source: Option<Rank>);
 }
 
-/// Where the outcome of an asynchronous call goes. Clones share the one callback; the first call wins.
+/// Receiver of the outcome of an asynchronous call. Clones share the one callback; the first call wins.
 #[derive(Clone)]
 pub struct Completion {
     callback: Arc<Mutex<Option<Callback>>>,
-    /// Beside the callback, not around it: wrapping would allocate for every call.
+    /// Observer beside the callback, not around it: wrapping would allocate for every call.
     observer: Option<(Arc<dyn Observer>, u64)>,
 }
 
@@ -26,7 +26,7 @@ impl Completion {
         Self { callback: Arc::new(Mutex::new(Some(Box::new(callback)))), observer: None }
     }
 
-    /// The same, and `observer` sees the outcome first.
+    /// Makes a completion whose outcome `observer` sees first.
     pub fn observed(self, observer: Arc<dyn Observer>, number: u64) -> Self {
         Self { observer: Some((observer, number)), ..self }
     }

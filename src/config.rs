@@ -1,27 +1,27 @@
-//! What the environment says. The only reader of `std::env`; read once, printed once at INFO.
+//! Configuration from the environment. The only reader of `std::env`; read once, printed once at INFO.
 
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Where compiled kernels are kept.
+/// Folder in which compiled kernels are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheDir {
     /// Nowhere, as the user wishes.
     Off,
     /// Nowhere, since the environment names no folder of the user's.
     Unknown,
-    /// In this folder, which need not exist yet.
+    /// Folder with this path, which need not exist yet.
     At(PathBuf),
 }
 
-/// Which profile of measured times counts.
+/// Profile of measured times that counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ProfileChoice {
-    /// None, as the user wishes.
+    /// No profile, as the user wishes.
     Off,
     /// The one for this hardware, of the user's cache or the package.
     Search,
-    /// This file.
+    /// Profile in this file.
     At(PathBuf),
 }
 

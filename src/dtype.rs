@@ -61,7 +61,7 @@ dtypes! {
 
 macro_rules! reduce_ops {
     ($($name:ident, $label:literal, $torch:literal;)*) => {
-        /// How elements of different ranks become one.
+        /// Operation by which elements of different ranks become one.
         #[repr(u8)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum ReduceOp { $(#[doc = $label] $name = $torch),* }

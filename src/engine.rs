@@ -21,14 +21,14 @@ use std::time::{Duration, Instant};
 
 /// A sleeper looks up once an hour even if nothing happens; calls have limits of their own.
 const FOREVER: Duration = Duration::from_secs(3600);
-/// What a thread inside a call may still need to finish it once another thread destroys the group.
+/// Time that a thread inside a call may still need to finish it once another thread destroys the group.
 const PARTING: Duration = Duration::from_millis(50);
-/// How long a second worker stays without work.
+/// Time that a second worker stays without work.
 const SPARE: Duration = Duration::from_secs(1);
 
-/// So long a worker leaves a job to its submitter, who then runs it in `wait` without a change of threads: where every core has a rank, one takes
-/// longer than a short collective. The longer, the more often submitters came [`SOON`], as torch's functional collectives do; not at all once one came
-/// late or not at all, as one does that computes meanwhile. `docs/measurements/cpu.md` has the figures.
+/// Time that a worker leaves a job to its submitter, who then runs it in `wait` without a change of threads: where every core has a rank, a
+/// change takes longer than a short collective. The time is longer, the more often submitters came [`SOON`], as torch's functional
+/// collectives do. It is 0 once one came late or not at all, as one does that computes meanwhile. `docs/algorithms.md` has the figures.
 const GRACE: RangeInclusive<Duration> = Duration::from_micros(200)..=Duration::from_millis(2);
 const SOON: Duration = Duration::from_micros(400);
 
@@ -58,7 +58,7 @@ struct State {
     callers: usize,
     /// Workers that are not inside a completion.
     ready: usize,
-    /// None, or within [`GRACE`].
+    /// Time that the job is left to its submitter: none, or within [`GRACE`].
     grace: Duration,
     /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
     asleep: Asleep,
@@ -75,7 +75,7 @@ struct Asleep {
 struct Job {
     ticket: u64,
     calls: Vec<Call>,
-    /// Of the first call in the flight recorder.
+    /// Number of the first call in the flight recorder.
     number: u64,
     submitted: Instant,
     timeout: Duration,
@@ -379,7 +379,7 @@ impl Finished {
 }
 
 impl State {
-    /// How much longer the only job is left to its submitter.
+    /// Time for which the only job is still left to its submitter.
     fn patience(&self) -> Option<Duration> {
         let job = self.queue.front().filter(|_| self.queue.len() == 1 && !self.stopping)?;
         self.grace.checked_sub(job.submitted.elapsed())

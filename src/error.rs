@@ -1,6 +1,6 @@
 //! The one error type. Its kind decides which Python exception a caller sees.
 
-/// What went wrong, in the terms in which a user reacts to it.
+/// Kind of error, in the terms in which a user reacts to it.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -55,9 +55,9 @@ impl Kind {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
-    /// Which exception it becomes.
+    /// Kind of the error, which decides the exception that it becomes.
     pub kind: Kind,
-    /// What happened, who, how long.
+    /// Sentence that says what happened, to whom, after how long.
     pub message: String,
 }
 
@@ -98,7 +98,7 @@ impl Error {
         Self::internal(format!("{what}: {errno}"))
     }
 
-    /// What `who` makes of a panic that was caught.
+    /// Error that `who` makes of a panic that was caught.
     pub fn panicked(who: &str, panic: &(dyn std::any::Any + Send)) -> Self {
         let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
         Self::internal(format!("{who}: a bug in torch-symm: panic: {}", text.unwrap_or("no message")))

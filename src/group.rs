@@ -33,12 +33,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Who joins which group.
+/// Options of joining a group.
 #[derive(Clone, Debug)]
 pub struct JoinOptions {
     /// The group's name, the same on all members.
     pub group: String,
-    /// This process's place in it; checked by `join`.
+    /// Number of this rank in the group; checked by `join`.
     pub rank: i32,
     /// Number of members; checked by `join`.
     pub size: i32,
@@ -50,14 +50,14 @@ pub struct JoinOptions {
     pub timeout: Option<Duration>,
 }
 
-/// What a user may choose about a group; the same on all its ranks.
+/// Settings that a user may choose for a group; the same on all its ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
     /// Whether receivers of long messages may read the sender's memory where the system permits it.
     pub direct: bool,
     /// Turns a waiting thread spins before it gives its core away; absent: by the number of cores.
     pub spins: Option<u32>,
-    /// Where one way of moving data ends and the next begins; need not be the same on all ranks.
+    /// Thresholds between one way of moving data and the next; they need not be the same on all ranks.
     pub thresholds: Thresholds,
 }
 
@@ -76,11 +76,11 @@ pub struct Group {
     recorder: Arc<Recorder>,
     timeout_ms: AtomicU64,
     closed: AtomicBool,
-    /// Of the process that made the group.
+    /// Generation of the process that made the group.
     generation: u64,
     watching: Mutex<Option<watch::Subscription>>,
     membership: Mutex<Option<boot::Membership>>,
-    /// Since the first call on a GPU.
+    /// Communicator, made by the first call on a GPU.
     communicator: Arc<device::Slot>,
     /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
@@ -244,7 +244,8 @@ impl Group {
         }
     }
 
-    /// As `refuse`, for a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it hears so.
+    /// Refuses, as `refuse` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
+    /// learns of that.
     pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
         if self.check_alive().is_ok() {
             self.refusals.add(text, Refused::Message { send, peer, tag });
@@ -437,7 +438,7 @@ fn meet(control: &ControlBlock, limit: &Limit, try_direct: bool) -> Result<bool>
     Ok(control.ranks().all(|rank| control.capable(rank).load(Ordering::Relaxed) == 1))
 }
 
-/// What a rank expects to find at a peer's probe address.
+/// Value that a rank expects to find at a peer's probe address.
 const PROBE: u64 = 0x746f_7263_6873_796d;
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// What a subscriber wants called: the rank, and how its process ended.
+/// Callback of a subscriber: the rank, and how its process ended.
 pub type OnExit = Arc<dyn Fn(Rank, String) + Send + Sync>;
 
 /// A rank whose process has not been seen to end.
@@ -32,7 +32,7 @@ struct Subscriber {
     on_exit: OnExit,
 }
 
-/// What is to be called once, and when.
+/// Timer: what is to be called once, and when.
 struct Timer {
     due: Instant,
     call: Box<dyn FnOnce() + Send>,

@@ -1,4 +1,4 @@
-//! One rank's key in the store: taken, changed and given back by its owner only.
+//! Claim of one rank on its key in the store, which is taken, changed and given back by its owner only.
 
 use super::Attempt;
 use super::membership::{self, Membership};
@@ -22,7 +22,7 @@ fn joining() -> MutexGuard<'static, HashSet<[u8; 16]>> {
 pub(super) struct Claim<'a> {
     attempt: &'a Attempt<'a>,
     key: String,
-    /// As it stands in the store.
+    /// Record as it stands in the store.
     pub(super) record: Record,
     bytes: Vec<u8>,
     /// Whether a record of an earlier attempt stood here.

@@ -1,5 +1,5 @@
-//! What ranks that join hear from outside, for fuzz targets: no bytes may make a reader panic, and what is accepted means the same when
-//! it is written again.
+//! Fuzz harness for what joining ranks receive from outside: no bytes may make a reader panic, and what is accepted means the same when it
+//! is written again.
 
 use super::record::{Record, agree};
 use super::wire::{Answer, Hello};
@@ -23,7 +23,7 @@ pub fn hello(bytes: &[u8]) {
     }
 }
 
-/// What rank 0 answers.
+/// Reads an answer of rank 0.
 pub fn answer(bytes: &[u8]) {
     if let Some(answer) = Answer::decode(bytes) {
         let again = Answer::decode(&answer.encode()).expect("an answer that was accepted");

@@ -15,23 +15,23 @@ use std::time::Duration;
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 pub(super) const LOOK_MAX: Duration = Duration::from_secs(8);
 
-/// How often records are read again while one of them is left over from a process that has ended.
+/// Time between two readings of the records while one of them is left over from a process that has ended.
 pub(super) const REREAD: Duration = Duration::from_millis(10);
 
-/// How long a failure from before this call may be replaced by its rank before it counts.
+/// Time within which a rank may replace a failure from before this call, before it counts.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// All ranks' records and processes, which fit together.
+/// Records and processes of all ranks, which fit together.
 pub(super) struct Gathered {
     pub(super) leader: Record,
     pub(super) members: Vec<Member>,
 }
 
-/// What a record that stands in the store is worth now.
+/// Worth now of a record that stands in the store.
 pub(super) enum Standing {
-    /// Of a rank that is joining.
+    /// Record of a rank that is joining.
     Live(Box<Record>, Member),
-    /// Its process, or its attempt, has ended before this call began: as good as absent.
+    /// Record whose process, or whose attempt, has ended before this call began: as good as absent.
     Left(Box<Record>, Option<Arc<OwnedFd>>),
 }
 
@@ -92,7 +92,7 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
     }
 }
 
-/// What stands under each of `keys`, which are those of the ranks 0, 1, ...; fails where it shows that the group cannot form.
+/// Standing of the record under each of `keys`, which are those of the ranks 0, 1, ...; fails if it shows that the group cannot form.
 pub(super) fn read(attempt: &Attempt<'_>, claim: &Claim<'_>, keys: &[String], complete: bool) -> Result<Vec<Option<Standing>>> {
     let mut present = Vec::new();
     for (rank, key) in (0..).map(Rank).zip(keys) {
@@ -149,7 +149,7 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
     Ok(Standing::Live(Box::new(record), member))
 }
 
-/// What ended the attempt of `record`.
+/// Error that ended the attempt of `record`.
 fn ending(attempt: &Attempt<'_>, record: &Record, pidfd: Option<&Arc<OwnedFd>>) -> Error {
     // Read again: what was read before it ended may lack the failure.
     failure_of(attempt, Rank(record.rank), record.process()).unwrap_or_else(|| {

@@ -14,7 +14,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
-/// How long a connection may stay silent before it is closed.
+/// Time that a connection may stay silent before it is closed.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Silent connections kept at once; the oldest goes first.
@@ -27,9 +27,9 @@ pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// What rank 0 holds before it publishes.
+/// Resources that rank 0 holds before it publishes.
 pub(super) struct Seat {
-    /// Where it listens.
+    /// Name at which rank 0 listens.
     pub(super) name: String,
     listener: OwnedFd,
     segment: OwnedFd,
@@ -85,13 +85,13 @@ struct Reception<'a> {
     members: &'a [Member],
     token: [u8; 16],
     guests: Vec<Guest>,
-    /// By rank: the connections of those who have come and have no answer yet.
+    /// Connections, by rank, of those who have come and have no answer yet.
     seated: Vec<Option<OwnedFd>>,
     other_users: RateLimit,
     turned_away: RateLimit,
 }
 
-/// Who has something to say.
+/// Source of something to read.
 #[derive(Clone, Copy)]
 enum Source {
     Listener,
@@ -142,7 +142,7 @@ impl Reception<'_> {
         }
     }
 
-    /// Who is ready, after at most `limit`.
+    /// Sources that are ready, after at most `limit`.
     fn poll(&self, limit: Duration) -> Result<Vec<Source>> {
         let mut sources = vec![Source::Listener];
         let mut fds = vec![self.listener.as_fd()];

@@ -14,7 +14,7 @@ use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
 use rustix::io::Errno;
 use std::time::{Duration, Instant};
 
-/// What a rank holds before it publishes.
+/// Resources that a rank holds before it publishes.
 pub(super) struct Seat {
     /// Keeps a place for the descriptor of the memory: without one free, the kernel would drop it silently.
     place: OwnedFd,

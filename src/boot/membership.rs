@@ -15,11 +15,11 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-/// How long a membership may take to be left: ranks leave one after another, and those who did may come back under other numbers.
+/// Time in which a membership may be left: ranks leave one after another, and those who did may come back under other numbers.
 const LEAVING: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What stands in the store.
+/// Record and key that stand in the store.
 #[derive(Debug, Serialize, Deserialize)]
 struct Held {
     host: Host,

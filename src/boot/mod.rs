@@ -41,22 +41,22 @@ use std::time::{Duration, Instant};
 /// The largest group.
 pub const MAX_SIZE: u32 = 128;
 
-/// How long a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
+/// Time that a rank waits past its deadline for rank 0 to say why: rank 0's own deadline may be a little later.
 const GRACE: Duration = Duration::from_millis(300);
 
 /// Pauses between two looks at the store: the first ones, for each rank that looks, and the longest.
 const PAUSE: Duration = Duration::from_micros(50);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// How long the end of a process may follow the end of its connection.
+/// Time within which the end of a process may follow the end of its connection.
 const REAP: Duration = Duration::from_millis(50);
 
-/// Who joins which group.
+/// Group to join, and this process's part in it.
 #[derive(Clone, Copy, Debug)]
 pub struct JoinSpec<'a> {
     /// The group's name, the same on all ranks.
     pub group: &'a str,
-    /// This rank.
+    /// Number of this rank.
     pub rank: Rank,
     /// Number of ranks.
     pub size: u32,
@@ -71,31 +71,31 @@ pub struct JoinSpec<'a> {
     /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
     /// a descriptor.
     pub keep_membership: bool,
-    /// What this process knows of the ranks beforehand, where it may go by that.
+    /// Knowledge of the ranks that this process has beforehand and may go by.
     pub known: Option<Known<'a>>,
 }
 
-/// What a process knows of ranks that it has met in other groups.
+/// Knowledge that a process has of ranks that it has met in other groups.
 #[derive(Clone, Copy, Debug)]
 pub struct Known<'a> {
     /// The ranks' numbers in all groups; empty: the same as in this one.
     pub global_ranks: &'a [i32],
-    /// That the process of a rank, given by that number, has ended, as a sentence without its end.
+    /// Says how the process of a rank, given by that number, has ended, as a sentence without its end; `None` if it has not.
     pub ended: fn(u32) -> Option<String>,
 }
 
 /// A rank's process.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// Its process id.
+    /// Process id of the rank.
     pub pid: u32,
     /// Field 22 of `/proc/pid/stat`; together with `pid` it is never used again.
     pub start_time: u64,
-    /// Its descriptor, which becomes readable when it ends; `None` for this very process.
+    /// Descriptor of the rank's process, which becomes readable when it ends; `None` for this very process.
     pub pidfd: Option<Arc<OwnedFd>>,
 }
 
-/// What the ranks of a group share.
+/// Result of joining: what the ranks of a group share.
 #[derive(Debug)]
 pub struct Joined {
     /// `segment_bytes` of zeroed memory without a name, whose size is sealed.
@@ -104,20 +104,21 @@ pub struct Joined {
     pub members: Vec<Member>,
     /// Random; the same on all ranks, different for each group ever joined.
     pub token: [u8; 16],
-    /// Where this process may map `segment`. Kept since before it met the others, who have heard why if they could not be had.
+    /// Addresses at which this process may map `segment`. They are reserved before it meets the others, who have learned why if they could
+    /// not be had.
     pub addresses: Addresses,
-    /// This rank's membership, as long as it is not dropped.
+    /// Membership of this rank, as long as it is not dropped.
     pub membership: Option<Membership>,
 }
 
-/// What meeting the others gives.
+/// Result of meeting the others.
 struct Met {
     segment: OwnedFd,
     members: Vec<Member>,
     token: [u8; 16],
 }
 
-/// When this call began and when it must end.
+/// Times at which this call began and must end.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     started: Instant,
@@ -148,7 +149,7 @@ fn now_since_boot() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// What all steps of one call need to know.
+/// Attempt to join: what all steps of one call need to know.
 struct Attempt<'a> {
     store: &'a dyn Store,
     spec: &'a JoinSpec<'a>,
@@ -184,7 +185,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// What is known to have ended the process of `rank`, if another group knows.
+    /// Error that ended the process of `rank`, if another group knows it.
     fn known_end(&self, rank: Rank) -> Option<Error> {
         let known = self.spec.known?;
         let global = known.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
@@ -213,7 +214,7 @@ impl Attempt<'_> {
         Error::peer(format!("rank {rank} (pid {pid}) ended while joining {group}: {cause}"))
     }
 
-    /// What there is to say if the process of `rank` ends within `limit`.
+    /// Error to report if the process of `rank` ends within `limit`.
     fn end_of(&self, rank: Rank, member: &Member, limit: Duration) -> Option<Error> {
         let pidfd = member.pidfd.as_ref()?;
         let give_up = Instant::now() + limit;
@@ -246,7 +247,7 @@ impl Attempt<'_> {
         ))
     }
 
-    /// For the shared memory.
+    /// Reserves addresses for the shared memory.
     fn addresses(&self) -> Result<Addresses> {
         let bytes = usize::try_from(self.spec.segment_bytes).unwrap_or(usize::MAX);
         Addresses::reserve(bytes, format_args!("{}, to join {},", self.me(), self.group()))
@@ -257,7 +258,7 @@ impl Attempt<'_> {
     }
 }
 
-/// What a rank holds before it publishes.
+/// Resources that a rank holds before it publishes.
 enum Seat {
     Leader(leader::Seat),
     Member(member::Seat),

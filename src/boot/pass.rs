@@ -16,7 +16,7 @@ pub const NAME_BYTES: usize = 40;
 /// Connections kept beside those of the peers that have not said who they are.
 const GUESTS: usize = 32;
 
-/// Where a rank receives.
+/// Mailbox at which a rank receives descriptors.
 #[derive(Debug)]
 pub struct Mailbox {
     name: [u8; NAME_BYTES],
@@ -28,7 +28,7 @@ fn os(what: &str) -> impl Fn(Errno) -> Error {
 }
 
 impl Mailbox {
-    /// Under a random name that only those know whom it is told, for `ranks` ranks.
+    /// Opens a mailbox for `ranks` ranks under a random name, which only those know whom it is told.
     pub fn open(ranks: usize) -> Result<Self> {
         let random = random::bytes::<16>()?;
         let mut name = *b"symm-gpu00000000000000000000000000000000";
@@ -39,7 +39,7 @@ impl Mailbox {
         Ok(Self { name, listener })
     }
 
-    /// What the peers must be told.
+    /// Name that the peers must be told.
     pub fn name(&self) -> [u8; NAME_BYTES] {
         self.name
     }
@@ -119,16 +119,16 @@ fn late(what: &str, limit: &Limit, remark: &str) -> Error {
     Error::timeout(format!("passing descriptors of GPU memory: could not {what} within {waited:.1} s{remark}"))
 }
 
-/// What has come to one rank.
+/// Descriptors that have come to one rank.
 struct Inbox<'a> {
-    /// By rank.
+    /// Descriptors by rank.
     got: Vec<Option<OwnedFd>>,
     /// Connections that have said nothing yet: they keep nobody waiting. The oldest goes where there are too many.
     guests: VecDeque<(OwnedFd, socket::Peer)>,
     me: usize,
     pids: &'a [u32],
     own: u32,
-    /// Who said something else last: abstract names stand in /proc/net/unix for everybody, and whoever knocks there stops nobody.
+    /// Last sender who was refused. Abstract names stand in /proc/net/unix for everybody, and whoever knocks there stops nobody.
     refused: Option<String>,
     lines: RateLimit,
 }

@@ -1,4 +1,4 @@
-//! What a rank says of itself in the store, and whether what all say fits together. Pure.
+//! Record that a rank leaves of itself in the store, and the check that all records fit together. Pure.
 
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};
@@ -12,7 +12,7 @@ pub(super) const PROTOCOL: u32 = 1;
 /// Version of torch-symm.
 pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-/// One rank's record; JSON in the store.
+/// Record of one rank; JSON in the store.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Record {
     pub(super) protocol: u32,
@@ -21,12 +21,12 @@ pub(super) struct Record {
     pub(super) size: u32,
     pub(super) segment_bytes: u64,
     pub(super) host: Host,
-    /// For messages only.
+    /// Name of the host, for messages only.
     pub(super) host_name: String,
     pub(super) pid: u32,
     pub(super) start_time: u64,
     pub(super) uid: u32,
-    /// When it was published, or the failure added: nanoseconds since boot.
+    /// Time at which it was published, or the failure added: nanoseconds since boot.
     pub(super) at: u64,
     /// Abstract socket name where rank 0 listens; empty on other ranks.
     pub(super) socket: String,
@@ -64,7 +64,7 @@ impl Record {
 
     /// Reads what stands under `rank`'s key.
     pub(super) fn decode(rank: Rank, bytes: &[u8]) -> Result<Self> {
-        /// What every protocol's record begins with.
+        /// Version, with which every protocol's record begins.
         #[derive(Deserialize)]
         struct Version {
             protocol: u32,

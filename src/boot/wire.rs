@@ -11,7 +11,7 @@ const TEXT: usize = 2048;
 /// Room for any message, and one byte to notice a longer one by.
 pub(super) const BUFFER: usize = 4 + 16 + 1 + TEXT + 1;
 
-/// What a rank says when it connects.
+/// Greeting of a rank that connects.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Hello {
     pub(super) rank: u32,
@@ -51,7 +51,7 @@ impl Hello {
     }
 }
 
-/// What rank 0 says: here is the memory (its descriptor comes along), or why there will be none.
+/// Answer of rank 0: here is the memory (its descriptor comes along), or why there will be none.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Answer {
     pub(super) token: [u8; 16],

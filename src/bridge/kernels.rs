@@ -1,4 +1,4 @@
-//! What only Python knows of the CUDA kernels' surroundings.
+//! Surroundings of the CUDA kernels that only Python knows.
 
 use super::ffi::Status;
 use super::guarded;

@@ -1,5 +1,4 @@
-//! This crate's stores, as C++ sees them.
-#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
+//! Stores of this crate, as C++ sees them.
 
 use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
 use super::guarded;
@@ -81,7 +80,7 @@ pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {
     })
 }
 
-/// Who knows whether Python has a signal.
+/// Handle that knows whether Python has a signal.
 struct Signals(cxx::UniquePtr<InterruptHandle>);
 
 // SAFETY: `raised` may be called from any thread.

@@ -1,4 +1,4 @@
-//! How GPUs are connected, as C++ sees it.
+//! Topology of the GPUs, as C++ sees it.
 
 use super::ffi::{LinkMatrix, TopologyReport};
 use super::guarded;

@@ -11,7 +11,7 @@ use crate::sys::interrupt::Interrupts;
 use bytes::Bytes;
 use std::time::{Duration, Instant};
 
-/// How early a store may say that the time has passed: stores count in milliseconds, some by clocks of their own.
+/// Time by which a store may say too early that the time has passed: stores count in milliseconds, some by clocks of their own.
 const EARLY: Duration = Duration::from_millis(50);
 
 /// The longest pause between two looks at a queue.
@@ -74,7 +74,7 @@ impl TorchStore {
         Self(store)
     }
 
-    /// What errors call it.
+    /// Name of the store in errors.
     pub(super) fn name(&self) -> Result<String> {
         Ok(self.handle()?.name())
     }
@@ -91,7 +91,7 @@ impl TorchStore {
         })
     }
 
-    /// One call of the c10d store. `timeout_ms` is for [`Op::Wait`].
+    /// Makes one call of the c10d store. `timeout_ms` is for [`Op::Wait`].
     fn direct(&self, request: &Request<'_>, timeout_ms: i64) -> Result<Reply> {
         let keys: Vec<Piece<'_>> = request.keys.iter().map(|key| Piece { data: key.as_bytes() }).collect();
         let values: Vec<Piece<'_>> = request.values.iter().map(|&data| Piece { data }).collect();
@@ -167,8 +167,8 @@ impl TorchStore {
         }
     }
 
-    /// What `error` of a waiting call that began at `started` means: `Timeout` naming the missing keys if its time has passed, success
-    /// if none is missing any more, else itself. Stores have exceptions of their own for a timeout; the clock tells it from a failure.
+    /// Meaning of `error` of a waiting call that began at `started`: `Timeout` naming the missing keys if its time has passed, success if
+    /// none is missing any more, else itself. Stores have exceptions of their own for a timeout; the clock tells it from a failure.
     fn explain(&self, request: &Request<'_>, limit: Duration, started: Instant, error: Error) -> Result<()> {
         if error.kind != Kind::Timeout && started.elapsed() + EARLY < limit {
             return Err(error);

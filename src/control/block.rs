@@ -20,11 +20,11 @@ pub(super) struct Header {
     pub(super) sleepers: AlignedSleepers,
 }
 
-/// On its own pair of lines: a publisher reads it after every flag.
+/// Count of sleepers on its own pair of lines: a publisher reads it after every flag.
 #[repr(C, align(128))]
 pub(super) struct AlignedSleepers(pub(super) Sleepers);
 
-/// One member's own words: written by it alone, except for its bell.
+/// Words of one member, which alone writes them, except for its bell.
 #[repr(C, align(128))]
 pub(super) struct MemberWords {
     stage: AtomicU64,
@@ -41,7 +41,7 @@ pub(super) struct MemberWords {
     /// 1 + the core where it last began something; 0: nothing begun yet.
     pub(super) core: AtomicU32,
     call_site: AlignedText,
-    /// With what error it has left; read once `departed` is set.
+    /// Error with which it has left; read once `departed` is set.
     pub(super) farewell: AlignedText,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct AlignedText(pub(super) SharedText);
 
 const _: () = assert!(size_of::<Header>() <= HEADER_BYTES && size_of::<MemberWords>() <= MEMBER_BYTES);
 
-/// What a message says about a member.
+/// Identity of a member, as messages name it.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// Process id.
@@ -62,7 +62,7 @@ pub struct Identity {
     pub global: u32,
 }
 
-/// How far the calls of a rank have come that kernels make, in words.
+/// Progress, in words, of the calls of a rank that kernels make.
 pub type Progress = fn(&ControlBlock, Rank) -> String;
 
 /// A member's view of its group.
@@ -78,7 +78,7 @@ pub struct ControlBlock {
     /// Set once kernels wait for peers without looking at this process: whoever dies fails the group at once. Says how far a rank's have come.
     pub(super) unattended: OnceLock<Progress>,
     pub(super) spins: u32,
-    /// How often this rank found itself in a peer's way.
+    /// Number of times that this rank found itself in a peer's way.
     pub(super) crowded: AtomicU32,
     /// The early warning was given: one of a group is enough to look at the job.
     pub(super) warned: AtomicBool,
@@ -104,7 +104,7 @@ impl ControlBlock {
         }
     }
 
-    /// This member.
+    /// Number of this member.
     pub fn rank(&self) -> Rank {
         self.rank
     }
@@ -135,7 +135,7 @@ impl ControlBlock {
         &self.segment
     }
 
-    /// Where things lie in it.
+    /// Layout of the shared memory.
     pub fn layout(&self) -> Layout {
         self.layout
     }
@@ -170,7 +170,7 @@ impl ControlBlock {
         Doing::of(self.words(rank).doing.load(Ordering::Relaxed))
     }
 
-    /// Which phase of joining `rank` has reached.
+    /// Phase of joining that `rank` has reached.
     pub fn phase(&self, rank: Rank) -> &AtomicU32 {
         &self.words(rank).phase
     }
@@ -196,8 +196,8 @@ impl ControlBlock {
         self.words(self.rank).doing.store(Doing { number, op, finished: true }.word(), Ordering::Relaxed);
     }
 
-    /// Where the call stands that `rank` has posted last, if it says so. Written before the post, and not again before everybody has seen that
-    /// the calls agree.
+    /// Call site of the call that `rank` has posted last, if it says so. It is written before the post, and not again before every member
+    /// has seen that the calls agree.
     pub fn call_site(&self, rank: Rank) -> &SharedText {
         &self.words(rank).call_site.0
     }
@@ -233,7 +233,7 @@ impl ControlBlock {
         self.members[rank.index()].pid
     }
 
-    /// What `rank` is in the default group.
+    /// Number of `rank` in the default group.
     pub fn global(&self, rank: Rank) -> u32 {
         self.members[rank.index()].global
     }

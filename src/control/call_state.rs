@@ -1,16 +1,16 @@
-//! What a member is doing, in a word of the control block each.
+//! State of a member's call, in a word of the control block each.
 
 use crate::op::Op;
 use crate::rank::Rank;
 
-/// Where a member stands among its collectives, as messages tell it.
+/// Place of a member among its collectives, as messages tell it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Doing {
-    /// Of the collective, from 1.
+    /// Number of the collective, from 1.
     pub number: u64,
-    /// Which one it is.
+    /// Operation of the collective.
     pub op: Op,
-    /// This member's part of it is done.
+    /// Flag that is set once this member's part of it is complete.
     pub finished: bool,
 }
 
@@ -36,9 +36,9 @@ impl std::fmt::Display for Doing {
 /// A message that a member waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
-    /// It waits in a send; else in a receive.
+    /// Flag of a wait in a send; without it the wait is in a receive.
     pub send: bool,
-    /// To or from whom.
+    /// Peer that the message goes to or comes from.
     pub peer: Rank,
     /// The message's.
     pub tag: i32,

@@ -1,4 +1,4 @@
-//! What failed, who has left or died, and what late members are doing.
+//! Status of a group: what failed, who has left or died, and what late members are doing.
 
 use super::block::{ControlBlock, Progress};
 use crate::error::{Error, Result};
@@ -41,7 +41,7 @@ impl ControlBlock {
         self.fail_if_unattended();
     }
 
-    /// From now on a member's death fails the group even if no call waits for it here: kernels may. `progress` is for the message.
+    /// Makes a member's death fail the group from now on, even if no call waits for it here: kernels may. `progress` is for the message.
     pub fn wait_unattended(&self, progress: Progress) {
         // Who was first has said the same.
         let _ = self.unattended.set(progress);
@@ -64,7 +64,7 @@ impl ControlBlock {
         self.ring_all();
     }
 
-    /// How `rank` became unable to take part, if it did.
+    /// Reason why `rank` is unable to take part, if it is.
     pub fn absence(&self, rank: Rank) -> Option<String> {
         let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
         let gone = if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get() } else { None };
@@ -83,12 +83,12 @@ impl ControlBlock {
         self.any_gone.load(Ordering::Acquire)
     }
 
-    /// How the process of `rank` has ended, if it is known to; it may have left the group before.
+    /// End of the process of `rank`, in words, if it is known; the rank may have left the group before.
     pub fn ended(&self, rank: Rank) -> Option<&String> {
         self.gone[rank.index()].get()
     }
 
-    /// That a member's process has ended without leaving the group.
+    /// Error that names a member whose process has ended without leaving the group.
     pub fn dead(&self) -> Option<Error> {
         let (rank, how) = self.dead_rank()?;
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))

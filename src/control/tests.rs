@@ -1,5 +1,4 @@
-//! What messages say of late ranks.
-#![allow(unsafe_code, reason = "words at offsets of shared memory")]
+//! Tests of what messages say of late ranks.
 
 use super::*;
 
@@ -24,7 +23,7 @@ pub(crate) fn controls(n: u32) -> Vec<ControlBlock> {
     (0..n).map(control).collect()
 }
 
-/// How often the bell of `rank` was rung.
+/// Number of times that the bell of `rank` was rung.
 pub(crate) fn rung(control: &ControlBlock, rank: Rank) -> u32 {
     control.words(rank).bell.0.rung()
 }

@@ -9,14 +9,14 @@ use crate::sys::core;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// What a wait is for.
+/// Purpose of a wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
     /// Something of the missing; a late one fails the group.
     Missing,
     /// Something of the missing; a late one fails this call alone.
     Alone,
-    /// All ranks, who can go on only together.
+    /// Wait of all ranks, who can go on only together.
     Together,
 }
 
@@ -53,14 +53,14 @@ impl ControlBlock {
         self.wait(limit, about, missing, Wait::Missing)
     }
 
-    /// As `wait_for_peers`, for what no rank passes before all have come to it: whoever has died, missing or not, has died in it, and
-    /// fails it at once, however long those who are missing take.
+    /// Waits as `wait_for_peers` does, for what no rank passes before all have come to it. Whoever has died, missing or not, has died in
+    /// it, and fails it at once, however long those who are missing take.
     #[inline]
     pub fn wait_together(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Together)
     }
 
-    /// As `wait_for_peers`, but the limit fails this call alone: the group goes on.
+    /// Waits as `wait_for_peers` does, but the limit fails this call alone: the group goes on.
     pub fn wait_alone(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Alone)
     }
@@ -116,7 +116,7 @@ impl ControlBlock {
         self.trouble(limit, about, missing).map_or(Ok(()), |error| Err(self.fail(error)))
     }
 
-    /// For a call that goes on without a wait: fails once the group has, and fails the group at the limit.
+    /// Looks at the group for a call that goes on without a wait: fails once the group has, and fails the group at the limit.
     pub fn look(&self, limit: &Limit, about: &dyn Fn() -> String) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
@@ -150,7 +150,7 @@ impl ControlBlock {
         lost(any_missing, expired)
     }
 
-    /// Who has died in a wait that some are still missing from.
+    /// Error that names who has died in a wait that some are still missing from.
     fn death(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let (peer, how) = self.dead_rank()?;
         // Asked again after the death was seen: else that rank may have come through before it died.

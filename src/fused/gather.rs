@@ -12,7 +12,7 @@ pub struct Shards {
     pub arrived: usize,
 }
 
-/// What happens after the product of the own rows.
+/// Plan of what happens after the product of the own rows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gather {
     /// The own rows are copied to where the products' left factor is returned before any other product, which waits for the link anyway;
@@ -38,7 +38,7 @@ pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> 
     Gather { own_early, products: if own_early { behind } else { products } }
 }
 
-/// When the last product ends at best, and how shards are grouped for that, if the processors have `busy` microseconds of other work after
+/// Earliest end of the last product, and the grouping of shards for that, if the processors have `busy` microseconds of other work after
 /// the own product.
 ///
 /// Where a group ends decides only when its product may begin, so that the earliest end of everything up to a shard is made of the

@@ -18,17 +18,17 @@ pub use scatter::pulled;
 /// The product of one rank's rows: `rows × depth` times `depth × columns`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Product {
-    /// Of one rank.
+    /// Rows of one rank.
     pub rows: usize,
-    /// Of all right factors together.
+    /// Columns of all right factors together.
     pub columns: usize,
-    /// What is summed over.
+    /// Length of the dimension that is summed over.
     pub depth: usize,
     /// Bytes of an element.
     pub element: usize,
 }
 
-/// What the plans reckon with.
+/// Device model that the plans reckon with.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceModel {
     /// Processors that each multiply a tile at a time.
@@ -41,7 +41,7 @@ pub struct DeviceModel {
     pub memory: f64,
 }
 
-/// What a processor works on at a time, in the products that libraries choose for large matrices.
+/// Tile that a processor works on at a time, in the products that libraries choose for large matrices.
 const TILE: (usize, usize) = (128, 256);
 /// Starting a product, and waiting for its last tile.
 const PRODUCT_US: f64 = 3.0;
@@ -63,8 +63,8 @@ impl Product {
 }
 
 impl DeviceModel {
-    /// How long the product of `rows` rows takes. Tiles run in waves of one per processor; where there are fewer tiles than processors,
-    /// several share one, and a last wave that is not full is made of smaller tiles.
+    /// Time of the product of `rows` rows. Tiles run in waves of one per processor. If there are fewer tiles than processors, several share
+    /// one; a last wave that is not full is made of smaller tiles.
     pub fn product_us(&self, rows: usize, product: &Product) -> f64 {
         let tiles = rows.div_ceil(TILE.0).saturating_mul(product.columns.div_ceil(TILE.1));
         let tile_us = 2.0 * (TILE.0 * TILE.1) as f64 * product.depth as f64 / self.flops_per_us;
@@ -78,12 +78,12 @@ impl DeviceModel {
         PRODUCT_US + tile_us * (full as f64 + if rest > 0 { part.max(0.5) } else { 0.0 })
     }
 
-    /// How long `bytes` from one peer take.
+    /// Time of copying `bytes` from one peer.
     fn copy_us(&self, bytes: usize) -> f64 {
         COPY_US + bytes as f64 / (self.link * 1e3)
     }
 
-    /// How long it takes to move `bytes` through the device's own memory.
+    /// Time of moving `bytes` through the device's own memory.
     fn memory_us(&self, bytes: usize) -> f64 {
         bytes as f64 / (self.memory * 1e3)
     }

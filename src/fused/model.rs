@@ -1,4 +1,4 @@
-//! What a device and its links can do.
+//! Model of a device and its links.
 
 use super::DeviceModel;
 use crate::coll::cost::hardware;
@@ -9,7 +9,7 @@ use crate::topo::cost::Way;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// What does not depend on the element type.
+/// Part of the model that does not depend on the element type.
 #[derive(Clone, Copy)]
 struct Hardware {
     major: u32,
@@ -17,13 +17,13 @@ struct Hardware {
     link: f64,
 }
 
-/// Of a core and the host's memory; any number does where nothing overlaps.
+/// Model of a core and the host's memory; any number does where nothing overlaps.
 const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
 /// Each device is asked once.
 static HARDWARE: Mutex<BTreeMap<i32, Hardware>> = Mutex::new(BTreeMap::new());
 
-/// Of CUDA device `device`; of the host if it is negative.
+/// Model of CUDA device `device`; of the host if it is negative.
 pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
     if device < 0 {
         return Ok(HOST);

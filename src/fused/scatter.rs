@@ -2,13 +2,13 @@
 
 use super::{DeviceModel, Product, SIGNAL_US};
 
-/// What processors load of a peer's memory, as a part of what a copy engine does.
+/// Rate at which processors load a peer's memory, as a part of a copy engine's.
 const LOADED: f64 = 0.9;
 
-/// What one more copy is to save at least: each is calls on the host, which small products wait for.
+/// Microseconds that one more copy is to save at least: each is calls on the host, which small products wait for.
 const WORTH_US: f64 = 1.0;
 
-/// How many of a rank's `n - 1` parts from peers, the earliest, are copied to it while products still run. The others are loaded by the
+/// Number of a rank's `n - 1` parts from peers, the earliest, that are copied to it while products still run. The others are loaded by the
 /// sum itself: they come too late to be hidden, and are moved but once that way.
 ///
 /// Each rank computes the part of `rank + 1` first, and its own last. So the part of the peer `k` ranks before is there after `k` of `n`

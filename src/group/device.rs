@@ -1,4 +1,4 @@
-//! What a group does on GPUs.
+//! Calls of a group on GPUs.
 
 use super::Group;
 use crate::coll::call::{Call, Op, Span};
@@ -16,7 +16,7 @@ use crate::window::{Meeting, SymmetricWindow};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Where a group keeps its communicator.
+/// Slot in which a group keeps its communicator.
 pub(super) type Slot = RwLock<Option<Arc<Communicator>>>;
 
 /// A send or a receive in the memory of a GPU.
@@ -24,7 +24,7 @@ pub(super) type Slot = RwLock<Option<Arc<Communicator>>>;
 pub struct Transfer {
     /// A send; else a receive.
     pub send: bool,
-    /// Its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
+    /// Message: its peer, tensor and so on. The tag means nothing: messages between two ranks arrive in their order.
     pub message: Message,
 }
 

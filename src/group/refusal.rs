@@ -14,12 +14,13 @@ use crate::watch::{self, Subscription};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// From a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then hears within 100 ms.
+/// Time from a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then is told
+/// within 100 ms.
 const FIRST_LOOK: Duration = Duration::from_millis(80);
-/// Between two looks, for peers that come later.
+/// Time between two looks, for peers that come later.
 const NEXT_LOOK: Duration = Duration::from_millis(50);
 
-/// What this rank has refused and not made up for.
+/// Refusals of this rank that it has not made up for.
 pub(super) struct Refusals {
     control: Arc<ControlBlock>,
     engine: Arc<Engine>,
@@ -27,7 +28,7 @@ pub(super) struct Refusals {
     note: Mutex<Option<Note>>,
 }
 
-/// What was refused.
+/// Call that was refused.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Refused {
     /// A collective. On a device: kernels were in use, so that a launch may be waiting for this rank.
@@ -39,7 +40,7 @@ pub(super) enum Refused {
 struct Note {
     text: String,
     refused: Refused,
-    /// What this rank had been asked for by then.
+    /// Number of calls that this rank had been asked for by then.
     requested: u64,
     look: Option<Subscription>,
 }
@@ -79,7 +80,7 @@ impl Refusals {
         }
     }
 
-    /// This rank leaves: nobody is told any more.
+    /// Forgets all refusals, since this rank leaves: nobody is told any more.
     pub(super) fn forget(&self) {
         drop(self.note().take());
     }

@@ -28,7 +28,7 @@ impl DeviceTable {
         Ok(table)
     }
 
-    /// Where the GPU finds it.
+    /// Address at which the GPU finds the memory.
     pub fn address(&self) -> u64 {
         self.address
     }

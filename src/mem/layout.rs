@@ -1,4 +1,4 @@
-//! Where everything lies in a group's memory. Pure.
+//! Layout of a group's memory. Pure.
 //!
 //! ```text
 //! header | member 0 .. n-1 | post (0,even) (0,odd) .. (n-1,odd) | ring 0->0, 0->1 .. n-1->n-1 | staging 0 .. n-1 | launch log 0 .. n-1
@@ -25,7 +25,7 @@ pub const RING_HEAD: usize = 4 * LINE_PAIR;
 pub const LINE_PAIR: usize = 128;
 /// Header, including the text of the first failure.
 pub const HEADER_BYTES: usize = 4096;
-/// One member's own words.
+/// Bytes of one member's own words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Bytes of a rank's launch log of launches; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! How much more memory this process may have: of the machine, and of each control group that limits it.
+//! Memory limit: how much more memory this process may have: of the machine, and of each control group that limits it.
 
 use crate::sys::fork::PerProcess;
 use std::fmt;
@@ -45,7 +45,7 @@ fn field(text: &str, name: &str) -> Option<u64> {
     line.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// Of the control groups; both may be mounted, and one of them has the memory.
+/// Version of the control groups; both may be mounted, and one of them has the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Version {
     One,
@@ -53,7 +53,7 @@ enum Version {
 }
 
 impl Version {
-    /// What one group still allows, where it sets a limit. `read` reads one of its files.
+    /// Bytes that one group still allows, if it sets a limit. `read` reads one of its files.
     fn free(self, swap: u64, read: impl Fn(&str) -> Option<String>) -> Option<u64> {
         let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
         // Read last: the kernel gathers what stands there from all cores.

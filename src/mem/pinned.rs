@@ -37,7 +37,7 @@ impl Words {
         Ok(words)
     }
 
-    /// Where the GPU finds them.
+    /// Address at which the GPU finds the words.
     pub fn device(&self) -> u64 {
         self.device
     }
@@ -92,7 +92,7 @@ impl Registered {
         Ok(Self { registration, _keeper: keeper })
     }
 
-    /// Where the GPU finds it.
+    /// Address at which the GPU finds the memory.
     pub fn device(&self) -> u64 {
         self.registration.device
     }

@@ -1,5 +1,4 @@
-//! One mapped piece of anonymous shared memory.
-#![allow(unsafe_code, reason = "mappings of shared memory")]
+//! Mapped piece of anonymous shared memory.
 
 use super::memory_limit::tightest;
 use crate::error::{Error, Result};
@@ -81,7 +80,7 @@ impl Segment {
         Self::create_or(bytes as u64, Error::os)
     }
 
-    /// As `create`; `error` makes the error of a step that failed: what was attempted, and the system's reason.
+    /// Creates a segment as `create` does; `error` makes the error of a step that failed: what was attempted, and the system's reason.
     pub fn create_or(bytes: u64, error: impl Fn(&str, Errno) -> Error) -> Result<OwnedFd> {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;

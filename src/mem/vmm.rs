@@ -53,7 +53,7 @@ pub fn supported(device: &Device) -> bool {
     has(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED) && has(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
 }
 
-/// What sizes must be multiples of; in the current context.
+/// Number of bytes that sizes must be multiples of; in the current context.
 pub fn granularity(device: &Device) -> Result<usize> {
     let (mut bytes, properties) = (0, properties(device));
     let option = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
@@ -86,7 +86,7 @@ impl Physical {
         Ok(fd)
     }
 
-    /// What a peer exported; `bytes` as it said.
+    /// Imports what a peer exported; `bytes` is the length that it told.
     pub fn import(fd: &OwnedFd, bytes: usize) -> Result<Self> {
         let mut handle = 0;
         // SAFETY: for this type the driver takes the descriptor by value, as a pointer; it keeps a reference of its own.

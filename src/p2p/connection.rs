@@ -24,7 +24,7 @@ pub(super) enum Outgoing {
     Stream(Frame, Span),
 }
 
-/// This rank's side of the connection to `peer`.
+/// Side of this rank in the connection to `peer`.
 #[derive(Debug)]
 pub(super) struct Connection {
     peer: Rank,

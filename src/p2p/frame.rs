@@ -2,7 +2,7 @@
 
 use crate::sync::ring::UNIT;
 
-/// What a frame means.
+/// Meaning of a frame.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {

@@ -1,4 +1,4 @@
-//! Which message goes to which receive: the oldest of equal tag, per sender.
+//! Matching of messages and receives: the oldest of equal tag, per sender.
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
@@ -26,18 +26,18 @@ pub(super) struct Unexpected {
     pub content: Content,
 }
 
-/// Where a message's bytes are.
+/// Content of a message, by where its bytes are.
 #[derive(Debug)]
 pub(super) enum Content {
-    /// Here.
+    /// Bytes that have come along.
     Eager(Box<[u8]>),
-    /// In the sender's memory.
+    /// Bytes in the sender's memory.
     Offer { id: u64, addr: u64 },
-    /// In this process: the send with this ticket goes to its own rank.
+    /// Bytes of a send of this rank to itself, which has this ticket.
     Own { ticket: u64 },
 }
 
-/// Both queues, oldest first. At most one of a matching pair is in them.
+/// Queues of messages and of receives, oldest first. At most one of a matching pair is in them.
 pub(super) struct Matching {
     pub posted: VecDeque<Posted>,
     unexpected: VecDeque<Unexpected>,
@@ -56,7 +56,7 @@ impl Unexpected {
 }
 
 impl Matching {
-    /// Of a group of `size` ranks.
+    /// Queues of a group of `size` ranks.
     pub(super) fn new(size: usize) -> Self {
         Self { posted: VecDeque::new(), unexpected: VecDeque::new(), backlog: vec![0; size] }
     }

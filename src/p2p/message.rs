@@ -1,11 +1,11 @@
-//! What was asked: one send or receive in plain values.
+//! Description of one send or receive in plain values.
 
 use crate::coll::call::Span;
 use crate::dtype::DType;
 use crate::rank::Rank;
 use std::time::Duration;
 
-/// One send or receive.
+/// Send or receive of one rank.
 #[derive(Clone, Copy, Debug)]
 pub struct Message {
     /// The other rank; `None` receives from any.
@@ -14,7 +14,7 @@ pub struct Message {
     pub tag: i32,
     /// Element type, for messages about a mismatch.
     pub dtype: DType,
-    /// What is sent or filled.
+    /// Memory that is sent or filled.
     pub span: Span,
     /// Limit; absent: the group's.
     pub timeout: Option<Duration>,

@@ -1,4 +1,4 @@
-//! All sends and receives of one rank, and who moves them along.
+//! Transfers: all sends and receives of one rank, and the threads that move them along.
 
 mod state;
 
@@ -56,7 +56,7 @@ struct Sending {
     span: Span,
     limit: Limit,
     completion: Completion,
-    /// It is on its way in frames.
+    /// Flag of a transfer that is on its way in frames.
     requested: bool,
 }
 
@@ -95,13 +95,13 @@ const SPINS_BETWEEN: u32 = 8;
 const DIRECT_BYTES: usize = 256 << 10;
 /// Messages from this size on are written past the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
-/// How long the progress thread polls after the last transfer before it parks.
+/// Time that the progress thread polls after the last transfer before it parks.
 const LINGER: Duration = Duration::from_millis(200);
-/// Its pause between looks while transfers are open and another thread may be moving them.
+/// Pause of the progress thread between looks while transfers are open and another thread may be moving them.
 const PAUSE: Duration = Duration::from_millis(1);
 
 impl Transfers {
-    /// No transfers yet. `direct`: every rank may read every other's memory.
+    /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
     pub fn new(control: Arc<ControlBlock>, direct: bool) -> Arc<Self> {
         let state = State {
             connections: control.ranks().map(Connection::new).collect(),
@@ -263,8 +263,8 @@ impl Transfers {
         self.requested.load(Ordering::Relaxed)
     }
 
-    /// Which of `peers` sleeps for a message that this rank has not begun: `send`s of theirs, or receives, with this tag. Never waits: while
-    /// something is moved along here, nobody is said to.
+    /// Peer among `peers` that sleeps for a message that this rank has not begun: `send`s of theirs, or receives, with this tag. Never
+    /// waits: while something is moved along here, nobody is said to.
     pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
         peers.find(|&peer| state.is_awaited(&self.control, peer, send, tag))
@@ -348,8 +348,8 @@ impl Transfers {
         state.limits().filter_map(Limit::left).min().unwrap_or(PAUSE)
     }
 
-    /// Before anything is posted: what is posted is read or written until its completion, and so must have somebody to complete it, or the
-    /// memory of a transfer that raised would be used after its tensor.
+    /// Starts the worker before anything is posted. What is posted is read or written until its completion, and so must have a thread to
+    /// complete it, or the memory of a transfer that raised would be used after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
         if worker.is_none() {

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use std::sync::Barrier;
 use std::time::Instant;
 
-/// What each client does again and again.
+/// Work that each client does again and again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     /// Sets a key of its own.
@@ -25,7 +25,7 @@ pub enum Work {
 }
 
 impl Work {
-    /// By its name in the benchmark.
+    /// Work with this name in the benchmark.
     pub fn named(name: &str) -> Result<Self> {
         match name {
             "set" => Ok(Self::Set),
@@ -40,12 +40,12 @@ impl Work {
     }
 }
 
-/// How long it took.
+/// Times of a load.
 #[derive(Debug)]
 pub struct Measured {
-    /// From the first call's begin to the last one's end.
+    /// Seconds from the first call's begin to the last one's end.
     pub seconds: f64,
-    /// Of each call.
+    /// Nanoseconds of each call.
     pub nanoseconds: Vec<u64>,
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 struct Shared {
     table: Mutex<Table>,
     changed: Condvar,
-    /// Of the process that made it.
+    /// Generation of the process that made the store.
     generation: u64,
 }
 

@@ -21,7 +21,7 @@ use request::{Op, Request};
 use std::time::{Duration, Instant};
 use table::Reply;
 
-/// How long a call may take that brings no limit; the default of `c10d::Store`.
+/// Time that a call may take that brings no limit; the default of `c10d::Store`.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The longest limit; c10d's "no timeout" becomes this.
@@ -101,7 +101,7 @@ pub trait Store: Send + Sync {
         value(self.call(&Request::new(Op::Pop, vec![key], vec![]), limit)?)
     }
 
-    /// The same without waiting: `QueueEmpty` if there is none.
+    /// Pops from a queue without waiting: `QueueEmpty` if it holds nothing.
     fn try_queue_pop(&self, key: &str) -> Result<Bytes> {
         value(self.call(&Request::new(Op::TryPop, vec![key], vec![]), None)?)
     }
@@ -111,7 +111,7 @@ pub trait Store: Send + Sync {
         number(self.call(&Request::new(Op::QueueLen, vec![key], vec![]), None)?)
     }
 
-    /// All keys with a value, in no order.
+    /// Lists all keys with a value, in no order.
     fn list_keys(&self) -> Result<Vec<String>> {
         keys(self.call(&Request::new(Op::ListKeys, vec![], vec![]), None)?)
     }
@@ -160,12 +160,12 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// When a call must end that began now.
+/// Deadline of a call that begins now.
 fn deadline(limit: Option<Duration>) -> Instant {
     Instant::now() + limit.unwrap_or(DEFAULT_TIMEOUT).min(MAX_TIMEOUT)
 }
 
-/// What to say when `limit` has passed and `missing` of the keys of `request` do not exist.
+/// Error of a call whose `limit` has passed while `missing` of the keys of `request` do not exist.
 pub(crate) fn timed_out(request: &Request<'_>, limit: Option<Duration>, missing: &[usize]) -> Error {
     const NAMED: usize = 8;
     let named: Vec<String> = missing.iter().take(NAMED).map(|&index| format!("{:?}", request.keys[index])).collect();

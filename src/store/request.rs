@@ -1,4 +1,4 @@
-//! What is asked of a store, as a value: all stores answer the same requests, and the wire and the log carry them.
+//! Request to a store, as a value: all stores answer the same requests, and the wire and the log carry them.
 
 use crate::error::{Error, Result};
 
@@ -8,7 +8,7 @@ pub const MAX_KEY: usize = 64 * 1024;
 /// The most keys in one request.
 pub const MAX_KEYS: usize = 64 * 1024;
 
-/// How many keys an operation names.
+/// Number of keys that an operation names.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Keys {
     Zero,
@@ -26,7 +26,7 @@ macro_rules! operations {
         }
 
         impl Op {
-            /// All operations.
+            /// List of all operations.
             pub const ALL: &[Self] = &[$(Self::$name),*];
 
             /// The operation with this code.
@@ -52,7 +52,7 @@ macro_rules! operations {
                 self.writes() && !matches!(self, Self::Delete | Self::Pop | Self::TryPop)
             }
 
-            /// How many keys it names, and how many values come with each.
+            /// Number of keys that the operation names, and of the values that come with each.
             fn shape(self) -> (Keys, usize) {
                 match self { $(Self::$name => (Keys::$keys, $values),)* }
             }
@@ -88,24 +88,24 @@ operations! {
     Push = 12: One, 1, waits false, writes true;
     /// Takes the first value of a queue.
     Pop = 13: One, 0, waits true, writes true;
-    /// The same; an empty queue is an error.
+    /// Pops from a queue; an empty queue is an error.
     TryPop = 14: One, 0, waits false, writes true;
     /// Length of a queue.
     QueueLen = 15: One, 0, waits false, writes false;
-    /// All keys with a value, in no order.
+    /// Lists all keys with a value, in no order.
     ListKeys = 16: Zero, 0, waits false, writes false;
 }
 
 /// An operation with what it is done to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// What to do.
+    /// Operation to do.
     pub op: Op,
-    /// To which keys.
+    /// Keys that it names.
     pub keys: Vec<&'a str>,
-    /// With which values.
+    /// Values that come with the keys.
     pub values: Vec<&'a [u8]>,
-    /// What [`Op::Add`] adds.
+    /// Amount that [`Op::Add`] adds.
     pub amount: i64,
 }
 
@@ -115,7 +115,7 @@ impl<'a> Request<'a> {
         Self { op, keys, values, amount: 0 }
     }
 
-    /// The same request of other keys, as many.
+    /// Request of the same operation for other keys, as many.
     pub fn with_keys(&self, keys: Vec<&'a str>) -> Self {
         Self { op: self.op, keys, values: self.values.clone(), amount: self.amount }
     }
@@ -190,7 +190,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// What is left of a message that is being read.
+/// Rest of a message that is being read.
 pub(super) struct Fields<'a>(pub(super) &'a [u8]);
 
 impl<'a> Fields<'a> {

@@ -1,17 +1,17 @@
-//! What a store holds, and how it answers: the one implementation of the operations' meaning.
+//! Table of what a store holds, and how it answers: the one implementation of the operations' meaning.
 
 use super::request::{Op, Request};
 use crate::error::{Error, Result};
 use bytes::{Bytes, BytesMut};
 use std::collections::{HashMap, VecDeque};
 
-/// From this size on a value shares the buffer of its request instead of being copied out of it.
+/// Size from which on a value shares the buffer of its request instead of being copied out of it.
 const SHARE: usize = 4096;
 
-/// What a key or value costs beyond its bytes.
+/// Bytes that a key or value costs beyond its own.
 const OVERHEAD: usize = 128;
 
-/// What a store answers.
+/// Reply of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
     /// Done.
@@ -20,7 +20,7 @@ pub enum Reply {
     Flag(bool),
     /// A count, or a sum.
     Number(i64),
-    /// One value.
+    /// Value of one key.
     Value(Bytes),
     /// Several, in the order of the keys.
     Values(Vec<Bytes>),
@@ -28,12 +28,12 @@ pub enum Reply {
     Keys(Vec<String>),
 }
 
-/// What a table answers.
+/// Answer of a table.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The request is done.
     Done(Reply),
-    /// It waits for keys, of which the one with this index is missing.
+    /// Wait for keys, of which the one with this index is missing.
     Missing(usize),
 }
 

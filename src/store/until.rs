@@ -7,10 +7,10 @@ use crate::error::{Error, Kind, Result};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// How long after the deadline something may still be said and read: who is missing, and why this rank gives up.
+/// Time after the deadline in which something may still be said and read: who is missing, and why this rank gives up.
 const LAST_WORDS: Duration = Duration::from_millis(700);
 
-/// Below this the time is as good as over.
+/// Time below which a limit is as good as over.
 const SHORT: Duration = Duration::from_millis(100);
 
 /// A store whose operations all get a limit: up to a deadline, and together not much longer than that for what is left to say then.
@@ -26,7 +26,7 @@ impl<'a> Until<'a> {
         Self { store, deadline, purpose }
     }
 
-    /// For an operation that begins now and brings no limit.
+    /// Time left for an operation that begins now and brings no limit.
     fn left(&self) -> Duration {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left > SHORT { left } else { (self.deadline + LAST_WORDS).saturating_duration_since(Instant::now()) }
@@ -56,13 +56,13 @@ thread_local! {
 pub struct Within(Option<Instant>);
 
 impl Within {
-    /// As long as the value lives; without a limit as long as before.
+    /// Bounds the calling thread's operations as long as the value lives; without a limit they keep the one they have.
     pub fn limit(limit: Option<Duration>) -> Self {
         let end = limit.map(|limit| Instant::now() + limit.min(MAX_TIMEOUT));
         Self(WITHIN.replace(end.or_else(|| WITHIN.get())))
     }
 
-    /// What is left for the calling thread, if it is bounded.
+    /// Time that is left for the calling thread, if it is bounded.
     pub fn left() -> Option<Duration> {
         WITHIN.get().map(|end| end.saturating_duration_since(Instant::now()))
     }

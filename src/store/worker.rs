@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// So long after its limit an operation may still say itself what was missing.
+/// Time after its limit in which an operation may still say itself what was missing.
 const GRACE: Duration = Duration::from_millis(150);
 
 /// An operation on its way to the thread.
@@ -35,7 +35,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Of `store`, which errors call `name`.
+    /// Makes a worker of `store`, which errors call `name`.
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
         let thread = thread::spawn("symm-join", None, move || run(&*store, &queue))

@@ -17,7 +17,7 @@ pub(crate) const PAGE: usize = 4096;
 /// A process has 2^47 addresses, and a group at most 2^7 ranks.
 const MOST_SPAN: usize = 1 << 39;
 
-/// See the module.
+/// Memory of the host as that of a heap.
 pub struct HostMemory {
     span: usize,
 }

@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 
 /// An atomic word. A trait, so that loom can stand in for the hardware (`tests/loom.rs`) while the orders stay those of the code.
 pub trait Atomic<T> {
-    /// As that of `std`.
+    /// Loads the value, as `load` of `std` does.
     fn load(&self, order: Ordering) -> T;
-    /// As that of `std`.
+    /// Stores a value, as `store` of `std` does.
     fn store(&self, value: T, order: Ordering);
-    /// As that of `std`.
+    /// Compares and exchanges, as `compare_exchange` of `std` does.
     fn compare_exchange(&self, current: T, new: T, success: Ordering, failure: Ordering) -> Result<T, T>;
 }
 

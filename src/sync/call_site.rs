@@ -1,4 +1,4 @@
-//! Where in the user's program a call stands, under `SYMM_DEBUG=site`.
+//! Call site: where in the user's program a call stands, under `SYMM_DEBUG=site`.
 
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;

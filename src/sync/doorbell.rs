@@ -24,7 +24,7 @@ pub struct Sleepers(AtomicU32);
 const SLICE: Duration = Duration::from_millis(50);
 
 impl Doorbell {
-    /// How often it was rung.
+    /// Number of times that it was rung.
     #[cfg(test)]
     pub(crate) fn rung(&self) -> u32 {
         self.rung.load(Ordering::Relaxed)

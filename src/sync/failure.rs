@@ -11,7 +11,7 @@ const WRITING: u32 = 1;
 const WRITTEN: u32 = 2;
 const TEXT_BYTES: usize = 3072;
 
-/// In shared memory. The first writer wins; everything after it is ignored. The parameters are for loom.
+/// First failure of a group, in shared memory. The first writer wins; everything after it is ignored. The parameters are for loom.
 #[repr(C)]
 pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BYTES> {
     state: W,
@@ -21,19 +21,19 @@ pub struct FirstFailure<W = AtomicU32, B = AtomicU8, const TEXT: usize = TEXT_BY
     text: [B; TEXT],
 }
 
-/// What a reader finds.
+/// Result of a reader's look.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Look {
     /// No failure.
     None,
-    /// Its author is between the two stores, or was killed there.
+    /// Failure whose author is between the two stores, or was killed there.
     Writing,
     /// The failure.
     Written(Error),
 }
 
 impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> {
-    /// No failure, in words of one's own.
+    /// Failure record without a failure, in words of one's own.
     #[cfg(any(test, loom))]
     pub fn blank(word: impl Fn(u32) -> W, byte: impl Fn(u8) -> B) -> Self {
         Self { state: word(NONE), kind: word(0), author: word(0), bytes: word(0), text: std::array::from_fn(|_| byte(0)) }
@@ -78,7 +78,7 @@ impl<W: Atomic<u32>, B: Atomic<u8>, const TEXT: usize> FirstFailure<W, B, TEXT> 
         }
     }
 
-    /// What there is now, as `reader` should see it.
+    /// Failure that there is now, as `reader` should see it.
     pub fn look(&self, reader: Rank) -> Look {
         match self.state.load(Ordering::Acquire) {
             NONE => return Look::None,

@@ -1,4 +1,4 @@
-//! How long a call may take.
+//! Limit of the time that a call may take.
 
 use std::cell::OnceCell;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ pub struct Limit {
     timeout: Duration,
 }
 
-/// No call is warned about before this time.
+/// Time before which no call is warned about.
 const WARN_AFTER: Duration = Duration::from_secs(60);
 
 impl Limit {

@@ -1,4 +1,4 @@
-//! How members of a group wait for each other: never without a deadline, never past a failure.
+//! Waits of a group's members for each other: never without a deadline, never past a failure.
 
 pub mod atomic;
 pub mod call_site;

@@ -19,7 +19,7 @@ pub struct Ring<'a, F> {
     pub capacity: u64,
 }
 
-/// Where a frame may be written.
+/// Space in a ring where a frame may be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reservation {
     /// Place of bytes to skip at the end of the ring, if any: the producer marks them as padding.

@@ -7,7 +7,7 @@ const BYTES: usize = 128;
 /// Stands for what does not fit.
 const CUT: &str = "…";
 
-/// At most 128 bytes of text. Who reads it needs a flag that its writer publishes afterwards.
+/// Text of at most 128 bytes. Who reads it needs a flag that its writer publishes afterwards.
 #[repr(C)]
 pub struct SharedText([AtomicU8; BYTES]);
 
@@ -38,7 +38,7 @@ impl SharedText {
         self.0.iter().zip(bytes.chain(std::iter::repeat(0))).for_each(|(cell, byte)| cell.store(byte, Ordering::Relaxed));
     }
 
-    /// What was written last.
+    /// Text that was written last.
     pub fn read(&self) -> String {
         let bytes: Vec<u8> = self.0.iter().map(|cell| cell.load(Ordering::Relaxed)).take_while(|&byte| byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()

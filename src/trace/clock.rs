@@ -12,7 +12,7 @@ fn read(clock: ClockId) -> u64 {
     (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
 }
 
-/// How far the day's clock is ahead of others.
+/// Offset of the day's clock from other clocks.
 #[derive(Clone, Copy)]
 pub(super) struct Day {
     ahead: u64,
@@ -20,7 +20,7 @@ pub(super) struct Day {
 }
 
 impl Day {
-    /// As it stands now; entries are converted when they are written, so one reading serves all.
+    /// Offset as it is now; entries are converted when they are written, so one reading serves all.
     pub(super) fn now() -> Self {
         let realtime = read(ClockId::Realtime);
         Self { ahead: realtime.wrapping_sub(now()), booted: realtime.wrapping_sub(read(ClockId::Boottime)) }

@@ -1,4 +1,4 @@
-//! What is kept of a call.
+//! Entry that is kept of a call.
 
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
@@ -7,7 +7,7 @@ use crate::error::{Kind, Result};
 use crate::p2p::Message;
 use crate::rank::Rank;
 
-/// Which call.
+/// Operation of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
     Collective {
@@ -28,12 +28,12 @@ pub(super) enum What {
     },
 }
 
-/// Where a call's tensors are, and what runs it.
+/// Target: where a call's tensors are, and what runs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// In the host's memory.
+    /// Tensors in the host's memory.
     Host,
-    /// On a GPU.
+    /// Tensors on a GPU.
     Cuda {
         /// torch's index.
         device: i32,
@@ -44,21 +44,21 @@ pub enum Target {
     },
 }
 
-/// How far a call has come.
+/// State that a call has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     /// Behind others in its group's queue.
     Scheduled,
-    /// On CUDA: enqueued. Nobody tells the host when it ends.
+    /// Enqueued on CUDA. Nobody tells the host when it ends.
     Started,
     Completed,
     Failed(Kind),
 }
 
-/// One call of one rank. Plain values: a slot of the ring is overwritten without freeing anything.
+/// Entry of one call of one rank. It has plain values: a slot of the ring is overwritten without freeing anything.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
-    /// From 1, in the order in which the process made them.
+    /// Number of the call, from 1, in the order in which the process made them.
     pub(super) number: u64,
     /// The group's number in this process.
     pub(super) group: u64,
@@ -66,7 +66,8 @@ pub(super) struct Entry {
     pub(super) dtype: DType,
     pub(super) bytes_in: u64,
     pub(super) bytes_out: u64,
-    /// As error messages print it: of collectives on the host and on CUDA each, from 1. Of sends and receives together. 0: not begun.
+    /// Sequence number, as error messages print it: of collectives on the host and on CUDA each, from 1; of sends and receives together. 0:
+    /// not begun.
     pub(super) sequence: u64,
     pub(super) place: Target,
     pub(super) asynchronous: bool,
@@ -97,7 +98,7 @@ impl Entry {
         state: State::Scheduled,
     };
 
-    /// What is known of `call` when it is asked for.
+    /// Entry of `call` when it is asked for.
     pub(super) fn of_call(call: &Call) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let lengths = call.agreed_lengths();
@@ -112,7 +113,7 @@ impl Entry {
         }
     }
 
-    /// What is known of a message when it is asked for.
+    /// Entry of a message when it is asked for.
     pub(super) fn of_message(send: bool, message: &Message) -> Self {
         let Message { peer, tag, dtype, span, .. } = *message;
         let bytes = span.bytes as u64;

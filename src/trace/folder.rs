@@ -1,4 +1,4 @@
-//! Where dumps are kept. Tensors are not in them, but names, sizes and process ids are: they are for their owner alone.
+//! Folder in which dumps are kept. They hold no tensors, but names, sizes and process ids: they are for their owner alone.
 
 use crate::config::Config;
 use crate::error::{Error, Result};

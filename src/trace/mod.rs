@@ -30,12 +30,12 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// How long a call that failed waits for its dump. A program may end right after it, and take an unfinished one along.
+/// Time that a call that failed waits for its dump. A program may end right after it, and take an unfinished one along.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// The same of a group that is left.
+/// Time that leaving a group waits for its dump.
 const FAREWELL: Duration = Duration::from_millis(300);
 
-/// What a process keeps.
+/// Journal of a process.
 struct Journal {
     ring: Ring,
     groups: Mutex<Registry>,
@@ -59,7 +59,7 @@ pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }
 
-/// That the process of a rank of the job has ended, as a sentence without its end, if a group knows of which this process is a member.
+/// Says that the process of a rank of the job has ended, as a sentence without its end, if a group knows of which this process is a member.
 pub fn ended(global: u32) -> Option<String> {
     JOURNAL.get().groups().ended(global)
 }
@@ -72,14 +72,14 @@ pub struct Recorder {
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
-    /// Of the process whose journal it is.
+    /// Generation of the process whose journal it is.
     generation: u64,
     /// Hears when the dump has been written.
     writing: Mutex<Option<Receiver<()>>>,
 }
 
 impl Recorder {
-    /// For the group of `control`, whose calls have `timeout` unless they bring their own.
+    /// Record of the group of `control`, whose calls have `timeout` unless they bring their own.
     pub fn new(control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
         Self::in_journal(JOURNAL.get(), control, timeout)
     }

@@ -21,18 +21,18 @@ pub(super) struct Member {
     pub(super) pid: u32,
 }
 
-/// What this rank knew of a member at a moment.
+/// Peer as this rank knew it at a moment.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Peer {
     #[serde(flatten)]
     pub(super) place: Member,
-    /// What its process was doing; absent: there was none.
+    /// State of its process; `None`: there was none.
     pub(super) process: Option<&'static str>,
     /// Number of the last collective on the host that it had begun.
     pub(super) begun: u64,
-    /// Of the last collective on CUDA that it had launched, where this rank used a GPU.
+    /// Number of the last collective on CUDA that it had launched, if this rank used a GPU.
     pub(super) launched: Option<u64>,
-    /// How it had become unable to take part.
+    /// Reason why it was unable to take part.
     pub(super) absence: Option<String>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Failure {
 #[derive(Clone, Debug)]
 pub(super) struct Record {
     pub(super) id: u64,
-    /// The same number on all members: that of the memory which they share.
+    /// Number of the memory that all members share; the same on all of them.
     pub(super) memory: u64,
     pub(super) name: String,
     pub(super) rank: Rank,
@@ -70,7 +70,7 @@ impl Record {
         self.control.upgrade().filter(|_| self.left == 0).map_or(self.last, |control| reached(&control, self.rank, self.cuda))
     }
 
-    /// What is known of the members now; nothing once the group was left.
+    /// Members as they are known now; none once the group was left.
     pub(super) fn peers(&self) -> Vec<Peer> {
         let control = self.control.upgrade().filter(|_| self.left == 0);
         control.map_or_else(Vec::new, |control| peers(&control, self.cuda))
@@ -159,8 +159,8 @@ impl Registry {
         }
     }
 
-    /// That the process of a rank of the job has ended, as a group of which this process is still a member knows: "rank 3 (pid 77) of group
-    /// \"default\" has ended (exited with code 1)".
+    /// Says that the process of a rank of the job has ended, as a group of which this process is still a member knows: "rank 3 (pid 77) of
+    /// group \"default\" has ended (exited with code 1)".
     pub(super) fn ended(&self, global: u32) -> Option<String> {
         let open = self.records.iter().filter(|record| record.left == 0);
         open.filter_map(|record| record.control.upgrade()).filter(|control| control.any_ended()).find_map(|control| {
@@ -169,7 +169,7 @@ impl Registry {
         })
     }
 
-    /// All that are known, in the order in which they were joined.
+    /// Records of all groups that are known, in the order in which they were joined.
     pub(super) fn records(&self) -> Vec<Record> {
         self.records.clone()
     }

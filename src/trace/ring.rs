@@ -24,7 +24,7 @@ impl Ring {
         self.made.fetch_add(count as u64, Ordering::Relaxed) + 1
     }
 
-    /// How many numbers were taken.
+    /// Number of entries that were begun.
     pub(super) fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
     }
@@ -51,7 +51,7 @@ impl Ring {
         }
     }
 
-    /// What is kept, oldest first. Calls go on meanwhile.
+    /// Entries that are kept, oldest first. Calls go on meanwhile.
     pub(super) fn copy(&self) -> Vec<Entry> {
         let mut all: Vec<Entry> = (0..KEPT as u64).map(|index| *self.slot(index)).filter(|entry| entry.number != 0).collect();
         all.sort_unstable_by_key(|entry| entry.number);

@@ -7,12 +7,12 @@ use crate::mem::shm::Segment;
 use serde_json::Value;
 use std::time::Instant;
 
-/// Which nobody else writes to.
+/// Journal that nobody else writes to.
 fn journal() -> &'static Journal {
     Box::leak(Box::new(Journal::new()))
 }
 
-/// Of rank 1 of 3.
+/// Control block of rank 1 of 3.
 fn control(name: &str) -> Arc<ControlBlock> {
     let bytes = Layout::new(3).total_bytes();
     let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
@@ -117,7 +117,7 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
     assert_eq!(dump["calls"].as_array().map(Vec::len), Some(65), "those of forgotten groups are not shown");
 }
 
-/// What an entry costs; prints it. By hand: `cargo test --release --lib -- --ignored --nocapture what_an_entry_costs`.
+/// Measures what an entry costs, and prints it. By hand: `cargo test --release --lib -- --ignored --nocapture what_an_entry_costs`.
 #[test]
 #[ignore = "a measurement"]
 fn what_an_entry_costs() {

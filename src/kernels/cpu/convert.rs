@@ -16,7 +16,7 @@ trait Layout: Copy {
     const MAGNITUDE: u32;
     /// The largest finite magnitude.
     const LARGEST: u32;
-    /// What a magnitude above `LARGEST` becomes, before the sign: infinity where there is one, else NaN.
+    /// Magnitude that one above `LARGEST` becomes, before the sign: infinity where there is one, else NaN.
     const OVERFLOW: u32;
     /// The canonical NaN.
     const NAN: u32;

@@ -1,7 +1,7 @@
 //! Moving bytes, through the cache or past it.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
-/// What goes to `memcpy` at once. glibc's own turns to non-temporal stores above a share of the last-level cache (here
+/// Bytes that go to `memcpy` at once. glibc's own turns to non-temporal stores above a share of the last-level cache (here
 /// about 1 MiB), which the next reader pays for: four ranks that stage 1 MiB each, and reduce it, reach 20-27 GB/s in
 /// pieces and 16-17 without (Zen 5 EPYC, 2026-11-21, `cargo bench --bench kernels -- copy`). Only [`Store`] decides that.
 ///
@@ -58,7 +58,7 @@ pub(super) fn fence() {
     unsafe { std::arch::x86_64::_mm_sfence() };
 }
 
-/// Other machines have no stable non-temporal store: the cache it is.
+/// Copies through the cache: other machines have no stable non-temporal store.
 ///
 /// # Safety
 /// As [`super::copy`].

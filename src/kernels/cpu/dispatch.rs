@@ -1,4 +1,4 @@
-//! Which compiled loop serves an op, a dtype and a machine. `None` here is what [`super::supports`] refuses.
+//! Dispatch of an op and a dtype to the compiled loop for this machine. `None` here is what [`super::supports`] refuses.
 
 use super::convert::{BF16, E4M3Fn, E4M3Fnuz, E5M2, E5M2Fnuz, F16};
 use super::element::{Bits, Element};
@@ -17,7 +17,7 @@ pub(super) enum Isa {
 }
 
 impl Isa {
-    /// All that this machine has, the best last.
+    /// Instruction sets that this machine has, the best last.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn available() -> &'static [Isa] {
         const ALL: &[Isa] = &[Isa::Portable, Isa::Avx2, Isa::Avx512];
@@ -31,7 +31,7 @@ impl Isa {
         &ALL[..1 + usize::from(avx2) + usize::from(avx512)]
     }
 
-    /// All that this machine has, the best last.
+    /// Instruction sets that this machine has, the best last.
     #[cfg(not(target_arch = "x86_64"))]
     pub(super) fn available() -> &'static [Isa] {
         &[Isa::Portable]

@@ -1,5 +1,4 @@
-//! What one element is on the wire and what it is while it is being reduced.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+//! Element as it is on the wire and as it is while it is being reduced.
 
 use super::vector::Vector;
 

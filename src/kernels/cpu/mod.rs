@@ -32,7 +32,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use dispatch::Isa;
 
-/// One rank's elements, as a kernel reads them.
+/// Elements of one rank, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
     /// First element; any alignment.
@@ -41,10 +41,10 @@ pub struct Source {
     pub factor: f64,
 }
 
-/// How a kernel writes.
+/// Way in which a kernel writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Store {
-    /// Through the cache.
+    /// Stores through the cache.
     Cached,
     /// Past the cache, for destinations that nobody reads soon. Fenced before the kernel returns.
     Streaming,
@@ -58,7 +58,7 @@ pub fn supports(op: ReduceOp, dtype: DType) -> Result<()> {
     Err(Error::not_implemented(format!("reduce op {} is not defined for {}; {}", op.name(), dtype.name(), instead(dtype))))
 }
 
-/// What to do where [`supports`] refuses.
+/// Sentence that says what to do where [`supports`] refuses.
 fn instead(dtype: DType) -> String {
     let float = |integer: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX or PREMUL_SUM, or view the tensor as {integer}");
     let integer = |float: &str| format!("use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, or cast the tensor to {float}");
@@ -107,7 +107,7 @@ unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources:
     unsafe { kernel(&job) }
 }
 
-/// How shared staging is written.
+/// Way in which shared staging is written.
 pub const STAGING: Store = Store::Cached;
 
 /// Copies `bytes` bytes from `src` to `dst`.

@@ -41,7 +41,7 @@ impl DefaultMode {
         Self { own }
     }
 
-    /// Other processors: whatever the thread has.
+    /// Enters the mode on other processors: whatever the thread has.
     #[cfg(not(target_arch = "x86_64"))]
     pub(super) fn enter() -> Self {
         Self {}

@@ -2,9 +2,9 @@
 
 use super::element::{Bits, Number};
 
-/// How the sources' elements become one.
+/// Operation by which the sources' elements become one.
 pub(super) trait Op<A: Number> {
-    /// What a source contributes, given that source's factor.
+    /// Value that a source contributes, given that source's factor.
     #[inline(always)]
     fn lift(value: A, _factor: A) -> A {
         value

@@ -10,7 +10,7 @@ use super::op::Op;
 use super::vector::{self, Vector};
 use super::{Source, Store, copy};
 
-/// One call of [`super::reduce`]. Whoever builds it vouches for its pointers.
+/// Job: one call of [`super::reduce`]. Whoever builds it vouches for its pointers.
 pub(super) struct Job<'a> {
     pub(super) dst: *mut u8,
     pub(super) sources: &'a [Source],
@@ -28,8 +28,8 @@ pub(super) type Kernel = unsafe fn(&Job);
 /// Bytes that a streaming reduction computes into L1 before it writes them out; a power of two of cache lines.
 const BLOCK: usize = 4096;
 
-/// From this many left-over elements on, padded copies of them go through a whole tile; fewer go one by one, which
-/// takes 7 ns for one element of four ranks instead of 30.
+/// Left-over elements from which on padded copies of them go through a whole tile; fewer go one by one, which takes 7 ns for one element of
+/// four ranks instead of 30.
 const FEW: usize = 8;
 
 #[repr(align(64))]

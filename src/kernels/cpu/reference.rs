@@ -1,4 +1,4 @@
-//! What the kernels must compute, restated as slowly and plainly as possible: `f64` and `i128`, one element at a time,
+//! Reference for the kernels: what they must compute, restated as slowly and plainly as possible: `f64` and `i128`, one element at a time,
 //! rounding by search. Shares no code with the kernels.
 
 use crate::dtype::{DType, ReduceOp};
@@ -24,8 +24,8 @@ pub(super) fn element(op: ReduceOp, dtype: DType, values: &[&[u8]], factors: &[f
     }
 }
 
-/// To the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`, rounding to `f64` first never
-/// changes the `f32`.
+/// Rounds to the precision in which `dtype` accumulates. For one `+`, `*` or `/` of two `f32`, rounding to `f64` first never changes the
+/// `f32`.
 fn accumulated(dtype: DType, value: f64) -> f64 {
     if dtype == DType::F64 { value } else { f64::from(value as f32) }
 }

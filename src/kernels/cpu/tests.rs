@@ -85,7 +85,7 @@ fn sources(shifted: &[(Vec<u8>, usize)]) -> Vec<Source> {
     shifted.iter().enumerate().map(source).collect()
 }
 
-/// What the kernel of `isa` writes, having checked that it writes nothing else.
+/// Result that the kernel of `isa` writes, having checked that it writes nothing else.
 fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[Source], count: usize, offset: usize, store: Store) -> Vec<u8> {
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];

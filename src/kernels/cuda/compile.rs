@@ -1,4 +1,4 @@
-//! From a program to machine code: what is constant in it, and for which device.
+//! Compilation of a program to machine code: what is constant in it, and for which device.
 
 use super::cache::{Key, kept, kept_before};
 use super::nvrtc::{Compiled, nvrtc};
@@ -12,11 +12,11 @@ use std::time::Instant;
 /// A program with everything that is a constant of its compilation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// As `reduce/low_latency`.
+    /// Path of the program, such as `reduce/low_latency`.
     pub program: &'static str,
     /// Number of ranks: `SYMM_WORLD`.
     pub world: u32,
-    /// This rank, less than `world`: `SYMM_RANK`.
+    /// Number of this rank, less than `world`: `SYMM_RANK`.
     pub rank: u32,
     /// `SYMM_DTYPE`, by torch's code; of programs that look at elements.
     pub dtype: Option<DType>,
@@ -90,7 +90,7 @@ pub fn cached(variant: &Variant, arch: Arch) -> Option<Vec<u8>> {
     kept_before(&Config::get().cache_dir, &key(variant, arch).ok()?)
 }
 
-/// The same, compiled now if need be.
+/// Machine code of `variant` for `arch`, compiled now if need be.
 pub fn cubin(variant: &Variant, arch: Arch) -> Result<Vec<u8>> {
     kept(&Config::get().cache_dir, &key(variant, arch)?, || {
         let started = Instant::now();

@@ -45,7 +45,7 @@ pub struct Device {
     ordinal: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
-    /// As `GPU-…` in `nvidia-smi -L`, 16 bytes.
+    /// UUID as `GPU-…` in `nvidia-smi -L`, 16 bytes.
     pub uuid: [u8; 16],
     /// Compute capability.
     pub capability: (u32, u32),
@@ -109,7 +109,7 @@ impl Device {
         self.ordinal
     }
 
-    /// What the driver says of it.
+    /// Value of an attribute of the device, as the driver gives it.
     pub fn attribute(&self, requested: sys::CUdevice_attribute) -> Result<u32> {
         attribute(self.device, requested)
     }
@@ -203,7 +203,7 @@ impl Stream {
         check("waiting for a stream", unsafe { sys::cuStreamSynchronize(self.raw()) })
     }
 
-    /// What is enqueued from now on begins after `event`.
+    /// Makes what is enqueued from now on begin after `event`.
     pub fn wait(self, event: &Event) -> Result<()> {
         // SAFETY: both handles live.
         check("making a stream wait", unsafe { sys::cuStreamWaitEvent(self.raw(), event.0, 0) })
@@ -241,7 +241,7 @@ impl OwnStream {
         Ok(Self(stream))
     }
 
-    /// To enqueue in it while `self` lives.
+    /// Stream to enqueue in while `self` lives.
     pub fn stream(&self) -> Stream {
         Stream(self.0 as usize)
     }

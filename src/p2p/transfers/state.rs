@@ -1,5 +1,4 @@
-//! What is under way between this rank and its peers, and what each frame does to it.
-#![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
+//! State of the transfers between this rank and its peers, and what each frame does to it.
 
 use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
 use crate::completion::Completion;
@@ -41,7 +40,8 @@ impl Pending<'_> {
     }
 }
 
-/// Who takes part in nothing further, and how each became so. To be asked before what they wrote is read: else some of it may be missed.
+/// Peers that take part in nothing further, and how each became so. They are to be asked for before what they wrote is read: else some of
+/// it may be missed.
 pub(super) struct Lost {
     absent: Vec<(Rank, String)>,
     dead: Option<(Rank, String)>,
@@ -158,7 +158,7 @@ impl State {
         Ok(moved)
     }
 
-    /// What follows from a frame whose payload has been put in its place; `posted` is the receive it belongs to, if that is known.
+    /// Completes a frame whose payload has been put in its place; `posted` is the receive it belongs to, if that is known.
     fn react(&mut self, control: &ControlBlock, direct: bool, peer: Rank, frame: Frame, posted: Option<Posted>) -> Result<()> {
         match (frame.kind, posted) {
             (Kind::Eager, Some(posted)) => {

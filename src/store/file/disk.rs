@@ -19,12 +19,12 @@ const OPERATION: u64 = 1 << 62;
 /// Held by each user for as long as it is one.
 const USERS: u64 = OPERATION + 1;
 
-/// Between two tries of a lock that is held for microseconds.
+/// Time between two tries of a lock that is held for microseconds.
 pub(super) const LOCK_PAUSE: Duration = Duration::from_micros(200);
 
 /// A file that is open at its path.
 pub(super) struct Disk {
-    /// Before the file: it must go first.
+    /// Guard that stands before the file: it must go first.
     _unshared: Option<Unshared>,
     pub(super) file: File,
     pub(super) path: StorePath,
@@ -64,7 +64,7 @@ impl Disk {
         Ok(self.lock(OPERATION, mode)?.then_some(Held(self)))
     }
 
-    /// The same, waiting until `deadline`.
+    /// Holds the lock, waiting for it until `deadline`.
     pub(super) fn hold(&self, mode: Mode, deadline: Instant) -> Result<Held<'_>> {
         let mut pauses = Pauses::new(LOCK_PAUSE);
         loop {

@@ -1,4 +1,4 @@
-//! What stands where in the file.
+//! Format of the file.
 //!
 //! ```text
 //! front    magic 8 | version 4 | run 16 | crc 4 | slot | slot
@@ -12,7 +12,7 @@
 
 use crc32fast::Hasher;
 
-/// What the file begins with. It is written last of the front: with zeros here, the file has never been in use.
+/// Bytes that the file begins with. They are written last of the front: with zeros here, the file has never been in use.
 pub(super) const MAGIC: [u8; 8] = *b"symmlog\n";
 
 const VERSION: u32 = 1;
@@ -37,7 +37,7 @@ pub(super) const MAX_PAYLOAD: usize = 128 << 20;
 /// A number that no other run of the file has.
 pub(super) type Run = [u8; 16];
 
-/// How far a log goes.
+/// Position up to which a log goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Position {
     /// Bytes from the beginning of the file.
@@ -47,7 +47,7 @@ pub(super) struct Position {
 }
 
 impl Position {
-    /// Where a log of `run` begins.
+    /// Position at which a log of `run` begins.
     pub(super) fn start(run: &Run) -> Self {
         Self { length: FRONT as u64, records: 0, chain: crc(0, run) }
     }
@@ -57,7 +57,7 @@ impl Position {
         Self { length: self.length + (RECORD + payload) as u64, records: self.records + 1, chain }
     }
 
-    /// As it stands in a slot of `run`.
+    /// Encodes the position for a slot of `run`.
     pub(super) fn slot(self, run: &Run) -> [u8; SLOT] {
         let mut slot = [0; SLOT];
         slot[..8].copy_from_slice(&self.length.to_le_bytes());
@@ -68,14 +68,14 @@ impl Position {
         slot
     }
 
-    /// What a slot says, if it is whole.
+    /// Decodes a slot; `None` if it is not whole.
     fn from_slot(run: &Run, slot: &[u8]) -> Option<Self> {
         let position = Self { length: u64_at(slot, 0), records: u64_at(slot, 8), chain: u32_at(slot, 16) };
         (position.slot(run) == slot && position.length >= FRONT as u64).then_some(position)
     }
 }
 
-/// Where slot `index` stands.
+/// Offset of slot `index`.
 pub(super) fn slot_at(index: usize) -> usize {
     HEADER + index * SLOT
 }
@@ -101,7 +101,7 @@ impl Front {
         front
     }
 
-    /// What `front` says; where its header is not whole, at which byte and why.
+    /// Decodes `front`; if its header is not whole, fails with the byte and the reason.
     pub(super) fn decode(front: &[u8; FRONT]) -> Result<Self, (usize, String)> {
         if front[..8] != MAGIC {
             return Err((0, NOT_A_LOG.into()));
@@ -131,7 +131,7 @@ impl Front {
     }
 }
 
-/// What stands before a payload.
+/// Header that stands before a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RecordHeader {
     pub(super) length: u32,

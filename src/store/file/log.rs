@@ -13,23 +13,23 @@ use bytes::Bytes;
 const JOIN: u8 = 0xf0;
 const LEAVE: u8 = 0xf1;
 
-/// What is added to a log.
+/// Entry that is added to a log.
 pub(super) enum Entry<'a> {
     Join,
     Leave,
     Request(&'a Request<'a>),
 }
 
-/// What a log says, as far as it has been read.
+/// Replica of what a log says, as far as it has been read.
 pub struct Replica {
-    /// What it holds.
+    /// Keys and values that the log holds.
     pub table: Table,
-    /// How many users have joined in this run.
+    /// Number of users who have joined in this run.
     pub joined: u64,
-    /// And how many of them have left.
+    /// Number of users who have left in this run.
     pub left: u64,
     run: Run,
-    /// As last read or written.
+    /// Front of the file, as last read or written.
     front: [u8; FRONT],
     /// The newest that is whole.
     slot: usize,
@@ -39,7 +39,7 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// All that was acknowledged in `source`. Nobody may write to it meanwhile.
+    /// Loads all that was acknowledged in `source`. Nobody may write to it meanwhile.
     ///
     /// `Config` where any of it is damaged, naming the byte. Allocates a small multiple of what there is to read.
     pub fn load<S: Source + ?Sized>(source: &S) -> Result<Self> {

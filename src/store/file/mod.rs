@@ -41,7 +41,7 @@ impl FileStore {
         Ok(Self(Arc::new(User::join(path, world_size)?)))
     }
 
-    /// Where it is, as given.
+    /// Path of the file, as given.
     pub fn path(&self) -> &Path {
         self.0.path()
     }

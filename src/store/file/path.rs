@@ -1,4 +1,4 @@
-//! Where the file is, and opening nothing there that somebody else may have put in its place.
+//! Path of the file; opens nothing there that somebody else may have put in its place.
 
 use crate::error::{Error, Result};
 use rustix::fs::{FileType, Stat, fstat, fstatfs, lstat, stat};

@@ -1,11 +1,11 @@
-//! Where a log's bytes come from, and what is said when they are not what was written.
+//! Source of a log's bytes, and the errors when they are not what was written.
 
 use super::format::{FRONT, MAGIC, NOT_A_LOG};
 use crate::error::{Error, Result};
 
 /// The bytes of a log.
 pub trait Source {
-    /// What errors call it.
+    /// Name of the file in errors.
     fn name(&self) -> String;
 
     /// Number of bytes.
@@ -32,12 +32,12 @@ impl Source for [u8] {
     }
 }
 
-/// What is said of damage.
+/// Error that names damage in the log.
 pub(super) fn damaged<S: Source + ?Sized>(source: &S, at: u64, what: impl std::fmt::Display) -> Error {
     Error::config(format!("{} is damaged at byte {at}: {what}", source.name()))
 }
 
-/// Of a file that holds no more than `front`.
+/// Error of a file that holds no more than `front`.
 pub(super) fn cut<S: Source + ?Sized>(source: &S, front: &[u8]) -> Error {
     if front.iter().zip(MAGIC).any(|(one, other)| *one != other) {
         return damaged(source, 0, NOT_A_LOG);

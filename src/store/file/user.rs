@@ -1,4 +1,4 @@
-//! One user of the file and its requests: tries, and waits between them.
+//! User of the file and its requests: tries, and waits between them.
 
 use super::disk::{Disk, LOCK_PAUSE};
 use super::log::{Entry, Replica, check_size};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Looks without the lock at a slot that is being written before the lock is taken.
 const LOOKS: usize = 3;
 
-/// How often a wait makes sure that its file is still there.
+/// Time between two checks, during a wait, that the file is still there.
 const CHECK: Duration = Duration::from_millis(100);
 
 /// The buffer of a larger record is given back after it.
@@ -33,16 +33,16 @@ pub(super) struct User {
     disk: Disk,
     world_size: u32,
     state: Mutex<State>,
-    /// Of the process that opened it.
+    /// Generation of the process that opened the file.
     generation: u64,
 }
 
-/// What came of one try.
+/// Outcome of one try.
 enum Outcome {
     Done(Reply),
     /// A key is missing.
     Missing,
-    /// Another process has the lock.
+    /// Lock that another process has.
     Busy,
 }
 
@@ -178,7 +178,7 @@ impl From<Answer> for Outcome {
     }
 }
 
-/// What the key of an addition of nothing holds: such a request asks for the sum, and the log need not grow with it.
+/// Value that the key of an addition of nothing holds: such a request asks for the sum, and the log need not grow with it.
 fn value_to_keep(replica: &mut Replica, request: &Request<'_>) -> Result<Option<Answer>> {
     if request.op != Op::Add || request.amount != 0 {
         return Ok(None);

@@ -12,16 +12,16 @@ use crate::sys::random;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long one who leaves tries to say so.
+/// Time that one who leaves tries to say so.
 const LEAVING: Duration = Duration::from_secs(5);
 
-/// What stands in the file for its first user.
+/// State of the file as its first user finds it.
 enum Found {
     /// Nothing has ever been in use here.
     Nothing,
-    /// What users who have all left keep for later ones, or what the present ones hold.
+    /// Content that users who have all left keep for later ones, or that the present ones hold.
     Kept(Box<Replica>),
-    /// What users have left who were killed, or of whom the last was killed while it removed the file.
+    /// Leftover of users who were killed, or of whom the last was killed while it removed the file.
     Leftover { joined: u64, left: u64 },
 }
 

@@ -22,7 +22,7 @@ impl Pauses {
         Self { yields: 0, next: FIRST, longest, interrupts: Interrupts::new() }
     }
 
-    /// As [`pause`](Self::pause); fails if the program wants to wait no longer.
+    /// Pauses as [`pause`](Self::pause) does; fails if the program wants to wait no longer.
     pub(super) fn pause_or_stop(&mut self, deadline: Instant) -> Result<()> {
         self.pause(deadline);
         self.interrupts.check()

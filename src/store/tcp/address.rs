@@ -1,4 +1,4 @@
-//! Where a store is found: TCP over IPv4 and IPv6, or a Unix socket.
+//! Address of a store: TCP over IPv4 and IPv6, or a Unix socket.
 
 use crate::error::{Error, Result};
 use crate::sys::{interrupt, random, socket, thread};
@@ -15,7 +15,7 @@ pub(super) const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NO
 /// An address as a user gives it, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// All addresses of a host name, and a port.
+    /// Addresses of a host name, with a port.
     Inet(Vec<SocketAddr>),
     /// A path, or a name in the abstract namespace, which stands in no directory.
     Unix(UnixName),
@@ -81,9 +81,9 @@ impl Address {
         }
     }
 
-    /// In place of loopback, which all users of a host reach, an abstract Unix socket that is named after the port: its two ends know each
-    /// other's user from the kernel. Like the port it is one of the network namespace, and nothing is left behind. Port 0 gets a name that
-    /// nobody can guess.
+    /// Address in place of loopback, which all users of a host reach: an abstract Unix socket that is named after the port. Its two ends
+    /// know each other's user from the kernel. Like the port it is one of the network namespace, and nothing is left behind. Port 0 gets a
+    /// name that nobody can guess.
     pub fn for_same_user(self) -> Result<Self> {
         match &self {
             Self::Inet(_) if self.local() => {}
@@ -104,7 +104,7 @@ impl Address {
         }
     }
 
-    /// Where to connect in order to reach a server that listens here.
+    /// Address to connect to in order to reach a server that listens here.
     pub fn near(&self) -> Self {
         let reachable = |address: &SocketAddr| match address.ip() {
             IpAddr::V4(ip) if ip.is_unspecified() => SocketAddr::new(std::net::Ipv4Addr::LOCALHOST.into(), address.port()),
@@ -199,7 +199,7 @@ pub(super) fn ours(socket: &OwnedFd) -> bool {
     socket::peer(socket).is_ok_and(|peer| peer.uid == own || peer.uid == 0)
 }
 
-/// Who is at the other end of an accepted connection, for people.
+/// Name, for people, of the peer at the other end of an accepted connection.
 pub fn peer_name(connection: &OwnedFd) -> String {
     let inet = getpeername(connection).ok().flatten().and_then(|peer| SocketAddr::try_from(peer).ok());
     match (inet, socket::peer(connection)) {

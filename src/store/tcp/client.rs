@@ -18,13 +18,13 @@ use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// How long after a call's limit the server's own word that it has passed may come.
+/// Time after a call's limit within which the server's own word that it has passed may come.
 const GRACE: Duration = Duration::from_millis(80);
 
-/// How long a call looks for its answer before it sleeps, where that has paid of late.
+/// Time that a call looks for its answer before it sleeps, if that has paid of late.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// How long a read sleeps at most; then it looks at the clock, and for signals.
+/// Longest sleep of a read; then it looks at the clock, and for signals.
 const NAP: Duration = interrupt::LOOK;
 
 /// Idle connections kept; each is one thread's that has called at the same time as others.
@@ -34,11 +34,11 @@ const IDLE: usize = 16;
 const PAUSE: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// One side of a conversation.
+/// Connection: one side of a conversation.
 struct Connection {
     socket: OwnedFd,
     frame: Vec<u8>,
-    /// Of the process that made it.
+    /// Generation of the process that made the connection.
     generation: u64,
 }
 
@@ -51,11 +51,11 @@ impl Drop for Connection {
     }
 }
 
-/// For how long a client whose calls need one more connection tries again where the server closes it at once. One that is beset by unidentified peers
-/// may take it for one of them.
+/// Time for which a client whose calls need one more connection tries again while the server closes it at once. A server that is beset by
+/// unidentified peers may take the client for one of them.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How an exchange has ended without an answer.
+/// Failure of an exchange that has ended without an answer.
 enum Broken {
     /// Refused before anything was sent.
     Unsent(Error),
@@ -167,7 +167,7 @@ impl Connection {
 struct Eagerness(std::sync::atomic::AtomicI32);
 
 impl Eagerness {
-    /// After failures only one call in 32 tries again.
+    /// Says whether to try again: after failures only one call in 32 does.
     fn worthwhile(&self) -> bool {
         use std::sync::atomic::Ordering::Relaxed;
         self.0.load(Relaxed) >= 0 || self.0.fetch_add(1, Relaxed) == -1
@@ -184,7 +184,7 @@ pub(super) struct Client {
     secret: Option<Vec<u8>>,
     idle: Mutex<Vec<Connection>>,
     eager: Eagerness,
-    /// Of the process that made it; a forked child must not speak on its parent's connections.
+    /// Generation of the process that made the client; a forked child must not speak on its parent's connections.
     generation: u64,
 }
 

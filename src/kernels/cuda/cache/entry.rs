@@ -1,4 +1,4 @@
-//! What stands in a file of the cache.
+//! Entry: one file of the cache.
 
 use sha2::{Digest, Sha256};
 
@@ -30,7 +30,7 @@ impl Key {
         format!("{digits}.cubin")
     }
 
-    /// Of the code as the one under this key: a file under another's name is as wrong as a damaged one.
+    /// Digest of the code as the one under this key: a file under another's name is as wrong as a damaged one.
     fn digest(&self, code: &[u8]) -> [u8; 32] {
         Sha256::new_with_prefix(self.0).chain_update(code).finalize().into()
     }

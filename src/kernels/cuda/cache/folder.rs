@@ -28,7 +28,7 @@ impl Folder {
         Self { path: path.into() }
     }
 
-    /// What was stored under `key`; `None` if nothing was.
+    /// Loads what was stored under `key`; `None` if nothing was.
     pub fn load(&self, key: &Key) -> Result<Option<Vec<u8>>> {
         let Some(folder) = self.open()? else { return Ok(None) };
         let name = key.file();

@@ -34,7 +34,7 @@ impl<'a> Compilation<'a> {
         Ok(Self { nvrtc, handle })
     }
 
-    /// What `size` says how long it is, and `read` writes.
+    /// Bytes that `read` writes, as many as `size` says.
     fn bytes(
         &self,
         what: &str,

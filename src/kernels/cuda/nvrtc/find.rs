@@ -1,4 +1,4 @@
-//! Where the compiler is.
+//! Search for the compiler's library.
 
 use super::Nvrtc;
 use crate::config::Config;
@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// What the library is called, newest first: the number is that of its interface.
+/// Names of the library, newest first: the number is that of its interface.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"];
 
 /// Folders of the caller.

@@ -22,7 +22,7 @@ const INVALID_OPTION: c_int = 5;
 /// `NVRTC_ERROR_BUILTIN_OPERATION_FAILURE`.
 const NO_BUILTINS: c_int = 7;
 
-/// So many lines of the compiler's messages go into an error.
+/// Lines of the compiler's messages that go into an error.
 const LOG_LINES: usize = 12;
 
 /// `nvrtcProgram`.
@@ -60,17 +60,17 @@ pub struct Nvrtc {
     /// Major and minor version.
     version: (i32, i32),
     path: PathBuf,
-    /// What the compiler opens by its bare name while it compiles; held so that it is found.
+    /// Library that the compiler opens by its bare name while it compiles; held so that it is found.
     _builtins: Option<Library>,
-    /// After `functions`, which point into it.
+    /// Library that `functions` point into; it stands after them, so that it goes last.
     _library: Library,
 }
 
-/// What came of a program.
+/// Result of compiling a program.
 pub struct Compiled {
     /// Machine code for one architecture.
     pub cubin: Vec<u8>,
-    /// What the compiler said: warnings, and what the options asked for.
+    /// Messages of the compiler: warnings, and what the options asked for.
     pub log: String,
 }
 
