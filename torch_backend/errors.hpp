@@ -39,7 +39,7 @@ class Failure final : public torch::PyTorchError {
   Kind kind_;
 };
 
-// What `python_type` returns for `kind`; the caller keeps `type` alive for ever.
+// Sets what `python_type` returns for `kind`; the caller keeps `type` alive for ever.
 void set_python_type(Kind kind, PyObject* type);
 
 // The exception for a failed status of a group; null for success.
@@ -51,7 +51,7 @@ void check(const Status& status);
 // Throws unless the status of a store is success. The classes are those of torch's stores, for the sake of code that catches them.
 void check_store(const Status& status);
 
-// Where the core learns of Python's signals while it waits, see src/sys/interrupt.rs. What a handler raises comes out of the call.
+// Handle by which the core learns of Python's signals while it waits (src/sys/interrupt.rs). What a handler raises comes out of the call.
 std::unique_ptr<InterruptHandle> python_signals();
 
 // The status for an exception of a c10d::Store. c10d's name for a timeout is DistStoreError; what has no kind here is Config.

@@ -8,7 +8,7 @@
 
 namespace symm {
 
-// What `call` returns, or throws; the GIL is free meanwhile if this thread had it. c10d's bindings of symmetric memory keep it.
+// Returns, or throws, what `call` does; the GIL is free meanwhile if this thread had it. c10d's bindings of symmetric memory keep it.
 template <typename Call>
 auto without_gil(Call&& call) -> decltype(call()) {
   if (Py_IsInitialized() && PyGILState_Check()) {

@@ -27,7 +27,7 @@ pub const LINE_PAIR: usize = 128;
 pub const HEADER_BYTES: usize = 4096;
 /// Bytes of one member's own words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
-/// Bytes of a rank's launch log of launches; a multiple of a page.
+/// Bytes of a rank's launch log; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 64 << 10;
 /// More members than this are refused: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;

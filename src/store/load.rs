@@ -1,4 +1,4 @@
-//! A load generator: many clients of a store at once, each on a thread of its own, and how long their calls take.
+//! Load generator: many clients of a store at once, each on a thread of its own, and how long their calls take.
 
 use super::Store;
 use crate::error::{Error, Result};

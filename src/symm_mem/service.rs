@@ -170,7 +170,7 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     true
 }
 
-/// The unidentified peer, if it has still to introduce itself.
+/// Unidentified peer, if it has still to introduce itself.
 fn introduced(unidentified: Unidentified, ready: bool) -> Option<Unidentified> {
     let waiting = unidentified.since.elapsed() < INTRODUCTION;
     if !ready {

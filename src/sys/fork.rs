@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// No descriptor.
+/// Value of an entry without a descriptor.
 const FREE: i32 = -1;
 
 /// The descriptors of [`Unshared`]; a list that grows could be caught by a fork while it does.
@@ -47,7 +47,7 @@ pub struct Unshared {
 }
 
 impl Unshared {
-    /// For the open file `fd`, which must not be closed before this value is dropped; `None` if 64 of them live.
+    /// Guards the open file `fd`, which must not be closed before this value is dropped; `None` if 64 of them live.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         let generation = generation();
         let take = |slot: &&AtomicI32| slot.compare_exchange(FREE, fd.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed).is_ok();
@@ -96,7 +96,7 @@ impl<T: Send + Sync> PerProcess<T> {
         Self { slot: AtomicPtr::new(std::ptr::null_mut()), make }
     }
 
-    /// This process's value.
+    /// Value of this process.
     pub fn get(&self) -> &'static T {
         let generation = generation();
         loop {
@@ -137,7 +137,7 @@ impl<T> OfProcess<T> {
         self.generation == generation()
     }
 
-    /// To be changed, by the process that made it.
+    /// Value to be changed, by the process that made it.
     pub fn own_mut(&mut self) -> Option<&mut T> {
         self.is_own().then_some(&mut *self.value)
     }

@@ -1,4 +1,4 @@
-//! Which kernel this process runs on, and in which namespaces.
+//! Identity of the kernel that this process runs on, and of its namespaces.
 
 use super::fork::PerProcess;
 use crate::error::{Error, Result};

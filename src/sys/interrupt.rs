@@ -6,14 +6,14 @@ use rustix::thread::gettid;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How long a call waits at most before it looks.
+/// Longest time that a call waits before it looks.
 pub const LOOK: Duration = Duration::from_millis(100);
 
 type Ask = Box<dyn Fn() -> bool + Send + Sync>;
 
 static ASK: OnceLock<Ask> = OnceLock::new();
 
-/// From now on `ask` says whether the calling thread is to stop waiting; until then none ever is. The first call counts.
+/// Makes `ask` say, from now on, whether the calling thread is to stop waiting; until then none ever is. The first call counts.
 pub fn ask_with(ask: impl Fn() -> bool + Send + Sync + 'static) {
     let _ = ASK.set(Box::new(ask));
 }
@@ -31,12 +31,12 @@ pub fn check() -> Result<()> {
 pub struct Interrupts(Instant);
 
 impl Interrupts {
-    /// For waiting that begins now.
+    /// Begins a wait now.
     pub fn new() -> Self {
         Self(Instant::now() + LOOK)
     }
 
-    /// As [`check`], at most every [`LOOK`].
+    /// Checks as [`check`] does, at most every [`LOOK`].
     pub fn check(&mut self) -> Result<()> {
         let now = Instant::now();
         if now < self.0 {

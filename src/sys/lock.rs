@@ -7,15 +7,15 @@ use rustix::fd::{AsRawFd, BorrowedFd};
 use rustix::io::{Errno, Result};
 use std::time::{Duration, Instant};
 
-/// How long it may take to find who holds a lock.
+/// Time that the search for a lock's holder may take.
 const SEARCH: Duration = Duration::from_millis(100);
 
-/// With whom a lock can be held.
+/// Mode in which a lock is held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// With others that are shared.
+    /// Held together with others that are shared.
     Shared,
-    /// With nobody.
+    /// Held by one alone.
     Exclusive,
 }
 

@@ -6,7 +6,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, RawMode, Stat, openat, renameat, unlinka
 use std::fs::File;
 use std::io::Write;
 
-/// Who else may write.
+/// Permission bits that let others write.
 const OTHERS_WRITE: RawMode = 0o022;
 
 /// Fails, with the reason, unless it is the user's and nobody else may write to it. That others may read does no harm; and what is wrong is

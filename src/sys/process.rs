@@ -20,17 +20,17 @@ pub struct ProcessId {
     pub start_time: u64,
 }
 
-/// What `/proc/pid/stat` says.
+/// Fields of `/proc/pid/stat`.
 struct Stat {
     state: char,
-    /// It has begun to end, but need not be done: giving back what a GPU had takes a tenth of a second.
+    /// Flag of a process that has begun to end, but need not be done: giving back what a GPU had takes a tenth of a second.
     exiting: bool,
     start_time: u64,
-    /// As `waitpid` reports it; 0 while the process runs.
+    /// Status as `waitpid` reports it; 0 while the process runs.
     status: i32,
 }
 
-/// In the flags of a thread, of which a process shows its first one's.
+/// Bit in the flags of a thread that ends; a process shows its first thread's flags.
 const EXITING: u32 = 4;
 
 impl Stat {
@@ -62,7 +62,7 @@ impl Stat {
     }
 }
 
-/// This process.
+/// Identity of this process.
 pub fn own() -> Result<ProcessId> {
     static OWN: PerProcess<OnceLock<ProcessId>> = PerProcess::new(OnceLock::new);
     if let Some(own) = OWN.get().get() {
@@ -102,7 +102,7 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
-/// What a process is doing, in a word; `None` if there is no such process.
+/// State of a process, in a word; `None` if there is no such process.
 pub fn state(pid: u32) -> Option<&'static str> {
     let stat = Stat::read(pid).ok()??;
     if stat.over() {
@@ -146,7 +146,7 @@ pub fn suspect(pid: u32) {
     }
 }
 
-/// From now on `listener` is woken for each suspect.
+/// Wakes `listener`, from now on, for each suspect.
 pub fn report_suspects_to(listener: &Arc<Wake>) {
     let mut suspects = suspected();
     suspects.pids.clear();
@@ -164,8 +164,8 @@ pub fn ended(pidfd: &OwnedFd) -> bool {
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// How a process that has ended, or [is about to](is_ending), did so: `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or `"gone"` where
-/// neither the kernel (6.15 and later, once it was reaped) nor its entry in /proc (before) tells.
+/// Cause of the end of a process that has ended, or [is about to](is_ending): `"killed by signal 9 (SIGKILL)"`, `"exited with code 3"`, or
+/// `"gone"` where neither the kernel (6.15 and later, once it was reaped) nor its entry in /proc (before) tells.
 pub fn exit_cause(process: ProcessId, pidfd: &OwnedFd) -> String {
     let zombie = || {
         Stat::read(process.pid).ok().flatten().filter(|stat| stat.start_time == process.start_time && stat.over()).map(|stat| stat.status)
@@ -223,7 +223,7 @@ pub fn descriptors() -> (Option<u64>, usize) {
     (limit, open)
 }
 
-/// What is left of the addresses that this process may use, in words; `None` where nothing limits them.
+/// Rest of the addresses that this process may use, in words; `None` if nothing limits them.
 pub fn address_space() -> Option<String> {
     let limit = getrlimit(Resource::As).current?;
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;

@@ -12,13 +12,13 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// outside. Without a lock, so that a forked child may go on with its copy.
 #[derive(Debug, Default)]
 pub struct RateLimit {
-    /// When the next line may be written, on the monotonic clock in nanoseconds.
+    /// Time when the next line may be written, on the monotonic clock in nanoseconds.
     next: AtomicU64,
     left_out: AtomicU64,
 }
 
 impl RateLimit {
-    /// Of a kind of line of which none has been written.
+    /// Rate limit of a kind of line of which none has been written.
     pub const fn new() -> Self {
         Self { next: AtomicU64::new(0), left_out: AtomicU64::new(0) }
     }

@@ -35,16 +35,16 @@ pub fn accept(listener: &OwnedFd) -> Result<OwnedFd> {
     accept_with(listener, FLAGS)
 }
 
-/// Who made the other end, as the kernel knows it.
+/// Process that made the other end, as the kernel knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its process; 0 if that lives in a pid namespace that is not visible from here.
+    /// Process id; 0 if the process lives in a pid namespace that is not visible from here.
     pub pid: u32,
-    /// Its user.
+    /// User of the process.
     pub uid: u32,
 }
 
-/// Who made the other end of `socket`: called `connect`, or `listen`.
+/// Process that made the other end of `socket`: it called `connect`, or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<Peer> {
     // Not rustix's `socket_peercred`: its process id must not be 0, and an unidentified peer can make it so.
     let mut credentials = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
@@ -73,7 +73,7 @@ pub fn send(socket: &OwnedFd, message: &[u8], fd: Option<BorrowedFd<'_>>) -> Res
 /// A received message.
 #[derive(Debug)]
 pub struct Received {
-    /// Its length; 0: the other end was closed.
+    /// Length of the message; 0: the other end was closed.
     pub length: usize,
     /// The descriptor that came with it.
     pub fd: Option<OwnedFd>,

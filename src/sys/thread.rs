@@ -1,5 +1,4 @@
-//! What the threads of our own need that sleep in `poll`.
-#![allow(unsafe_code, reason = "system calls that have no safe form")]
+//! Means for threads of our own that sleep in `poll`.
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,7 +14,7 @@ impl Wake {
         eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Self)
     }
 
-    /// What to poll is readable from now on.
+    /// Makes what they poll readable from now on.
     pub fn notify(&self) {
         // Fails only where the counter is full: then the thread is being woken already.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
@@ -59,7 +58,7 @@ pub struct Undisturbed {
 }
 
 impl Undisturbed {
-    /// From now on.
+    /// Blocks the signals of the calling thread, except those of its own faults, from now on until the value is dropped.
     pub fn new() -> Self {
         const OWN: [i32; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS];
         // SAFETY: all-zero is a value of this structure of integers; `sigfillset` and the mask of before are written to values that live.

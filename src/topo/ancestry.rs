@@ -1,11 +1,11 @@
-//! What two devices have in common on their ways to the CPU, in the words of `nvidia-smi topo -m`.
+//! Ancestry of two devices: what they have in common on their ways to the CPU, in the words of `nvidia-smi topo -m`.
 
 /// The nearest thing through which two devices reach each other, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ancestor {
-    /// They are one device.
+    /// Both are one device.
     Same,
-    /// One PCIe switch at most.
+    /// At most one PCIe switch is between them.
     Pix,
     /// Several PCIe switches, but no host bridge.
     Pxb,
@@ -18,10 +18,10 @@ pub enum Ancestor {
 }
 
 impl Ancestor {
-    /// All of them, nearest first.
+    /// All ancestries, nearest first.
     pub const ALL: [Self; 6] = [Self::Same, Self::Pix, Self::Pxb, Self::Phb, Self::Node, Self::Sys];
 
-    /// As nvidia-smi abbreviates it.
+    /// Label as nvidia-smi abbreviates it.
     pub fn label(self) -> &'static str {
         match self {
             Self::Same => "X",
@@ -33,7 +33,7 @@ impl Ancestor {
         }
     }
 
-    /// What the label stands for.
+    /// Meaning of the label.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::Same => "the GPU itself",
@@ -45,9 +45,8 @@ impl Ancestor {
         }
     }
 
-    /// What two devices have in common, by their folders in sysfs, such as
-    /// `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0`, and their NUMA nodes. A folder that is not known shares nothing. On a
-    /// host that names no NUMA nodes there is one.
+    /// Ancestry of two devices, by their folders in sysfs, such as `/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0`, and their NUMA
+    /// nodes. A folder that is not known shares nothing. On a host that names no NUMA nodes there is one.
     pub fn common(one: (Option<&str>, Option<u32>), other: (Option<&str>, Option<u32>)) -> Self {
         if let (Some(one), Some(other)) = (one.0.and_then(below_host), other.0.and_then(below_host))
             && one.first() == other.first()

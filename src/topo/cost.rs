@@ -1,4 +1,4 @@
-//! What links cost: the cost model of `torch.distributed.tensor._collective_utils`, and what is known of a kind of link before anything
+//! Costs of links: the cost model of `torch.distributed.tensor._collective_utils`, and what is known of a kind of link before anything
 //! is measured. Pure.
 //!
 //! What a collective costs depends on its algorithm as well, which this module does not know: see `coll::cost`.
@@ -6,10 +6,10 @@
 use super::Detected;
 use super::device::NvlinkVersion;
 
-/// One way between ranks.
+/// Link between ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
-    /// What a rank sends, in 10⁹ bytes per second; of torch's model 2³⁰.
+    /// Rate at which a rank sends, in 10⁹ bytes per second; of torch's model 2³⁰.
     pub gb_per_s: f64,
     /// Microseconds of a trip.
     pub us: f64,
@@ -17,13 +17,13 @@ pub struct Link {
 
 /// Bandwidth inside a host in torch's model, in GiB/s.
 const TORCH_GB_PER_S: f64 = 87.7;
-/// What is left of it between hosts.
+/// Part of the rate that is left between hosts.
 const TORCH_BETWEEN_HOSTS: f64 = 0.22;
 /// Microseconds of a hop in torch's model, inside a host and between hosts.
 const TORCH_HOP_US: [f64; 2] = [0.6, 2.7];
 /// Microseconds before the first hop in torch's model.
 const TORCH_BASE_US: f64 = 6.6;
-/// What torch adds where an all-to-all is wanted, so that it prefers the all-gather by which it prices it.
+/// Microseconds that torch adds where an all-to-all is wanted, so that it prefers the all-gather by which it prices it.
 const TORCH_ALL_TO_ALL_US: f64 = 1.0;
 
 /// The links that torch's model gives to the dimensions of a mesh of the size `ranks`, on hosts with `per_host` devices.
@@ -61,12 +61,12 @@ pub fn torch_broadcast(bytes: f64, ranks: usize, link: Link) -> f64 {
     TORCH_BASE_US + hops * link.us + bytes / f64::from(1 << 30) / link.gb_per_s * 1e6
 }
 
-/// How ranks reach each other.
+/// Way by which ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// NVLinks, so many between each two GPUs, or to the switch.
     NvLink {
-        /// At least.
+        /// Least number of NVLinks between two of the GPUs.
         links: u32,
         /// The oldest.
         version: Option<NvlinkVersion>,
@@ -81,11 +81,11 @@ pub enum Way {
     Network,
 }
 
-/// Of what NVLink carries on paper, this much arrives: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at once).
+/// Part of NVLink's rate on paper that arrives: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at once).
 const NVLINK_USABLE: f64 = 0.82;
 
 impl Way {
-    /// Between all GPUs of `detected`: the worst that two of them have. `None` if there is no GPU.
+    /// Way between all GPUs of `detected`: the worst that two of them have. `None` if there is no GPU.
     pub fn between(detected: &Detected) -> Option<Self> {
         let n = detected.gpus.len();
         if n == 0 {
@@ -102,7 +102,7 @@ impl Way {
         })
     }
 
-    /// What may be expected of it; figures that nobody measured on the machine at hand.
+    /// Link that may be expected of the way; its figures were not measured on the machine at hand.
     pub fn link(self) -> Link {
         match self {
             Self::NvLink { links, version } => Link { gb_per_s: NVLINK_USABLE * f64::from(links) * per_nvlink(version), us: 0.6 },

@@ -1,4 +1,4 @@
-//! What a GPU is called, and where it sits.
+//! Names of a GPU, and its place on the PCI bus.
 
 /// A place on the PCI bus, without the function: a GPU is function 0 whoever is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -97,13 +97,13 @@ pub enum Mig {
 pub struct Gpu {
     /// The GPU itself; its MIG instances have UUIDs of their own.
     pub uuid: Uuid,
-    /// Where it sits.
+    /// Address on the PCI bus.
     pub bus: PciAddress,
-    /// As in `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
     /// The nearest NUMA node, if the system names one.
     pub numa: Option<u32>,
-    /// Its folder in sysfs, with the bridges on the way to it; `None` where sysfs does not show it.
+    /// Folder in sysfs, with the bridges on the way to the device; `None` where sysfs does not show it.
     pub path: Option<String>,
     /// Version of its links, if it has any that are up.
     pub nvlink: Option<NvlinkVersion>,

@@ -3,16 +3,16 @@
 use super::mesh::NvlMesh;
 use super::square::Square;
 
-/// How a set of GPUs is connected.
+/// Structure in which a set of GPUs is connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Topology {
     /// Every pair has NVLinks, or there is one GPU only.
     FullyConnected,
     /// Two quads of linked GPUs, each GPU with one partner in the other quad.
     HybridCubeMesh(CubeMesh),
-    /// Not every pair has NVLinks, but every pair has peer access.
+    /// PCIe: not every pair has NVLinks, but every pair has peer access.
     Pcie,
-    /// None of these: some pair has no way but through the host.
+    /// No known structure: some pair has no way but through the host.
     Unknown,
 }
 
@@ -30,7 +30,7 @@ impl std::fmt::Display for Topology {
 /// The hybrid cube mesh of a DGX-1: eight GPUs, two hops between any two.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CubeMesh {
-    /// Both quads, each in ascending order; GPU 0 is in the first.
+    /// Quads, each in ascending order; GPU 0 is in the first.
     pub quad: [[u32; 4]; 2],
     /// Each GPU's partner in the other quad; the relay of a GPU's relay is the GPU.
     pub relay: [u32; 8],

@@ -10,12 +10,12 @@ use std::path::Path;
 const MAX_GPUS: usize = 64;
 const MAX_BYTES: u64 = 1 << 20;
 
-/// What a topology file states.
+/// Content of a topology file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Injected {
     /// NVLinks between the GPUs.
     pub mesh: NvlMesh,
-    /// Which pairs can access each other's memory.
+    /// Pairs that can access each other's memory.
     pub peers: Square<bool>,
 }
 

@@ -1,10 +1,10 @@
-//! How many NVLinks there are between each pair of GPUs.
+//! Mesh: the number of NVLinks between each pair of GPUs.
 
 use super::device::PciAddress;
 use super::square::Square;
 use crate::error::{Error, Result};
 
-/// What is at the far end of a link.
+/// Device at the far end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remote {
     /// The GPU at this address.
@@ -18,7 +18,7 @@ pub enum Remote {
 /// The links of one GPU that are up, as it reports them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Links {
-    /// Of the GPU itself.
+    /// PCI address of the GPU itself.
     pub bus: PciAddress,
     /// The far end of each link.
     pub remotes: Vec<Remote>,

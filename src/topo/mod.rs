@@ -1,4 +1,4 @@
-//! How the GPUs of this host are connected.
+//! Topology: how the GPUs of this host are connected.
 //!
 //! [`nvml`] asks, [`injected`] answers in its place where a file is named; the rest is pure: [`mesh`] counts links, [`graph`] gives
 //! the structure a name, [`ancestry`] says what two devices share on the PCI bus, [`report`] prints it all. `docs/design/topology.md`.
@@ -24,7 +24,7 @@ use nvml::Readings;
 use square::Square;
 use std::path::Path;
 
-/// Where a topology comes from.
+/// Source of a topology.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// NVML.
@@ -38,15 +38,15 @@ pub enum Source {
 /// GPUs and how they are connected. Everything is in the order of `gpus`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detected {
-    /// Who says so.
+    /// Source of what follows.
     pub source: Source,
     /// The GPUs; from [`detect`] those of the host by PCI address.
     pub gpus: Vec<Gpu>,
     /// NVLinks between them.
     pub mesh: NvlMesh,
-    /// Which pairs can access each other's memory.
+    /// Pairs that can access each other's memory.
     pub peers: Square<bool>,
-    /// What that amounts to.
+    /// Structure that the links and pairs amount to.
     pub topology: Topology,
 }
 
@@ -56,7 +56,7 @@ impl Detected {
         Self { source, gpus, mesh, peers, topology }
     }
 
-    /// The same for the GPUs with these UUIDs alone, in this order, whose structure may be another than that of all. The UUID of a
+    /// Topology of the GPUs with these UUIDs alone, in this order. Its structure may be another than that of all. The UUID of a
     /// MIG instance stands for its GPU, which then has neither links nor peers.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl Detected {
     }
 }
 
-/// How the GPUs of this host are connected: by `SYMM_TOPOLOGY_FILE` if set, else by NVML. A host without NVML is
+/// Topology of this host's GPUs: from `SYMM_TOPOLOGY_FILE` if set, else from NVML. A host without NVML is
 /// [`Source::Absent`], no error.
 ///
 /// # Errors

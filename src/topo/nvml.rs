@@ -1,5 +1,4 @@
-//! What NVML tells about the GPUs of this host. The only user of `nvml_wrapper`.
-#![allow(unsafe_code, reason = "functions of NVML, found at run time")]
+//! Readings of NVML about the GPUs of this host. The only user of `nvml_wrapper`.
 
 use super::device::{Gpu, Mig, NvlinkVersion, PciAddress, Uuid};
 use super::mesh::{Links, Remote};
@@ -41,7 +40,7 @@ pub(super) fn readings() -> Result<&'static Readings, &'static str> {
     readings.as_ref().map_err(String::as_str)
 }
 
-/// What the NVML at `library` tells. GPUs that it cannot name are left out, with a warning.
+/// Reads what the NVML at `library` tells. GPUs that it cannot name are left out, with a warning.
 fn read(library: &OsStr, sys: &Path) -> Result<Readings, String> {
     let nvml = Nvml::builder().lib_path(library).init().map_err(|error| format!("NVML does not start: {error}"))?;
     let count = nvml.device_count().map_err(|error| format!("NVML counts no GPUs: {error}"))?;
@@ -122,7 +121,7 @@ enum RemoteType {
     Other,
 }
 
-/// What kind of device is at the far end; `None` if the driver does not tell.
+/// Kind of the device at the far end; `None` if the driver does not tell.
 ///
 /// nvml-wrapper 0.13 has `NvLink::remote_device_type`, but lets NVML write into a temporary and always answers `Unknown`.
 fn remote_type(device: &Device<'_>, link: u32) -> Option<RemoteType> {

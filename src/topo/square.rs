@@ -1,4 +1,4 @@
-//! What holds between each pair of devices.
+//! Square: a value for each pair of devices.
 
 use crate::error::{Error, Result};
 
@@ -39,7 +39,7 @@ impl<T: Copy + PartialEq + std::fmt::Display> Square<T> {
         self.size
     }
 
-    /// What holds between `a` and `b`.
+    /// Value of the pair `a` and `b`.
     ///
     /// # Panics
     /// If one of them is not below `size`.

@@ -1,12 +1,12 @@
-//! Where the system shows a PCI device.
+//! Place at which the system shows a PCI device.
 
 use super::device::PciAddress;
 use std::path::Path;
 
-/// What sysfs tells about a device.
+/// Facts that sysfs tells about a device.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct PciPath {
-    /// Its folder, with the bridges on the way to it.
+    /// Folder of the device, with the bridges on the way to it.
     pub(super) path: Option<String>,
     /// The nearest NUMA node; the system writes -1 where there is none.
     pub(super) numa: Option<u32>,

@@ -1,4 +1,4 @@
-//! What `detect` makes of readings and files, without asking for either.
+//! Tests of what `detect` makes of readings and files, without asking for either.
 
 use super::mesh::{Links, Remote};
 use super::*;

@@ -42,10 +42,10 @@ class Lanes {
   // The caller's `CUstream`; 0 on the CPU.
   size_t handle() const;
 
-  // What `lane` holds by now.
+  // Mark of what `lane` holds by now.
   using Mark = size_t;
   Mark mark(Lane lane);
-  // What is put into `lane` from now on begins after the mark.
+  // Makes what is put into `lane` from now on begin after the mark.
   void after(Lane lane, Mark mark);
 
   // Puts what `body` enqueues into `lane`.
@@ -68,7 +68,7 @@ class Lanes {
   // Null on the CPU.
   const c10::impl::DeviceGuardImplInterface* const interface_;
   std::array<std::optional<c10::Stream>, 2> streams_;
-  // Of the call; a stream waits for what an event marks at that moment, so that the next call may record them anew.
+  // Events of the call; a stream waits for what an event marks at that moment, so that the next call may record them anew.
   std::vector<c10::Event> events_;
   size_t marks_ = 0;
   uint64_t capture_ = 0;

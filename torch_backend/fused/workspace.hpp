@@ -29,7 +29,7 @@ enum class Channel : uint8_t {
   Exit,
 };
 
-// Which piece of the workspace a call uses.
+// Piece of the workspace that a call uses.
 struct Turn {
   // Bytes; the same on all ranks.
   size_t offset;
@@ -51,7 +51,7 @@ struct Turn {
 // Large workspaces have one piece, and each call begins with the barrier.
 class Workspace {
  public:
-  // That of the group with this name, made when it is first asked for, and given up with the group.
+  // Workspace of the group with this name, made when it is first asked for, and given up with the group.
   static std::shared_ptr<Workspace> of(const std::string& group_name, at::Device device);
   // Gives up those whose group is no more, and that of `group_name`.
   static void drop(const std::string& group_name);

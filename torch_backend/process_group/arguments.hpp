@@ -17,7 +17,7 @@ const std::vector<at::Tensor>& single_list(
     const std::vector<std::vector<at::Tensor>>& lists,
     int size);
 void check_root(const char* call, int64_t root, int64_t tensor, int size);
-// All tensors are of the dtype and device of `like`, and of its sizes if `sizes`.
+// Checks that all tensors are of the dtype and device of `like`, and of its sizes if `sizes`.
 void check_like(const char* call, const std::vector<at::Tensor>& tensors, const at::Tensor& like, bool sizes);
 // `whole` (the `whole_role` tensor) holds `parts` times as many elements as `part`, of the same dtype.
 void check_parts(

@@ -1,4 +1,4 @@
-// Where the user's program makes a call, for SYMM_DEBUG=site.
+// Call site: where the user's program makes a call, for SYMM_DEBUG=site.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace symm {
 // The core's number of the innermost line outside torch and this package in the calling thread's Python stack. Waits for the GIL.
 uint32_t find_call_site();
 
-// The same if sites are wanted; else 0, without any waiting.
+// Number of the call site if call sites are wanted; else 0, without any waiting.
 inline uint32_t call_site() {
   static const bool wanted = call_sites_wanted();
   return wanted ? find_call_site() : 0;

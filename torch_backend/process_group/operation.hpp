@@ -1,4 +1,4 @@
-// One c10d call in preparation: its tensors, checked, as plain spans for the core.
+// Operation: one c10d call in preparation: its tensors, checked, as plain spans for the core.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -77,12 +77,12 @@ class Operation {
 
   ::c10d::OpType type;
   const char* title;
-  // Of all tensors; none: there are none yet.
+  // Device of all tensors; none: there are none yet.
   std::optional<at::Device> device;
   std::vector<CallSpec> calls;
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
-  // What a profiler is told of an all-to-all.
+  // Splits of an all-to-all, for profilers.
   std::vector<int64_t> input_splits;
   std::vector<int64_t> output_splits;
   // The output lists where the call had several; empty: one flat list.
@@ -97,7 +97,7 @@ class Operation {
 
   std::vector<at::Tensor> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
-  // Where outputs lie: apart from each other, in the order of addresses.
+  // Outputs: apart from each other, in the order of addresses.
   std::vector<Span> written_;
 };
 

@@ -97,7 +97,7 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Not served: work has no duration, as with Gloo.
+  // Does nothing: work has no duration, as with Gloo.
   void enableCollectivesTiming() override;
   // Sets up the group's memory on a CUDA device now, not at the first call.
   void eagerConnectSingleDevice(at::Device device) override;
@@ -141,16 +141,16 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   std::shared_ptr<DeviceStreams> streams_on(at::Device device);
   // Within the handler of a collective's exception: tells the ranks that wait for the call, and throws on.
   [[noreturn]] void refused() const;
-  // The same for a send or receive.
+  // Throws the refusal of a send or receive.
   [[noreturn]] void refused(int peer, int tag, bool send) const;
-  // Where a barrier is to be waited for; none: on the host.
+  // Device on which a barrier is to be waited for; none: the host.
   std::optional<at::Device> barrier_device(const ::c10d::BarrierOptions& opts) const;
   Caller caller(uint64_t sequence) const;
   WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
   // The group that an earlier `split` of this name made, if it can still be used.
   c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
   WorkPtr remember(WorkPtr work);
-  // What remains of a call that is complete already.
+  // Work of a call that is complete already.
   WorkPtr completed(std::shared_ptr<Operation> operation);
   WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);
   std::vector<int64_t> even_lengths(const at::Tensor& piece) const;
@@ -164,10 +164,10 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   Group group_;
   PoolHold pools_;
-  // What startCoalescing() began.
+  // State since startCoalescing().
   struct Coalesced {
     std::vector<WorkPtr> parts;
-    // One of the parts: of the CUDA calls so far.
+    // Work of the CUDA calls so far: one of the parts.
     c10::intrusive_ptr<DeviceWork> gathering;
   };
 

@@ -1,4 +1,4 @@
-// What a profiler is told of a call: name, sizes, dtype, group.
+// Record of a call for profilers: name, sizes, dtype, group.
 #pragma once
 
 #include <ATen/record_function.h>
@@ -20,12 +20,12 @@ inline bool profiled() {
   return at::isRecordFunctionEnabled() && at::hasCallbacks();
 }
 
-// What a work shows of its inputs.
+// Inputs that a work shows to profilers.
 inline std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
   return profiled() ? std::make_optional(operation.inputs) : std::nullopt;
 }
 
-// Who makes the call.
+// Caller: the process group that makes the call.
 struct Caller {
   const std::string& group;
   const std::string& description;

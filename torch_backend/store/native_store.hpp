@@ -92,7 +92,7 @@ class TcpStore final : public SymmStore {
   TcpStore(const TcpStore& other, rust::Box<NativeStore> store);
   c10::intrusive_ptr<::c10d::Store> clone() override;
 
-  // Where the server is reached.
+  // Host at which the server is reached.
   const std::string host;
   const uint16_t port;
   const bool is_master;

@@ -17,8 +17,8 @@ std::shared_ptr<c10::Allocator> symmetric_allocator();
 // The CUDA device with an index that `device` means, the current one if it names none; nothing if it cannot have such memory.
 std::optional<at::Device> sharing_device(at::Device device);
 
-// What a group holds of the pools that its process has, one per device: a pool ends with its last holder. May be used from any thread,
-// with and without the GIL.
+// Hold of a group on the pools that its process has, one per device: a pool ends with its last holder. May be used from any thread, with
+// and without the GIL.
 class PoolHold {
  public:
   PoolHold() = default;

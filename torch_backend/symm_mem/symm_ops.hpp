@@ -1,4 +1,4 @@
-// What torch.ops.symm_mem operators on CPU tensors have in common.
+// Common parts of torch.ops.symm_mem operators on CPU tensors.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,13 +16,13 @@ using WindowPtr = c10::intrusive_ptr<SymmetricWindow>;
 
 // The window of the tensor's memory in the group; collective if the group has none yet. Null if the memory is not symmetric.
 WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
-// The same, refusing memory that is not symmetric: it is `op` that wants it, as its `what`.
+// Window of `tensor`; refuses memory that is not symmetric: it is `op` that wants it, as its `what`.
 WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
 
 // a * b, of which neither is negative; refused if no tensor can have so many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
 
-// Where the tensor begins in its rank's buffer.
+// Offset of the tensor in its rank's buffer.
 size_t offset_of(const at::Tensor& tensor);
 
 // Runs `body` while every rank is in the call: all have come before it begins, and none returns before all are done with it, so

@@ -24,7 +24,7 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
   // Kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the memory already.
   void free(void* ptr) override;
-  // No rendezvous finds the windows any more that begin in these bytes, which are about to be given back.
+  // Forgets the windows that begin in these bytes, which are about to be given back: no rendezvous finds them any more.
   void forget(size_t address, size_t bytes);
   size_t get_alloc_size(void* ptr) override;
   // Collective unless the group has the window already. Null if the memory is not symmetric, as torch's operators expect.
@@ -52,13 +52,13 @@ class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemor
     // The process that made it: a forked child inherits the record, not the memory.
     pid_t owner;
   };
-  // By the first address of the memory and the name of the group.
+  // Key of a window: the first address of the memory and the name of the group.
   using Key = std::pair<size_t, std::string>;
   using Windows = std::map<Key, c10::intrusive_ptr<SymmetricWindow>>;
 
-  // What `alloc` gave that holds `address`; mutex_ must be held.
+  // Block that `alloc` gave and that holds `address`; mutex_ must be held.
   const std::pair<const size_t, Block>* covering(size_t address) const;
-  // Where memory that may have come from the core otherwise (torch_symm.mem_allocator) lies, if it is symmetric.
+  // Device of memory that may have come from the core otherwise (torch_symm.mem_allocator), if it is symmetric.
   std::optional<at::Device> elsewhere(size_t address) const;
   // The window if it still serves `group`; forgets it if not.
   c10::intrusive_ptr<SymmetricWindow> known(const Key& key, const Group& group);

@@ -22,7 +22,7 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
 
   std::vector<void*> get_buffer_ptrs() override;
   std::vector<void*> get_signal_pad_ptrs() override;
-  // On the host, too: arrays that live as long as this.
+  // Arrays that live as long as this, on the host, too.
   void** get_buffer_ptrs_dev() override;
   void** get_signal_pad_ptrs_dev() override;
   size_t get_buffer_size() override {
@@ -33,8 +33,8 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return 0;
   }
 
-  // As torch's functions of these names, which these hide: what they return keeps the window, and any request that leaves the memory of
-  // `rank` is refused.
+  // Tensors as torch's functions of these names return them, which these hide: what they return keeps the window, and any request that
+  // leaves the memory of `rank` is refused.
   at::Tensor get_buffer(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype, int64_t storage_offset = 0);
   at::Tensor get_remote_tensor(int rank, c10::IntArrayRef sizes, c10::ScalarType dtype);
   at::Tensor get_signal_pad(
@@ -50,7 +50,7 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return nullptr;
   }
 
-  // On CUDA these only enqueue, on the caller's current stream; what failed there is thrown by a later call. `timeout_ms` 0: the
+  // Enqueues, on CUDA, on the caller's current stream, and returns; what failed there is thrown by a later call. `timeout_ms` 0: the
   // group's timeout.
   void barrier(int channel, size_t timeout_ms) override;
   void put_signal(int dst_rank, int channel, size_t timeout_ms) override;
@@ -73,18 +73,18 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return true;
   }
 
-  // On the host: writes to `out` what `reduce_op`, a c10d code, makes of `bytes` at `offset` of all ranks' buffers, in rank order.
-  // `out` may be that part of this rank's buffer. Nobody is waited for.
+  // Writes to `out`, on the host, what `reduce_op`, a c10d code, makes of `bytes` at `offset` of all ranks' buffers, in rank order. `out`
+  // may be that part of this rank's buffer. Nobody is waited for.
   void reduce(c10::ScalarType dtype, uint8_t reduce_op, size_t offset, size_t bytes, void* out);
-  // This process's address of `offset` in the buffer of `rank`.
+  // Address in this process of `offset` in the buffer of `rank`.
   std::byte* at(int rank, size_t offset) const;
   // Whether it still is that of its memory, in this group of this process.
   bool serves(const Group& group) const;
 
  private:
-  // Of the calling thread on the device; 0 on the host.
+  // Stream of the calling thread on the device; 0 on the host.
   size_t stream() const;
-  // Before an address leaves: throws in a forked child; what a graph that is being recorded may use stays.
+  // Notes a use before an address leaves: throws in a forked child; what a graph that is being recorded may use stays.
   void note_use() const;
   // A tensor in the `room` bytes that `rank` has at one of `begins`.
   at::Tensor view(

@@ -14,7 +14,7 @@
 
 namespace symm {
 
-// Which of a group's own streams on a device: sends do not wait for receives, nor other calls for either.
+// Stream of a group's own on a device: sends do not wait for receives, nor other calls for either.
 enum class Own { Calls, Sends, Receives };
 
 // A group's streams on one device, and what is needed to order them with others. May be used from any thread.
@@ -32,7 +32,7 @@ class DeviceStreams {
   c10::Stream current() const {
     return interface_->getStream(device_);
   }
-  // One of the group's own, of high priority, which goes on once `stream` has done what it holds now.
+  // Stream of the group's own, of high priority, which goes on once `stream` has done what it holds now.
   c10::Stream own_after(Own which, const c10::Stream& stream);
   // The `CUstream`.
   size_t handle(const c10::Stream& stream) const;

@@ -25,7 +25,7 @@ class DeviceWork final : public ::c10d::Work {
  public:
   // `operation` says how a profiler sees the work; it must be added like any other.
   DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, const Operation& operation, uint64_t sequence);
-  // Of a coalesced block.
+  // Makes the work of a coalesced block.
   DeviceWork(int rank, Group group, std::shared_ptr<DeviceStreams> streams, uint64_t sequence);
   ~DeviceWork() override;
 
@@ -57,7 +57,7 @@ class DeviceWork final : public ::c10d::Work {
   void blockCurrentStream() override {
     synchronize();
   }
-  // The same, and blocks the host if a timeout is given, for a barrier, and under SYMM_BLOCKING_WAIT.
+  // Makes the current stream wait, and blocks the host if a timeout is given, for a barrier, and under SYMM_BLOCKING_WAIT.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   // Complete from the start, as its callbacks run on streams that wait for the result.
@@ -67,13 +67,13 @@ class DeviceWork final : public ::c10d::Work {
 
  private:
   enum class Phase { Gathering, Launched, Refused, Done };
-  // What is known of the device without waiting for it. Recorded: it runs when a graph is replayed. Unknown: asking would end a capture.
+  // Progress on the device as it is known without waiting. Recorded: it runs when a graph is replayed. Unknown: asking would end a capture.
   enum class Progress { Running, Done, Recorded, Unknown };
 
   // mutex_ must be held for these.
   bool gather(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool background);
   void launch_gathered();
-  // Where calls beside the caller's stream go.
+  // Stream for calls beside the caller's stream.
   Own own_stream() const;
   void enqueue() const;
   c10::Event& end() const;
@@ -92,11 +92,11 @@ class DeviceWork final : public ::c10d::Work {
   std::vector<std::shared_ptr<Operation>> operations_;
   std::vector<Transfer> transfers_;
   bool background_ = false;
-  // Of the call that may take longest; not positive: the group's.
+  // Timeout of the call that may take longest; not positive: the group's.
   std::optional<std::chrono::milliseconds> timeout_;
   mutable Phase phase_ = Phase::Gathering;
   mutable std::exception_ptr failure_;
-  // Of the thread that launched, and the one with the calls: the same, or one of the group's own.
+  // Streams of the thread that launched, and of the calls: the same, or one of the group's own.
   std::optional<c10::Stream> origin_;
   std::optional<c10::Stream> stream_;
   // Marks the end of the calls on stream_; of calls on the caller's stream only once somebody asks.

@@ -34,7 +34,7 @@ class WorkSymm final : public ::c10d::Work {
 
   // Ends the call: writes results back, then tells waiting threads, then the future.
   void complete(std::exception_ptr error, int source);
-  // What `Group::wait` is asked for. 0: the call was refused; throws why.
+  // Ticket that `Group::wait` is asked for. 0: the call was refused; throws why.
   void set_ticket(uint64_t ticket);
   // Throws the call's exception, if it has one.
   void rethrow() const;
@@ -75,7 +75,7 @@ class WorkCoalesced final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What the core calls when an asynchronous call has ended.
+// Completion that the core calls when an asynchronous call has ended.
 class WorkCompletion final : public Completion {
  public:
   explicit WorkCompletion(c10::intrusive_ptr<WorkSymm> work) : work_(std::move(work)) {}

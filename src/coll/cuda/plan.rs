@@ -102,7 +102,8 @@ pub struct Tuning {
     pub two_shot_bytes: usize,
     /// Longest all-reduce in two shots of a zero-copy call.
     pub zero_copy_two_shot_bytes: usize,
-    /// Shortest message between two ranks that is zero-copy, not 0: what start and end of such a call take, it gains by this length.
+    /// Length of the shortest message between two ranks that is zero-copy, not 0: it gains by this length what start and end of such a call
+    /// take.
     pub zero_copy_bytes: usize,
     /// Longest single message with flags in the data.
     pub low_latency_bytes: usize,

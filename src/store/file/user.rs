@@ -42,7 +42,7 @@ enum Outcome {
     Done(Reply),
     /// A key is missing.
     Missing,
-    /// Lock that another process has.
+    /// The lock is another process's.
     Busy,
 }
 

@@ -1,4 +1,4 @@
-//! What travels between client and server once they trust each other: a length of four bytes, then a body.
+//! Frames between client and server once they trust each other: a length of four bytes, then a body.
 
 use super::limits::MAX_FRAME;
 use crate::error::{Error, Kind, Result};
@@ -10,15 +10,15 @@ use std::time::Duration;
 /// Bytes before the body.
 pub const LENGTH: usize = 4;
 
-/// From this size on a value goes out from where it is stored.
+/// Size from which on a value goes out from where it is stored.
 const APART: usize = 16 * 1024;
 
-/// What a client sends.
+/// Message of a client.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message<'a> {
     /// Do this, within that time.
     Call(Duration, Request<'a>),
-    /// One more of the workers that the master waits for has come.
+    /// Join of one more of the workers that the master waits for.
     Join,
 }
 
@@ -59,7 +59,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// What a server sends.
+/// Answer of a server.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
     /// Done.

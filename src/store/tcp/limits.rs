@@ -1,4 +1,4 @@
-//! What one server takes on, so that nobody who reaches it can exhaust its host.
+//! Limits of one server, so that nobody who reaches it can exhaust its host.
 
 use std::time::Duration;
 
@@ -16,9 +16,9 @@ pub struct Limits {
     pub clients: usize,
     /// Connections at once that have not introduced themselves; the oldest goes first.
     pub unidentified: usize,
-    /// How long an unidentified peer may take to introduce itself.
+    /// Time that an unidentified peer may take to introduce itself.
     pub hello: Duration,
-    /// How long a frame may take, from its first byte to its last, or an answer to be taken.
+    /// Time that a frame may take, from its first byte to its last, or an answer to be taken.
     pub frame: Duration,
 }
 

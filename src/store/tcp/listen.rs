@@ -1,4 +1,4 @@
-//! What a server of the store listens at.
+//! Listeners of a server of the store.
 
 use super::address::{Address, FLAGS, UnixName, attend, connect_unix, ours, unix_address};
 use super::occupant;
@@ -14,11 +14,11 @@ use std::path::{Path, PathBuf};
 
 const BACKLOG: i32 = 4096;
 
-/// What a server listens at. The path of a Unix socket goes with it.
+/// Sockets that a server listens at. The path of a Unix socket goes with them.
 pub struct Listeners {
     /// The sockets.
     pub sockets: Vec<OwnedFd>,
-    /// With the port that was chosen.
+    /// Address with the port that was chosen.
     pub address: Address,
     path: Option<(PathBuf, u64)>,
 }

@@ -41,7 +41,7 @@ impl Tenancy {
 
 static SERVERS: PerProcess<Mutex<Vec<Tenancy>>> = PerProcess::new(|| Mutex::new(Vec::new()));
 
-/// What a store is asked to be; the meanings are those of torch's `TCPStore`.
+/// Options of a store, with the meanings of torch's `TCPStore`.
 #[derive(Clone)]
 pub struct TcpOptions {
     /// Host name, IPv4 or IPv6 address, `unix:/path` or `unix:@name`. A master listens there and nowhere else.
@@ -60,7 +60,7 @@ pub struct TcpOptions {
     pub multi_tenant: bool,
     /// A bound TCP socket to listen on, of which the store becomes the owner.
     pub listen_fd: Option<RawFd>,
-    /// What clients must know.
+    /// Secret that clients must know.
     pub secret: Option<Vec<u8>>,
     /// Whether processes of this user alone are to be served where there is no secret and `host` is loopback, see
     /// [`Address::for_same_user`].
@@ -72,7 +72,7 @@ pub struct TcpStore {
     host: String,
     port: u16,
     client: Client,
-    /// After the client, whose connections end first.
+    /// Server, which ends after the client's connections.
     _server: Option<Arc<Server>>,
 }
 
@@ -137,7 +137,7 @@ impl Store for TcpStore {
     }
 }
 
-/// Where the server is.
+/// Address of the server.
 fn endpoint(options: &TcpOptions, deadline: Instant) -> Result<Address> {
     let address = Address::resolve(&options.host, options.port, deadline)?;
     if options.same_user && options.secret.is_none() { address.for_same_user() } else { Ok(address) }

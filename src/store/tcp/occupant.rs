@@ -1,4 +1,4 @@
-//! Who has the address at which a store was to listen.
+//! Occupant: the process that has the address at which a store was to listen.
 
 use super::address::{Address, UnixName, connect_unix};
 use crate::sys::socket;
@@ -43,7 +43,8 @@ fn listener(address: &SocketAddr) -> Option<(u32, u64)> {
     tables.iter().flat_map(|table| table.lines()).find_map(|line| listening(line, &port))
 }
 
-/// The same of a line of `/proc/net/tcp`: number, local address, remote one, state, queues, timer, retransmits, user, timeout, inode.
+/// User and inode of a line of `/proc/net/tcp` that listens at `port`; the line has number, local address, remote one, state, queues,
+/// timer, retransmits, user, timeout, inode.
 fn listening(line: &str, port: &str) -> Option<(u32, u64)> {
     let fields: Vec<&str> = line.split_ascii_whitespace().collect();
     let (_, at) = fields.get(1)?.rsplit_once(':')?;

@@ -1,4 +1,4 @@
-//! How a client and a server that share a secret convince each other, without showing it.
+//! Proofs by which a client and a server that share a secret convince each other, without showing it.
 //!
 //! The server opens with a fresh nonce; the client answers with a nonce of its own and, if there is a secret, with
 //! HMAC-SHA256 over both; the server closes the door or answers with an HMAC of its own. Each proof holds for one
@@ -27,7 +27,7 @@ pub const ADMISSION: usize = 1 + WIDTH;
 /// A value used once.
 pub type Nonce = [u8; WIDTH];
 
-/// Who speaks: keeps one side's proof from serving as the other's.
+/// Side that speaks: it keeps one side's proof from serving as the other's.
 #[derive(Clone, Copy)]
 enum Side {
     Client,
@@ -71,7 +71,7 @@ pub enum Refusal {
     Foreign,
     /// Was given no secret, where there is one.
     Without,
-    /// Its proof is that of another secret or connection.
+    /// The proof is that of another secret or connection.
     Wrong,
     /// Was given a secret, where there is none.
     Needless,
@@ -107,7 +107,7 @@ pub fn farewell(secret: bool) -> [u8; HELLO] {
     fixed(&[&MAGIC[..], &[u8::from(secret)]].concat())
 }
 
-/// What a client knows after the server's first words.
+/// Knowledge of a client after the server's first words.
 pub struct Introduction {
     server: Nonce,
     client: Nonce,

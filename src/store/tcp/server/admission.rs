@@ -1,4 +1,4 @@
-//! Who is let in: connections are accepted, asked for the secret, and kept from taking the process's last descriptors.
+//! Admission: connections are accepted, asked for the secret, and kept from taking the process's last descriptors.
 
 use super::connection::{Connection, Phase};
 use super::event_loop::EventLoop;
@@ -13,23 +13,23 @@ use rustix::fd::{AsRawFd, OwnedFd};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use std::time::{Duration, Instant};
 
-/// How many connections are accepted before others have their turn.
+/// Connections that are accepted before others have their turn.
 const ACCEPT_TURN: usize = 64;
 
-/// How long to wait before accepting again when descriptors have run out.
+/// Time to wait before accepting again when descriptors have run out.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
 
-/// From this many connections on, the process gets room for [`ROOM`] descriptors.
+/// Connections from which on the process gets [`ROOM`] descriptors.
 const MANY: usize = 16;
 const ROOM: u64 = 4096;
 
-/// This many unidentified peers may be there however few descriptors are left for them: who knows the secret is one, too, for a moment.
+/// Unidentified peers that may be there however few descriptors are left for them: a peer that knows the secret is one, too, for a moment.
 const FEW: usize = 16;
 
 /// The part of the process's descriptors that unidentified peers leave to those who know the secret and to the rest of the process: 1 in 4.
 const KEPT_FROM_UNIDENTIFIED: u64 = 4;
 
-/// What clients leave to the rest of the process: as many, or 1 in 8.
+/// Descriptors that clients leave to the rest of the process: as many, or 1 in 8.
 const KEPT_FROM_CLIENTS: u64 = 32;
 
 /// `socket` under the lowest descriptor that is free, if that is lower than its own. So those who came in place of others do not climb.

@@ -1,4 +1,4 @@
-//! Which connection must have done something by when.
+//! Calendar of the times by which connections must have done something.
 
 use std::collections::BTreeSet;
 use std::time::Instant;

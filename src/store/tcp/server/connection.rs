@@ -1,4 +1,4 @@
-//! One client's connection: bytes in, bytes out, never blocking.
+//! Connection of one client: bytes in, bytes out, never blocking.
 
 use crate::store::tcp::address::peer_name;
 use crate::store::tcp::frame::LENGTH;
@@ -15,18 +15,18 @@ use std::time::Instant;
 /// Frames up to this length never wait for room.
 pub(super) const SHORT: usize = 16 * 1024;
 
-/// How much is read before the length of a frame is known.
+/// Bytes that are read before the length of a frame is known.
 const FIRST: usize = 2 * 1024;
 
-/// How much is read or written before others have their turn.
+/// Bytes that are read or written before others have their turn.
 const TURN: usize = 256 * 1024;
 
-/// How far a client has come.
+/// Phase that a client has come to.
 #[derive(Debug)]
 pub(super) enum Phase {
     /// Has not introduced itself.
     Unidentified(Nonce),
-    /// Its next frame is expected, or on its way.
+    /// The next frame is expected, or on its way.
     Open,
     /// Waits for `key`, and is told that it is missing at the deadline.
     Waiting { key: String },
@@ -34,7 +34,7 @@ pub(super) enum Phase {
     Leaving,
 }
 
-/// What reading has brought.
+/// Result of reading.
 #[derive(Debug)]
 pub(super) enum Input {
     /// Nothing complete, and nothing more for now.
@@ -43,7 +43,7 @@ pub(super) enum Input {
     More,
     /// The other end is closed, or speaks nonsense.
     Closed,
-    /// A unidentified peer's introduction.
+    /// The introduction of an unidentified peer.
     Hello(Box<[u8; HELLO]>),
     /// A frame of this length is about to come: room for it must be reserved first.
     Long(usize),
@@ -53,14 +53,14 @@ pub(super) enum Input {
     Frame(Bytes),
 }
 
-/// How far sending has come.
+/// Result of sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Output {
-    /// All has gone.
+    /// Everything was sent.
     Sent,
     /// The other end must read first; the socket will say when it has.
     Blocked,
-    /// There is more to send, after others have had their turn.
+    /// More is to be sent, after others have had their turn.
     More,
     /// The other end is closed.
     Closed,
@@ -71,7 +71,7 @@ pub(super) struct Connection {
     pub(super) phase: Phase,
     /// The request that waits or is to be tried again.
     pub(super) request: Option<Bytes>,
-    /// When something must have happened; kept in the server's calendar as well.
+    /// Time by which something must have happened; kept in the server's calendar as well.
     pub(super) deadline: Option<Instant>,
     /// Bytes that this connection has reserved.
     pub(super) reserved: usize,
@@ -102,7 +102,7 @@ impl Connection {
         }
     }
 
-    /// Who is at the other end, for people.
+    /// Name, for people, of the peer at the other end.
     pub(super) fn peer(&self) -> String {
         peer_name(&self.socket)
     }
@@ -134,7 +134,7 @@ impl Connection {
             return found;
         }
         let have = self.input.len();
-        // A unidentified peer's bytes beyond its introduction are not taken, nor those beyond a frame whose length is known.
+        // An unidentified peer's bytes beyond its introduction are not taken, nor those beyond a frame whose length is known.
         let room = match (&self.phase, self.announced()) {
             (Phase::Unidentified(_), _) => HELLO - have,
             (_, Some(length)) => (LENGTH + length - have).min(TURN),
@@ -152,7 +152,7 @@ impl Connection {
         }
     }
 
-    /// What is in the buffer already.
+    /// Input that is complete in the buffer already.
     fn complete(&mut self) -> Option<Input> {
         if matches!(self.phase, Phase::Unidentified(_)) {
             if !proof::plausible(&self.input) {

@@ -23,13 +23,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long the loop stays awake after something has happened: the next request of the same client tends to follow soon.
+/// Time that the loop stays awake after something has happened: the next request of the same client tends to follow soon.
 const LINGER: Duration = Duration::from_micros(50);
 
-/// From this many answers on, other threads help to send them.
+/// Answers from which on other threads help to send them.
 const MANY: usize = 8;
 
-/// How many connections that have more to do have their turn before new events are looked at.
+/// Connections with more to do that have their turn before new events are looked at.
 const ROUND: usize = 64;
 
 pub(super) struct EventLoop {
@@ -39,12 +39,12 @@ pub(super) struct EventLoop {
     pub(super) limits: Limits,
     pub(super) shared: Arc<Shared>,
     pub(super) table: Table,
-    /// By their tokens, which follow those of the listeners. None is used twice: what is still to be said or done about a connection that
-    /// has gone, an event of the same batch for one, must not meet another.
+    /// Connections by their tokens, which follow those of the listeners. None is used twice: what is still to be said or done about a
+    /// connection that has gone, an event of the same batch for one, must not meet another.
     pub(super) connections: HashMap<usize, Connection>,
     /// The token of the next connection.
     pub(super) next: usize,
-    /// Who waits for which key, the first comer first.
+    /// Clients that wait for each key, the first comer first.
     pub(super) waiting: HashMap<String, VecDeque<usize>>,
     pub(super) calendar: Calendar,
     /// Connections with something to send, which they do together at the end of a round: woken one by one, clients would
@@ -308,7 +308,7 @@ impl EventLoop {
             Output::Sent => {
                 let reserved = std::mem::take(&mut connection.reserved);
                 let unidentified = matches!(connection.phase, Phase::Unidentified(_));
-                // A unidentified peer keeps its deadline: it has been sent words, and has said none.
+                // An unidentified peer keeps its deadline: it has been sent a message, and has sent none.
                 let deadline = if unidentified { connection.deadline } else { None };
                 self.calendar.set(key, &mut connection.deadline, deadline);
                 if connection.pending() {
@@ -372,7 +372,7 @@ mod tests {
             Ok(Self { event_loop, events: Events::with_capacity(64), at })
         }
 
-        /// One turn; the tokens of its events.
+        /// Takes one turn; returns the tokens of its events.
         fn turn(&mut self) -> std::io::Result<Vec<usize>> {
             self.event_loop.poll.poll(&mut self.events, Some(Duration::from_millis(20)))?;
             self.event_loop.round(&self.events);

@@ -25,10 +25,10 @@ use std::time::Instant;
 /// Token of the waker; listeners and connections have those below.
 const WAKER: Token = Token(usize::MAX);
 
-/// How many descriptors the process around a server may want for itself.
+/// Descriptors that the process around a server may want for itself.
 const SPARE_DESCRIPTORS: u64 = 4096;
 
-/// What the loop shares with the process around it.
+/// State that the loop shares with the process around it.
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
@@ -51,7 +51,7 @@ pub struct Server {
     shared: Arc<Shared>,
     waker: Waker,
     thread: Option<JoinHandle<()>>,
-    /// Of the process in which the thread runs.
+    /// Generation of the process in which the thread runs.
     generation: u64,
 }
 
@@ -75,7 +75,7 @@ impl Server {
         Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
     }
 
-    /// Where it listens.
+    /// Address that the server listens at.
     pub fn address(&self) -> &Address {
         &self.address
     }
@@ -85,7 +85,7 @@ impl Server {
         self.secret.as_deref() == secret
     }
 
-    /// How many workers have joined: waits for `count` until the deadline.
+    /// Waits until `count` workers have joined, or the deadline; returns how many have.
     pub fn await_workers(&self, count: u32, deadline: Instant) -> Result<u32> {
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());

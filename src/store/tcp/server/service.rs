@@ -1,4 +1,4 @@
-//! What the server does for a client: answers, or keeps the request until its keys are there or its time is over.
+//! Service of a client: the server answers, or keeps the request until its keys are there or its time is over.
 
 use super::connection::{Phase, SHORT};
 use super::event_loop::EventLoop;
