@@ -7,9 +7,41 @@
 #[allow(missing_docs)] // cxx generates items of its own, and fields without a note say what they are.
 #[cxx::bridge(namespace = "symm")]
 pub mod ffi {
-    /// The outcome of a call. `kind` 0 is success; else a code of `error::Kind`.
+    /// `error::Kind`, or `None` of a success.
+    #[repr(u8)]
+    enum Kind {
+        None = 0,
+        Peer = 1,
+        Timeout = 2,
+        Mismatch = 3,
+        Config = 4,
+        Aborted = 5,
+        Value = 6,
+        Type = 7,
+        NotImplemented = 8,
+        WaitTimeout = 9,
+        Internal = 10,
+        Network = 11,
+        QueueEmpty = 12,
+    }
+
+    /// `op::Op`.
+    #[repr(u8)]
+    enum Collective {
+        Barrier = 0,
+        Broadcast = 1,
+        AllReduce = 2,
+        Reduce = 3,
+        AllGather = 4,
+        Gather = 5,
+        Scatter = 6,
+        ReduceScatter = 7,
+        AllToAll = 8,
+    }
+
+    /// Outcome of a call.
     struct Status {
-        kind: u8,
+        kind: Kind,
         message: String,
     }
 
@@ -22,8 +54,7 @@ pub mod ffi {
 
     /// Arguments of one collective; `coll::call::Call` has the meaning of `inputs` and `outputs`.
     struct CallSpec {
-        /// Code of `coll::call::Op`.
-        op: u8,
+        op: Collective,
         /// `c10::ScalarType`.
         dtype: i32,
         /// `c10d::ReduceOp::RedOpType`.
@@ -186,7 +217,7 @@ pub mod ffi {
         window: Box<WindowHandle>,
     }
 
-    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `coll::fused::Product`.
+    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `fused::Product`.
     struct ProductSpec {
         /// CUDA; the host if negative.
         device: i32,
@@ -205,14 +236,14 @@ pub mod ffi {
         arrived: usize,
     }
 
-    /// Answer of `coll::fused::gather`: a plan, or why there is none.
+    /// Answer of `fused::gather`: a plan, or why there is none.
     struct GatherPlan {
         status: Status,
         own_early: bool,
         products: Vec<ShardRun>,
     }
 
-    /// `coll::cuda::sum_parts::Sum`, and where it is enqueued.
+    /// `fused::sum_parts::Sum`, and where it is enqueued.
     struct SumSpec {
         device: i32,
         stream: usize,
@@ -226,11 +257,9 @@ pub mod ffi {
 
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
-
         /// A `c10d::Store`.
         type StoreHandle;
-        /// Sends the store a request and returns its answer, or how it failed; never throws. `timeout_ms` is for `StoreOp::Wait` alone:
-        /// c10d bounds all else by the store's own timeout.
+        /// Answer of the store, or how it failed; never throws. `timeout_ms` is for `Wait`: c10d bounds all else by the store's own.
         fn call(self: &StoreHandle, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
         /// Whether it has `append`, `multi_get` and `multi_set` of its own.
         fn extended(self: &StoreHandle) -> bool;
@@ -238,18 +267,15 @@ pub mod ffi {
         fn timeout_ms(self: &StoreHandle) -> i64;
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
-
         /// Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the process's first, is to stop waiting because of one; the exception is then kept for this thread.
         /// Never throws. Takes Python's lock.
         fn raised(self: &InterruptHandle) -> bool;
-
         /// Receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
         type Completion;
         /// `source` is the rank a receive got its message from, else -1.
         fn complete(self: &Completion, status: &Status, source: i32);
-
         /// Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
         fn forget_windows(address: usize, bytes: usize);
     }
@@ -262,7 +288,6 @@ pub mod ffi {
         fn count(self: &Pieces) -> usize;
         /// The piece at `index`, which must be less than `count`.
         fn get(self: &Pieces, index: usize) -> &[u8];
-
         /// A store of `symm::store`, or why there is none.
         type NativeStore;
         fn store_memory() -> Box<NativeStore>;
@@ -279,19 +304,16 @@ pub mod ffi {
         fn call(self: &NativeStore, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
         /// Returns once all `size` ranks have called it with this key.
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
-
         /// Clients of one store, for `store::load`.
         type LoadGenerator;
         fn load_generator() -> Box<LoadGenerator>;
         fn admit(self: &mut LoadGenerator, store: UniquePtr<StoreHandle>);
         /// `work` is a name of `store::load::Work`.
         fn drive(self: &LoadGenerator, work: &str, calls: u32) -> LoadAnswer;
-
         /// Link matrix of the GPUs with these UUIDs, in this order.
         fn nvlink_matrix(uuids: &[String]) -> LinkMatrix;
         /// Report of all GPUs of this host.
         fn topology_report() -> TopologyReport;
-
         /// `coll::cost::Model`.
         type CostModel;
         /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` of each dimension's link, in place of the model's own; or
@@ -363,8 +385,7 @@ pub mod ffi {
         fn abort(self: &GroupHandle);
         /// Leaves the group after outstanding calls, at most the timeout; idempotent.
         fn shutdown(self: &GroupHandle);
-        /// Leaves as `leave` does, with a limit of its own, after which outstanding calls fail; they fail because of the error `farewell`,
-        /// if that is not empty.
+        /// Leaves with a limit of its own, after which outstanding calls fail; because of the error `farewell`, if that is not empty.
         fn leave(self: &GroupHandle, limit_ms: i64, farewell: &str);
         /// Number of collectives begun so far; the same on all ranks.
         fn sequence(self: &GroupHandle) -> u64;
@@ -426,8 +447,7 @@ pub mod ffi {
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
-        /// The number of the capture that records what is enqueued in the CUDA stream; 0: none does. May be asked at any time, from any
-        /// thread.
+        /// Number of the capture that records what is enqueued in the CUDA stream; 0: none does. May be asked from any thread.
         fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
@@ -450,6 +470,7 @@ pub mod ffi {
 
 mod cost;
 mod cuda;
+mod entry;
 mod fused;
 mod group;
 mod kernels;
@@ -463,6 +484,7 @@ mod trace;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
+use entry::version;
 use cuda::{blocking_wait, capture_of, stats};
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
@@ -474,21 +496,3 @@ use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
 use window::{WindowHandle, allocate_window, free_window};
-
-fn version() -> String {
-    env!("CARGO_PKG_VERSION").into()
-}
-
-// Only `PyInit__C` and the two functions of `memory` are exported; build.rs says how this achieves it.
-std::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/hidden.s")));
-
-unsafe extern "C" {
-    fn PyInit__C_init() -> *mut std::ffi::c_void;
-}
-
-/// Python's entry point. rustc exports only Rust symbols from a cdylib, so this one passes on to the C++ module.
-#[unsafe(no_mangle)]
-pub extern "C" fn PyInit__C() -> *mut std::ffi::c_void {
-    // SAFETY: the module initialiser that PYBIND11_MODULE defines; Python calls this with the GIL held.
-    unsafe { PyInit__C_init() }
-}

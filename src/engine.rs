@@ -28,7 +28,7 @@ const SPARE: Duration = Duration::from_secs(1);
 
 /// Time that a worker leaves a job to its submitter, who then runs it in `wait` without a change of threads: where every core has a rank, a
 /// change takes longer than a short collective. The time is longer, the more often submitters came [`SOON`], as torch's functional
-/// collectives do. It is 0 once one came late or not at all, as one does that computes meanwhile. `docs/algorithms.md` has the figures.
+/// collectives do. It is 0 once one came late or not at all, as one does that computes meanwhile. `docs/measurements/cpu.md` has the figures.
 const GRACE: RangeInclusive<Duration> = Duration::from_micros(200)..=Duration::from_millis(2);
 const SOON: Duration = Duration::from_micros(400);
 

@@ -31,23 +31,25 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Every kind, in the order of their codes.
+    pub const ALL: [Self; 12] = [
+        Kind::Peer,
+        Kind::Timeout,
+        Kind::Mismatch,
+        Kind::Config,
+        Kind::Aborted,
+        Kind::Value,
+        Kind::Type,
+        Kind::NotImplemented,
+        Kind::WaitTimeout,
+        Kind::Internal,
+        Kind::Network,
+        Kind::QueueEmpty,
+    ];
+
     /// The kind with this code, as it travels through shared memory and the bridge.
     pub fn from_code(code: u8) -> Option<Self> {
-        const ALL: [Kind; 12] = [
-            Kind::Peer,
-            Kind::Timeout,
-            Kind::Mismatch,
-            Kind::Config,
-            Kind::Aborted,
-            Kind::Value,
-            Kind::Type,
-            Kind::NotImplemented,
-            Kind::WaitTimeout,
-            Kind::Internal,
-            Kind::Network,
-            Kind::QueueEmpty,
-        ];
-        ALL.into_iter().find(|kind| *kind as u8 == code)
+        Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 }
 

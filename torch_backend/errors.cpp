@@ -55,17 +55,15 @@ PyObject* Failure::python_type() {
 }
 
 std::exception_ptr exception_of(const Status& status) {
-  if (status.kind == 0) {
-    return nullptr;
-  }
-  const auto kind = static_cast<Kind>(status.kind);
-  switch (kind) {
+  switch (status.kind) {
+    case Kind::None:
+      return nullptr;
     case Kind::Peer:
     case Kind::Timeout:
     case Kind::Mismatch:
     case Kind::Config:
     case Kind::Aborted:
-      return std::make_exception_ptr(Failure(kind, status));
+      return std::make_exception_ptr(Failure(status.kind, status));
     case Kind::WaitTimeout:
       return std::make_exception_ptr(Failure(Kind::Timeout, status));
     case Kind::Value:
@@ -88,18 +86,20 @@ std::unique_ptr<InterruptHandle> python_signals() {
 }
 
 void check(const Status& status) {
-  if (status.kind != 0) {
+  if (status.kind != Kind::None) {
     rethrow_interrupt();
     std::rethrow_exception(exception_of(status));
   }
 }
 
 void check_store(const Status& status) {
-  if (status.kind == 0) {
+  if (status.kind == Kind::None) {
     return;
   }
   rethrow_interrupt();
-  switch (static_cast<Kind>(status.kind)) {
+  switch (status.kind) {
+    case Kind::None:
+      return;
     case Kind::Network:
       std::rethrow_exception(make<c10::DistNetworkError>(status));
     case Kind::QueueEmpty:
@@ -122,7 +122,7 @@ void check_store(const Status& status) {
 
 Status status_of(const std::exception_ptr& error) {
   const auto status = [](Kind kind, const char* message) {
-    return Status{static_cast<uint8_t>(kind), rust::String::lossy(message)};
+    return Status{kind, rust::String::lossy(message)};
   };
   try {
     std::rethrow_exception(error);

@@ -12,22 +12,6 @@
 
 namespace symm {
 
-// The codes of error::Kind in src/error.rs.
-enum class Kind : uint8_t {
-  Peer = 1,
-  Timeout = 2,
-  Mismatch = 3,
-  Config = 4,
-  Aborted = 5,
-  Value = 6,
-  Type = 7,
-  NotImplemented = 8,
-  WaitTimeout = 9,
-  Internal = 10,
-  Network = 11,
-  QueueEmpty = 12,
-};
-
 // A failure of the kinds that have a Python exception of their own. Not a c10::DistBackendError: where torch calls Python back
 // without pybind11, as from a backward pass, it would turn every class derived from that into the plain DistBackendError.
 class Failure final : public torch::PyTorchError {

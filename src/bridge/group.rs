@@ -159,7 +159,7 @@ pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
         .iter()
         .map(|call| {
             Ok(Call {
-                op: Op::from_code(call.op).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op)))?,
+                op: Op::from_code(call.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op.repr)))?,
                 dtype: DType::from_torch(call.dtype)?,
                 reduce_op: ReduceOp::from_torch(call.reduce_op)?,
                 root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),

@@ -19,7 +19,7 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
         address = symm_mem::allocate(device, bytes)?;
         Ok(())
     });
-    if outcome.kind != 0 {
+    if outcome.kind != super::ffi::Kind::None {
         log::warn!("{bytes} bytes of symmetric memory on cuda:{device} cannot be had: {}", outcome.message);
     }
     // The address is the driver's and means nothing to the host.
@@ -33,7 +33,7 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     // Else the windows that are kept for a later rendezvous would keep it.
     super::ffi::forget_windows(segment.addr(), bytes);
     let outcome = guarded(|| symm_mem::release(address));
-    if outcome.kind != 0 {
+    if outcome.kind != super::ffi::Kind::None {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
     }
 }

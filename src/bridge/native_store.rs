@@ -1,4 +1,5 @@
 //! Stores of this crate, as C++ sees them.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
 use super::guarded;

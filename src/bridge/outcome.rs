@@ -3,7 +3,8 @@
 
 use super::ffi;
 use crate::completion::Completion;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
+use crate::op::Op;
 use crate::rank::Rank;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -26,8 +27,8 @@ pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: 
 
 pub(super) fn status(outcome: Result<()>) -> ffi::Status {
     match outcome {
-        Ok(()) => ffi::Status { kind: 0, message: String::new() },
-        Err(error) => ffi::Status { kind: error.kind as u8, message: error.message },
+        Ok(()) => ffi::Status { kind: ffi::Kind::None, message: String::new() },
+        Err(error) => ffi::Status { kind: ffi::Kind { repr: error.kind as u8 }, message: error.message },
     }
 }
 
@@ -48,3 +49,14 @@ pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completio
         }
     })
 }
+
+macro_rules! same_codes {
+    ($one:ident of $all:expr, $other:ident: $($name:ident),* $(,)?) => {
+        $(const _: () = assert!(ffi::$other::$name.repr == $one::$name as u8);)*
+        // What is new must be named here and in the bridge.
+        const _: () = assert!($all == [$($one::$name),*].len());
+    };
+}
+
+same_codes!(Kind of Kind::ALL.len(), Kind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
+same_codes!(Op of Op::ALL.len(), Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll);

@@ -1,7 +1,7 @@
 //! torch's stores behind this crate's trait.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{Piece, StoreHandle, StoreOp};
+use super::ffi::{self, Piece, StoreHandle, StoreOp};
 use crate::error::{Error, Kind, Result};
 use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
@@ -97,10 +97,10 @@ impl TorchStore {
         let values: Vec<Piece<'_>> = request.values.iter().map(|&data| Piece { data }).collect();
         let op = StoreOp { repr: request.op as u8 };
         let answer = self.handle()?.call(op, &keys, &values, request.amount, timeout_ms);
-        if answer.status.kind != 0 {
+        if answer.status.kind != ffi::Kind::None {
             // c10d's name for a timeout covers other failures too, and what does not wait has no timeout.
             let late = request.op.waits() || Within::left().is_some_and(|left| left.is_zero());
-            let kind = Kind::from_code(answer.status.kind).filter(|&kind| kind != Kind::Timeout || late);
+            let kind = Kind::from_code(answer.status.kind.repr).filter(|&kind| kind != Kind::Timeout || late);
             let kind = kind.unwrap_or(Kind::Config);
             return Err(Error { kind, message: format!("the store failed at {:?}: {}", request.op, answer.status.message) });
         }

@@ -1,4 +1,5 @@
 //! Tests of what messages say of late ranks.
+#![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
 use super::*;
 

@@ -1,4 +1,5 @@
 //! Mapped piece of anonymous shared memory.
+#![allow(unsafe_code, reason = "mappings of shared memory")]
 
 use super::memory_limit::tightest;
 use crate::error::{Error, Result};

@@ -1,4 +1,5 @@
 //! Means for threads of our own that sleep in `poll`.
+#![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};

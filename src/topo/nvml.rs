@@ -1,4 +1,5 @@
 //! Readings of NVML about the GPUs of this host. The only user of `nvml_wrapper`.
+#![allow(unsafe_code, reason = "functions of NVML, found at run time")]
 
 use super::device::{Gpu, Mig, NvlinkVersion, PciAddress, Uuid};
 use super::mesh::{Links, Remote};

@@ -32,7 +32,7 @@ void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, ru
 // Whether output `out` of `call` may be the same memory as input `in`.
 bool replaces(const CallSpec& call, size_t in, size_t out, size_t rank) {
   const auto both = [&](size_t i, size_t o) { return in == i && out == o; };
-  switch (static_cast<Collective>(call.op)) {
+  switch (call.op) {
     case Collective::AllReduce:
     case Collective::Reduce:
       return both(0, 0);
@@ -108,7 +108,7 @@ void Operation::check(const at::Tensor& tensor, const char* role) {
 
 CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
   auto& call = calls.emplace_back();
-  call.op = static_cast<uint8_t>(op);
+  call.op = op;
   call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
   call.factor = 1.0;
   call.call_site = call_site();

@@ -14,19 +14,6 @@
 
 namespace symm {
 
-// Codes of coll::call::Op in src/coll/call.rs.
-enum class Collective : uint8_t {
-  Barrier = 0,
-  Broadcast = 1,
-  AllReduce = 2,
-  Reduce = 3,
-  AllGather = 4,
-  Gather = 5,
-  Scatter = 6,
-  ReduceScatter = 7,
-  AllToAll = 8,
-};
-
 // Owns every tensor that the core reads or writes, all of one device. Tensors that are not contiguous are replaced by copies, and results
 // are written back by `write_back`.
 class Operation {

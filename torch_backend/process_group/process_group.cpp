@@ -205,18 +205,26 @@ void ProcessGroupSymm::enableCollectivesTiming() {
 }
 
 ::c10d::ErrorType ProcessGroupSymm::getError() {
-  const auto status = (*group_)->error();
-  if (status.kind == 0) {
-    return ::c10d::ErrorType::SUCCESS;
-  }
-  switch (static_cast<Kind>(status.kind)) {
+  switch ((*group_)->error().kind) {
+    case Kind::None:
+      return ::c10d::ErrorType::SUCCESS;
     case Kind::Timeout:
       return ::c10d::ErrorType::TIMEOUT;
     case Kind::Peer:
       return ::c10d::ErrorType::REMOTE_ERROR;
-    default:
-      return ::c10d::ErrorType::COMM_ERROR;
+    case Kind::Mismatch:
+    case Kind::Config:
+    case Kind::Aborted:
+    case Kind::Value:
+    case Kind::Type:
+    case Kind::NotImplemented:
+    case Kind::WaitTimeout:
+    case Kind::Internal:
+    case Kind::Network:
+    case Kind::QueueEmpty:
+      break;
   }
+  return ::c10d::ErrorType::COMM_ERROR;
 }
 
 void ProcessGroupSymm::abort() {

@@ -72,7 +72,7 @@ void SymmetricAllocator::free(void* ptr) {
     return;
   }
   const auto outcome = without_gil([&] { return free_window(address); });
-  if (outcome.kind != 0) {
+  if (outcome.kind != Kind::None) {
     LOG(ERROR) << "symmetric memory at " << ptr << " stays taken: " << std::string(outcome.message);
   }
 }

@@ -174,7 +174,7 @@ void DeviceWork::block_host(Milliseconds timeout) {
     }
     if (std::chrono::steady_clock::now() - begun > limit) {
       const auto text = c10::str("wait() gave up after ", limit.count() / 1000.0, " s; the call itself goes on");
-      check(Status{static_cast<uint8_t>(Kind::WaitTimeout), text});
+      check(Status{Kind::WaitTimeout, text});
     }
     if (looks < kEagerLooks) {
       std::this_thread::yield();

@@ -61,7 +61,7 @@ impl Algorithms {
     }
 
     /// Estimate of a call's time over `link`, before anything was measured: a start, a trip for each time that ranks wait for each other,
-    /// and the bytes that a rank sends (`docs/algorithms.md`, `docs/kernels.md`).
+    /// and the bytes that a rank sends (`docs/design/cpu-collectives.md`, `docs/design/cuda-kernels.md`).
     pub(super) fn estimate(&self, op: Op, bytes: f64, ranks: usize, link: Link) -> f64 {
         let name = self.name(op, bytes, ranks);
         let n = ranks as f64;

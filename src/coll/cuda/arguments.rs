@@ -1,4 +1,5 @@
 //! Arguments of the kernels, laid out as `src/kernels/cuda/**` declares them.
+#![allow(unsafe_code, reason = "the bytes of a kernel's arguments")]
 
 use super::workspace::layout::{Channel, MAX_RANKS};
 

@@ -1,4 +1,5 @@
 //! Element as it is on the wire and as it is while it is being reduced.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
 use super::vector::Vector;
 

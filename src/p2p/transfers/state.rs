@@ -1,4 +1,5 @@
 //! State of the transfers between this rank and its peers, and what each frame does to it.
+#![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
 use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
 use crate::completion::Completion;

@@ -1,4 +1,5 @@
 //! Hostile peers, which do not keep to the protocol: what they send is refused, their link closed, and everybody else served.
+#![allow(unsafe_code, reason = "tests write where a heap says that memory lies, and fork")]
 
 use super::host::PAGE;
 use super::processes::{forked, status_of};

@@ -2,7 +2,7 @@
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, spread) | lines of handshakes | LL lines | sentinel slots | staging slots (scatter, spread)
+//! epochs | lanes' words (scatter, gather) | lines of handshakes | LL lines | sentinel slots | staging slots (scatter, gather)
 //! ```
 
 use crate::error::{Error, Result};
