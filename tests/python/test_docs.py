@@ -269,3 +269,11 @@ def test_replaced_words_stay_out() -> None:
                     if found := re.search(rf"(?<!\w)(?:{pattern})(?!\w)", where, flags):
                         problems.append((path, number, f"{found[0]!r} is a word of the past; write: {instead}"))
     complain(problems)
+
+
+def test_the_page_of_settings_is_complete() -> None:
+    config = (ROOT / "src/config.rs").read_text()
+    names = set(re.findall(r'"(SYMM_[A-Z0-9_]+)"', config[config.index("NAMES") :].split("];", 1)[0]))
+    page = (ROOT / "docs/guide/settings.md").read_text()
+    listed = set(re.findall(r"^\| `(SYMM_[A-Z0-9_]+)", page, re.MULTILINE))
+    assert len(names) > 10 and listed == names, listed ^ names
