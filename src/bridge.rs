@@ -91,7 +91,7 @@ pub mod ffi {
         tag: i32,
         dtype: i32,
         span: Span,
-        /// Milliseconds; negative or 0: the group's timeout.
+        /// Timeout in milliseconds; negative or 0: the group's timeout.
         timeout_ms: i64,
         /// Sent or received.
         send: bool,
@@ -182,7 +182,7 @@ pub mod ffi {
         per_host: usize,
     }
 
-    /// Prices, or why there are none. `found` is false where no profile is for this hardware.
+    /// Result of opening a cost model: its prices, or why there are none. `found` is false where no profile is for this hardware.
     struct OpenedCost {
         status: Status,
         found: bool,
@@ -205,7 +205,7 @@ pub mod ffi {
         copy_gb_per_s: f64,
     }
 
-    /// New symmetric memory, or why there is none.
+    /// Result of an allocation: new symmetric memory, or why there is none.
     struct Allocated {
         status: Status,
         address: usize,
@@ -219,7 +219,7 @@ pub mod ffi {
 
     /// A matrix product of which every rank has some rows; the meaning of the fields stands at `fused::Product`.
     struct ProductSpec {
-        /// CUDA; the host if negative.
+        /// Number of the CUDA device; the host if negative.
         device: i32,
         size: usize,
         rank: usize,
@@ -267,7 +267,8 @@ pub mod ffi {
         fn timeout_ms(self: &StoreHandle) -> i64;
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
-        /// Python's signals.
+
+        /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the process's first, is to stop waiting because of one; the exception is then kept for this thread.
         /// Never throws. Takes Python's lock.
@@ -323,7 +324,7 @@ pub mod ffi {
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
         /// Times of a redistribution's steps beside their collectives.
         fn local(self: &CostModel) -> LocalCost;
-        /// GB/s of each dimension's link.
+        /// Rate in GB/s of each dimension's link.
         fn gb_per_s(self: &CostModel) -> Vec<f64>;
         /// Microseconds of a trip over each dimension's link.
         fn trip_us(self: &CostModel) -> Vec<f64>;
@@ -392,9 +393,9 @@ pub mod ffi {
         /// The timeout of calls that bring none.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
         fn timeout(self: &GroupHandle) -> i64;
-        /// Kind 0 while the group lives; else the first failure.
+        /// Returns the first failure; kind 0 while the group lives.
         fn error(self: &GroupHandle) -> Status;
-        /// Kind 0 until a call has failed; else the first failure. A member's death counts once a call has run into it.
+        /// Returns the first failure of a call; kind 0 until one has failed. A member's death counts once a call has run into it.
         fn failure(self: &GroupHandle) -> Status;
 
         /// Address of `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
@@ -445,7 +446,7 @@ pub mod ffi {
 
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
-        /// Kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
+        /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
         fn check_reduce(dtype: i32, reduce_op: u8) -> Status;
         /// Number of the capture that records what is enqueued in the CUDA stream; 0: none does. May be asked from any thread.
         fn capture_of(stream: usize) -> u64;
@@ -455,9 +456,9 @@ pub mod ffi {
         fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// JSON: which algorithm has served how many CUDA calls of this process.
+        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process.
         fn stats() -> String;
-        /// JSON: the last calls of this process.
+        /// Journal as JSON: the last calls of this process.
         fn trace_text() -> TopologyReport;
         /// Writes `content` to `path` (the system's bytes), or as `name` where dumps are kept if that is empty; answers the file's path.
         fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport;

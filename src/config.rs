@@ -6,9 +6,9 @@ use std::sync::OnceLock;
 /// Folder in which compiled kernels are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CacheDir {
-    /// Nowhere, as the user wishes.
+    /// No folder, as the user wishes.
     Off,
-    /// Nowhere, since the environment names no folder of the user's.
+    /// No folder, since the environment names none of the user's.
     Unknown,
     /// Folder with this path, which need not exist yet.
     At(PathBuf),
@@ -66,7 +66,7 @@ pub struct Config {
     pub temporary: PathBuf,
 }
 
-/// Every setting whose name begins with `SYMM_`.
+/// Settings of the environment whose names begin with `SYMM_`.
 const NAMES: [&str; 15] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",

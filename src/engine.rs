@@ -35,8 +35,8 @@ const SOON: Duration = Duration::from_micros(400);
 /// A group's queue.
 pub struct Engine {
     state: Mutex<State>,
-    /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of all
-    /// where every core has a rank.
+    /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of
+    /// all where every core has a rank.
     work: Condvar,
     /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
@@ -51,7 +51,7 @@ struct State {
     /// Tickets whose completion has not been called, and since when they are there.
     open: BTreeMap<u64, Instant>,
     next: u64,
-    /// Somebody holds the runner.
+    /// Flag that is set while a thread holds the runner.
     busy: bool,
     stopping: bool,
     /// Threads inside `run` or `wait`.

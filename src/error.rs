@@ -12,7 +12,7 @@ pub enum Kind {
     Mismatch = 3,
     /// The group could not be formed here: `SymmConfigError`.
     Config = 4,
-    /// This rank's own `abort()`: `SymmAborted`.
+    /// Abort by this rank's own `abort()`: `SymmAborted`.
     Aborted = 5,
     /// A bad argument value: `ValueError`.
     Value = 6,

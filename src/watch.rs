@@ -210,7 +210,7 @@ fn guarded(what: &str, call: impl FnOnce()) {
     }
 }
 
-/// Each descriptor that someone watches, once.
+/// Descriptors that are watched, each once.
 fn watched(state: &State) -> Vec<Arc<OwnedFd>> {
     let mut pidfds: HashMap<*const OwnedFd, &Arc<OwnedFd>> = HashMap::new();
     for target in state.subscribers.values().flat_map(|subscriber| &subscriber.targets) {

@@ -14,10 +14,10 @@ std::exception_ptr make(const Status& status) {
   return std::make_exception_ptr(E({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, std::string(status.message)));
 }
 
-// What a signal's handler has raised while this thread waited in the core.
+// Exception that a signal's handler has raised while this thread waited in the core.
 thread_local std::exception_ptr interrupt;
 
-// Where a call of the core has failed, a signal is why, if there was one.
+// Throws what a signal's handler has raised: where a call of the core has failed, a signal is why, if there was one.
 void rethrow_interrupt() {
   if (interrupt) {
     std::rethrow_exception(std::exchange(interrupt, nullptr));
@@ -41,7 +41,7 @@ class PythonSignals final : public InterruptHandle {
   }
 };
 
-// By the code of the kind.
+// Python types by the code of the kind.
 std::array<PyObject*, 11> types{};
 
 } // namespace

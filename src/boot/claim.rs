@@ -27,7 +27,7 @@ pub(super) struct Claim<'a> {
     bytes: Vec<u8>,
     /// Whether a record of an earlier attempt stood here.
     pub(super) again: bool,
-    /// Announced when the record goes.
+    /// Membership that is announced when the record goes.
     pub(super) membership: Option<Membership>,
 }
 
@@ -43,7 +43,8 @@ impl<'a> Claim<'a> {
             let standing = attempt.store.compare_set(&claim.key, &expected, &claim.bytes)?;
             if standing == claim.bytes {
                 if attempt.spec.keep_membership {
-                    // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked before.
+                    // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked
+                    // before.
                     membership::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
                 }
                 return Ok(claim);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// Time that a connection may stay silent before it is closed.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Silent connections kept at once; the oldest goes first.
+/// Most silent connections kept at once; the oldest goes first.
 const GUESTS: usize = 32;
 
 /// `segment_bytes` of zeroed memory without a name, whose size nobody can change.

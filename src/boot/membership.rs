@@ -1,8 +1,8 @@
 //! A rank's membership in a group that has formed: whoever comes later and says to be that rank is refused while the group lives.
 //!
-//! Joining withdraws all records, so a membership has a key of its own, which stays: only groups with a name that recurs, as the default group's
-//! does, keep places, so that their number does not grow. A key counts as long as somebody listens at the name in it, and nobody ever
-//! answers there: the listener goes with the group, or with the process, however that ends.
+//! Joining withdraws all records, so a membership has a key of its own, which stays: only groups with a name that recurs, as the default
+//! group's does, keep places, so that their number does not grow. A key counts as long as somebody listens at the name in it, and nobody
+//! ever answers there: the listener goes with the group, or with the process, however that ends.
 
 use super::Attempt;
 use crate::error::{Error, Result};

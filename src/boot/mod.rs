@@ -89,7 +89,7 @@ pub struct Known<'a> {
 pub struct Member {
     /// Process id of the rank.
     pub pid: u32,
-    /// Field 22 of `/proc/pid/stat`; together with `pid` it is never used again.
+    /// Start time, field 22 of `/proc/pid/stat`; together with `pid` it is never used again.
     pub start_time: u64,
     /// Descriptor of the rank's process, which becomes readable when it ends; `None` for this very process.
     pub pidfd: Option<Arc<OwnedFd>>,
@@ -102,7 +102,7 @@ pub struct Joined {
     pub segment: OwnedFd,
     /// The processes, by rank.
     pub members: Vec<Member>,
-    /// Random; the same on all ranks, different for each group ever joined.
+    /// Number of the group, which is random; the same on all ranks, different for each group ever joined.
     pub token: [u8; 16],
     /// Addresses at which this process may map `segment`. They are reserved before it meets the others, who have learned why if they could
     /// not be had.

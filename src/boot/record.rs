@@ -30,9 +30,9 @@ pub(super) struct Record {
     pub(super) at: u64,
     /// Abstract socket name where rank 0 listens; empty on other ranks.
     pub(super) socket: String,
-    /// Random; rank 0's is the group's token.
+    /// Random number; rank 0's is the group's token.
     pub(super) nonce: [u8; 16],
-    /// Why this rank cannot join.
+    /// Reason why this rank cannot join.
     pub(super) failure: Option<Failure>,
 }
 
@@ -125,7 +125,7 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     Ok(())
 }
 
-/// Why two ranks of different [`Host`]s cannot meet, and what helps.
+/// Sentence that says why two ranks of different [`Host`]s cannot meet, and what helps.
 fn apart(first: &Record, other: &Record) -> String {
     let names = if first.host_name == other.host_name {
         format!("{:?}", first.host_name)

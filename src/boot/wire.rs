@@ -5,7 +5,7 @@ use crate::error::{Error, Kind};
 
 const MAGIC: [u8; 4] = *b"symm";
 
-/// Longest sentence that fits a message.
+/// Length of the longest sentence that fits a message.
 const TEXT: usize = 2048;
 
 /// Room for any message, and one byte to notice a longer one by.

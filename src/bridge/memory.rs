@@ -26,7 +26,8 @@ extern "C" fn symm_alloc(bytes: usize, device: c_int, _stream: *mut c_void) -> *
     std::ptr::without_provenance_mut(address as usize)
 }
 
-/// Gives a segment of `symm_alloc` back; it stays while somebody holds a window on it. A failure is only logged: torch has forgotten the segment already.
+/// Gives a segment of `symm_alloc` back; it stays while somebody holds a window on it. A failure is only logged: torch has forgotten the
+/// segment already.
 #[unsafe(no_mangle)]
 extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stream: *mut c_void) {
     let address = segment.addr() as u64;
@@ -47,7 +48,8 @@ pub(super) fn is_symmetric(address: usize) -> bool {
     answer
 }
 
-/// FSDP2 asks before every buffer, and asking the driver takes hold of the device's context: each device is asked once.
+/// Answers that are kept: FSDP2 asks before every buffer, and asking the driver takes hold of the device's context: each device is asked
+/// once.
 static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn shares(device: i32) -> bool {

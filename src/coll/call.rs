@@ -25,7 +25,7 @@ use crate::sync::call_site::CallSite;
 pub struct Call {
     /// Collective that is called.
     pub op: Op,
-    /// Element type.
+    /// Type of the elements.
     pub dtype: DType,
     /// Operation by which elements combine; ignored unless the collective reduces.
     pub reduce_op: ReduceOp,

@@ -38,7 +38,7 @@ pub(super) struct MemberWords {
     /// The message that a thread sleeps for, see [`Awaited`]; 0: none.
     awaited: AtomicU64,
     attending: AtomicU32,
-    /// 1 + the core where it last began something; 0: nothing begun yet.
+    /// Number of the core, plus 1, where it last began something; 0: nothing begun yet.
     pub(super) core: AtomicU32,
     call_site: AlignedText,
     /// Error with which it has left; read once `departed` is set.
@@ -75,7 +75,8 @@ pub struct ControlBlock {
     pub(super) members: Vec<Identity>,
     pub(super) gone: Vec<OnceLock<String>>,
     pub(super) any_gone: AtomicBool,
-    /// Set once kernels wait for peers without looking at this process: whoever dies fails the group at once. Says how far a rank's have come.
+    /// Progress of calls that kernels make, in words. It is set once kernels wait for peers without looking at this process: a member's
+    /// death fails the group at once then.
     pub(super) unattended: OnceLock<Progress>,
     pub(super) spins: u32,
     /// Number of times that this rank found itself in a peer's way.
@@ -114,12 +115,12 @@ impl ControlBlock {
         self.members.len()
     }
 
-    /// Everybody.
+    /// Ranks of the group.
     pub fn ranks(&self) -> impl DoubleEndedIterator<Item = Rank> + use<> {
         (0..self.members.len() as u32).map(Rank)
     }
 
-    /// Everybody else, starting with the next rank: peers do not all look at the same member first.
+    /// Peers of this rank, starting with the next rank: peers do not all look at the same member first.
     pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
         let (me, n) = (self.rank.0, self.members.len() as u32);
         (1..n).map(move |step| Rank((me + step) % n))
@@ -180,7 +181,7 @@ impl ControlBlock {
         &self.words(rank).probe
     }
 
-    /// 1 if `rank` could read the memory of every peer.
+    /// Word that is 1 if `rank` could read the memory of every peer.
     pub fn capable(&self, rank: Rank) -> &AtomicU32 {
         &self.words(rank).capable
     }
@@ -217,8 +218,8 @@ impl ControlBlock {
         self.words(rank).attending.load(Ordering::Relaxed) != 0
     }
 
-    /// Tells peers which message a thread of this rank is about to sleep for. To be taken back before anything is read that might end the wait:
-    /// whoever has seen that this rank has read all that was written to it sees that too.
+    /// Tells peers which message a thread of this rank is about to sleep for. To be taken back before anything is read that might end the
+    /// wait: whoever has seen that this rank has read all that was written to it sees that too.
     pub fn await_message(&self, awaited: Option<Awaited>) {
         self.words(self.rank).awaited.store(awaited.map_or(0, Awaited::word), Ordering::Relaxed);
     }
@@ -238,7 +239,7 @@ impl ControlBlock {
         self.members[rank.index()].global
     }
 
-    /// "rank 1 (pid 4711)", with the rank in the default group where that differs.
+    /// Name of a rank, such as "rank 1 (pid 4711)", with the rank in the default group if that differs.
     pub fn describe(&self, rank: Rank) -> String {
         let Identity { pid, global } = self.members[rank.index()];
         if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }

@@ -103,7 +103,7 @@ impl ControlBlock {
         self.ranks().find_map(|rank| Some((rank, died(rank)?)))
     }
 
-    /// "rank 1: pid 4711 alive, asleep"
+    /// State of a rank's process, such as "rank 1: pid 4711 alive, asleep".
     pub fn process_state(&self, rank: Rank) -> String {
         let pid = self.pid(rank);
         format!("rank {rank}: pid {pid} {}", process::state(pid).unwrap_or("exited"))

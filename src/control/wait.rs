@@ -47,7 +47,8 @@ impl ControlBlock {
 
     /// Returns once no peer is `missing`. What a peer published before it stopped being missing is visible then.
     ///
-    /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the call.
+    /// Fails, and fails the group, when a missing peer has died or left, when the group has failed, or at the limit. `about` names the
+    /// call.
     #[inline]
     pub fn wait_for_peers(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool) -> Result<()> {
         self.wait(limit, about, missing, Wait::Missing)
@@ -128,7 +129,7 @@ impl ControlBlock {
         Err(self.fail(Error::timeout(format!("{me} was {seconds:.1} s until its timeout in {}; no rank was late", about()))))
     }
 
-    /// Why waiting for the `missing` members is pointless, if it is.
+    /// Error that makes waiting for the `missing` members pointless, if there is one.
     fn trouble(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool) -> Option<Error> {
         let any_missing = || self.peers().any(missing);
         if let Some(failure) = lost(any_missing, || self.failure()) {

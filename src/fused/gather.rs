@@ -27,8 +27,8 @@ pub struct Gather {
 /// The own rows are multiplied once all ranks are ready, and not before: a product that fills the device would keep the signals from
 /// running, and the link would wait for it (2 H200, 4096 × 8192 × 4096: 465 µs in place of 395).
 ///
-/// Copying the own rows costs the processors the same whenever it is done; beside the last product of a call that waits for the link it comes
-/// at its end (4 H200, 4096 × 8192 × 2048: 236 µs, early 228).
+/// Copying the own rows costs the processors the same whenever it is done; beside the last product of a call that waits for the link it
+/// comes at its end (4 H200, 4096 × 8192 × 2048: 236 µs, early 228).
 pub fn gather(n: usize, rank: usize, product: &Product, model: &DeviceModel) -> Gather {
     let own = 2.0 * model.memory_us(product.bytes(product.depth));
     let (late, products) = grouped(n, rank, product, model, 0.0);

@@ -33,11 +33,11 @@ pub struct Product {
 pub struct DeviceModel {
     /// Processors that each multiply a tile at a time.
     pub processors: usize,
-    /// Floating-point operations of one of them in a microsecond, within a large product.
+    /// Floating-point operations of one processor in a microsecond, within a large product.
     pub flops_per_us: f64,
-    /// GB/s from one peer, by a copy engine.
+    /// Rate in GB/s from one peer, by a copy engine.
     pub link: f64,
-    /// GB/s of the device's own memory.
+    /// Rate in GB/s of the device's own memory.
     pub memory: f64,
 }
 
@@ -45,12 +45,12 @@ pub struct DeviceModel {
 const TILE: (usize, usize) = (128, 256);
 /// Starting a product, and waiting for its last tile.
 const PRODUCT_US: f64 = 3.0;
-/// Adding up the parts of a sum that several processors share; two have half a tile each instead.
+/// Microseconds of adding up the parts of a sum that several processors share; two have half a tile each instead.
 const SPLIT_US: f64 = 5.0;
 /// Ways into which libraries split the sum of a tile, at most.
 const MOST_SPLITS: usize = 8;
-/// Starting a copy from a peer, and telling others that it is done: copies of 17, 34 and 67 MB followed each other after 50, 96 and 186 µs (4 H200,
-/// 2026-11-22).
+/// Starting a copy from a peer, and telling others that it is done: copies of 17, 34 and 67 MB followed each other after 50, 96 and 186 µs
+/// (4 H200, 2026-11-22).
 const COPY_US: f64 = 4.5;
 /// A signal's way between two ranks, or a barrier's.
 const SIGNAL_US: f64 = 5.0;

@@ -20,7 +20,7 @@ struct Hardware {
 /// Model of a core and the host's memory; any number does where nothing overlaps.
 const HOST: DeviceModel = DeviceModel { processors: 1, flops_per_us: 5e4, link: 5.0, memory: 10.0 };
 
-/// Each device is asked once.
+/// Models of the devices' hardware; each device is asked once.
 static HARDWARE: Mutex<BTreeMap<i32, Hardware>> = Mutex::new(BTreeMap::new());
 
 /// Model of CUDA device `device`; of the host if it is negative.

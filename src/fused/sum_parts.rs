@@ -25,7 +25,7 @@ pub const NAMES: (&str, &str) = ("fused/sum_parts", "sum_parts");
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct SumParts {
-    /// Each rank's part.
+    /// Address of each rank's part.
     pub from: PerRank,
     /// Destination of the sum.
     pub to: u64,

@@ -192,8 +192,8 @@ pub fn capture_of(stream: usize) -> u64 {
     Stream(stream).capture().ok().flatten().unwrap_or(0)
 }
 
-/// JSON: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's kernels
-/// loaded or stored peers' tensors directly.
+/// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's
+/// kernels loaded or stored peers' tensors directly.
 pub fn stats() -> String {
     use crate::coll::cuda::stats;
     let mut all = serde_json::json!(stats::served());

@@ -1,8 +1,8 @@
 //! A call that was refused on this rank alone: who waits for it hears so, long before a timeout.
 //!
-//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or sleeps
-//! for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike, disturb
-//! nobody. Waiting ranks do no more for this than to say which message they sleep for.
+//! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
+//! sleeps for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike,
+//! disturb nobody. Waiting ranks do no more for this than to say which message they sleep for.
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::control::ControlBlock;
@@ -48,7 +48,7 @@ struct Note {
 /// A peer that has begun what this rank has not.
 struct Waiting {
     rank: Rank,
-    /// "all_gather, collective #3", "recv, tag 7,"
+    /// Name of a refused call, such as "all_gather, collective #3" or "recv, tag 7,".
     call: String,
 }
 

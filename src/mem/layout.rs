@@ -13,15 +13,16 @@ pub const INLINE_BYTES: usize = 8192 - POST_HEAD;
 pub const POST_HEAD: usize = 32;
 /// Bytes of one input slot; a rank has [`INPUT_SLOTS`].
 pub const SLOT_BYTES: usize = 256 << 10;
-/// Three: one being written, one being read, one that the slowest peer may still be reading (`docs/design/memory-model.md`).
+/// Input slots of a rank. Three: one being written, one being read, one that the slowest peer may still be reading
+/// (`docs/design/memory-model.md`).
 pub const INPUT_SLOTS: usize = 3;
-/// Two: a result is read one stage after it was written.
+/// Result slots of a rank. Two: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
 /// Bytes of one ring's data; a power of two.
 pub const RING_BYTES: usize = 512 << 10;
 /// Head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
-/// 128, not 64: adjacent-line prefetch pairs lines on x86.
+/// Bytes that words of different writers keep apart: 128, not 64, since adjacent-line prefetch pairs lines on x86.
 pub const LINE_PAIR: usize = 128;
 /// Header, including the text of the first failure.
 pub const HEADER_BYTES: usize = 4096;
@@ -29,7 +30,7 @@ pub const HEADER_BYTES: usize = 4096;
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Bytes of a rank's launch log; a multiple of a page.
 pub const LAUNCH_LOG_BYTES: usize = 64 << 10;
-/// More members than this are refused: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
+/// Most members of a group: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;
 
 /// Offsets for a group of `n` members.

@@ -8,9 +8,9 @@ use std::sync::OnceLock;
 /// Memory that can still be had, at most: what the kernel would drop or swap out to give it counts as free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Bytes.
+    /// Bytes that are still allowed.
     pub free: u64,
-    /// Whose limit that is.
+    /// Name of what sets the limit.
     of: String,
 }
 

@@ -149,8 +149,8 @@ impl Segment {
     pub unsafe fn at<T>(&self, offset: usize) -> &T {
         let ptr = self.ptr(offset, size_of::<T>()).cast::<T>();
         assert!(ptr.is_aligned(), "offset {offset} is misaligned");
-        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, atomics accept zero), lives as long as `self`;
-        // concurrent changes are through atomics by the caller's promise.
+        // SAFETY: in bounds and aligned (checked above), initialised (the file starts zeroed, atomics accept zero), lives as long as
+        // `self`; concurrent changes are through atomics by the caller's promise.
         unsafe { &*ptr }
     }
 

@@ -130,8 +130,8 @@ impl Connection {
                 Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
             };
             if let Some(from) = payload {
-                // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span is
-                // the sender's, whose send is not complete yet.
+                // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span
+                // is the sender's, whose send is not complete yet.
                 unsafe { cpu::copy(side.data.add((reserved.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
             }
             self.tail = reserved.tail;
@@ -168,7 +168,8 @@ impl Connection {
             let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
             // No more short messages than may go unasked, so that they cannot fill the memory here.
             let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
-            // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never end.
+            // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never
+            // end.
             let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
             let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
                 return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", control.describe(self.peer))));

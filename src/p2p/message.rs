@@ -16,6 +16,6 @@ pub struct Message {
     pub dtype: DType,
     /// Memory that is sent or filled.
     pub span: Span,
-    /// Limit; absent: the group's.
+    /// Limit of the call; `None`: the group's.
     pub timeout: Option<Duration>,
 }

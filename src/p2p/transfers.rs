@@ -73,7 +73,8 @@ struct Finished {
     source: Option<Rank>,
 }
 
-/// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait ends.
+/// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
+/// ends.
 struct Attending<'a>(&'a Transfers);
 
 impl<'a> Attending<'a> {
@@ -263,8 +264,8 @@ impl Transfers {
         self.requested.load(Ordering::Relaxed)
     }
 
-    /// Peer among `peers` that sleeps for a message that this rank has not begun: `send`s of theirs, or receives, with this tag. Never
-    /// waits: while something is moved along here, nobody is said to.
+    /// Peer among `peers` that sleeps for a message that this rank has not begun: a `send` of its own, or a receive, with this tag. Never
+    /// waits: while something is moved along here, it names nobody.
     pub fn awaited_by(&self, mut peers: impl Iterator<Item = Rank>, send: bool, tag: i32) -> Option<Rank> {
         let state = self.state.try_lock().ok()?;
         peers.find(|&peer| state.is_awaited(&self.control, peer, send, tag))

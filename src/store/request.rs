@@ -147,7 +147,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Appends: operation, amount, number of keys, then keys and values, each behind its length. Little-endian.
+    /// Appends the request: operation, amount, number of keys, then keys and values, each behind its length. Little-endian.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.reserve(self.encoded_len());
         out.push(self.op as u8);
@@ -221,7 +221,7 @@ impl<'a> Fields<'a> {
         self.take(count)
     }
 
-    /// Everything has been read.
+    /// Says whether everything has been read.
     pub(super) fn end(&self) -> Result<()> {
         if self.0.is_empty() { Ok(()) } else { Err(Error::value(format!("a message has {} bytes too many", self.0.len()))) }
     }

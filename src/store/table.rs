@@ -14,7 +14,7 @@ const OVERHEAD: usize = 128;
 /// Reply of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Reply {
-    /// Done.
+    /// The operation is done and has no value.
     Unit,
     /// Yes or no.
     Flag(bool),
@@ -22,9 +22,9 @@ pub enum Reply {
     Number(i64),
     /// Value of one key.
     Value(Bytes),
-    /// Several, in the order of the keys.
+    /// Several values, in the order of the keys.
     Values(Vec<Bytes>),
-    /// Keys.
+    /// List of keys.
     Keys(Vec<String>),
 }
 

@@ -27,7 +27,8 @@ impl Heap {
         service::attend()
     }
 
-    /// A link to the heap at `peer` for a group of which `failed` tells; one of the two ends calls this. Its number is for the other to `meet`.
+    /// A link to the heap at `peer` for a group of which `failed` tells; one of the two ends calls this. Its number is for the other to
+    /// `meet`.
     pub fn connect(&self, peer: &Address, failed: &Failed) -> Result<(Hold, u64)> {
         let _turn = self.connecting.lock().unwrap_or_else(PoisonError::into_inner);
         let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();

@@ -15,7 +15,7 @@ pub(super) enum Frame {
         to: Key,
         /// Key of the heap that connects.
         from: Key,
-        /// Random; the two ends know the link by it.
+        /// Number by which the two ends know the link; random.
         link: u64,
         /// Bytes of addresses of its heap.
         span: u64,

@@ -286,7 +286,8 @@ impl Hold {
         self.link.base()
     }
 
-    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin lives; `None` if they do not lie in one segment that is mapped here.
+    /// Keeps `bytes` at `offset` of the peer's heap mapped while the pin lives; `None` if they do not lie in one segment that is mapped
+    /// here.
     pub fn pin(&self, offset: u64, bytes: usize) -> Option<Pin> {
         let id = self.link.remote.pin(usize::try_from(offset).ok()?, bytes)?;
         Some(Pin { link: Arc::clone(&self.link), id })

@@ -30,7 +30,7 @@ pub struct Heap {
     pub(super) state: Mutex<State>,
     /// Answers have come, or links have closed.
     pub(super) changed: Condvar,
-    /// Held while connecting: two groups that meet the same peer at once share one link.
+    /// Lock held while connecting: two groups that meet the same peer at once share one link.
     pub(super) connecting: Mutex<()>,
     range: Box<dyn Range>,
     this: Weak<Heap>,
@@ -57,14 +57,14 @@ pub(super) struct Segment {
     pub(super) piece: Option<Arc<dyn Piece>>,
     /// Answers by link: accepted or refused.
     answers: HashMap<u64, bool>,
-    /// Given back; it is freed once no window shows it and the device could be waited for.
+    /// Flag of a segment that was given back; it is freed once no window shows it and the device could be waited for.
     pub(super) released: bool,
     /// Windows of this process that show it.
     pub(super) shown: usize,
 }
 
 impl Segment {
-    /// Nobody has any more to do there.
+    /// Says whether nobody has any more to do with the segment.
     fn is_done(&self) -> bool {
         self.released && self.shown == 0
     }
@@ -158,8 +158,8 @@ impl Heap {
         Ok(self.base + offset as u64)
     }
 
-    /// Gives the segment at `address` back. Once no window of this process shows it, whoever lets go of the last one waits for the device, as
-    /// `cudaFree` does, then has the peers let go of it.
+    /// Gives the segment at `address` back. Once no window of this process shows it, whoever lets go of the last one waits for the device,
+    /// as `cudaFree` does, then has the peers let go of it.
     pub fn release(&self, address: u64) -> Result<()> {
         let offset = address.wrapping_sub(self.base) as usize;
         let mut state = self.state();
@@ -229,7 +229,8 @@ impl Heap {
         });
     }
 
-    /// Waits until no link is `missing`, except those that are closed or have let others wait in vain; notes those that are so at the deadline.
+    /// Waits until no link is `missing`, except those that are closed or have let others wait in vain; notes those that are so at the
+    /// deadline.
     fn wait(&self, deadline: Instant, missing: impl Fn(&State) -> Vec<Arc<Link>>) {
         let mut state = self.state();
         loop {
@@ -281,8 +282,8 @@ impl Heap {
         }
     }
 
-    /// Names the segment that `address` lies in, of all that this heap ever has, and tells how many bytes it holds from there on. `None` if none
-    /// does, or it has been given back.
+    /// Names the segment that `address` lies in, of all that this heap ever has, and tells how many bytes it holds from there on. `None` if
+    /// none does, or it has been given back.
     pub fn segment(&self, address: u64) -> Option<(u64, usize)> {
         let offset = address.checked_sub(self.base)? as usize;
         let state = self.state();
@@ -318,7 +319,7 @@ impl Heap {
         open
     }
 
-    /// Itself, for those who keep it.
+    /// Weak reference to the heap, for those who keep one.
     pub(super) fn shared(&self) -> Weak<Self> {
         Weak::clone(&self.this)
     }

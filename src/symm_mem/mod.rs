@@ -2,7 +2,8 @@
 //!
 //! What lies at an offset of a peer's heap lies at that offset of a range that this process reserved for that peer. So a kernel that is
 //! told an offset needs no table, and no call registers anything. [`local`] makes segments and offers them, [`remote`] maps what peers
-//! offer, over a [`link`] that the process's one thread ([`service`]) serves once two heaps [`connect`]; [`addresses`] is what they need of a device.
+//! offer, over a [`link`] that the process's one thread ([`service`]) serves once two heaps [`connect`]; [`addresses`] is what they need of
+//! a device.
 
 mod address;
 mod addresses;

@@ -51,7 +51,8 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to hear before their limit what it waited for.
+/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to hear before their limit what it waited
+/// for.
 fn share(limit: &Limit, most: Duration) -> Duration {
     most.min(limit.left().unwrap_or_default() / 2)
 }
@@ -72,8 +73,8 @@ pub struct Heaps {
 }
 
 impl Heaps {
-    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed; else
-    /// why not. The same on all ranks. `failed` tells of the group.
+    /// Links `heap` with those of all ranks, at `addresses`, if every rank has one and it works out, before half of `limit` has passed;
+    /// else why not. The same on all ranks. `failed` tells of the group.
     pub fn link(
         control: &ControlBlock,
         step: &Step<'_>,

@@ -4,7 +4,8 @@ use super::local::{Heap, State};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A window's claim to memory of its own process: until it is dropped no segment that holds any of it is unmapped, nor its place used again.
+/// A window's claim to memory of its own process: until it is dropped no segment that holds any of it is unmapped, nor its place used
+/// again.
 pub struct OwnPin {
     heap: Arc<Heap>,
     /// Offsets of the segments.

@@ -23,9 +23,9 @@ struct Segment {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Mapped,
-    /// Withdrawn, while a window uses it or a kernel of a failed group may still be in it.
+    /// The owner has withdrawn it while a window uses it or a kernel of a failed group may still be in it.
     Kept,
-    /// Never mapped; the peer knows, and withdraws it like any other.
+    /// It was never mapped; the peer knows, and withdraws it like any other.
     Refused,
 }
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 const INTRODUCTION: Duration = Duration::from_secs(5);
 /// Time between two looks at what nobody tells of.
 const PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Unidentified peers at once, of all heaps.
+/// Most unidentified peers at once, of all heaps.
 const UNIDENTIFIED: usize = 64;
 
 /// Lines that other processes can cause.
@@ -144,8 +144,8 @@ fn wait(wake: &Wake, heaps: &[Arc<Heap>], unidentified: &[Unidentified], links: 
     fds[1..].iter().map(|fd| fd.revents().intersects(wanted)).collect()
 }
 
-/// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who cannot
-/// be let in now.
+/// Lets in who knocks, of this user; so many that links have their turn, however many others are refused. False if somebody knocks who
+/// cannot be let in now.
 fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
     for _ in unidentified.len()..UNIDENTIFIED {
         let socket = match socket::accept(heap.listener()) {

@@ -17,7 +17,7 @@ struct Known {
     numbers: HashMap<&'static str, u32>,
 }
 
-/// Never forgotten: there are no more than lines in the program.
+/// Call sites of this process; none is forgotten, as there are no more than lines in the program.
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(|| Mutex::new(Known::default()));
 
 fn known() -> MutexGuard<'static, Known> {
@@ -45,7 +45,7 @@ impl CallSite {
         if number == 0 { None } else { known().all.get(number as usize - 1).copied() }
     }
 
-    /// "train.py:12"
+    /// Text of the call site, such as "train.py:12".
     pub fn text(&self) -> &str {
         &self.text
     }

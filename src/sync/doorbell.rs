@@ -20,7 +20,7 @@ pub struct Doorbell {
 #[derive(Debug)]
 pub struct Sleepers(AtomicU32);
 
-/// Nobody sleeps longer in one go: a wake that is lost because its sender was killed costs this much, not the deadline.
+/// Longest sleep in one go: a wake that is lost because its sender was killed costs this much, not the deadline.
 const SLICE: Duration = Duration::from_millis(50);
 
 impl Doorbell {

@@ -31,7 +31,7 @@ pub struct Reservation {
 }
 
 impl<F: Flag> Ring<'_, F> {
-    /// reservation for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
+    /// Reservation for a frame of `bytes` bytes (a multiple of `UNIT`), given the producer's own `tail`; `None` while the ring is too full.
     pub fn reserve(&self, tail: u64, bytes: u64) -> Option<Reservation> {
         let place = tail % self.capacity;
         let skip = if place + bytes > self.capacity { self.capacity - place } else { 0 };

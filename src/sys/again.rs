@@ -2,7 +2,8 @@
 
 use rustix::io::{Errno, Result};
 
-/// More often no real signals come: a call that never succeeds is refused by what traces or filters this process.
+/// Most interruptions in a row. More often no real signals come: a call that never succeeds is refused by what traces or filters this
+/// process.
 const TRIES: usize = 100;
 
 /// Does `call` again while it is interrupted, but not for ever: then its `INTR` is the answer.

@@ -23,8 +23,8 @@ pub fn leave(taken: impl Fn(usize) -> bool) -> bool {
     true
 }
 
-/// Allows this thread what it was `allowed`. Where that was all its cpuset has, "everything" is asked for: the system remembers the request,
-/// and would hold the thread to today's cores if the cpuset grew.
+/// Allows this thread what it was `allowed`. Where that was all its cpuset has, "everything" is asked for: the system remembers the
+/// request, and would hold the thread to today's cores if the cpuset grew.
 fn restore(allowed: &CpuSet) {
     let mut everything = CpuSet::new();
     (0..CpuSet::MAX_CPU).for_each(|core| everything.set(core));

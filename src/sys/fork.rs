@@ -38,8 +38,8 @@ fn exchange_for_nothing(fd: i32) {
     }
 }
 
-/// While it lives, forked children do not get an open file, which they would otherwise share with all its locks: those of
-/// a parent that is killed would last until the last of them ends.
+/// Guard of an open file: while it lives, forked children do not get the file, which they would otherwise share with all its locks: those
+/// of a parent that is killed would last until the last of them ends.
 #[derive(Debug)]
 pub struct Unshared {
     slot: &'static AtomicI32,

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 /// Processes with equal identity share a kernel, process ids, sockets, users and clocks: what symm needs to connect them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// Random, made by the kernel when it starts.
+    /// Random number that the kernel makes when it starts.
     pub boot: String,
     /// Namespace of System V objects; tells containers apart.
     pub ipc: String,

@@ -22,8 +22,8 @@ pub fn check_owner(status: &Stat) -> Result<(), String> {
     Ok(())
 }
 
-/// Puts a file with `content` in the place of `name` in `folder`. Readers see the old content or the new, never a part. What a killed process
-/// leaves is called `<prefix><random>.tmp`.
+/// Puts a file with `content` in the place of `name` in `folder`. Readers see the old content or the new, never a part. What a killed
+/// process leaves is called `<prefix><random>.tmp`.
 pub fn replace(folder: BorrowedFd<'_>, prefix: &str, name: &str, content: &[u8]) -> std::io::Result<()> {
     let random = random::bytes().map_err(std::io::Error::other)?;
     // Not the process id: containers that share the folder count their own.

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 pub struct ProcessId {
     /// The process id.
     pub pid: u32,
-    /// Field 22 of `/proc/pid/stat`: when it started, in clock ticks after boot.
+    /// Start time, field 22 of `/proc/pid/stat`, in clock ticks after boot.
     pub start_time: u64,
 }
 

@@ -49,9 +49,9 @@ pub fn spawn<T: Send + 'static>(
     builder.spawn(work)
 }
 
-/// While it lives, the signals of others wait for this thread, which made it; other threads may take them. For system calls that begin anew
-/// when they are interrupted. Not blocked is what a thread does to itself (SIGSEGV and the like): the kernel would end the process without
-/// asking the handlers that say where.
+/// Guard of a thread: while it lives, others' signals wait for this thread, which made it; other threads may take them. For system calls
+/// that begin anew when they are interrupted. Not blocked is what a thread does to itself (SIGSEGV and the like): the kernel would end the
+/// process without asking the handlers that say where.
 pub struct Undisturbed {
     before: libc::sigset_t,
     /// A mask belongs to a thread.

@@ -77,7 +77,7 @@ pub enum Way {
     HostMemory,
     /// Processes of one host, on tensors in its memory.
     SharedMemory,
-    /// Hosts.
+    /// Ways between hosts.
     Network,
 }
 
@@ -118,7 +118,7 @@ impl Way {
     }
 }
 
-/// GB/s of a link in one direction, by NVIDIA's data sheets.
+/// Rate in GB/s of a link in one direction, by NVIDIA's data sheets.
 fn per_nvlink(version: Option<NvlinkVersion>) -> f64 {
     match version {
         Some(NvlinkVersion(0..=1, _)) => 20.0,

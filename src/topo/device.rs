@@ -86,9 +86,9 @@ impl std::fmt::Display for NvlinkVersion {
 /// Whether a GPU is one device or cut into MIG instances, which reach no other device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mig {
-    /// One device.
+    /// MIG is off: the GPU is one device.
     Off,
-    /// Cut into these instances.
+    /// MIG is on: the GPU is cut into these instances.
     On(Vec<Uuid>),
 }
 

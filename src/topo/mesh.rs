@@ -11,7 +11,7 @@ pub enum Remote {
     Gpu(PciAddress),
     /// An NVSwitch. Which one is not asked: all switches of a host are connected, and virtual machines hide their addresses.
     Switch,
-    /// Something else, or not told.
+    /// Some other device, or one that the driver does not tell.
     Unknown,
 }
 

@@ -27,11 +27,11 @@ use std::path::Path;
 /// Source of a topology.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// NVML.
+    /// NVML told it.
     Nvml,
     /// The file of this name (`SYMM_TOPOLOGY_FILE`).
     Injected(String),
-    /// Nowhere: there is no NVML, for this reason. Then no GPU is known.
+    /// No source: there is no NVML, for this reason. Then no GPU is known.
     Absent(String),
 }
 
@@ -42,7 +42,7 @@ pub struct Detected {
     pub source: Source,
     /// The GPUs; from [`detect`] those of the host by PCI address.
     pub gpus: Vec<Gpu>,
-    /// NVLinks between them.
+    /// NVLinks between the GPUs.
     pub mesh: NvlMesh,
     /// Pairs that can access each other's memory.
     pub peers: Square<bool>,

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
-/// Raised whenever a field changes its meaning.
+/// Version of the dump, raised whenever a field changes its meaning.
 const VERSION: u32 = 1;
 
 #[derive(Serialize)]
@@ -172,7 +172,7 @@ fn call(entry: &Entry, day: Day) -> Call {
     }
 }
 
-/// JSON: what `journal` keeps.
+/// Dump as JSON of what `journal` keeps.
 pub(super) fn render(journal: &Journal) -> Result<String> {
     let day = Day::now();
     let records = journal.groups().records();
@@ -195,8 +195,9 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
     serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }
 
-/// Writes the dump of the process of global rank `global` on a thread of its own: a folder that does not answer must not hold up who failed.
-/// `None` if there is no such thread. The log says where it is, and `cause`: whoever watches the job may end this process before it can.
+/// Writes the dump of the process of global rank `global` on a thread of its own: a folder that does not answer must not hold up who
+/// failed. `None` if there is no such thread. The log says where it is, and `cause`: whoever watches the job may end this process before it
+/// can.
 pub(super) fn begin(journal: &'static Journal, global: u32, cause: &Error) -> Option<Receiver<()>> {
     let (done, written) = channel();
     let cause = format!("{}: {cause}", kind_name(cause.kind));

@@ -35,7 +35,7 @@ pub enum Target {
     Host,
     /// Tensors on a GPU.
     Cuda {
-        /// torch's index.
+        /// Index of the device in torch.
         device: i32,
         /// The driver's handle.
         stream: usize,
@@ -47,7 +47,7 @@ pub enum Target {
 /// State that a call has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// Behind others in its group's queue.
+    /// Queued behind others in its group's queue.
     Scheduled,
     /// Enqueued on CUDA. Nobody tells the host when it ends.
     Started,

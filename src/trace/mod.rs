@@ -54,7 +54,7 @@ impl Journal {
     }
 }
 
-/// JSON: what this process keeps.
+/// Journal of this process as JSON.
 pub fn render() -> Result<String> {
     dump::render(JOURNAL.get())
 }

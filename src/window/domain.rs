@@ -37,7 +37,8 @@ pub(super) struct Domain {
 pub struct Domains(pub(super) Mutex<HashMap<Kind, Arc<Domain>>>);
 
 impl Domains {
-    /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued afterwards.
+    /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued
+    /// afterwards.
     pub fn drain(&self, limit: Duration) {
         let domains: Vec<Arc<Domain>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
         for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
@@ -60,7 +61,7 @@ impl Domain {
     }
 
     pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<Memory>> {
-        // As above.
+        // Nothing under this lock panics between two changes.
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -197,8 +197,8 @@ impl SymmetricWindow {
     }
 
     /// Returns once all ranks have called it on this `channel`: what they wrote before is visible then. Fails with `Timeout`, naming who is
-    /// missing; the group goes on, the channel is as the ranks left it. On a GPU it is enqueued on `stream`, its failure fails the group, and
-    /// a later call tells.
+    /// missing; the group goes on, the channel is as the ranks left it. On a GPU it is enqueued on `stream`, its failure fails the group,
+    /// and a later call tells.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
         let (channel, timeout) = self.checked(channel, timeout)?;
         match self.gpu_on(stream) {
@@ -231,10 +231,12 @@ impl SymmetricWindow {
         known.ok_or_else(|| Error::value(format!("rank {peer} is outside the group of {n} ranks")))
     }
 
-    /// Writes to `out` what `op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order. On the host only; nobody is waited for.
+    /// Writes to `out` what `op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order. On the host only; nobody is waited
+    /// for.
     ///
     /// # Safety
-    /// `out` is valid for writes of `bytes`, and is this rank's domain among the sources or overlaps none; nobody writes to the sources meanwhile.
+    /// `out` is valid for writes of `bytes`, and is this rank's domain among the sources or overlaps none; nobody writes to the sources
+    /// meanwhile.
     pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
         self.check_process()?;
         cpu::supports(op, dtype)?;

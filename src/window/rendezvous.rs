@@ -28,9 +28,9 @@ pub struct Meeting<'a> {
 }
 
 impl Domains {
-    /// Collective: a window on what every rank has at an `address` of its own, in the memory of CUDA device `device` or, if that is negative,
-    /// of the host; with a signal pad of at least `pad_bytes` for each rank. Fails on all ranks alike: with `Mismatch` if they bring
-    /// different sizes, with `Value` if one of them brings memory that is not symmetric.
+    /// Collective: a window on what every rank has at an `address` of its own, in the memory of CUDA device `device` or, if that is
+    /// negative, of the host; with a signal pad of at least `pad_bytes` for each rank. Fails on all ranks alike: with `Mismatch` if they
+    /// bring different sizes, with `Value` if one of them brings memory that is not symmetric.
     pub fn rendezvous(&self, meeting: &Meeting<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
         let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
         let mut domains = self.0.lock().unwrap_or_else(PoisonError::into_inner);

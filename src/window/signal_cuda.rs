@@ -45,7 +45,7 @@ pub struct Signals {
 struct Enqueued {
     /// Streams on which something may be under way.
     streams: Vec<Stream>,
-    /// Nothing may be enqueued any more.
+    /// Flag that is set once nothing may be enqueued any more.
     closed: bool,
 }
 
@@ -57,8 +57,8 @@ struct Held {
 }
 
 impl Signals {
-    /// Loads the kernel, so that nothing is left to be loaded when peers already wait in theirs. From now on a member's death fails the group
-    /// at once. Refuses groups of more than 8 ranks.
+    /// Loads the kernel, so that nothing is left to be loaded when peers already wait in theirs. From now on a member's death fails the
+    /// group at once. Refuses groups of more than 8 ranks.
     pub fn new(control: &Arc<ControlBlock>, device: i32) -> Result<Self> {
         let (world, rank) = (control.size(), control.rank());
         if world > MAX_PEERS {

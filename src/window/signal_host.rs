@@ -14,8 +14,8 @@ const SET: u32 = 1;
 
 /// The signal pads of all ranks, as one of them has mapped them.
 ///
-/// Word `channel * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write at
-/// once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
+/// Word `channel * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write
+/// at once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
 #[derive(Clone, Copy, Debug)]
 pub struct SignalPads<'a> {
     control: &'a ControlBlock,
@@ -30,8 +30,8 @@ impl<'a> SignalPads<'a> {
     /// The pads of all ranks of `control`, each of `bytes` bytes.
     ///
     /// # Safety
-    /// Each address is that of `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first signal, accessed atomically,
-    /// and mapped here as long as this value is used.
+    /// Each address is that of `bytes` bytes of memory that all ranks share, aligned to words, zeroed before the first signal, accessed
+    /// atomically, and mapped here as long as this value is used.
     pub unsafe fn new(control: &'a ControlBlock, pads: &'a [u64], bytes: usize) -> Self {
         Self { control, pads, bytes }
     }

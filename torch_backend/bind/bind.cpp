@@ -104,7 +104,8 @@ void bind(py::module_ module) {
           "options",
           [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       .def("_set_default_timeout", &ProcessGroupSymm::setTimeout, py::arg("timeout"))
-      // Has nothing to do: torch calls it on ranks outside a new group, where NCCL's split is collective; ours is among the new members alone.
+      // Has nothing to do: torch calls it on ranks outside a new group, where NCCL's split is collective; ours is among the new members
+      // alone.
       .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
       // c10d's own binding passes the index alone.
       .def(

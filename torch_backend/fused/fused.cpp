@@ -1,4 +1,4 @@
-// What both operators check, and tell the planner.
+// Checks of both operators, and what they tell the planner.
 #include "fused/fused.hpp"
 
 

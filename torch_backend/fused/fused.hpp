@@ -20,8 +20,8 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     const std::string& group_name,
     bool return_gathered);
 
-// This rank's rows of the sum over all ranks of `left` times `right`, or of their mean. Each rank's product is rounded to its element type;
-// those are added up in the order of the ranks in 32 bits (64 for those of 64), and the sum is rounded once.
+// Returns this rank's rows of the sum over all ranks of `left` times `right`, or of their mean. Each rank's product is rounded to its
+// element type; those are added up in the order of the ranks in 32 bits (64 for those of 64), and the sum is rounded once.
 at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name);
 
 // Throws unless `left` is a contiguous matrix on a device that is served and `right` one that can be multiplied with it.

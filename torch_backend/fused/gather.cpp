@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kOp = "all_gather_matmul";
 
-// The same matrix, all of whose rows are there already.
+// Products of a matrix all of whose rows are there already.
 std::vector<at::Tensor> products(const at::Tensor& left, at::TensorList factors) {
   std::vector<at::Tensor> found;
   for (const auto& factor : factors) {
@@ -76,7 +76,7 @@ class GatherCall {
   }
 
  private:
-  // Of shards `first` to `first + count`.
+  // Rows of shards `first` to `first + count`.
   at::Tensor rows(const at::Tensor& matrix, size_t first, size_t count) const {
     return matrix.narrow(0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);
   }

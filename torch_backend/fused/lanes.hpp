@@ -17,7 +17,8 @@ namespace symm {
 
 enum class Lane : uint8_t { Main, Pull };
 
-// One call at a time. On the CPU there is but one lane: all is done when it returns, in the order in which it is written.
+// Lanes of a group's fused products, which serve one call at a time. On the CPU there is but one lane: all is done when it returns, in the
+// order in which it is written.
 class Lanes {
  public:
   explicit Lanes(at::Device device);
@@ -25,8 +26,8 @@ class Lanes {
   Lanes(const Lanes&) = delete;
   Lanes& operator=(const Lanes&) = delete;
 
-  // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on: the one that was not recorded into a
-  // graph, or that of the same capture. Replays of graphs are ordered by those who start them.
+  // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on: the one that was not recorded into
+  // a graph, or that of the same capture. Replays of graphs are ordered by those who start them.
   void begin();
   // Ends it: all lanes have met in the caller's stream.
   void end();

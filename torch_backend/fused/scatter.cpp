@@ -26,7 +26,7 @@ class ScatterCall {
         n_(workspace.size()),
         rows_(left.size(0) / n_) {}
 
-  // Of one part, with what is left free behind it.
+  // Bytes of one part, with what is left free behind it.
   static size_t part_bytes(const at::Tensor& left, const at::Tensor& right, int n) {
     const auto elements = times(kOp, left.size(0) / n, right.size(1));
     const auto bytes = static_cast<size_t>(times(kOp, elements, static_cast<int64_t>(left.element_size())));
@@ -68,7 +68,7 @@ class ScatterCall {
   }
 
  private:
-  // What `rank` has computed for `of`.
+  // Part that `rank` has computed for `of`.
   at::Tensor part(int rank, const Turn& turn, int of) const {
     const auto behind = static_cast<size_t>(of) * part_bytes(left_, right_, n_);
     return workspace_.matrix(rank, turn, behind, {rows_, right_.size(1)}, left_.scalar_type());

@@ -31,13 +31,13 @@ enum class Channel : uint8_t {
 
 // Piece of the workspace that a call uses.
 struct Turn {
-  // Bytes; the same on all ranks.
+  // Length in bytes; the same on all ranks.
   size_t offset;
   // The call must not write before all ranks have come to it.
   bool entry;
 };
 
-// Of one group on one device. Calls take turns: who uses it holds `mutex`.
+// Workspace of one group on one device. Calls take turns: who uses it holds `mutex`.
 //
 // When may a rank write into its piece again? Peers read it until their part of that call ends, and every rank orders what it sends in a
 // call after its reads of earlier calls (`Lanes` join at a call's end). Within a call, each rank hears from every peer before the call

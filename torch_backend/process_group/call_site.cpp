@@ -12,7 +12,7 @@ namespace symm {
 
 namespace {
 
-// The same on all ranks: autograd's threads run the calls of one model alike.
+// Call site of autograd's threads, the same on all ranks: they run the calls of one model alike.
 constexpr auto kNowhere = "no Python frame";
 
 // Whether a frame of this module stands between the user's line and the call: torch's wrappers, or a `with` of theirs.

@@ -96,7 +96,7 @@ class TcpStore final : public SymmStore {
   const std::string host;
   const uint16_t port;
   const bool is_master;
-  // Negative: not known.
+  // Number of workers; negative: not known.
   const int64_t world_size;
   const bool has_secret;
 

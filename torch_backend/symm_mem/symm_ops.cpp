@@ -51,7 +51,7 @@ void check_sum(const at::Tensor& input, const std::string& reduce_op, const char
   check(check_reduce(static_cast<int32_t>(input.scalar_type()), ::c10d::ReduceOp::SUM));
 }
 
-// Of an operator whose output is of its input's shape.
+// Checks the output of an operator whose output is of its input's shape.
 void check_output(const at::Tensor& input, const at::Tensor& output, const char* op) {
   TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
   TORCH_CHECK(

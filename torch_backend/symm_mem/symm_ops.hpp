@@ -19,7 +19,7 @@ WindowPtr find_window(const at::Tensor& tensor, const std::string& group_name);
 // Window of `tensor`; refuses memory that is not symmetric: it is `op` that wants it, as its `what`.
 WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, const char* op, const char* what = "input");
 
-// a * b, of which neither is negative; refused if no tensor can have so many elements.
+// Product of a and b, of which neither is negative; refused if no tensor can have so many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
 
 // Offset of the tensor in its rank's buffer.

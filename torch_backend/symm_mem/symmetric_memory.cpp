@@ -37,7 +37,7 @@ at::Device device_of(c10::DeviceType type, int index) {
   return at::Device(type, static_cast<c10::DeviceIndex>(index));
 }
 
-// As the core counts: the host is -1.
+// Number of a device as the core counts: the host is -1.
 int32_t number(at::Device device) {
   return device.is_cpu() ? -1 : device.index();
 }

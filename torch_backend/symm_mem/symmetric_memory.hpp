@@ -17,17 +17,18 @@ namespace symm {
 // Segments of the core's heaps. May be used from any thread, with and without the GIL.
 class SymmetricAllocator final : public ::c10d::symmetric_memory::SymmetricMemoryAllocator {
  public:
-  // CPU or CUDA. Touches no device.
+  // Type of the allocator's device: CPU or CUDA. Touches no device.
   explicit SymmetricAllocator(c10::DeviceType type) : type_(type) {}
 
-  // Zeroed. `device_idx` -1: the current device. `group_name`: for rendezvous() without one.
+  // Allocates zeroed memory. `device_idx` -1: the current device. `group_name`: for rendezvous() without one.
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the memory already.
+  // Frees memory, which is kept while a window is: a handle or a view that somebody holds. What fails is logged, as torch has forgotten the
+  // memory.
   void free(void* ptr) override;
   // Forgets the windows that begin in these bytes, which are about to be given back: no rendezvous finds them any more.
   void forget(size_t address, size_t bytes);
   size_t get_alloc_size(void* ptr) override;
-  // Collective unless the group has the window already. Null if the memory is not symmetric, as torch's operators expect.
+  // Makes the window, collectively unless the group has it already. Null if the memory is not symmetric, as torch's operators expect.
   // `group_name` none: that of the allocation, else the default group.
   c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> rendezvous(
       void* ptr,

@@ -22,7 +22,7 @@ std::vector<void*> pointers(const rust::Vec<size_t>& addresses) {
   return found;
 }
 
-// Where `sizes` elements end that begin `offset` of them behind some place, in bytes; nothing if that is more than can be counted.
+// Offset in bytes at which `sizes` elements end that begin `offset` of them behind some place; nothing if that is more than can be counted.
 std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t offset) {
   uint64_t count = 0;
   uint64_t end = 0;
@@ -33,7 +33,7 @@ std::optional<size_t> end_of(c10::IntArrayRef sizes, uint64_t element, int64_t o
   return end;
 }
 
-// What is longer than the core's longest limit means that one.
+// Converts a timeout; one that is longer than the core's longest limit means that one.
 int64_t limit(size_t timeout_ms) {
   return static_cast<int64_t>(std::min<size_t>(timeout_ms, std::numeric_limits<int64_t>::max()));
 }

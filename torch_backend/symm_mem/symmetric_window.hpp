@@ -28,7 +28,7 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
   size_t get_buffer_size() override {
     return bytes_;
   }
-  // Always 0: a buffer begins where the memory does that rendezvous() was given.
+  // Returns 0 always: a buffer begins where the memory does that rendezvous() was given.
   size_t get_offset() override {
     return 0;
   }

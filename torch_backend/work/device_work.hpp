@@ -17,7 +17,7 @@
 
 namespace symm {
 
-// One call, or those of a coalesced block. Gathers first; once launched, the calls stand on one stream.
+// Work of one call, or of those of a coalesced block. Gathers first; once launched, the calls stand on one stream.
 //
 // Calls beside the caller's stream (async_op=True) read and write tensors that the allocator knows nothing of: the work owns them until
 // some stream has been made to wait, and tells the allocator if it is dropped before.
@@ -103,7 +103,7 @@ class DeviceWork final : public ::c10d::Work {
   mutable std::optional<c10::Event> end_;
   // The end was marked in a graph, so that it cannot be asked.
   bool recorded_ = false;
-  // Some stream waits for the end, and whoever uses the tensors' memory next is behind it.
+  // Flag that is set once some stream waits for the end, and whoever uses the tensors' memory next is behind it.
   bool ordered_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

@@ -42,7 +42,7 @@ class WorkSymm final : public ::c10d::Work {
  private:
   // Whether both the call and the future, if anybody has it, have ended. `mutex_` must be held.
   bool ended() const;
-  // Once, by whoever sees both the future and the end of the call.
+  // Completes the future, once, by whoever sees both the future and the end of the call.
   void fulfil(c10::ivalue::Future& future);
 
   Group group_;
@@ -55,7 +55,7 @@ class WorkSymm final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Several calls as one.
+// Work of several calls as one.
 class WorkCoalesced final : public ::c10d::Work {
  public:
   WorkCoalesced(int rank, std::vector<c10::intrusive_ptr<::c10d::Work>> parts);

@@ -19,7 +19,7 @@ pub enum Device {
 }
 
 impl Device {
-    /// torch's name of it.
+    /// Name of the device in torch.
     ///
     /// # Errors
     /// [`Value`](crate::error::Kind::Value) for any other.
@@ -32,8 +32,8 @@ impl Device {
     }
 }
 
-/// Model of this host's GPUs, and how they reach each other. Found once: every group that sets up its GPUs wants to know, and NVML takes its
-/// time.
+/// Model of this host's GPUs, and how they reach each other. Found once: every group that sets up its GPUs wants to know, and NVML takes
+/// its time.
 pub fn gpus() -> Option<&'static (String, Way)> {
     static GPUS: OnceLock<(String, Way)> = OnceLock::new();
     if let Some(known) = GPUS.get() {
@@ -49,7 +49,7 @@ pub fn gpus() -> Option<&'static (String, Way)> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    /// CPU or GPU.
+    /// Device: CPU or GPU.
     pub device: Device,
     /// Model of the processor or GPU.
     pub name: String,

@@ -45,13 +45,13 @@ pub struct Profile {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
-    /// ISO 8601.
+    /// Date and time of the measurement, ISO 8601.
     pub date: String,
-    /// Versions.
+    /// Versions of the software that was measured.
     pub software: String,
     /// Command that was run.
     pub command: String,
-    /// Load averages before it.
+    /// Load averages before the measurement.
     pub load: Vec<f64>,
     /// Microseconds that calibration's reference took while the machine was in the state that was measured; 0 if there are no states.
     #[serde(default)]

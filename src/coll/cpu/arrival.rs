@@ -22,7 +22,7 @@ struct Head {
     flag: AtomicU64,
     fingerprint: AtomicU64,
     factor: AtomicU64,
-    /// 1 + the length of every message in the table, if all are as long; else 0. Even exchanges need no further cache lines.
+    /// Length, plus 1, of every message in the table if all are as long; else 0. Even exchanges need no further cache lines.
     even: AtomicU64,
 }
 

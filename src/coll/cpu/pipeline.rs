@@ -16,8 +16,8 @@ pub trait Clock {
     fn tick(&mut self);
     /// Returns once every peer has finished `stage` stages; acquires what they wrote.
     fn wait_for(&mut self, stage: u64) -> Result<()>;
-    /// Fails once the group has, or when the call's time is up, though no peer is missing. Asked only while none can have finished the call:
-    /// what makes a later call fail must not end this one.
+    /// Fails once the group has, or when the call's time is up, though no peer is missing. Asked only while none can have finished the
+    /// call: what makes a later call fail must not end this one.
     fn look(&mut self) -> Result<()>;
 }
 

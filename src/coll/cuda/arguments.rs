@@ -108,7 +108,7 @@ pub struct Exchange {
     pub staging: Staging,
     /// Blocks of the low-latency protocol.
     pub ll_blocks: u32,
-    /// Longer messages are staged.
+    /// Length of the longest message that travels on LL lines; longer ones are staged.
     pub short_bytes: u64,
     /// Messages that this rank sends.
     pub out: Outgoing,

@@ -102,7 +102,8 @@ fn known(device: &Device, variant: &Variant) -> Option<Kernel> {
     loaded().get(&device.ordinal())?.kernels.get(variant).copied()
 }
 
-/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is current.
+/// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is
+/// current.
 pub(crate) fn load(device: &Device, variant: &Variant, symbol: &str) -> Result<Kernel> {
     match known(device, variant) {
         Some(kernel) => Ok(kernel),

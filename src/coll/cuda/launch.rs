@@ -122,7 +122,7 @@ impl Args {
 pub struct Launch {
     /// Program that is launched.
     pub program: Program,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
     /// Threads of a block.
     pub threads: u32,

@@ -20,7 +20,7 @@ pub enum Plan {
     },
     /// Sends everything in one trip on LL lines.
     ReduceLowLatency {
-        /// Blocks.
+        /// Number of blocks.
         blocks: u32,
     },
     /// Pieces through staging to those who need them.
@@ -32,17 +32,17 @@ pub enum Plan {
     },
     /// Everything to everybody, data as flags.
     OneShot {
-        /// Blocks.
+        /// Number of blocks.
         blocks: u32,
     },
     /// Pieces to their owners, sums to everybody, data as flags.
     TwoShot {
-        /// Blocks.
+        /// Number of blocks.
         blocks: u32,
     },
     /// Sums of each half to the other half, along the edges of a hybrid cube mesh, flags in the data.
     CubeMesh {
-        /// Blocks.
+        /// Number of blocks.
         blocks: u32,
     },
     /// Two shots through staging.
@@ -105,7 +105,7 @@ pub struct Tuning {
     /// Length of the shortest message between two ranks that is zero-copy, not 0: it gains by this length what start and end of such a call
     /// take.
     pub zero_copy_bytes: usize,
-    /// Longest single message with flags in the data.
+    /// Length of the longest single message that travels on LL lines.
     pub low_latency_bytes: usize,
     /// Units of a piece for each block of a kernel on sentinel slots.
     pub block_units: usize,
@@ -115,7 +115,7 @@ pub struct Tuning {
     pub lanes: usize,
     /// Threads of a block of a lane.
     pub threads: usize,
-    /// 0: a kernel is set up only when its predecessor in the stream is complete.
+    /// Flag of overlapping set-up; 0: a kernel is set up only when its predecessor in the stream is complete.
     pub overlap: usize,
 }
 
@@ -207,7 +207,7 @@ impl Tuning {
 
 /// Blocks of the low-latency protocol where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
-/// Shorter chunks are not worth a fence; `staging.cuh` has the same.
+/// Length of the shortest chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;
 
 /// Whether a word of all ones can only be a NaN of this type (`EMPTY_IS_NAN` in `types.cuh`).
@@ -233,7 +233,7 @@ pub struct Conditions<'a> {
     pub tuning: &'a Tuning,
     /// The group's GPUs are linked as a hybrid cube mesh.
     pub cube_mesh: bool,
-    /// Long messages look whether tensors are symmetric memory. Never in a group of one.
+    /// Flag of a group whose long messages look whether tensors are symmetric memory; never set in a group of one.
     pub zero_copy: bool,
 }
 
@@ -278,8 +278,9 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
     }
 }
 
-/// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for itself.
-pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
+/// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for
+/// itself.
+pub fn worth_gating(call: &Call, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll => return n > 1,
         Op::AllReduce | Op::Reduce => call.longest() / n,

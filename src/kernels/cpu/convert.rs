@@ -59,7 +59,7 @@ macro_rules! layouts {
 }
 
 layouts! {
-    /// IEEE binary16.
+    /// Format of IEEE binary16.
     F16: u16, mantissa 10, bias 15, largest 0x7bff, overflow 0x7c00, nan 0x7e00, unsigned zero false;
     /// `torch.float8_e5m2`: binary16 cut short.
     E5M2: u8, mantissa 2, bias 15, largest 0x7b, overflow 0x7c, nan 0x7f, unsigned zero false;

@@ -35,9 +35,9 @@ use dispatch::Isa;
 /// Elements of one rank, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
-    /// First element; any alignment.
+    /// Address of the first element; any alignment.
     pub ptr: *const u8,
-    /// Multiplied into each element under PREMUL_SUM; ignored otherwise.
+    /// Factor that each element is multiplied by under PREMUL_SUM; ignored otherwise.
     pub factor: f64,
 }
 

@@ -14,7 +14,7 @@ use super::{Source, Store, copy};
 pub(super) struct Job<'a> {
     pub(super) dst: *mut u8,
     pub(super) sources: &'a [Source],
-    /// Elements, as the kernel counts them (a complex number counts two).
+    /// Number of elements, as the kernel counts them (a complex number counts two).
     pub(super) count: usize,
     pub(super) store: Store,
 }

@@ -45,9 +45,9 @@ impl fmt::Display for Variant {
 /// The compute capability of a device. Machine code serves exactly the one it was compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Arch {
-    /// 9 of 9.0.
+    /// Major number: 9 of 9.0.
     pub major: u32,
-    /// 0 of 9.0.
+    /// Minor number: 0 of 9.0.
     pub minor: u32,
 }
 

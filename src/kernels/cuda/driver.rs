@@ -104,7 +104,7 @@ impl Device {
         Ok(Self { ordinal, device, context, uuid: uuid.bytes.map(|byte| byte as u8), capability, bus })
     }
 
-    /// torch's index of it.
+    /// Index of the device in torch.
     pub fn ordinal(&self) -> i32 {
         self.ordinal
     }
@@ -333,7 +333,8 @@ impl Kernel {
         Ok(Self(function))
     }
 
-    /// Enqueues it. `args` are the bytes of its argument, aligned as it is. `overlap`: it may be set up while its predecessor in the stream still runs (it waits for that itself).
+    /// Enqueues it. `args` are the bytes of its argument, aligned as it is. `overlap`: it may be set up while its predecessor in the stream
+    /// still runs (it waits for that itself).
     pub fn launch(self, stream: Stream, blocks: u32, threads: u32, overlap: bool, args: &[u8]) -> Result<()> {
         // SAFETY: all zeroes is a value of this C union.
         let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };

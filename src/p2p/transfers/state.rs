@@ -54,7 +54,8 @@ impl Lost {
         Self { absent, dead: control.dead_rank().map(|(rank, how)| (rank, how.clone())) }
     }
 
-    /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes others nothing.
+    /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes
+    /// others nothing.
     fn ends(&self, control: &ControlBlock, peer: Option<Rank>) -> Option<&(Rank, String)> {
         let needed = match peer {
             Some(peer) => self.absent.iter().find(|(rank, _)| *rank == peer),
@@ -79,8 +80,8 @@ impl State {
         })
     }
 
-    /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it could
-    /// complete: a receive from it or from anybody, or a send whose answer stands behind the rest. It then runs out of room.
+    /// Whether what `peer` sends is read. Not while it has sent too much that nobody has asked for and nothing is open that more of it
+    /// could complete: a receive from it or from anybody, or a send whose answer stands behind the rest. It then runs out of room.
     fn listens(&self, peer: Rank) -> bool {
         self.matching.backlog(peer) < BACKLOG_BYTES || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer))
     }
@@ -127,7 +128,8 @@ impl State {
         }
     }
 
-    /// Whether `peer` sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the two is open here.
+    /// Whether `peer` sleeps for a message of this rank, though it has read all that was sent to it, and nothing between the two is open
+    /// here.
     pub(super) fn is_awaited(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer));
         // In this order: see `await_message`.
@@ -222,7 +224,8 @@ impl State {
                     let read =
                         unsafe { crate::sys::remote::read_memory(control.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
                     if let Err(error) = read {
-                        // The system may take back what it allowed when the group was joined; frames need no leave. Who has died is found out as ever.
+                        // The system may take back what it allowed when the group was joined; frames need no leave. Who has died is found
+                        // out as ever.
                         static WARNED: Once = Once::new();
                         WARNED
                             .call_once(|| log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(from)));
@@ -272,7 +275,7 @@ impl State {
         error
     }
 
-    /// Why some open transfer can never complete, or must not, if so.
+    /// Reason why some open transfer can never complete, or must not, if there is one.
     pub(super) fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
         self.pending().find_map(|pending| {
             let end = lost.ends(control, pending.peer);
@@ -293,8 +296,8 @@ impl State {
     }
 }
 
-/// Puts a frame's payload where it belongs; returns the receive that it completes or, for an offer, that waits for it. `None`: no sender writes
-/// such a frame, and nothing was touched.
+/// Puts a frame's payload where it belongs; returns the receive that it completes or, for an offer, that waits for it. `None`: no sender
+/// writes such a frame, and nothing was touched.
 fn place(
     matching: &mut Matching,
     streams: &mut BTreeMap<(Rank, u64), Stream>,

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// Held during an operation. Far behind the data, for on some network file systems a locked byte cannot be read.
+/// Byte that is locked during an operation. It is far behind the data, for on some network file systems a locked byte cannot be read.
 const OPERATION: u64 = 1 << 62;
 
 /// Held by each user for as long as it is one.
@@ -99,7 +99,7 @@ impl Disk {
         }
     }
 
-    /// Is no user any more. Closing may not do: a child that was forked by another thread meanwhile may have the same open file.
+    /// Stops being a user. Closing may not do: a child that was forked by another thread meanwhile may have the same open file.
     pub(super) fn leave(&self) -> Result<()> {
         lock::unlock(self.file.as_fd(), USERS).map_err(|errno| self.os("unlock", errno))
     }

@@ -17,7 +17,7 @@ const LEAVING: Duration = Duration::from_secs(5);
 
 /// State of the file as its first user finds it.
 enum Found {
-    /// Nothing has ever been in use here.
+    /// The file has never been in use.
     Nothing,
     /// Content that users who have all left keep for later ones, or that the present ones hold.
     Kept(Box<Replica>),
@@ -99,7 +99,7 @@ fn begin(disk: &Disk) -> Result<Replica> {
     Ok(replica)
 }
 
-/// Best effort: where it fails, this user counts as killed.
+/// Leaves by best effort: where it fails, this user counts as killed.
 pub(super) fn leave(disk: &Disk, replica: &mut Replica, world_size: u32) {
     let outcome = disk.hold(Mode::Exclusive, Instant::now() + LEAVING).and_then(|_held| {
         replica.follow(disk, true)?;

@@ -27,7 +27,7 @@ const SPIN: Duration = Duration::from_micros(40);
 /// Longest sleep of a read; then it looks at the clock, and for signals.
 const NAP: Duration = interrupt::LOOK;
 
-/// Idle connections kept; each is one thread's that has called at the same time as others.
+/// Most idle connections kept; each is one thread's that has called at the same time as others.
 const IDLE: usize = 16;
 
 /// First and longest pause between attempts to reach a server that is not there yet.
@@ -57,7 +57,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Failure of an exchange that has ended without an answer.
 enum Broken {
-    /// Refused before anything was sent.
+    /// The exchange failed before anything was sent.
     Unsent(Error),
     /// The program wants to wait no longer.
     Interrupted(Error),

@@ -16,7 +16,7 @@ const APART: usize = 16 * 1024;
 /// Message of a client.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Message<'a> {
-    /// Do this, within that time.
+    /// Request to be done within a time.
     Call(Duration, Request<'a>),
     /// Join of one more of the workers that the master waits for.
     Join,
@@ -62,11 +62,11 @@ impl<'a> Message<'a> {
 /// Answer of a server.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Done.
+    /// Reply of the store.
     Done(Reply),
     /// The time is over and the keys with these indices do not exist.
     Missing(Vec<usize>),
-    /// Refused.
+    /// Refusal of the message.
     Failed(Error),
 }
 

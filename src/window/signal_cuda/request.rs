@@ -84,7 +84,7 @@ fn out_of_range(rank: Rank, n: usize) -> Error {
 pub struct GaveUp {
     name: &'static str,
     channel: u32,
-    /// Whose signal did not come, or who did not take the last one.
+    /// Ranks whose signal did not come, or who did not take the last one.
     pub missing: Vec<Rank>,
 }
 

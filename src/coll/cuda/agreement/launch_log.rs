@@ -109,7 +109,7 @@ pub fn last(control: &ControlBlock, rank: Rank) -> Option<Description> {
     read(launch_log(control, rank), number).filter(|_| number > 0).map(|record| record.description)
 }
 
-/// "17 CUDA collectives launched, the last all_reduce of ..."
+/// Progress of a rank's launches: "17 CUDA collectives launched, the last all_reduce of ..."
 pub fn progress(control: &ControlBlock, rank: Rank) -> String {
     let last = last(control, rank).map_or_else(String::new, |last| format!(", the last {last}"));
     format!("{} CUDA collectives launched{last}", launched(control, rank))
@@ -182,7 +182,7 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channe
     Ok(())
 }
 
-/// " at train.py:12", where sites are compared.
+/// Place of a call in words, such as " at train.py:12", if call sites are compared.
 fn call_site_of(control: &ControlBlock, rank: Rank, number: u64, record: &LaunchRecord) -> String {
     let entry = &launch_log(control, rank).entries[number as usize % ENTRIES];
     if record.description.has_call_site() { format!(" at {}", entry.call_site.read()) } else { String::new() }

@@ -73,7 +73,7 @@ struct State {
     behind: Vec<Event>,
     /// The group is leaving: its memory goes once what was enqueued before is done.
     closed: bool,
-    /// Some call was recorded into a graph, which may be replayed at any time.
+    /// Flag that is set once some call was recorded into a graph, which may be replayed at any time.
     recorded: bool,
 }
 

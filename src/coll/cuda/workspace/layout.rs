@@ -180,7 +180,7 @@ impl Layout {
         HANDSHAKE_COUNTS
     }
 
-    /// Low-latency lines of handshakes, in the channel.
+    /// Offset of the LL lines of handshakes, in the channel.
     pub fn handshake_lines(self) -> usize {
         (self.words(Stage::Gather) + self.most_lanes() * LANE_WORDS).next_multiple_of(ALIGN)
     }
@@ -189,7 +189,7 @@ impl Layout {
         self.handshake_blocks() * 2 * self.ranks * HANDSHAKE_UNITS * LINES
     }
 
-    /// Low-latency lines, in the channel.
+    /// Offset of the LL lines, in the channel.
     pub fn ll_lines(self) -> usize {
         (self.handshake_lines() + self.handshake_bytes()).next_multiple_of(ALIGN)
     }
@@ -199,7 +199,7 @@ impl Layout {
         SENTINEL_EPOCHS
     }
 
-    /// Sentinel slots, in the channel.
+    /// Offset of the sentinel slots, in the channel.
     pub fn sentinel(self) -> usize {
         self.ll_lines() + self.ll_blocks() * 2 * self.ranks * LL_UNITS * LINES
     }
@@ -237,9 +237,9 @@ impl Layout {
 /// The two passes of staged calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Each rank's pieces go to those who need them.
+    /// Stage in which each rank's pieces go to those who need them.
     Scatter,
-    /// Each rank's result goes to everybody.
+    /// Stage in which each rank's result goes to every rank.
     Gather,
 }
 

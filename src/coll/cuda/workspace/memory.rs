@@ -177,7 +177,8 @@ impl Memory {
         stream.synchronize()
     }
 
-    /// Writes a word of its own into the memory of every peer in reach and reads it back: whether that works is what the driver's word for it is worth.
+    /// Writes a word of its own into the memory of every peer in reach and reads it back: whether that works is what the driver's word for
+    /// it is worth.
     pub(in crate::coll::cuda) fn probe(&self, me: usize, layout: &Layout, stream: Stream) -> Result<bool> {
         let word = |rank: usize| 0x5359_4d4d_0000_0000u64 | (me as u64) << 16 | rank as u64;
         for (rank, base) in self.addresses().into_iter().enumerate().filter(|&(rank, base)| rank != me && base != 0) {

@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 /// The first bytes of a file; the last of them is the version of this format.
 const MAGIC: [u8; 8] = *b"symmcub\x01";
 
-/// Magic, length of the code, digest.
+/// Bytes before the code: magic, length of the code, digest.
 pub(super) const HEADER: usize = 8 + 8 + 32;
 
 /// Names machine code by everything that it was made from.

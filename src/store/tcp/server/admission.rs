@@ -138,8 +138,8 @@ impl EventLoop {
     }
 }
 
-/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the 256th
-/// and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
+/// Lets the kernel make the process's table of descriptors longer on another thread. Whoever opens the one for which it is too short, the
+/// 256th and each power of two after it, waits for all processors to notice, 10 ms and more; here that would be all clients.
 fn make_room() {
     let grow = || {
         let highest = i32::try_from(process::descriptor_limit().min(ROOM).saturating_sub(1)).unwrap_or(i32::MAX);

@@ -37,9 +37,9 @@ pub(super) enum Phase {
 /// Result of reading.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// Nothing complete, and nothing more for now.
+    /// Nothing is complete, and nothing more comes for now.
     Nothing,
-    /// Nothing complete, but there is more to read.
+    /// Nothing is complete, but there is more to read.
     More,
     /// The other end is closed, or speaks nonsense.
     Closed,

@@ -188,8 +188,8 @@ impl EventLoop {
         self.release(connection.reserved);
     }
 
-    /// Something happened at a socket. Of an end that sends no more, what it has sent before is still served, unless it
-    /// was waiting for an answer.
+    /// Serves a socket at which something happened. Of an end that sends no more, what it has sent before is still served, unless it was
+    /// waiting for an answer.
     fn event(&mut self, key: usize, ended: bool) {
         if let Some(connection) = self.connections.get_mut(&key) {
             connection.drained = false;

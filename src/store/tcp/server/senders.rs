@@ -2,7 +2,7 @@
 
 use rayon_core::{ThreadPool, ThreadPoolBuilder};
 
-/// More do not pay: the clients need cores as well.
+/// Most threads that send; more do not pay: the clients need cores as well.
 const MOST: usize = 3;
 
 /// A pool that is made when it is first asked for.
