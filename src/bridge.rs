@@ -452,7 +452,7 @@ pub mod ffi {
         fn capture_of(stream: usize) -> u64;
         /// Whether `Work.wait()` of a CUDA call blocks the host: `SYMM_BLOCKING_WAIT`.
         fn blocking_wait() -> bool;
-        /// Whether calls are to bring their sites: `SYMM_DEBUG=site`.
+        /// Whether calls are to bring their call sites: `SYMM_DEBUG=site`.
         fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;

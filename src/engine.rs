@@ -158,7 +158,7 @@ impl Engine {
         lock(&outcome).clone()
     }
 
-    /// Queues `calls`; `completion` hears the outcome.
+    /// Queues `calls`; `completion` gets the outcome.
     pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, completion: Completion) -> Result<u64> {
         let mut state = lock(&self.state);
         if state.ready == 0 {

@@ -199,7 +199,7 @@ impl Group {
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
-    /// Queues `calls`; `completion` hears the outcome. The ticket is for `wait`.
+    /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
     pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, completion: Completion) -> Result<u64> {
         self.check_calls(&calls)?;
         self.check_kernels()?;
@@ -237,7 +237,7 @@ impl Group {
     }
 
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
-    /// no other call within 80 ms, the group fails: they hear so within 100 ms of their call or of this one, whichever is later.
+    /// no other call within 80 ms, the group fails: they learn so within 100 ms of their call or of this one, whichever is later.
     pub fn refuse(&self, text: String) {
         if self.check_alive().and_then(|()| self.check_kernels()).is_ok() {
             self.refusals.add(text, Refused::Collective { on_device: self.communicator().is_some() });
@@ -392,7 +392,7 @@ impl Group {
         calls.iter().try_for_each(|call| call.validate(self.control.rank(), self.control.size()))
     }
 
-    /// Whether a kernel of this rank has given up: nobody but who asks hears of it.
+    /// Whether a kernel of this rank has given up: only a caller that asks learns of it.
     fn check_kernels(&self) -> Result<()> {
         let failure = self.communicator().and_then(|communicator| communicator.failure());
         failure.map_or(Ok(()), Err).inspect_err(|error| self.recorder.saw(error))

@@ -231,7 +231,7 @@ impl Reception<'_> {
         }
     }
 
-    /// Seats a guest that says the right words; turns any other away.
+    /// Seats a guest whose greeting is right; turns any other away.
     fn hear(&mut self, guest: Guest) -> Result<()> {
         let mut buffer = [0; BUFFER];
         let received = match socket::receive(&guest.socket, &mut buffer) {
@@ -316,7 +316,7 @@ impl Reception<'_> {
     fn refuse(&self, socket: &OwnedFd, error: &Error) {
         // The group's token is not for unidentified peers: the answer to a failure carries none.
         let answer = Answer { token: [0; 16], failure: Some(error.clone()) };
-        // Best effort: whoever does not hear it finds the connection closed, and the cause in rank 0's record.
+        // Best effort: a rank that does not receive it finds the connection closed, and the cause in rank 0's record.
         let _ = socket::send(socket, &answer.encode(), None);
     }
 }

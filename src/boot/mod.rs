@@ -66,7 +66,7 @@ pub struct JoinSpec<'a> {
     pub timeout: Duration,
     /// Size of the shared memory, the same on all ranks.
     pub segment_bytes: u64,
-    /// Bytes at its begin of which rank 0 allocates the pages, so that all hear why where they cannot be had.
+    /// Bytes at its begin of which rank 0 allocates the pages, so that all learn why where they cannot be had.
     pub reserved_bytes: usize,
     /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
     /// a descriptor.

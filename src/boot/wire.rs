@@ -8,7 +8,7 @@ const MAGIC: [u8; 4] = *b"symm";
 /// Length of the longest sentence that fits a message.
 const TEXT: usize = 2048;
 
-/// Room for any message, and one byte to notice a longer one by.
+/// Bytes of the longest message, and one more to notice a longer one by.
 pub(super) const BUFFER: usize = 4 + 16 + 1 + TEXT + 1;
 
 /// Greeting of a rank that connects.

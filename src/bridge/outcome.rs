@@ -15,7 +15,7 @@ pub(super) fn guarded(body: impl FnOnce() -> Result<()>) -> ffi::Status {
     status(outcome)
 }
 
-/// Runs `body` with `completion`; if it fails, `completion` hears of it here and the ticket is 0, which is always complete.
+/// Runs `body` with `completion`; if it fails, `completion` gets the error here and the ticket is 0, which is always complete.
 pub(super) fn started(body: impl FnOnce(Completion) -> Result<u64>, completion: Completion) -> u64 {
     let failed = completion.clone();
     let outcome = catch_unwind(AssertUnwindSafe(|| body(completion))).unwrap_or_else(|panic| Err(Error::panicked("this process", &*panic)));

@@ -41,7 +41,7 @@ impl Description {
         hash
     }
 
-    /// Whether the site is compared too.
+    /// Whether the call site is compared too.
     pub fn has_call_site(self) -> bool {
         self.head & SITED != 0
     }

@@ -1,4 +1,4 @@
-//! A call that was refused on this rank alone: who waits for it hears so, long before a timeout.
+//! A call that was refused on this rank alone: who waits for it learns so, long before a timeout.
 //!
 //! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
 //! sleeps for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike,

@@ -20,7 +20,7 @@ impl fmt::Display for MemoryLimit {
     }
 }
 
-/// The least room of all that limit this process; `None` where nothing tells.
+/// The tightest limit of this process; `None` if nothing tells one.
 pub fn tightest() -> Option<MemoryLimit> {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
     let meminfo = read(Path::new("/proc/meminfo"))?;

@@ -13,7 +13,7 @@ use crate::sync::ring::{Ring, UNIT};
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicU64;
 
-/// Something that waits for room in the outgoing ring.
+/// Something that waits for space in the outgoing ring.
 #[derive(Debug)]
 pub(super) enum Outgoing {
     /// A frame without payload.
@@ -76,7 +76,7 @@ impl Connection {
         self.outbox.push_back(item);
     }
 
-    /// Forgets what waits for room, but for frames without payload: the memory that it would be read from is its sender's again.
+    /// Forgets what waits for space, but for frames without payload: the memory that it would be read from is its sender's again.
     pub(super) fn let_go(&mut self) {
         self.outbox.retain(|item| matches!(item, Outgoing::Control(_)));
     }
@@ -92,7 +92,7 @@ impl Connection {
         side(control, self.peer, control.rank()).ring.oldest(self.head).is_some()
     }
 
-    /// Whether the peer has made room for what waits here.
+    /// Whether the peer has freed space for what waits here.
     pub(super) fn has_room(&self, control: &ControlBlock) -> bool {
         let reserved =
             |item: &Outgoing| side(control, control.rank(), self.peer).ring.reserve(self.tail, next_frame(item).footprint()).is_some();
@@ -104,7 +104,7 @@ impl Connection {
         self.outbox.is_empty() && side(control, control.rank(), self.peer).ring.head.observe() == self.tail
     }
 
-    /// Writes what fits; `sent` hears the ids of messages that need their memory no longer. Returns whether anything was written.
+    /// Writes what fits; `sent` gets the ids of messages that need their memory no longer. Returns whether anything was written.
     pub(super) fn flush(&mut self, control: &ControlBlock, mut sent: impl FnMut(u64)) -> Result<bool> {
         if self.outbox.is_empty() {
             return Ok(false);
@@ -187,7 +187,7 @@ impl Connection {
             self.came += u64::from(frame.kind == Kind::Eager);
             self.head += frame.footprint();
             side.ring.release(self.head);
-            // Only a producer that ran out of room waits for this.
+            // Only a producer that ran out of space waits for this.
             if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
                 control.wake(self.peer);
             }

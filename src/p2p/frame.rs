@@ -51,7 +51,7 @@ impl Frame {
         }
     }
 
-    /// Whether it is the first that is heard of a message.
+    /// Whether it is the first frame of a message.
     pub(super) fn begins_message(&self) -> bool {
         match self.kind {
             Kind::Eager | Kind::Offer => true,

@@ -207,7 +207,7 @@ impl Link {
             let descriptor = match piece.as_ref().map(|piece| piece.export()).transpose() {
                 Ok(descriptor) => descriptor,
                 Err(error) => {
-                    // The peer never hears of it, so calls on it go through staging.
+                    // The peer never learns of it, so calls on it go through staging.
                     log::warn!("a segment of symmetric memory cannot be given to process {}: {error}", self.pid);
                     outbox.pop_front();
                     continue;

@@ -192,7 +192,7 @@ impl Heap {
     /// Withdraws segments that no kernel of this process uses any more.
     fn free(&self, offsets: &[usize]) {
         let links = self.state().links.clone();
-        // A kernel that gave up leaves peers' kernels in the segment. They hear of the failure before they hear of this.
+        // A kernel that gave up leaves peers' kernels in the segment. They learn of the failure before they learn of this.
         for link in &links {
             link.any_failed();
         }

@@ -23,7 +23,7 @@ pub type AllGather<'a> = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + 'a;
 /// Step that all ranks take: each gives bytes, or why it cannot go on, and gets those of all.
 pub type Step<'a> = dyn Fn(usize, Result<Vec<u8>>) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// Room for a sentence of a rank that failed in a step.
+/// Bytes of the sentence of a rank that failed in a step.
 const TEXT_BYTES: usize = 400;
 
 /// Takes a step with all ranks: each gives `bytes`, or why it cannot go on. Fails on all ranks alike; `deed` is what the rank at fault
@@ -51,7 +51,7 @@ pub fn step(gather: &AllGather<'_>, control: &ControlBlock, deed: &str, bytes: u
     Ok(all.into_iter().map(|message| message[1..][..bytes].to_vec()).collect())
 }
 
-/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to hear before their limit what it waited
+/// `most`, or half of what is left of `limit`: all ranks wait for the one that waits, and want to know before their limit what it waited
 /// for.
 fn share(limit: &Limit, most: Duration) -> Duration {
     most.min(limit.left().unwrap_or_default() / 2)
@@ -60,7 +60,7 @@ fn share(limit: &Limit, most: Duration) -> Duration {
 /// Bytes that a rank's reason may take.
 pub type Lacking = String;
 
-/// Room for a rank's reason.
+/// Bytes that a rank's reason may take.
 const REASON_BYTES: usize = 200;
 
 /// Symmetric memory of a group: every rank's heap, as this rank's device sees it.

@@ -25,7 +25,7 @@ fn known() -> MutexGuard<'static, Known> {
 }
 
 impl CallSite {
-    /// The number of the site that `text` names, from 1.
+    /// The number of the call site that `text` names, from 1.
     pub fn number(text: &str) -> u32 {
         let mut known = known();
         if let Some(&number) = known.numbers.get(text) {
@@ -40,7 +40,7 @@ impl CallSite {
         number
     }
 
-    /// The site with this number; `None` for 0.
+    /// The call site with this number; `None` for 0.
     pub fn known(number: u32) -> Option<&'static Self> {
         if number == 0 { None } else { known().all.get(number as usize - 1).copied() }
     }

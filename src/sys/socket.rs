@@ -83,7 +83,7 @@ pub struct Received {
 
 /// Takes one message into `buffer`: `AGAIN` if there is none now. At most one descriptor is kept, closed on `exec`.
 pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> Result<Received> {
-    // Room for one: the kernel closes the others.
+    // Space for one: the kernel closes the others.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let message = recvmsg(socket.as_fd(), &mut [IoSliceMut::new(buffer)], &mut control, RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT)?;

@@ -74,7 +74,7 @@ pub struct Recorder {
     failed: AtomicBool,
     /// Generation of the process whose journal it is.
     generation: u64,
-    /// Hears when the dump has been written.
+    /// Receiver of a value that comes once the dump has been written.
     writing: Mutex<Option<Receiver<()>>>,
 }
 

@@ -44,7 +44,7 @@ class ScatterCall {
     if (turn.entry) {
       workspace_.barrier(Channel::Entry);
     }
-    // The part of the next rank first, the own one last: at each step every rank computes for another one, and hears from another one.
+    // The part of the next rank first, the own one last: at each step every rank computes for another one, and receives from another one.
     for (int step = 1; step < n_; ++step) {
       const auto to = (me_ + step) % n_, from = (me_ + n_ - step) % n_;
       multiply(turn, to);

@@ -40,7 +40,7 @@ struct Turn {
 // Workspace of one group on one device. Calls take turns: who uses it holds `mutex`.
 //
 // When may a rank write into its piece again? Peers read it until their part of that call ends, and every rank orders what it sends in a
-// call after its reads of earlier calls (`Lanes` join at a call's end). Within a call, each rank hears from every peer before the call
+// call after its reads of earlier calls (`Lanes` join at a call's end). Within a call, each rank receives from every peer before the call
 // ends: so whoever has completed a call knows that all peers have read what they wanted of every call *before* it. Two consecutive calls
 // therefore use different pieces, and no barrier is needed at a call's end: writing in call k over the piece of call k - 2 is safe since
 // call k - 1 has completed on this stream.

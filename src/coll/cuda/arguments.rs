@@ -106,7 +106,7 @@ pub struct Exchange {
     pub ll: LowLatency,
     /// Place of the staging slots.
     pub staging: Staging,
-    /// Blocks of the low-latency protocol.
+    /// Blocks that serve LL lines.
     pub ll_blocks: u32,
     /// Length of the longest message that travels on LL lines; longer ones are staged.
     pub short_bytes: u64,

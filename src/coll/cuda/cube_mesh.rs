@@ -14,7 +14,7 @@ pub(super) const BYTES: usize = 2 + RANKS;
 pub(super) struct Edges {
     pub(super) mesh: CubeMesh,
     /// Mapped between neighbours only, for groups whose other memory is the host's since not all GPUs reach each other. Where the
-    /// low-latency lines of a channel lie does not depend on how much memory there is, so the group's layout holds for it too.
+    /// LL lines of a channel lie does not depend on how much memory there is, so the group's layout holds for it too.
     pub(super) apart: Option<(Memory, Layout)>,
 }
 

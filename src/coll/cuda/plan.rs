@@ -13,7 +13,7 @@ pub enum Plan {
     Nothing,
     /// Messages as they are: short ones with flags in the data, others staged.
     Exchange {
-        /// Blocks of the low-latency protocol.
+        /// Blocks that serve LL lines.
         ll_blocks: u32,
         /// Lanes of staging. Each message has chunks by its own length.
         lanes: u32,
@@ -205,7 +205,7 @@ impl Tuning {
     }
 }
 
-/// Blocks of the low-latency protocol where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
+/// Blocks that serve LL lines where nobody knows the longest message; it carries up to 64 KiB between two ranks then.
 const UNKNOWN_LL_BLOCKS: u32 = 16;
 /// Length of the shortest chunk that is worth a fence; `staging.cuh` has the same.
 const MIN_CHUNK: usize = 4 << 10;

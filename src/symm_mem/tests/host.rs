@@ -8,7 +8,7 @@ use rustix::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A device with room for so many pages.
+/// A device with so many pages.
 pub(crate) struct Host {
     memory: HostMemory,
     /// Nothing can be made.

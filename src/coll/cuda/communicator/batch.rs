@@ -26,7 +26,7 @@ pub(super) fn take_own(me: Rank, sends: &mut Vec<Message>, receives: &mut Vec<Me
     Ok(out.into_iter().zip(incoming).collect())
 }
 
-/// Takes out the first message for each rank: a launch has room for one.
+/// Takes out the first message for each rank: a launch carries one.
 pub(super) fn first_of_each(messages: &mut Vec<Message>) -> Vec<Message> {
     let mut seen = [false; MAX_RANKS];
     let (first, rest) = messages.drain(..).partition(|(rank, _)| !std::mem::replace(&mut seen[*rank], true));

@@ -88,7 +88,7 @@ impl Communicator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues `calls` in order; returns at once. `numbered` hears the number of each before it is enqueued.
+    /// Enqueues `calls` in order; returns at once. `numbered` gets the number of each before it is enqueued.
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
         self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {

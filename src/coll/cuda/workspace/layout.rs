@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// Ranks of a group with GPUs, at most; `MAX_WORLD` in `wait.cuh`.
 pub const MAX_RANKS: usize = 16;
-/// Units of one message that one block carries low-latency: a unit for each of 256 threads.
+/// Units of one message that one block carries on LL lines: a unit for each of 256 threads.
 pub const LL_UNITS: usize = 256;
 /// Blocks of a kernel on sentinel slots, at most.
 pub const SENTINEL_BLOCKS: usize = 64;
@@ -21,9 +21,9 @@ pub const SLOTS: usize = 4;
 pub const UNIT: usize = 16;
 /// Bytes of a unit with its flags.
 const LINES: usize = 32;
-/// Blocks of a low-latency kernel times ranks: small groups have fewer messages to carry at once.
+/// Blocks of a kernel on LL lines times ranks: small groups have fewer messages to carry at once.
 const SPREAD: usize = 256;
-/// Lanes times ranks, where slots of `FAIR_SLOT` leave room for so many; else half as many.
+/// Lanes times ranks, where slots of `FAIR_SLOT` leave memory for so many; else half as many.
 const LANES: usize = 512;
 /// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/measurements/gpu-h200.md).
 const FAIR_SLOT: usize = 16 << 10;
@@ -140,7 +140,7 @@ impl Layout {
         channel as usize * self.channel_bytes
     }
 
-    /// Blocks of a low-latency kernel, at most.
+    /// Most blocks of a kernel on LL lines.
     pub fn ll_blocks(self) -> usize {
         (SPREAD / self.ranks).min(128)
     }
@@ -160,7 +160,7 @@ impl Layout {
         (LANES / self.ranks).min(MAX_LANES)
     }
 
-    /// Epochs of low-latency blocks, in the channel.
+    /// Offset of the epochs of blocks that serve LL lines, in the channel.
     pub fn ll_epochs(self) -> usize {
         LL_EPOCHS
     }

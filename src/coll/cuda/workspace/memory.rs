@@ -87,7 +87,7 @@ impl Way<'_> {
         let left = |rank| self.control.absence(rank).map(|how| Error::peer(format!("{} {how}", self.control.describe(rank))));
         let hope = || self.control.failure().or_else(|| self.control.ranks().find_map(left)).map_or(Ok(()), Err);
         let passed = self.mailbox.exchange(self.control.rank().index(), &names, &pids, own.as_fd(), self.limit, &hope);
-        // Peers may wait for what this rank has not given: they hear of it.
+        // Peers may wait for what this rank has not given: they learn of it.
         passed.map_err(|error| self.control.fail(error))
     }
 }

@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Frames up to this length never wait for room.
+/// Frames up to this length never wait for memory.
 pub(super) const SHORT: usize = 16 * 1024;
 
 /// Bytes that are read before the length of a frame is known.
@@ -45,7 +45,7 @@ pub(super) enum Input {
     Closed,
     /// The introduction of an unidentified peer.
     Hello(Box<[u8; HELLO]>),
-    /// A frame of this length is about to come: room for it must be reserved first.
+    /// A frame of this length is about to come: memory for it must be reserved first.
     Long(usize),
     /// A frame is longer than allowed.
     TooLong(usize),

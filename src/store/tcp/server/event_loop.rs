@@ -53,7 +53,7 @@ pub(super) struct EventLoop {
     pub(super) senders: Senders,
     /// Connections with more to do that no event will announce.
     pub(super) busy: VecDeque<usize>,
-    /// Connections for whose long frame or answer there is no room now.
+    /// Connections for whose long frame or answer there is no memory now.
     pub(super) paused: VecDeque<usize>,
     /// Bytes reserved by all connections.
     pub(super) moving: usize,
@@ -65,7 +65,7 @@ pub(super) struct EventLoop {
     /// Lines about connections that were refused, and about those that could not be accepted.
     pub(super) refused: RateLimit,
     pub(super) deaf: RateLimit,
-    /// Whether the process has been given room for descriptors.
+    /// Whether the process has been allowed more descriptors.
     pub(super) roomy: bool,
 }
 
@@ -325,7 +325,7 @@ impl EventLoop {
         self.calendar.set(key, &mut connection.deadline, deadline);
     }
 
-    /// Reserves room for `length` bytes, or puts the connection in line for it.
+    /// Reserves memory for `length` bytes, or puts the connection in line for it.
     pub(super) fn reserve(&mut self, key: usize, length: usize) -> bool {
         let Some(connection) = self.connections.get_mut(&key) else {
             return false;

@@ -34,7 +34,7 @@ impl EventLoop {
         match self.table.serve(&request, Some(&body)) {
             Ok(table::Answer::Done(reply)) => {
                 let answer = Answer::Done(reply);
-                // Room for a long answer; what has changed the table is answered in any case.
+                // Memory for a long answer; what has changed the table is answered in any case.
                 let length = answer.encoded_len();
                 if length > MAX_FRAME {
                     let error = format!("the values are {length} bytes together; a store returns at most {MAX_FRAME} at once");
@@ -117,7 +117,7 @@ impl EventLoop {
         self.send(key, answer.encode());
     }
 
-    /// The time of connection `key` is over: who waits hears what is missing, all others have to go.
+    /// The time of connection `key` is over: a client that waits is told what is missing, all others have to go.
     pub(super) fn expire(&mut self, key: usize) {
         let Some(connection) = self.connections.get_mut(&key) else {
             return;
