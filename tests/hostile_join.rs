@@ -217,7 +217,7 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
         // Rank 0 listens once all records are there.
         thread::sleep(Duration::from_millis(100));
         let joined = join(&store, &spec(1, LONG));
-        assert!(unidentified.join().unwrap().unwrap_or(true), "a unidentified peer was answered");
+        assert!(unidentified.join().unwrap().unwrap_or(true), "an unidentified peer was answered");
         assert!(joined.is_ok() && leader.join().unwrap().is_ok(), "nobody else is disturbed");
     });
 }

@@ -280,7 +280,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
 
 /// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for
 /// itself.
-pub fn worth_gating(call: &Call, n: usize, tuning: &Tuning) -> bool {
+pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll => return n > 1,
         Op::AllReduce | Op::Reduce => call.longest() / n,
