@@ -39,6 +39,8 @@ pub(super) struct Connection {
     matched: u64,
     /// Number of the latest message that has come, short or offered; 0: none.
     latest: u64,
+    /// A read of the peer's memory has failed: none is tried again.
+    unreadable: bool,
 }
 
 /// Short messages that the peer has not matched yet; beyond it they are offered.
@@ -60,7 +62,18 @@ fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
 
 impl Connection {
     pub(super) fn new(peer: Rank) -> Self {
-        Self { peer, tail: 0, head: 0, reserved: false, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0 }
+        Self {
+            peer,
+            tail: 0,
+            head: 0,
+            reserved: false,
+            outbox: VecDeque::new(),
+            eager: 0,
+            came: 0,
+            matched: 0,
+            latest: 0,
+            unreadable: false,
+        }
     }
 
     /// Whether another short message may go without being asked for.
@@ -85,6 +98,19 @@ impl Connection {
     pub(super) fn count_match(&mut self, control: &ControlBlock) {
         self.matched += 1;
         side(control, self.peer, control.rank()).matched.publish(self.matched);
+    }
+
+    /// Whether reading the peer's memory directly is worth a try.
+    pub(super) fn is_readable(&self) -> bool {
+        !self.unreadable
+    }
+
+    /// Reads the peer's memory no more, because of `error`: its long messages come in frames from now on. The system may take back what it
+    /// allowed when the group was joined; frames need no leave, and a peer that has died is found out as ever.
+    pub(super) fn give_up_reading(&mut self, control: &ControlBlock, error: &Error) {
+        if !std::mem::replace(&mut self.unreadable, true) {
+            log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(self.peer));
+        }
     }
 
     /// Whether the peer has sent something.

@@ -398,3 +398,6 @@ impl Transfers {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

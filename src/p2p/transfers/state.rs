@@ -12,7 +12,6 @@ use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
-use std::sync::Once;
 
 /// Unasked messages of one sender beyond which it is not heard. All short ones that a sender may have on their way fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * EAGER_BYTES;
@@ -218,17 +217,14 @@ impl State {
             Content::Offer { id, addr } => {
                 // Two ranks that copy into and out of a ring are quicker than one that reads alone, but the sender may be busy elsewhere.
                 let (span, mut got) = (posted.span, 0);
+                let direct = direct && self.connections[from.index()].is_readable();
                 while direct && got < span.bytes && !control.attends(from) {
                     let bytes = DIRECT_BYTES.min(span.bytes - got);
                     // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
                     let read =
                         unsafe { crate::sys::remote::read_memory(control.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
                     if let Err(error) = read {
-                        // The system may take back what it allowed when the group was joined; frames need no leave. Who has died is found
-                        // out as ever.
-                        static WARNED: Once = Once::new();
-                        WARNED
-                            .call_once(|| log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(from)));
+                        self.connections[from.index()].give_up_reading(control, &error);
                         break;
                     }
                     got += bytes;
