@@ -293,7 +293,7 @@ pub mod ffi {
         type NativeStore;
         fn store_memory() -> Box<NativeStore>;
         /// `path` is the system's bytes.
-        fn store_file(path: &[u8], world_size: i64) -> OpenedStore;
+        fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> OpenedStore;
         fn store_tcp(spec: &TcpSpec) -> OpenedStore;
         /// `store` as the core sees it.
         fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;

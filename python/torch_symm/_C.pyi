@@ -93,12 +93,15 @@ class MemoryStore(NativeStore):
 class FileStore(NativeStore):
     """A store in a file of ``world_size`` processes. A pickle opens the same file.
 
+    ``timeout``: how long opening waits for the file's lock, and later calls that bring no limit of their own.
+
     Raises:
-        DistStoreError: the file cannot be opened or is no such store.
-        ValueError: ``world_size`` is negative.
+        DistStoreError: the file cannot be opened or is no such store, or a process, which is named, held its lock for
+            all of ``timeout``.
+        ValueError: ``world_size`` or ``timeout`` is negative.
     """
 
-    def __init__(self, path: str | os.PathLike[str], world_size: int) -> None: ...
+    def __init__(self, path: str | os.PathLike[str], world_size: int, timeout: timedelta = ...) -> None: ...
     @property
     def path(self) -> str: ...
     @property

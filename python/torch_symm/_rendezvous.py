@@ -77,10 +77,11 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
     _only_once("symm")
 
 
-def by_file(url: str, **_: Any) -> Iterator[Triplet]:
+def by_file(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
     """``symm+file:///path``: a file that all ranks can lock and write.
 
     Raises:
+        DistStoreError: the file cannot be opened, or a process, which is named, held its lock until ``timeout``.
         ValueError: the URL or the environment lacks something or has something unknown; the message names it.
     """
     parts = urlsplit(url)
@@ -91,7 +92,7 @@ def by_file(url: str, **_: Any) -> Iterator[Triplet]:
         raise _error("symm+file", "path missing")
     from torch_symm._native import load
 
-    yield _of_this_start(load().FileStore(unquote(parts.path), world_size)), rank, world_size
+    yield _of_this_start(load().FileStore(unquote(parts.path), world_size, timeout)), rank, world_size
     _only_once("symm+file")
 
 

@@ -57,8 +57,12 @@ pub(super) fn store_through(store: cxx::UniquePtr<StoreHandle>) -> Box<NativeSto
     Box::new(NativeStore(Ok(Arc::new(TorchStore::new(store)))))
 }
 
-pub(super) fn store_file(path: &[u8], world_size: i64) -> OpenedStore {
-    opened(|| Ok((Arc::new(FileStore::open(Path::new(OsStr::from_bytes(path)), unsigned("world size", world_size)?)?), String::new(), 0)))
+pub(super) fn store_file(path: &[u8], world_size: i64, timeout_ms: i64) -> OpenedStore {
+    opened(|| {
+        let world_size = unsigned("world size", world_size)?;
+        let store = FileStore::open_within(Path::new(OsStr::from_bytes(path)), world_size, limit(timeout_ms)?)?;
+        Ok((Arc::new(store), String::new(), 0))
+    })
 }
 
 pub(super) fn store_tcp(spec: &TcpSpec) -> OpenedStore {

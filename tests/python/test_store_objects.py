@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
+import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
@@ -56,6 +60,27 @@ def test_bad_arguments_of_a_file_store(tmp_path: Path) -> None:
         FileStore(7, 1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
         FileStore(str(tmp_path / "no" / "such" / "place"), 1)
+
+
+def test_opening_waits_for_the_lock_until_the_timeout_and_names_its_holder(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    kept = FileStore(path, 2)
+    held_by_this = rf"the lock of the file store .* is held by process {os.getpid()} \(alive"
+    with path.open("r+b") as file:
+        # struct flock: what is held during an operation.
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 1 << 62, 1, 0))
+        start = time.monotonic()
+        with pytest.raises(dist.DistStoreError, match=held_by_this):
+            FileStore(path, 2, timeout=seconds(0.2))
+        assert 0.2 <= time.monotonic() - start < 5
+    opened = FileStore(path, 2, seconds(9))
+    assert (opened.timeout, pickle.loads(pickle.dumps(opened)).timeout, kept.timeout) == (
+        seconds(9),
+        seconds(9),
+        seconds(300),
+    )
+    with pytest.raises(ValueError, match="negative"):
+        FileStore(path, 2, timeout=seconds(-1))
 
 
 def test_a_path_may_be_a_path(tmp_path: Path) -> None:

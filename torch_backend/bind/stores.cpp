@@ -103,17 +103,18 @@ void bind_stores(py::module_& module) {
 
   py::class_<FileStore, Holder<FileStore>, SymmStore>(module, "FileStore")
       .def(
-          py::init([](const std::filesystem::path& path, int64_t world_size) {
+          py::init([](const std::filesystem::path& path, int64_t world_size, std::chrono::milliseconds timeout) {
             const py::gil_scoped_release open;
-            return c10::make_intrusive<FileStore>(path.native(), world_size);
+            return c10::make_intrusive<FileStore>(path.native(), world_size, timeout);
           }),
           py::arg("path"),
-          py::arg("world_size"))
+          py::arg("world_size"),
+          py::arg("timeout") = ::c10d::Store::kDefaultTimeout)
       .def_property_readonly("path", &path_of)
       .def_readonly("world_size", &FileStore::world_size)
       .def("__reduce__", [](const py::object& self) {
         const auto& store = self.cast<const FileStore&>();
-        return py::make_tuple(py::type::of(self), py::make_tuple(path_of(store), store.world_size));
+        return py::make_tuple(py::type::of(self), py::make_tuple(path_of(store), store.world_size, store.getTimeout()));
       })
       .def("__repr__", [](const FileStore& self) {
         return py::str("FileStore({!r}, {}, timeout={!r})").format(path_of(self), self.world_size, self.getTimeout());

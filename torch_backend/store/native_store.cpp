@@ -170,8 +170,10 @@ c10::intrusive_ptr<::c10d::Store> MemoryStore::clone() {
   return c10::make_intrusive<MemoryStore>(share(), timeout_);
 }
 
-FileStore::FileStore(const std::string& path, int64_t world_size)
-    : SymmStore(checked(store_file(piece(path).data, world_size)).store, kDefaultTimeout), path(path), world_size(world_size) {}
+FileStore::FileStore(const std::string& path, int64_t world_size, Milliseconds timeout)
+    : SymmStore(checked(store_file(piece(path).data, world_size, timeout.count())).store, timeout),
+      path(path),
+      world_size(world_size) {}
 
 FileStore::FileStore(const FileStore& other, rust::Box<NativeStore> store)
     : SymmStore(std::move(store), other.timeout_), path(other.path), world_size(other.world_size) {}

@@ -76,7 +76,8 @@ class MemoryStore final : public SymmStore {
 // A store in a file.
 class FileStore final : public SymmStore {
  public:
-  FileStore(const std::string& path, int64_t world_size);
+  // `timeout`: of the opening, too.
+  FileStore(const std::string& path, int64_t world_size, Milliseconds timeout);
   FileStore(const FileStore& other, rust::Box<NativeStore> store);
   c10::intrusive_ptr<::c10d::Store> clone() override;
 

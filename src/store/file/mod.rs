@@ -36,9 +36,14 @@ impl FileStore {
     /// it keeps what it holds for those who come late. What a killed run has left is started afresh by its first user.
     ///
     /// `Config` if the folder does not exist or anybody may exchange files in it, if the file is not a regular file of
-    /// this user alone (mode 0600), or if it is damaged; `Timeout` if another process holds its lock.
+    /// this user alone (mode 0600), or if it is damaged; `Timeout` if another process holds its lock for 300 s.
     pub fn open(path: &Path, world_size: u32) -> Result<Self> {
-        Ok(Self(Arc::new(User::join(path, world_size)?)))
+        Ok(Self(Arc::new(User::join(path, world_size, None)?)))
+    }
+
+    /// The same, waiting for the lock until `limit` has passed.
+    pub fn open_within(path: &Path, world_size: u32, limit: Duration) -> Result<Self> {
+        Ok(Self(Arc::new(User::join(path, world_size, Some(limit))?)))
     }
 
     /// Path of the file, as given.

@@ -47,8 +47,8 @@ enum Outcome {
 }
 
 impl User {
-    pub(super) fn join(path: &Path, world_size: u32) -> Result<Self> {
-        let (disk, replica) = users::join(path, world_size)?;
+    pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Result<Self> {
+        let (disk, replica) = users::join(path, world_size, limit)?;
         let state = Mutex::new(State { replica, buffer: Vec::new() });
         Ok(Self { disk, world_size, state, generation: fork::generation() })
     }
@@ -222,7 +222,7 @@ mod tests {
     /// Two users of a file as if its file system were not coherent.
     fn users(path: &Path) -> [User; 2] {
         [(); 2].map(|()| {
-            let mut user = User::join(path, 2).expect("joins");
+            let mut user = User::join(path, 2, None).expect("joins");
             user.disk.coherent = false;
             user
         })

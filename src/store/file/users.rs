@@ -25,9 +25,9 @@ enum Found {
     Leftover { joined: u64, left: u64 },
 }
 
-/// The file at `path` as one of its users, who has joined.
-pub(super) fn join(path: &Path, world_size: u32) -> Result<(Disk, Replica)> {
-    let deadline = deadline(None);
+/// The file at `path` as one of its users, who has joined before `limit` had passed.
+pub(super) fn join(path: &Path, world_size: u32, limit: Option<Duration>) -> Result<(Disk, Replica)> {
+    let deadline = deadline(limit);
     let mut pauses = Pauses::new(Duration::from_millis(1));
     loop {
         let store_path = StorePath::new(path)?;
