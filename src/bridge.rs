@@ -380,6 +380,8 @@ pub mod ffi {
 
         /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
         fn refuse(self: &GroupHandle, text: &str);
+        /// Refuses, as `refuse` does, an operator on symmetric memory of the host.
+        fn refuse_operator(self: &GroupHandle, text: &str);
         /// Refuses a send or receive, as `refuse` does for a collective; its span counts for nothing.
         fn refuse_message(self: &GroupHandle, transfer: &Transfer, text: &str);
         /// Fails the group on every rank; blocked calls return at once.

@@ -244,6 +244,13 @@ impl Group {
         }
     }
 
+    /// Refuses, as `refuse` does, an operator on symmetric memory of the host, before this rank came to its first barrier.
+    pub fn refuse_operator(&self, text: String) {
+        if self.check_alive().is_ok() {
+            self.refusals.add(text, Refused::Operator);
+        }
+    }
+
     /// Refuses, as `refuse` does, a send to `peer` or a receive from it, or from anybody. Only a peer that is blocked in its part of it
     /// learns of that.
     pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {

@@ -73,6 +73,15 @@ impl GroupHandle {
         });
     }
 
+    pub(super) fn refuse_operator(&self, text: &str) {
+        guarded(|| {
+            self.with(|group| {
+                group.refuse_operator(text.to_owned());
+                Ok(())
+            })
+        });
+    }
+
     pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
         guarded(|| {
             self.with(|group| {

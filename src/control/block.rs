@@ -1,7 +1,7 @@
 //! A member's view of the group's control block, and what each member says of itself there.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
-use super::call_state::{Awaited, Doing};
+use super::call_state::{Awaited, Barriers, Doing};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
 use crate::op::Op;
@@ -37,6 +37,8 @@ pub(super) struct MemberWords {
     pub(super) doing: AtomicU64,
     /// The message that a thread sleeps for, see [`Awaited`]; 0: none.
     awaited: AtomicU64,
+    /// Its barriers of symmetric memory, see [`Barriers`].
+    barriers: AtomicU64,
     attending: AtomicU32,
     /// Number of the core, plus 1, where it last began something; 0: nothing begun yet.
     pub(super) core: AtomicU32,
@@ -227,6 +229,22 @@ impl ControlBlock {
     /// Whether a thread of `rank` sleeps for this message.
     pub fn awaits(&self, rank: Rank, awaited: Awaited) -> bool {
         self.words(rank).awaited.load(Ordering::Relaxed) == awaited.word()
+    }
+
+    /// Tells peers that a thread of this rank begins to wait in a barrier of symmetric memory on the host.
+    pub fn enter_barrier(&self) {
+        self.words(self.rank).barriers.fetch_add(Barriers::WAITS, Ordering::Relaxed);
+    }
+
+    /// Tells peers that its wait is over: all have come, or not.
+    pub fn leave_barrier(&self, met: bool) {
+        let change = if met { Barriers::MET - Barriers::WAITS } else { Barriers::WAITS.wrapping_neg() };
+        self.words(self.rank).barriers.fetch_add(change, Ordering::Relaxed);
+    }
+
+    /// Where `rank` stands among the barriers of symmetric memory on the host.
+    pub fn barriers(&self, rank: Rank) -> Barriers {
+        Barriers::of(self.words(rank).barriers.load(Ordering::Relaxed))
     }
 
     /// Process id of `rank`.

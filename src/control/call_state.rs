@@ -50,3 +50,28 @@ impl Awaited {
         u64::from(self.tag as u32) << 32 | u64::from(self.peer.0) << 2 | u64::from(self.send) << 1 | 1
     }
 }
+
+/// A member's barriers of symmetric memory on the host, of which all members make the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Barriers {
+    /// Those in which all members have come.
+    pub met: u32,
+    /// Threads that wait in one.
+    pub waiting: u32,
+}
+
+impl Barriers {
+    // One word, so that nobody sees a wait that is over as one for the next barrier.
+    pub(super) const WAITS: u64 = 1;
+    pub(super) const MET: u64 = 1 << 32;
+
+    pub(super) fn of(word: u64) -> Self {
+        Self { met: (word >> 32) as u32, waiting: word as u32 }
+    }
+
+    /// Whether a thread waits for a barrier to which a member that stands at `other` has not come.
+    pub fn wait_for(self, other: Self) -> bool {
+        // Wrapping: only the distance counts.
+        self.waiting > 0 && other.waiting == 0 && self.met.wrapping_sub(other.met) as i32 >= 0
+    }
+}

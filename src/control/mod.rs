@@ -6,7 +6,7 @@ mod status;
 mod wait;
 
 pub use block::{ControlBlock, Identity, Progress};
-pub use call_state::{Awaited, Doing};
+pub use call_state::{Awaited, Barriers, Doing};
 pub use wait::YIELDS;
 
 #[cfg(test)]

@@ -2,10 +2,10 @@
 //!
 //! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
 //! sleeps for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike,
-//! disturb nobody. Waiting ranks do no more for this than to say which message they sleep for.
+//! disturb nobody. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
 
 use crate::coll::cuda::agreement::launch_log;
-use crate::control::ControlBlock;
+use crate::control::{Barriers, ControlBlock};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::p2p::Transfers;
@@ -33,15 +33,20 @@ pub(super) struct Refusals {
 pub(super) enum Refused {
     /// A collective. On a device: kernels were in use, so that a launch may be waiting for this rank.
     Collective { on_device: bool },
+    /// An operator on symmetric memory of the host.
+    Operator,
     /// A send to `peer`, or a receive; `None`: from anybody.
     Message { send: bool, peer: Option<Rank>, tag: i32 },
 }
 
+/// Calls of this rank, which make up for what was refused once there are others.
+type Requested = (u64, Option<Barriers>);
+
 struct Note {
     text: String,
     refused: Refused,
-    /// Number of calls that this rank had been asked for by then.
-    requested: u64,
+    /// Calls that this rank had been asked for by then.
+    requested: Requested,
     look: Option<Subscription>,
 }
 
@@ -72,11 +77,14 @@ impl Refusals {
         *note = Some(Note { text, refused, requested: self.requested(refused), look });
     }
 
-    /// Counts the calls that make up for what was refused: a collective for a collective, anything for a message.
-    fn requested(&self, refused: Refused) -> u64 {
+    /// The calls that make up for what was refused: a collective for a collective, that or a barrier for an operator, any but barriers for a
+    /// message.
+    fn requested(&self, refused: Refused) -> Requested {
+        let collectives = self.engine.sequence();
         match refused {
-            Refused::Collective { .. } => self.engine.sequence(),
-            Refused::Message { .. } => self.engine.sequence() + self.transfers.requested(),
+            Refused::Collective { .. } => (collectives, None),
+            Refused::Operator => (collectives, Some(self.control.barriers(self.control.rank()))),
+            Refused::Message { .. } => (collectives + self.transfers.requested(), None),
         }
     }
 
@@ -124,15 +132,27 @@ impl Refusals {
         self.control.fail(Error::mismatch(text));
     }
 
+    /// By rank.
     fn waiting(&self, refused: Refused) -> Vec<Waiting> {
-        match refused {
+        let mut all = match refused {
             Refused::Collective { on_device } => self.in_collectives(on_device),
+            // A rendezvous is made of collectives.
+            Refused::Operator => self.in_barriers().chain(self.in_collectives(false)).collect(),
             Refused::Message { send, peer, tag } => {
                 let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
                 let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
                 self.transfers.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
             }
-        }
+        };
+        all.sort_by_key(|waiting| waiting.rank);
+        all.dedup_by_key(|waiting| waiting.rank);
+        all
+    }
+
+    fn in_barriers(&self) -> impl Iterator<Item = Waiting> {
+        let own = self.control.barriers(self.control.rank());
+        let waits = move |&rank: &Rank| self.control.barriers(rank).wait_for(own);
+        self.control.peers().filter(waits).map(|rank| Waiting { rank, call: "a barrier of symmetric memory".into() })
     }
 
     fn in_collectives(&self, on_device: bool) -> Vec<Waiting> {
@@ -146,9 +166,7 @@ impl Refusals {
             let first = launch_log::launched(control, me) + 1;
             (launch_log::launched(control, rank) >= first).then(|| Waiting { rank, call: format!("CUDA collective #{first}") })
         });
-        let mut all: Vec<Waiting> = on_host.chain(on_devices).collect();
-        all.sort_by_key(|waiting| waiting.rank);
-        all.dedup_by_key(|waiting| waiting.rank);
+        let all: Vec<Waiting> = on_host.chain(on_devices).collect();
         // After the peers: one that is ahead of a rank with something queued may be waiting for that.
         if self.engine.idle() { all } else { Vec::new() }
     }
@@ -246,6 +264,31 @@ mod tests {
         alike.iter().for_each(|rank| rank.control.begin(1, Op::Barrier));
         alike.iter().for_each(|rank| rank.add("all alike".into(), Refused::Collective { on_device: true }));
         assert_eq!(failure_within(&alike[0], QUIET), None);
+    }
+
+    #[test]
+    fn peers_that_wait_in_a_barrier_for_a_refused_operator_are_told() {
+        // Whether rank 1 comes to the barrier after all, or had met the others in it before.
+        for (comes, had_met) in [(false, false), (true, false), (false, true)] {
+            let ranks = ranks();
+            let enter = |rank: usize| ranks[rank].control.enter_barrier();
+            if had_met {
+                enter(1);
+                ranks[1].control.leave_barrier(true);
+            }
+            ranks[1].add("not contiguous".into(), Refused::Operator);
+            [0, 2].into_iter().for_each(enter);
+            if comes {
+                enter(1);
+            }
+            let told = !comes && !had_met;
+            let failure = failure_within(&ranks[0], if told { Duration::from_secs(5) } else { QUIET });
+            let pid = std::process::id();
+            let text = format!(
+                "rank 1 (pid {pid}) refused a call and made no other; ranks 0 and 2 wait for it in a barrier of symmetric memory of group \"test\": not contiguous"
+            );
+            assert_eq!(failure, told.then(|| Error::mismatch(text)), "comes: {comes}, had met: {had_met}");
+        }
     }
 
     fn message(peer: Rank) -> Message {

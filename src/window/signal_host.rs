@@ -70,7 +70,10 @@ impl<'a> SignalPads<'a> {
 
     /// Returns once all ranks have called it on this channel; what they wrote before is visible then.
     pub fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
-        meet(&Channel { pads: self, channel, limit: Limit::from_first_wait(timeout) })
+        self.control.enter_barrier();
+        let met = meet(&Channel { pads: self, channel, limit: Limit::from_first_wait(timeout) });
+        self.control.leave_barrier(met.is_ok());
+        met
     }
 
     fn about(&self, what: &str, channel: u32) -> String {

@@ -120,6 +120,12 @@ Group joined(
   return side.group;
 }
 
+// Null while another thread joins, too.
+Group already_joined(Side& side) {
+  const std::unique_lock<std::mutex> lock(side.mutex, std::try_to_lock);
+  return lock ? side.group : nullptr;
+}
+
 c10::intrusive_ptr<ProcessGroupSymm> symm_backend(const TorchGroup& torch_group, c10::DeviceType type) {
   auto devices = torch_group->getDeviceTypes();
   // That for `type` first.
@@ -173,6 +179,21 @@ Membership membership(const std::string& name, c10::DeviceType type) {
     return joined(*side, name, info.store, info.rank, info.world_size, c10::make_intrusive<Options>());
   };
   return {without_gil(join), info.rank, info.world_size};
+}
+
+Group joined_group(const std::string& name, c10::DeviceType type) {
+  if (const auto torch_group = torch_group_named(name)) {
+    const auto backend = symm_backend(torch_group, type);
+    return backend ? backend->core() : already_joined(*side_of(torch_group));
+  }
+  std::shared_ptr<Side> side;
+  {
+    auto& all = sides();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.of_infos.find(name);
+    side = found == all.of_infos.end() ? nullptr : found->second;
+  }
+  return side ? already_joined(*side) : nullptr;
 }
 
 } // namespace symm

@@ -21,4 +21,7 @@ struct Membership {
 // store: the first call blocks until every rank has made it. It is left when the process group is gone.
 Membership membership(const std::string& name, c10::DeviceType type);
 
+// The same group if this process has joined it, else null: nobody is waited for.
+Group joined_group(const std::string& name, c10::DeviceType type);
+
 } // namespace symm

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "process_group/membership.hpp"
 
 namespace symm {
 
@@ -29,6 +30,14 @@ WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, con
   auto window = find_window(tensor, group_name);
   TORCH_CHECK(window, op, ": ", what, " must be allocated with empty_strided_p2p().");
   return window;
+}
+
+void refused(const std::string& group_name) {
+  const auto reason = status_of(std::current_exception()).message;
+  if (const auto group = joined_group(group_name, c10::kCPU)) {
+    (*group)->refuse_operator(reason);
+  }
+  throw;
 }
 
 int64_t times(const char* op, int64_t a, int64_t b) {
@@ -69,22 +78,27 @@ at::Tensor one_shot(
     const std::string& group_name,
     const at::Tensor& out) {
   constexpr auto op = "one_shot_all_reduce";
-  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
-  check_output(input, out, op);
-  check_sum(input, reduce_op, op);
-  if (local_input) {
-    TORCH_CHECK(local_input->is_contiguous(), op, ": local input must be contiguous.");
-    TORCH_CHECK(local_input->numel() <= input.numel(), op, ": local input size must be smaller than symm buffer size.");
-    TORCH_CHECK(
-        local_input->scalar_type() == input.scalar_type(), op, ": the buffer is ", input.scalar_type(), ", the local input ",
-        local_input->scalar_type());
-  }
-  if (input.numel() == 0) {
+  const auto window = check_arguments(group_name, [&]() -> WindowPtr {
+    TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+    check_output(input, out, op);
+    check_sum(input, reduce_op, op);
+    if (local_input) {
+      TORCH_CHECK(local_input->is_contiguous(), op, ": local input must be contiguous.");
+      TORCH_CHECK(local_input->numel() <= input.numel(), op, ": local input size must be smaller than symm buffer size.");
+      TORCH_CHECK(
+          local_input->scalar_type() == input.scalar_type(), op, ": the buffer is ", input.scalar_type(), ", the local input ",
+          local_input->scalar_type());
+    }
+    if (input.numel() == 0) {
+      return nullptr;
+    }
+    // Peers read the input while this rank writes its output.
+    at::assert_no_overlap(out, input);
+    return window_of(input, group_name, op);
+  });
+  if (!window) {
     return out;
   }
-  // Peers read the input while this rank writes its output.
-  at::assert_no_overlap(out, input);
-  const auto window = window_of(input, group_name, op);
   if (local_input) {
     std::memmove(input.data_ptr(), local_input->const_data_ptr(), local_input->nbytes());
   }
@@ -134,17 +148,19 @@ at::Tensor two_shot(
     const std::string& reduce_op,
     const std::string& group_name) {
   constexpr auto op = "two_shot_all_reduce";
-  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
-  check_sum(input, reduce_op, op);
-  if (output) {
-    check_output(input, *output, op);
-    at::assert_no_overlap(*output, input);
-  }
+  const auto window = check_arguments(group_name, [&]() -> WindowPtr {
+    TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+    check_sum(input, reduce_op, op);
+    if (output) {
+      check_output(input, *output, op);
+      at::assert_no_overlap(*output, input);
+    }
+    return input.numel() == 0 ? nullptr : window_of(input, group_name, op);
+  });
   const auto& result = output ? *output : input;
-  if (input.numel() == 0) {
+  if (!window) {
     return result;
   }
-  const auto window = window_of(input, group_name, op);
   const auto rank = window->get_rank();
   const auto size = window->get_world_size();
   const auto element = static_cast<size_t>(input.element_size());
@@ -175,42 +191,48 @@ at::Tensor two_shot_all_reduce_out(at::Tensor input, std::string reduce_op, std:
 
 at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool split_last_dim, at::Tensor output) {
   constexpr auto op = "reduce_scatter";
-  TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
-  TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
-  TORCH_CHECK(
-      output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
-      output.scalar_type());
-  check_sum(input, "sum", op);
-  const auto window = window_of(input, group_name, op);
-  const auto size = window->get_world_size();
-  TORCH_CHECK(
-      input.numel() % size == 0, "expected number of elements to be divisible by world_size * alignment, number of elements ",
-      input.numel(), " world size ", size);
-  if (split_last_dim) {
+  const auto window = check_arguments(group_name, [&]() -> WindowPtr {
+    TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
+    TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
     TORCH_CHECK(
-        input.dim() > 0 && input.dim() == output.dim() &&
-            input.sizes().slice(0, input.dim() - 1) == output.sizes().slice(0, output.dim() - 1),
-        "reduce_scatter expected input and output to have same sizes except in the last dimension");
+        output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
+        output.scalar_type());
+    check_sum(input, "sum", op);
+    auto window = window_of(input, group_name, op);
+    const auto size = window->get_world_size();
     TORCH_CHECK(
-        input.size(-1) % size == 0, "expected last dimension to be divisible by world_size * alignment, last dimension ",
-        input.size(-1), " world size ", size);
-    TORCH_CHECK(
-        output.size(-1) == input.size(-1) / size,
-        "reduce_scatter expected output last dim size to be input last dim size / world_size");
-  } else {
-    TORCH_CHECK(input.dim() == 1, "reduce_scatter expected 1D input");
-    TORCH_CHECK(output.dim() == 1, "reduce_scatter expected 1D output");
-    TORCH_CHECK(
-        output.numel() == input.numel() / size, "reduce_scatter expected an output of ", input.numel() / size,
-        " elements, got ", output.numel());
-  }
-  if (input.numel() == 0) {
+        input.numel() % size == 0, "expected number of elements to be divisible by world_size * alignment, number of elements ",
+        input.numel(), " world size ", size);
+    if (split_last_dim) {
+      TORCH_CHECK(
+          input.dim() > 0 && input.dim() == output.dim() &&
+              input.sizes().slice(0, input.dim() - 1) == output.sizes().slice(0, output.dim() - 1),
+          "reduce_scatter expected input and output to have same sizes except in the last dimension");
+      TORCH_CHECK(
+          input.size(-1) % size == 0, "expected last dimension to be divisible by world_size * alignment, last dimension ",
+          input.size(-1), " world size ", size);
+      TORCH_CHECK(
+          output.size(-1) == input.size(-1) / size,
+          "reduce_scatter expected output last dim size to be input last dim size / world_size");
+    } else {
+      TORCH_CHECK(input.dim() == 1, "reduce_scatter expected 1D input");
+      TORCH_CHECK(output.dim() == 1, "reduce_scatter expected 1D output");
+      TORCH_CHECK(
+          output.numel() == input.numel() / size, "reduce_scatter expected an output of ", input.numel() / size,
+          " elements, got ", output.numel());
+    }
+    if (input.numel() == 0) {
+      return nullptr;
+    }
+    at::assert_no_overlap(output, input);
+    return window;
+  });
+  if (!window) {
     return output;
   }
-  at::assert_no_overlap(output, input);
   // Rows of which each rank gets one part; all is one row if the tensor is not split along its last dimension.
   const auto row = input.size(-1) * input.element_size();
-  const auto part = row / size;
+  const auto part = row / window->get_world_size();
   together(*window, [&] {
     auto* to = static_cast<std::byte*>(output.data_ptr());
     const auto end = offset_of(input) + input.nbytes();

@@ -25,6 +25,20 @@ int64_t times(const char* op, int64_t a, int64_t b);
 // Offset of the tensor in its rank's buffer.
 size_t offset_of(const at::Tensor& tensor);
 
+// Tells the ranks that wait for this one in an operator of the group, if it has been joined, that it has refused its arguments, and rethrows
+// what is being handled.
+[[noreturn]] void refused(const std::string& group_name);
+
+// What `arguments` returns: what an operator does before its first barrier. What that throws is told to the ranks that wait for this one.
+template <typename Arguments>
+auto check_arguments(const std::string& group_name, Arguments arguments) {
+  try {
+    return arguments();
+  } catch (...) {
+    refused(group_name);
+  }
+}
+
 // Runs `body` while every rank is in the call: all have come before it begins, and none returns before all are done with it, so
 // that inputs may be overwritten at once. A failure waits for the others: theirs may not fail.
 template <typename Body>

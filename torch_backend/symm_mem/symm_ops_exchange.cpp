@@ -16,8 +16,11 @@ namespace symm {
 namespace {
 
 std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string group_name) {
-  const auto window = find_window(x, group_name);
-  TORCH_CHECK_VALUE(window, "Tensor is not allocated from Symmetric Memory");
+  const auto window = check_arguments(group_name, [&] {
+    auto found = find_window(x, group_name);
+    TORCH_CHECK_VALUE(found, "Tensor is not allocated from Symmetric Memory");
+    return found;
+  });
   std::vector<at::Tensor> tensors;
   for (int rank = 0; rank < window->get_world_size(); ++rank) {
     // Where the tensor is its own, in the peer's buffer: also for a view.
@@ -41,23 +44,31 @@ std::vector<int64_t> stacked(const at::Tensor& tensor, int64_t rows) {
 
 at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group_name) {
   constexpr auto op = "_low_contention_all_gather";
-  TORCH_CHECK(tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
-  const auto size = membership(group_name, c10::kCPU).size;
-  auto output = tensor.new_empty(stacked(tensor, times(op, tensor.size(0), size)));
-  const auto window = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
-  if (tensor.numel() == 0) {
-    return output;
-  }
+  at::Tensor output;
+  // None: the call is complete.
+  const auto window = check_arguments(group_name, [&]() -> WindowPtr {
+    TORCH_CHECK(tensor.dim() > 0, op, ": a tensor without dimensions cannot be gathered along the first");
+    const auto size = membership(group_name, c10::kCPU).size;
+    output = tensor.new_empty(stacked(tensor, times(op, tensor.size(0), size)));
+    auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
+    if (tensor.numel() == 0) {
+      return nullptr;
+    }
+    if (!found) {
+      const auto input = tensor.contiguous();
+      Operation operation(::c10d::OpType::_ALLGATHER_BASE, "symm:all_gather");
+      operation.begin(Collective::AllGather, input);
+      operation.give(input);
+      operation.take_pieces(output, std::vector<int64_t>(size, input.numel()));
+      run_in_group(group_name, operation);
+    }
+    return found;
+  });
   if (!window) {
-    const auto input = tensor.contiguous();
-    Operation operation(::c10d::OpType::_ALLGATHER_BASE, "symm:all_gather");
-    operation.begin(Collective::AllGather, input);
-    operation.give(input);
-    operation.take_pieces(output, std::vector<int64_t>(size, input.numel()));
-    run_in_group(group_name, operation);
     return output;
   }
   together(*window, [&] {
+    const auto size = window->get_world_size();
     auto* const to = static_cast<std::byte*>(output.data_ptr());
     for (int step = 0; step < size; ++step) {
       const auto from = (window->get_rank() + step) % size;
@@ -69,25 +80,32 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
 
 at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string reduce_op, std::string group_name) {
   constexpr auto op = "_low_contention_reduce_scatter";
-  TORCH_CHECK_VALUE(reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
-  const auto code = reduce_op == "sum" ? ::c10d::ReduceOp::SUM : ::c10d::ReduceOp::AVG;
-  check(check_reduce(static_cast<int32_t>(tensor.scalar_type()), code));
-  const auto member = membership(group_name, c10::kCPU);
-  TORCH_CHECK(
-      tensor.dim() > 0 && tensor.size(0) % member.size == 0, op, ": the first dimension of ", tensor.sizes(),
-      " cannot be divided among ", member.size, " ranks");
-  auto output = tensor.new_empty(stacked(tensor, tensor.size(0) / member.size));
-  const auto window = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
-  if (tensor.numel() == 0) {
-    return output;
-  }
+  const auto code = reduce_op == "avg" ? ::c10d::ReduceOp::AVG : ::c10d::ReduceOp::SUM;
+  at::Tensor output;
+  // None: the call is complete.
+  const auto window = check_arguments(group_name, [&]() -> WindowPtr {
+    TORCH_CHECK_VALUE(reduce_op == "sum" || reduce_op == "avg", "reduce_op (", reduce_op, ") is not supported");
+    check(check_reduce(static_cast<int32_t>(tensor.scalar_type()), code));
+    const auto size = membership(group_name, c10::kCPU).size;
+    TORCH_CHECK(
+        tensor.dim() > 0 && tensor.size(0) % size == 0, op, ": the first dimension of ", tensor.sizes(),
+        " cannot be divided among ", size, " ranks");
+    output = tensor.new_empty(stacked(tensor, tensor.size(0) / size));
+    auto found = tensor.is_contiguous() ? find_window(tensor, group_name) : nullptr;
+    if (tensor.numel() == 0) {
+      return nullptr;
+    }
+    if (!found) {
+      const auto input = tensor.contiguous();
+      Operation operation(::c10d::OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
+      operation.begin(Collective::ReduceScatter, input).reduce_op = code;
+      operation.give_pieces(input, std::vector<int64_t>(size, output.numel()));
+      operation.take(output);
+      run_in_group(group_name, operation);
+    }
+    return found;
+  });
   if (!window) {
-    const auto input = tensor.contiguous();
-    Operation operation(::c10d::OpType::_REDUCE_SCATTER_BASE, "symm:reduce_scatter");
-    operation.begin(Collective::ReduceScatter, input).reduce_op = code;
-    operation.give_pieces(input, std::vector<int64_t>(member.size, output.numel()));
-    operation.take(output);
-    run_in_group(group_name, operation);
     return output;
   }
   together(*window, [&] {
@@ -145,24 +163,28 @@ void all_to_all_vdev(
     at::Tensor out_splits_offsets,
     std::string group_name) {
   constexpr auto op = "all_to_all_vdev";
-  TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous.");
-  TORCH_CHECK(input.dim() > 0 && out.dim() > 0, op, ": input and out must have rows.");
-  TORCH_CHECK(
-      input.scalar_type() == out.scalar_type(), op, ": the input is ", input.scalar_type(), ", out ", out.scalar_type());
-  TORCH_CHECK(
-      input.sizes().slice(1) == out.sizes().slice(1), op, ": rows of the input are ", input.sizes().slice(1), ", of out ",
-      out.sizes().slice(1));
-  const auto window = window_of(input, group_name, op);
-  const auto splits = window_of(in_splits, group_name, op, "in_splits");
+  const auto [window, splits] = check_arguments(group_name, [&] {
+    TORCH_CHECK(input.is_contiguous() && out.is_contiguous(), op, ": input and out must be contiguous.");
+    TORCH_CHECK(input.dim() > 0 && out.dim() > 0, op, ": input and out must have rows.");
+    TORCH_CHECK(
+        input.scalar_type() == out.scalar_type(), op, ": the input is ", input.scalar_type(), ", out ", out.scalar_type());
+    TORCH_CHECK(
+        input.sizes().slice(1) == out.sizes().slice(1), op, ": rows of the input are ", input.sizes().slice(1), ", of out ",
+        out.sizes().slice(1));
+    auto window = window_of(input, group_name, op);
+    auto splits = window_of(in_splits, group_name, op, "in_splits");
+    const auto size = window->get_world_size();
+    TORCH_CHECK(
+        in_splits.scalar_type() == at::kLong && in_splits.is_contiguous() && in_splits.numel() == size, op, ": in_splits must be ",
+        size, " contiguous int64, one for each rank.");
+    TORCH_CHECK(
+        out_splits_offsets.scalar_type() == at::kLong && out_splits_offsets.is_contiguous() &&
+            out_splits_offsets.sizes() == at::IntArrayRef({2, size}),
+        op, ": out_splits_offsets must be contiguous int64 of shape [2, ", size, "].");
+    return std::pair(std::move(window), std::move(splits));
+  });
   const auto size = window->get_world_size();
   const auto rank = window->get_rank();
-  TORCH_CHECK(
-      in_splits.scalar_type() == at::kLong && in_splits.is_contiguous() && in_splits.numel() == size, op, ": in_splits must be ",
-      size, " contiguous int64, one for each rank.");
-  TORCH_CHECK(
-      out_splits_offsets.scalar_type() == at::kLong && out_splits_offsets.is_contiguous() &&
-          out_splits_offsets.sizes() == at::IntArrayRef({2, size}),
-      op, ": out_splits_offsets must be contiguous int64 of shape [2, ", size, "].");
   const auto row = input.numel() == 0 ? 0 : static_cast<int64_t>(input.nbytes()) / input.size(0);
   together(*window, [&] {
     auto* const rows = out_splits_offsets.mutable_data_ptr<int64_t>();
