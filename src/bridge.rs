@@ -340,10 +340,8 @@ pub mod ffi {
         fn own_profiles() -> Vec<u8>;
 
         type GroupHandle;
-
         /// Joins a group through `store`. On failure `status` says why and `group` is dead.
         fn join(store: UniquePtr<StoreHandle>, spec: &JoinSpec) -> Joined;
-
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
