@@ -485,8 +485,8 @@ mod trace;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
-use entry::version;
 use cuda::{blocking_wait, capture_of, stats};
+use entry::version;
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::{check_reduce, cuda_libraries};
