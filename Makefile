@@ -15,8 +15,9 @@ demo: build
 
 test: test-rust test-kernels test-python
 
+# A failure in one file must not hide the tests of the others.
 test-rust: tools
-	cargo test --quiet
+	cargo test --quiet --no-fail-fast
 
 # What needs the compiler of CUDA kernels, which torch brings; one of them uses a GPU if there is one.
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])

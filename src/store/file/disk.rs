@@ -42,10 +42,11 @@ impl Disk {
     }
 
     pub(super) fn write(&self, mut bytes: &[u8], mut at: u64) -> Result<()> {
+        let (whole, start) = (bytes.len(), at);
         while !bytes.is_empty() {
             // 0 of some bytes is what no file does.
             let count = retry(|| pwrite(&self.file, bytes, at)).and_then(|count| if count > 0 { Ok(count) } else { Err(Errno::IO) });
-            let count = count.map_err(|errno| self.os(&format!("write {} bytes at byte {at} of", bytes.len()), errno))?;
+            let count = count.map_err(|errno| self.os(&format!("write {whole} bytes at byte {start} of"), errno))?;
             (bytes, at) = (&bytes[count..], at + count as u64);
         }
         Ok(())
