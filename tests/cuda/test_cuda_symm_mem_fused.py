@@ -63,6 +63,8 @@ def torchs_own(rank: int, world: int) -> None:
     """torch's operators of the same names run through this package's windows, and match plain collectives."""
     import torch.distributed._symmetric_memory as torchs
 
+    # Nothing is left to do here; programs for earlier versions of torch still call it.
+    torchs.enable_symm_mem_for_group(name())
     ops = torch.ops.symm_mem
     for dim, shape in ((0, (64 * world, 32)), (1, (4, 16 * world, 32))):
         A, B = whole_numbers(shape, torch.bfloat16, rank), whole_numbers((32, 48), torch.bfloat16, 7)
