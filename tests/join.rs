@@ -384,7 +384,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     let name = format!("symm-test-place-{}", std::process::id());
     let store = MemoryStore::new();
     let held = json!({ "host": record_of(1, 2)["host"], "pid": child.id(), "start_time": start_time, "socket": name });
-    store.set("symm/g/0/1/place", &serde_json::to_vec(&held).unwrap()).unwrap();
+    store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let placed = |rank, timeout| JoinSpec { keep_membership: true, ..spec("g", rank, 2, timeout) };
     let pair = || threads(0..2, |rank| join(&store, &placed(rank, LONG)));
 
@@ -410,7 +410,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
     drop(outcomes);
 
     // A listener alone does not count: a forked child may have it still, when the process has ended.
-    store.set("symm/g/0/1/place", &serde_json::to_vec(&held).unwrap()).unwrap();
+    store.set("symm/g/0/1/membership", &serde_json::to_vec(&held).unwrap()).unwrap();
     let _listener = socket::listen_at(&name, 1).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();

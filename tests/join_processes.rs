@@ -326,7 +326,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
     let mut job = Job::new("late");
     let placed = Role { keep_membership: true, timeout_ms: 20_000, then: Then::Watch, ..job.role(0) };
     let holder = |job: &Job, rank: u32| {
-        let held = job.store.get(&format!("symm/g/0/{rank}/place"), Some(Duration::from_secs(20))).unwrap();
+        let held = job.store.get(&format!("symm/g/0/{rank}/membership"), Some(Duration::from_secs(20))).unwrap();
         serde_json::from_slice::<serde_json::Value>(&held).unwrap()["pid"] == job.pid(rank)
     };
     let formed = |job: &Job| (0..4).all(|rank| holder(job, rank)) && job.keys() == 4;
