@@ -97,7 +97,6 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
-      // step 2: one thread copies the rests
 #pragma unroll
       for (u32 k = 1; k <= WORLD; ++k) {
         const u32 r = (RANK + k) % WORLD;
@@ -107,6 +106,7 @@ DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets,
       }
     }
   }
+  // step 2: one thread copies the rests
 #pragma unroll
   for (u32 k = 1; k <= WORLD; ++k) {
     const u32 r = (RANK + k) % WORLD;
