@@ -405,7 +405,7 @@ pub mod ffi {
         /// Whether `address` is one of this process's symmetric memory, whoever asked for it.
         fn is_symmetric(address: usize) -> bool;
 
-        /// `group::window::Window`.
+        /// `window::SymmetricWindow`.
         type WindowHandle;
         /// Addresses in this process of the ranks' buffers.
         fn buffers(self: &WindowHandle) -> Vec<usize>;
