@@ -3,6 +3,7 @@
 
 use super::ffi::{InterruptHandle, OpenedStore, Piece, Status, StoreAnswer, StoreHandle, StoreOp, TcpSpec};
 use super::guarded;
+use super::outcome::same_codes;
 use super::torch_store::TorchStore;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -172,12 +173,4 @@ fn text(key: &[u8]) -> Result<&str> {
     std::str::from_utf8(key).map_err(|_| Error::value(format!("a key of {} bytes is not UTF-8", key.len())))
 }
 
-macro_rules! same_codes {
-    ($($name:ident),* $(,)?) => {
-        $(const _: () = assert!(StoreOp::$name.repr == Op::$name as u8);)*
-        // A new operation must be named here and in the bridge.
-        const _: () = assert!(Op::ALL.len() == [$(Op::$name),*].len());
-    };
-}
-
-same_codes!(Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);
+same_codes!(Op, StoreOp: Set, CompareSet, Get, Add, Check, Wait, Delete, NumKeys, Append, MultiGet, MultiSet, Push, Pop, TryPop, QueueLen, ListKeys);

@@ -50,13 +50,15 @@ pub(super) fn from_cpp(completion: cxx::UniquePtr<ffi::Completion>) -> Completio
     })
 }
 
+/// Checks, when this is compiled, that the enum `$own` and the one that the bridge shares for it have the same codes.
 macro_rules! same_codes {
-    ($one:ident of $all:expr, $other:ident: $($name:ident),* $(,)?) => {
-        $(const _: () = assert!(ffi::$other::$name.repr == $one::$name as u8);)*
+    ($own:ty, $shared:ty: $($name:ident),* $(,)?) => {
+        $(const _: () = assert!(<$shared>::$name.repr == <$own>::$name as u8);)*
         // What is new must be named here and in the bridge.
-        const _: () = assert!($all == [$($one::$name),*].len());
+        const _: () = assert!(<$own>::ALL.len() == [$(<$own>::$name),*].len());
     };
 }
+pub(super) use same_codes;
 
-same_codes!(Kind of Kind::ALL.len(), Kind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
-same_codes!(Op of Op::ALL.len(), Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll);
+same_codes!(Kind, ffi::Kind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
+same_codes!(Op, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll);
