@@ -1,6 +1,8 @@
 //! The module tree has a direction, which `src/lib.rs` draws, and no two modules import each other.
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod tree;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -23,18 +25,7 @@ fn height(module: &str) -> u32 {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("src")
-}
-
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|e| e == "rs") {
-            found.push(path);
-        }
-    }
+    tree::root().join("src")
 }
 
 /// Path of the module in a source file: `coll::cuda::plan`.
@@ -93,8 +84,7 @@ fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeS
 
 #[test]
 fn no_two_modules_import_each_other() {
-    let mut files = Vec::new();
-    sources(&root(), &mut files);
+    let files = tree::files("src", &["rs"]);
     let texts: BTreeMap<Vec<String>, String> =
         files.iter().map(|file| (module(file), std::fs::read_to_string(file).unwrap())).filter(|(module, _)| !module.is_empty()).collect();
     let all: BTreeSet<Vec<String>> = texts.keys().cloned().collect();
@@ -127,10 +117,8 @@ fn no_two_modules_import_each_other() {
 
 #[test]
 fn files_are_short() {
-    let mut files = Vec::new();
-    for folder in ["src", "torch_backend", "python/torch_symm"] {
-        every_file(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut files);
-    }
+    let folders = ["src", "torch_backend", "python/torch_symm"];
+    let files: Vec<_> = folders.iter().flat_map(|folder| tree::files(folder, &["rs", "cpp", "hpp", "cu", "cuh", "py"])).collect();
     let lengths: Vec<(usize, &PathBuf)> = files.iter().map(|file| (std::fs::read_to_string(file).unwrap().lines().count(), file)).collect();
     let mean = lengths.iter().map(|(lines, _)| lines).sum::<usize>() / lengths.len();
     assert!(mean <= 250, "a file has {mean} lines on average; 250 are enough");
@@ -138,23 +126,10 @@ fn files_are_short() {
     assert!(long.is_empty(), "files of more than 500 lines want to be split: {long:?}");
 }
 
-fn every_file(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let code = path.extension().is_some_and(|e| ["rs", "cpp", "hpp", "cu", "cuh", "py"].iter().any(|known| e == *known));
-        if path.is_dir() {
-            every_file(&path, found);
-        } else if code {
-            found.push(path);
-        }
-    }
-}
-
 #[test]
 fn no_module_looks_up() {
     let root = root();
-    let mut files = Vec::new();
-    sources(&root, &mut files);
+    let files = tree::files("src", &["rs"]);
     for file in files {
         let place = file.strip_prefix(&root).unwrap();
         let module = place.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();

@@ -1,7 +1,7 @@
 //! One meaning a word, and the field's word where there is one: `docs/glossary.md` has them. Words that were replaced stay out.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::path::{Path, PathBuf};
+mod tree;
 
 /// A part of a name, or two that follow each other, and what to say instead.
 const REPLACED: &[(&str, &str)] = &[
@@ -40,18 +40,6 @@ const ELSEWHERE: &[&str] = &[
     "tests/python/test_store_waits.py",
 ];
 
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let code = path.extension().is_some_and(|e| ["rs", "cpp", "hpp", "cu", "cuh", "py", "pyi"].iter().any(|known| e == *known));
-        if path.is_dir() {
-            sources(&path, found);
-        } else if code {
-            found.push(path);
-        }
-    }
-}
-
 /// The parts of the names in a line, in lower case: "sentinel_slot" has two, and so has "SentinelSlot".
 fn parts(line: &str) -> Vec<String> {
     let mut found: Vec<String> = Vec::new();
@@ -82,15 +70,12 @@ fn replaced(line: &str) -> Option<&'static (&'static str, &'static str)> {
 
 #[test]
 fn replaced_words_stay_out() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut files = Vec::new();
-    for folder in ["src", "cpp", "crates", "torch_backend", "python", "tests", "benches", "fuzz", "examples"] {
-        sources(&root.join(folder), &mut files);
-    }
+    let folders = ["src", "cpp", "crates", "torch_backend", "python", "tests", "benches", "fuzz", "examples"];
+    let files: Vec<_> = folders.iter().flat_map(|folder| tree::files(folder, &["rs", "cpp", "hpp", "cu", "cuh", "py", "pyi"])).collect();
     assert!(files.len() > 400, "only {} files were found", files.len());
     let mut found = Vec::new();
     for file in files {
-        let name = file.strip_prefix(root).unwrap().display().to_string();
+        let name = file.strip_prefix(tree::root()).unwrap().display().to_string();
         if ELSEWHERE.contains(&name.as_str()) {
             continue;
         }
