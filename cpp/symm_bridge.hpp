@@ -45,5 +45,7 @@ class Completion {
 
 // Gives up the windows that begin in `bytes` at `address`, memory of a device that is about to be given back.
 void forget_windows(size_t address, size_t bytes) noexcept;
+// Sets what `forget_windows` calls from now on.
+void on_forget_windows(void (*forget)(size_t address, size_t bytes) noexcept);
 
 } // namespace symm

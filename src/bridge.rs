@@ -464,14 +464,14 @@ pub mod ffi {
         fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport;
         /// Whether CUDA device `device` can have memory that its peers load and store directly.
         fn shares(device: i32) -> bool;
-        /// `CARGO_PKG_VERSION`.
+        /// Version of the package.
         fn version() -> String;
     }
 }
 
 mod cost;
 mod cuda;
-mod entry;
+mod version;
 mod fused;
 mod group;
 mod kernels;
@@ -486,7 +486,7 @@ mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats};
-use entry::version;
+use version::version;
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::{check_reduce, cuda_libraries};

@@ -21,7 +21,7 @@
 #![deny(unsafe_code)]
 
 pub mod boot;
-#[cfg(feature = "torch")]
+#[cfg(feature = "bridge")]
 pub mod bridge;
 pub mod coll;
 pub mod completion;

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_symm._native import load
+from torch_symm._native import core, load
 
 
 def mem_allocator() -> Any:
@@ -36,7 +36,7 @@ def mem_allocator() -> Any:
 
 @cache
 def _allocator() -> Any:
-    allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(str(load().__file__), "symm_alloc", "symm_free")
+    allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(str(core()), "symm_alloc", "symm_free")
     return allocator.allocator()
 
 

@@ -3,51 +3,79 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import importlib.util
 import os
 import sys
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from torch_symm._version import TORCH_VERSION
+from torch_symm._version import TORCH_VERSIONS
+
+_FOLDER = Path(__file__).parent
 
 
+@cache
 def load() -> ModuleType:
-    """Returns ``torch_symm._C``.
+    """Returns ``torch_symm._C``, the extension for the torch that runs.
 
     Raises:
-        ImportError: torch is of another minor version than the one the native part was built for, or nothing was built
-            for this Python.
+        ImportError: torch is of a version that this package does not serve, or nothing was built for it or for this
+            Python.
     """
     import torch
 
     running = ".".join(torch.__version__.split(".")[:2])
-    if running != TORCH_VERSION:
-        raise ImportError(
-            f"torch_symm was built for torch {TORCH_VERSION} and cannot serve torch {torch.__version__}: "
-            f"install torch {TORCH_VERSION}, or a torch_symm that was built for torch {running}"
-        )
+    file = extension(running)
+    if file is None:
+        raise ImportError(_why_not(running, torch.__version__))
+    loader = ExtensionFileLoader("torch_symm._C", str(file))
+    spec = importlib.util.spec_from_file_location("torch_symm._C", file, loader=loader)
+    assert spec is not None
+    native = importlib.util.module_from_spec(spec)
+    sys.modules["torch_symm._C"] = native
     try:
-        native = importlib.import_module("torch_symm._C")
-    except ModuleNotFoundError as error:
-        if error.name != "torch_symm._C":
-            raise
-        raise ImportError(
-            f"torch_symm has no native part for Python {sys.version_info.major}.{sys.version_info.minor} in "
-            f"{Path(__file__).parent}: build it with `pip install --no-build-isolation .` in a checkout "
-            "(a C++ compiler, cargo, torch and setuptools-rust are needed), or with `make build`"
-        ) from error
+        loader.exec_module(native)
+    except BaseException:
+        del sys.modules["torch_symm._C"]
+        raise
     _announce(native, torch.version.cuda)
     return native
 
 
-@cache
+def extension(torch_version: str) -> Path | None:
+    """The file of the extension for torch ``torch_version``, as ``"2.11"``, and this Python, if there is one."""
+    file = _FOLDER / f"_C_torch{torch_version.replace('.', '_')}{EXTENSION_SUFFIXES[0]}"
+    return file if file.exists() else None
+
+
+def core() -> Path:
+    """The file of the part that knows no torch."""
+    return _FOLDER / "libtorch_symm.so"
+
+
+def built() -> list[str]:
+    """The versions of torch, as ``"2.11"``, for which this package holds an extension for this Python."""
+    return [version for version in TORCH_VERSIONS if extension(version)]
+
+
+def _why_not(running: str, full: str) -> str:
+    remedy = "build it with `pip install .` in a checkout (a C++ compiler and cargo are needed), or with `make build`"
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    found = built()
+    if not found:
+        return f"torch_symm has no native part for {python} in {_FOLDER}: {remedy}"
+    versions = ", ".join(found)
+    if running in TORCH_VERSIONS:
+        return f"torch_symm in {_FOLDER} was built for torch {versions} and cannot serve torch {full}: {remedy}"
+    return f"torch_symm serves torch {versions}, not torch {full}: install one of these, or for a newer one {remedy}"
+
+
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part, once, where the compiler of its CUDA kernels and the package's profiles may be."""
+    """Tells the native part where the compiler of its CUDA kernels and the package's profiles may be."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
-    native._shipped_profiles(os.fsencode(Path(__file__).parent / "profiles"))
+    native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
 

@@ -1,6 +1,7 @@
-"""Version of the package, and of the torch that its native part was built for."""
+"""Version of the package, and the versions of torch that it serves."""
 
 __version__ = "0.1.0"
 
-#: ``major.minor`` of torch. torch's classes change between minor versions, so the native part serves exactly one.
-TORCH_VERSION = "2.11"
+#: ``major.minor`` of torch, oldest first. torch's classes change between minor versions: the package holds one
+#: extension for each.
+TORCH_VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")

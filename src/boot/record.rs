@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub(super) const PROTOCOL: u32 = 1;
 
 /// Version of torch-symm.
-pub(super) const VERSION: &str = env!("CARGO_PKG_VERSION");
+pub(super) const VERSION: &str = env!("TORCH_SYMM_VERSION");
 
 /// Record of one rank; JSON in the store.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

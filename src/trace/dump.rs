@@ -181,7 +181,7 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
     let dump = Dump {
         format: "torch-symm trace",
         version: VERSION,
-        library: env!("CARGO_PKG_VERSION"),
+        library: env!("TORCH_SYMM_VERSION"),
         host: host::name(),
         boot_id: host::Host::own().map(|host| host.boot).unwrap_or_default(),
         boot_time_ns: day.booted(),

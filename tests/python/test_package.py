@@ -1,6 +1,6 @@
-"""What is shipped: the extension's symbols, libraries and strings; the wheel; how torch finds the backend.
+"""What is shipped: symbols, libraries and strings of the native part; the wheel; how torch finds the backend.
 
-The wheel is built once per session, in seconds where cargo has built the extension that is tested.
+The wheel is built once per session, in seconds where the native part that is tested has been built.
 Each question about registration gets a process of its own, since torch registers a backend once per process.
 """
 
@@ -12,11 +12,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
 from torch_symm._autoload import devices
+from torch_symm._version import TORCH_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_readelf = pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf (binutils) is not installed")
@@ -41,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-build-isolation"]
     command += ["--no-deps", f"--wheel-dir={out}", str(ROOT)]
     path = os.environ["PATH"] + os.pathsep + str(Path.home() / ".cargo" / "bin")
-    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(places), "PATH": path}
+    environment = {**os.environ, "DIST_EXTRA_CONFIG": str(places), "PATH": path, "TORCH_SYMM_PROFILE": "development"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = out.glob("*.whl")
@@ -49,12 +51,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def extension(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extension out of the wheel."""
+def content(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package out of the wheel."""
     folder = tmp_path_factory.mktemp("content")
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".so"))
-        return Path(archive.extract(name, folder))
+        archive.extractall(folder)
+    return folder / "torch_symm"
+
+
+@pytest.fixture(scope="session")
+def extension(content: Path) -> Path:
+    """The extension for this torch."""
+    (file,) = content.glob("_C_torch*.so")
+    return file
 
 
 def test_wheel_is_small_and_complete(wheel: Path) -> None:
@@ -63,35 +72,58 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
         names = set(archive.namelist())
         (points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
+    minor = "_".join(torch.__version__.split(".")[:2])
+    extension = f"torch_symm/_C_torch{minor}{EXTENSION_SUFFIXES[0]}"
     assert {"torch_symm/__init__.py", "torch_symm/_autoload.py", "torch_symm/_C.pyi", "torch_symm/py.typed"} <= names
-    assert sum(name.endswith(".so") for name in names) == 1
+    assert {name for name in names if name.endswith(".so")} == {extension, "torch_symm/libtorch_symm.so"}
     assert not any(name.startswith(("tests", "examples", "src")) for name in names)
     assert re.sub(r"\s", "", points) == (
         "[torch.backends]symm=torch_symm._autoload:autoload"
         "[torch.distributed.backends]symm=torch_symm._autoload:autoload"
     )
-    minor = ".".join(torch.__version__.split(".")[:2])
-    assert f"Requires-Dist: torch=={minor}.*" in metadata
+    oldest, newest = TORCH_VERSIONS[0], TORCH_VERSIONS[-1].split(".")
+    assert f"Requires-Dist: torch<{newest[0]}.{int(newest[1]) + 1},>={oldest}" in metadata
+
+
+def exported(library: Path) -> list[str]:
+    command = ["nm", "-D", "-C", "--defined-only", str(library)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [line.split(maxsplit=2)[2] for line in symbols.splitlines()]
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
-def test_extension_exports_its_initialiser_and_the_allocator_only(extension: Path) -> None:
-    command = ["nm", "-D", "--defined-only", str(extension)]
-    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__C", "symm_alloc", "symm_free"]
+def test_extension_exports_its_initialiser_only(extension: Path) -> None:
+    assert exported(extension) == ["PyInit__C"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm (binutils) is not installed")
+def test_core_exports_the_bridge_and_the_allocator_only_under_its_own_version(content: Path) -> None:
+    names = exported(content / "libtorch_symm.so")
+    assert {"symm_alloc@@TORCH_SYMM_1", "symm_free@@TORCH_SYMM_1"} <= set(names)
+    own = r"(symm_alloc|symm_free|TORCH_SYMM_1|.*\bsymm::.*|.*rust::cxxbridge1::.*|(symm\$)?cxxbridge1\$.*)"
+    assert not [name for name in names if not re.fullmatch(own + r"(@@TORCH_SYMM_1)?", name)]
+    assert not [name for name in names if name != "TORCH_SYMM_1" and not name.endswith("@@TORCH_SYMM_1")]
 
 
 @needs_readelf
-def test_extension_needs_no_driver_and_looks_in_torch_only(extension: Path) -> None:
-    dynamic = subprocess.run(["readelf", "-dW", extension], capture_output=True, text=True, check=True).stdout
-    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
-    assert {"libtorch_python.so", "libtorch_cpu.so", "libc10.so"} <= needed
-    assert not [name for name in needed if "cuda" in name or "nvidia" in name or "nccl" in name]
-    assert re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic) == ["$ORIGIN/../torch/lib"]
+def test_libraries_need_no_driver_and_look_beside_themselves_and_in_torch_only(extension: Path) -> None:
+    needed, paths = dynamic(extension)
+    assert {"libtorch_symm.so", "libtorch_python.so", "libtorch_cpu.so", "libc10.so"} <= needed
+    assert paths == ["$ORIGIN:$ORIGIN/../torch/lib"]
+    core, core_paths = dynamic(extension.parent / "libtorch_symm.so")
+    assert not [name for name in needed | core if "cuda" in name or "nvidia" in name or "nccl" in name]
+    assert not [name for name in core if "torch" in name or "c10" in name or "python" in name] and core_paths == []
 
 
-def test_extension_names_no_build_path(extension: Path, wheel: Path) -> None:
-    content = extension.read_bytes()
+def dynamic(library: Path) -> tuple[set[str], list[str]]:
+    """The libraries that one needs, and where it looks for them."""
+    text = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
+    return needed, re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", text)
+
+
+def test_libraries_name_no_build_path(extension: Path, wheel: Path) -> None:
+    content = extension.read_bytes() + (extension.parent / "libtorch_symm.so").read_bytes()
     torch_home = Path(torch.__file__).parent
     places = [ROOT, extension.parents[1], wheel.parent.parent, Path.home(), sys.prefix, sys.base_prefix, torch_home]
     variables = ("CARGO_HOME", "RUSTUP_HOME", "CARGO_TARGET_DIR", "VIRTUAL_ENV", "TMPDIR")
@@ -102,9 +134,7 @@ def test_extension_names_no_build_path(extension: Path, wheel: Path) -> None:
     assert not [path for path in absolute if not path.startswith((b"/rustc/", b"/rust/deps/"))]
 
 
-def test_wheel_imports_without_a_gpu(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
+def test_wheel_imports_without_a_gpu(content: Path) -> None:
     code = """
 import sys
 import torch_symm
@@ -113,8 +143,8 @@ print(sys.modules["torch_symm._C"].__file__)
 maps = open("/proc/self/maps").read()
 assert "libcuda.so" not in maps and "libnvidia-ml" not in maps
 """
-    file = python(code, PYTHONPATH=str(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert file.startswith(str(tmp_path))
+    file = python(code, PYTHONPATH=str(content.parent), CUDA_VISIBLE_DEVICES="")
+    assert file.startswith(str(content))
 
 
 def test_torch_alone_registers_and_loads_nothing_native() -> None:
@@ -122,6 +152,7 @@ def test_torch_alone_registers_and_loads_nothing_native() -> None:
 import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
 from torch_symm._autoload import devices
+from torch_symm._version import TORCH_VERSIONS
 assert dist.Backend.backend_capability["symm"] == devices()
 assert "torch_symm._C" not in sys.modules and "torch_symm._native" not in sys.modules
 """

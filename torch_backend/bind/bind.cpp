@@ -133,6 +133,6 @@ void bind(py::module_ module) {
 
 } // namespace symm
 
-PYBIND11_MODULE(_C_init, module) {
+PYBIND11_MODULE(_C, module) {
   symm::bind(module);
 }

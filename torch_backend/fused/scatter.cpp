@@ -10,7 +10,7 @@ namespace symm {
 
 namespace {
 
-constexpr const char* kOp = "matmul_reduce_scatter";
+constexpr const char* kScatterOp = "matmul_reduce_scatter";
 // Parts begin at its multiples: what a copy engine and a kernel like.
 constexpr size_t kAlignment = 256;
 
@@ -28,8 +28,8 @@ class ScatterCall {
 
   // Bytes of one part, with what is left free behind it.
   static size_t part_bytes(const at::Tensor& left, const at::Tensor& right, int n) {
-    const auto elements = times(kOp, left.size(0) / n, right.size(1));
-    const auto bytes = static_cast<size_t>(times(kOp, elements, static_cast<int64_t>(left.element_size())));
+    const auto elements = times(kScatterOp, left.size(0) / n, right.size(1));
+    const auto bytes = static_cast<size_t>(times(kScatterOp, elements, static_cast<int64_t>(left.element_size())));
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   }
 
@@ -119,13 +119,13 @@ class ScatterCall {
 } // namespace
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name) {
-  check_factors(kOp, "A", left, "B", right);
+  check_factors(kScatterOp, "A", left, "B", right);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(left.device());
   const auto workspace = Workspace::of(group_name, left.device());
   const auto n = workspace->size();
   TORCH_CHECK_VALUE(
-      left.size(0) % n == 0, kOp, ": the ", left.size(0), " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
+      left.size(0) % n == 0, kScatterOp, ": the ", left.size(0), " rows of A cannot be divided among ", n, " ranks; the number of rows must be a multiple");
   if (n == 1) {
     return at::mm(left, right);
   }
@@ -133,7 +133,7 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right
     return at::empty({left.size(0) / n, right.size(1)}, left.options());
   }
   const std::lock_guard<std::mutex> turns(workspace->mutex);
-  const auto turn = workspace->begin(times(kOp, n, static_cast<int64_t>(ScatterCall::part_bytes(left, right, n))), kOp);
+  const auto turn = workspace->begin(times(kScatterOp, n, static_cast<int64_t>(ScatterCall::part_bytes(left, right, n))), kScatterOp);
   ScatterCall call(*workspace, left, right);
   at::Tensor sum;
   workspace->ended([&] { sum = call.enqueue(turn, mean); });

@@ -169,10 +169,6 @@ c10::intrusive_ptr<::c10d::symmetric_memory::SymmetricMemory> SymmetricAllocator
   return window;
 }
 
-void forget_windows(size_t address, size_t bytes) noexcept {
-  cuda_allocator()->forget(address, bytes);
-}
-
 void register_symmetric_memory() {
   namespace torch_memory = ::c10d::symmetric_memory;
   static const auto* const host = new Allocator(c10::make_intrusive<SymmetricAllocator>(c10::kCPU));
@@ -180,6 +176,7 @@ void register_symmetric_memory() {
     torch_memory::register_allocator(c10::kCPU, *host);
   }
   torch_memory::register_availability("SYMM", cuda_allocator());
+  on_forget_windows([](size_t address, size_t bytes) noexcept { cuda_allocator()->forget(address, bytes); });
   static auto* const library =
       new torch::Library(torch::Library::IMPL, "symm_mem", c10::DispatchKey::CPU, __FILE__, static_cast<uint32_t>(__LINE__));
   add_reductions(*library);

@@ -1,0 +1,5 @@
+//! Version of the library.
+
+pub(super) fn version() -> String {
+    env!("TORCH_SYMM_VERSION").into()
+}
