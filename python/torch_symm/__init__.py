@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch_symm._autoload import autoload
-from torch_symm._version import __version__
 
 if TYPE_CHECKING:
     from torch_symm import symm_mem as symm_mem
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
     from torch_symm._trace import dump_trace, trace
+    from torch_symm._version import __version__
 
 __all__ = [
     "DMAConnectivity",
@@ -58,6 +58,7 @@ __all__ = [
 #: What is written in Python, by the module that holds it.
 _MODULES = {
     "DMAConnectivity": "_topology",
+    "__version__": "_version",
     "detect_dma_connectivity": "_topology",
     "dump_trace": "_trace",
     "mem_allocator": "_memory",

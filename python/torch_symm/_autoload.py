@@ -1,14 +1,15 @@
 """Makes the name ``symm`` and the schemes ``symm://`` and ``symm+file://`` known to torch.
 
-Runs at every ``import torch``: imports nothing heavy and never raises.
+Runs at every ``import torch``: imports nothing but torch and this file, writes nothing and never raises.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_symm._C import ProcessGroupSymm
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 #: What the drivers of NVIDIA's GPUs make: on Linux, under Windows' subsystem for it, on Tegra.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")
+#: Schemes of rendezvous, and the functions of ``_rendezvous`` that serve them.
+_SCHEMES = {"symm": "by_tcp", "symm+file": "by_file"}
+#: Why the last :func:`autoload` could not register everything; ``python -m torch_symm doctor`` shows it.
+failure: str | None = None
 
 
 def devices() -> list[str]:
@@ -35,9 +40,11 @@ def devices() -> list[str]:
 def autoload() -> None:
     """Registers backend ``symm`` for :func:`devices`, and its rendezvous, with ``torch.distributed``, once per process.
 
-    Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure becomes a warning, since
-    an exception here would make ``import torch`` fail; where warnings are errors, it is silent.
+    Entry point of the groups ``torch.backends`` and ``torch.distributed.backends``. A failure is kept in ``failure``:
+    an exception here would make ``import torch`` fail, and a warning would meet programs that do without this package.
     """
+    global failure
+    failure = None
     try:
         import torch.distributed as dist
 
@@ -45,12 +52,19 @@ def autoload() -> None:
             return
         if "symm" not in dist.Backend.backend_list:
             dist.Backend.register_backend("symm", create, extended_api=True, devices=devices())
-        from torch_symm._rendezvous import register
-
-        register()
+        # The package may also name the function `rendezvous`.
+        rendezvous = import_module("torch.distributed.rendezvous")
+        for scheme, function in _SCHEMES.items():
+            if scheme not in rendezvous._rendezvous_handlers:
+                rendezvous.register_rendezvous_handler(scheme, partial(_meet, function))
     except Exception as error:
-        with suppress(Warning):  # where warnings are errors
-            warnings.warn(f"backend symm could not be registered: {error}", stacklevel=2)
+        failure = f"{type(error).__name__}: {error}"
+
+
+def _meet(function: str, url: str, **given: Any) -> Iterator[Any]:
+    """What ``function`` of ``_rendezvous`` gives, which is imported when somebody first meets so."""
+    meeting: Iterator[Any] = getattr(import_module("torch_symm._rendezvous"), function)(url, **given)
+    return meeting
 
 
 def create(options: object, group_options: object) -> ProcessGroupSymm:

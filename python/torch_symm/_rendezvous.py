@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
@@ -30,15 +29,6 @@ TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_A
 
 #: For how long rank 0 keeps serving those who still have to hear who is missing, and they wait for its word.
 LAST_WORDS = timedelta(seconds=0.5)
-
-
-def register() -> None:
-    """Makes both schemes known to torch, once per process."""
-    # The package may also name the function `rendezvous`.
-    torch = import_module("torch.distributed.rendezvous")
-    for scheme, handler in (("symm", by_tcp), ("symm+file", by_file)):
-        if scheme not in torch._rendezvous_handlers:
-            torch.register_rendezvous_handler(scheme, handler)
 
 
 def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:

@@ -154,7 +154,8 @@ assert "symm" in dist.Backend.backend_list
 from torch_symm._autoload import devices
 from torch_symm._version import TORCH_VERSIONS
 assert dist.Backend.backend_capability["symm"] == devices()
-assert "torch_symm._C" not in sys.modules and "torch_symm._native" not in sys.modules
+ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
+assert ours == {"torch_symm", "torch_symm._autoload"}, ours
 """
     python(code)
 
@@ -207,23 +208,72 @@ assert dist.Backend._plugins["SYMM"] is plugin and dist.Backend.backend_list.cou
     python(code)
 
 
-def test_autoload_warns_and_never_raises() -> None:
+def test_autoload_keeps_the_reason_and_never_raises() -> None:
     code = """
-import warnings, torch.distributed as dist
-from torch_symm._autoload import autoload
+import torch.distributed as dist
+from torch_symm import _autoload
 def refuse(*args, **kwargs): raise RuntimeError("no more backends")
 dist.Backend.backend_list.remove("symm")
-dist.Backend.register_backend = refuse
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    autoload()
+dist.Backend._plugins.pop("SYMM")
+register, dist.Backend.register_backend = dist.Backend.register_backend, refuse
+_autoload.autoload()
 assert "symm" not in dist.Backend.backend_list
-assert "no more backends" in str(caught[0].message), caught
-with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    autoload()
+assert _autoload.failure == "RuntimeError: no more backends", _autoload.failure
+dist.Backend.register_backend = register
+_autoload.autoload()
+assert "symm" in dist.Backend.backend_list and _autoload.failure is None
 """
-    python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == ""
+
+
+def test_torch_is_imported_in_silence_whatever_is_broken(tmp_path: Path) -> None:
+    shutil.copytree(
+        ROOT / "python" / "torch_symm", tmp_path / "torch_symm", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    code = f"""
+import importlib, sys, time, warnings
+from importlib.metadata import EntryPoint
+from pathlib import Path
+import torch
+import torch.distributed as dist
+warnings.simplefilter("error")
+sys.dont_write_bytecode = True
+package = Path({str(tmp_path)!r}) / "torch_symm"
+tried = 0
+
+def try_it():
+    # What torch does with the entry point at its import.
+    global tried
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_symm"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    if "symm" in dist.Backend.backend_list:
+        dist.Backend.backend_list.remove("symm")
+        dist.Backend._plugins.pop("SYMM")
+    EntryPoint("symm", "torch_symm._autoload:autoload", "torch.backends").load()()
+    assert Path(sys.modules["torch_symm"].__file__).parent == package
+    assert "symm" in dist.Backend.backend_list
+    tried += 1
+
+# Not the two that the entry point itself names, without which there is no such package.
+named = (package / "__init__.py", package / "_autoload.py")
+for file in [path for path in package.rglob("*") if path.suffix in (".py", ".so") and path not in named]:
+    away = file.rename(file.with_name("away"))
+    try_it()
+    file.write_text("(broken")
+    try_it()
+    away.rename(file)
+package.chmod(0o555)
+try_it()
+package.chmod(0o755)
+time.time = time.monotonic = time.perf_counter = lambda: 0.0
+try_it()
+assert tried > 100, tried
+"""
+    run = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    result = subprocess.run(run, capture_output=True, text=True, timeout=120, env=environment, cwd="/", check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_another_torch_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
