@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from torch_symm._trace import command as trace
+from torch_symm.doctor import command as doctor
 from torch_symm.tune import command as tune
 
 
@@ -14,6 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command that ``arguments`` name; 0 if it went through."""
     parser = argparse.ArgumentParser(prog="python -m torch_symm")
     commands = parser.add_subparsers(title="commands", required=True)
+    doctor.add_to(commands)
     trace.add_to(commands)
     tune.add_to(commands)
     given = parser.parse_args(arguments)

@@ -1,0 +1,205 @@
+"""``python -m torch_symm doctor``: what it says, how it ends, and that it never shows a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_symm
+from torch_symm.doctor import cgroup, devices, library, limits
+from torch_symm.doctor.child import Child, Ended, run
+from torch_symm.doctor.gpus import NVRTC
+from torch_symm.doctor.probed import Probed, probe
+from torch_symm.doctor.report import Problem, Section, as_json, render, verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(torch_symm.__file__).parent
+
+
+def doctor(*arguments: str, python: Sequence[str] = (), descriptors: int = 0, **environment: str) -> tuple[int, str]:
+    """Exit status and output. Nothing is ever a traceback, and standard error stays empty."""
+    command = [sys.executable, *python, "-m", "torch_symm", "doctor", *arguments]
+    if descriptors:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+    full = {name: value for name, value in os.environ.items() if not name.startswith("SYMM_")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**full, **environment}, cwd="/", check=False
+    )
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.stderr == ""
+    return result.returncode, result.stdout
+
+
+def copied(folder: Path, *, native: bool) -> str:
+    """A copy of the package in `folder`, with a link to its native part or without one."""
+    shutil.copytree(PACKAGE, folder / "torch_symm", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    if native:
+        for file in PACKAGE.glob("_C*.so"):
+            (folder / "torch_symm" / file.name).symlink_to(file)
+    return str(folder)
+
+
+def test_all_is_said_and_two_ranks_meet() -> None:
+    status, output = doctor("--json", SYMM_LOGS="1", SYMM_BLOCKING_WAIT="1", SYMM_JOB_SECRET="hidden")
+    found = json.loads(output)
+    assert status == 0 and found["ok"], output
+    sections = {"system", "versions", "native", "cores", "memory", "descriptors", "namespaces", "traces", "settings"}
+    assert sections | {"gpus", "cpu", "trial_cpu", "problems"} <= set(found)
+    assert found["versions"]["torch_symm"] == torch_symm.__version__
+    assert found["native"]["file"].startswith(str(PACKAGE))
+    assert found["memory"]["shared_memory"] == found["descriptors"]["pidfd"] == "ok"
+    assert found["trial_cpu"]["ok"] and 0 < found["trial_cpu"]["seconds"] < 60
+    assert found["cpu"]["algorithms"]["all_reduce"]["8"] == "inline"
+    assert found["settings"]["set"]["SYMM_BLOCKING_WAIT"] == "1" and "hidden" not in output
+    (unknown,) = (problem for problem in found["problems"] if "SYMM_LOGS" in problem["text"])
+    assert unknown["text"].endswith("did you mean SYMM_LOG?") and unknown["remedy"] and not unknown["fatal"]
+
+
+def test_a_missing_native_part_is_a_sentence(tmp_path: Path) -> None:
+    status, output = doctor("--quick", PYTHONPATH=copied(tmp_path, native=False))
+    assert status == 1 and "FAILS: torch_symm has no native part for Python" in output, output
+    assert "remedy: build it with" in output and output.endswith("1 would fail\n")
+
+
+def test_another_torch_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", copied(tmp_path, native=True))
+    version = tmp_path / "torch_symm" / "_version.py"
+    version.write_text(re.sub(r'"\d+\.\d+"', '"1.0"', version.read_text()))
+    found = probe(2)
+    (problem,) = library.native(found).problems
+    assert problem.fatal and problem.text.startswith("torch_symm was built for torch 1.0 and cannot serve torch")
+    assert problem.remedy.startswith("install torch 1.0") and not found.works
+
+
+def test_a_native_part_that_ends_its_process_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", copied(tmp_path, native=False))
+    for file in PACKAGE.glob("_C*.so"):
+        (tmp_path / "torch_symm" / file.name).write_bytes(file.read_bytes()[:100_000])
+    (problem,) = library.native(probe(2)).problems
+    assert problem.fatal and problem.text.startswith("the native part cannot be loaded: ") and problem.remedy
+
+
+def test_a_missing_torch_is_a_sentence(tmp_path: Path) -> None:
+    status, output = doctor(python=["-S"], PYTHONPATH=copied(tmp_path, native=False))
+    assert status == 1 and "FAILS: torch is not installed in this environment\n  remedy: pip install" in output, output
+
+
+@pytest.mark.parametrize("descriptors", [64, 8])
+def test_too_few_descriptors_fail(descriptors: int, tmp_path: Path) -> None:
+    # Without site-packages, which takes no time; 8 do not suffice to start a child.
+    place = copied(tmp_path, native=False)
+    status, output = doctor("--ranks", "40", python=["-S"], descriptors=descriptors, PYTHONPATH=place)
+    assert status == 1 and f"FAILS: RLIMIT_NOFILE {descriptors} is too low: a group of 40 ranks needs" in output, output
+    assert "remedy: ulimit -n 1024" in output
+
+
+def test_a_child_has_a_deadline_and_its_messages_are_kept() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    (ended,) = run([Child("timeit", ["-n", "1", "-r", "1", "__import__('time').sleep(60)"], environment)], 0.5)
+    assert ended.status is None and ended.last_words() == "did not end in time"
+    assert Ended([], "first\nlast\n", -9).last_words() == "was killed by SIGKILL: last"
+    assert Ended([], "", 3).last_words() == "exited with code 3"
+
+
+def probed(*, access: bool = True, copies: bool = True, capability: Sequence[int] = (9, 0), **errors: str) -> Probed:
+    """What a child finds on a machine with two GPUs."""
+    gpu = {"name": "H200", "capability": list(capability), "uuid": "u", "free_bytes": 1 << 37, "total_bytes": 1 << 37}
+    pairs = [
+        {"from": one, "to": 1 - one, "access": access, "copied": copies, "error": "" if copies else "other values"}
+        for one in range(2)
+    ]
+    found: dict[str, Any] = {
+        "torch": {"version": "2", "cuda": "13.0", "distributed": True, "unregistered": None, "found_by_torch": True},
+        "native": {"file": "_C.so", "cache": ""},
+        "driver": {"version": "580.1", "cuda": [13, 0]},
+        "gpus": {"devices": [gpu, gpu]},
+        "nvrtc": {"path": "/lib/libnvrtc.so.13", "version": [13, 0]},
+        "links": {
+            "table": "2 GPUs, all-to-all (NVML)\n\n  GPU0  GPU1\n\nNV# = so many NVLinks\n",
+            "nvlinks": [[0, 18], [18, 0]],
+        },
+        "peers": {"pairs": pairs},
+    }
+    return Probed({name: value for name, value in found.items() if name not in errors}, dict(errors))
+
+
+def texts(section: Section | None) -> list[tuple[bool, str]]:
+    """Problems of a section, each of which must have a remedy."""
+    assert section is not None and all(problem.remedy for problem in section.problems)
+    return [(problem.fatal, problem.text) for problem in section.problems]
+
+
+def test_gpus_that_work_have_no_problems() -> None:
+    good = probed()
+    linked = devices.links(good)
+    assert linked is not None and linked.lines[-1] == "peer access of 2 of 2 pairs; copies arrived whole: 2"
+    assert not any("so many" in line for line in linked.lines)
+    assert texts(devices.gpus(good, 2)) == texts(linked) == []
+
+
+def test_gpus_are_judged() -> None:
+    assert texts(devices.gpus(probed(capability=(7, 5)), 2))[0] == (
+        True,
+        "cuda:0 has compute capability 7.5, which is too old",
+    )
+    assert "3 ranks would share 2 GPUs" in texts(devices.gpus(probed(), 3))[0][1]
+    assert texts(devices.gpus(probed(gpus="RuntimeError: no"), 2))[0] == (True, "GPUs cannot be used: RuntimeError: no")
+    ((fatal, text),) = texts(devices.links(probed(access=False)))
+    assert not fatal and "no peer access between cuda devices 0-1 1-0" in text
+    assert texts(devices.links(probed(copies=False)))[0] == (True, "a copy from cuda:0 to cuda:1 fails: other values")
+    compiler, cache = texts(devices.kernels(probed(nvrtc="OSError: none")))
+    assert compiler == (True, "no CUDA kernel can be compiled: OSError: none")
+    assert not cache[0] and "compiled kernels are not kept" in cache[1]
+
+
+def test_torch_that_does_not_find_the_backend_is_a_warning() -> None:
+    unknown = probed()
+    unknown.found["torch"]["found_by_torch"] = False
+    ((fatal, text),) = texts(library.versions(unknown))
+    assert not fatal and "torch" in text
+
+
+def test_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (mount / "jobs/one").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    assert cgroup.memory_free(proc, mount) == (4000 * 1024, "on this machine")
+    (proc / "self/cgroup").write_text("0::/jobs/one\n")
+    for name, text in {
+        "memory.max": "3000000",
+        "memory.current": "1000000",
+        "memory.stat": "inactive_file 400000\n",
+    }.items():
+        (mount / "jobs" / name).write_text(text)
+    (mount / "jobs/one/memory.max").write_text("max")
+    (mount / "jobs/one/cpu.max").write_text("max 100000")
+    (mount / "jobs/cpu.max").write_text("150000 100000")
+    assert cgroup.memory_free(proc, mount) == (2_400_000, f"in the memory cgroup {mount}/jobs")
+    assert cgroup.cores_allowed(proc, mount) == 1.5
+
+
+def test_the_end_of_the_screen_counts() -> None:
+    assert verdict([]).strip() == "nothing would fail"
+    bad, poor = Problem("a is broken", "mend a", fatal=True), Problem("b is slow", "use c")
+    section = Section("part", {"a": 1}, ["one", "two"], [poor, bad])
+    assert verdict([bad, poor]).endswith("1 would fail, 1 warning")
+    assert render(section) == "part         one\n             two"
+    assert as_json([section])["problems"][0] == {"text": "a is broken", "remedy": "mend a", "fatal": True}
+
+
+def test_limits_are_those_of_the_core() -> None:
+    def of(path: str) -> str:
+        return (ROOT / "src" / path).read_text()
+
+    assert f"MAX_RANKS: usize = {limits.CPU_RANKS};" in of("mem/layout.rs")
+    assert f"MAX_RANKS: usize = {limits.GPU_RANKS};" in of("coll/cuda/workspace/layout.rs")
+    assert ", ".join(f'"{name}"' for name in NVRTC) in of("kernels/cuda/nvrtc/find.rs")
