@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch_symm
 from torch_symm.doctor import cgroup, devices, library, limits
-from torch_symm.doctor.child import Child, Ended, run
+from torch_symm.doctor.child import Child, Ended, run, sentence
 from torch_symm.doctor.gpus import NVRTC
 from torch_symm.doctor.probed import Probed, probe
 from torch_symm.doctor.report import Problem, Section, as_json, render, verdict
@@ -106,7 +106,16 @@ def test_a_child_has_a_deadline_and_its_messages_are_kept() -> None:
     (ended,) = run([Child("timeit", ["-n", "1", "-r", "1", "__import__('time').sleep(60)"], environment)], 0.5)
     assert ended.status is None and ended.last_words() == "did not end in time"
     assert Ended([], "first\nlast\n", -9).last_words() == "was killed by SIGKILL: last"
+    assert sentence(chained()) == "OSError: the cause"
     assert Ended([], "", 3).last_words() == "exited with code 3"
+
+
+def chained() -> Exception:
+    """An exception with many lines of advice, as numpy raises, and a cause."""
+    try:
+        raise ImportError("advice\nmore advice") from OSError("the cause")
+    except ImportError as error:
+        return error
 
 
 def probed(*, access: bool = True, copies: bool = True, capability: Sequence[int] = (9, 0), **errors: str) -> Probed:
@@ -118,7 +127,7 @@ def probed(*, access: bool = True, copies: bool = True, capability: Sequence[int
     ]
     found: dict[str, Any] = {
         "torch": {"version": "2", "cuda": "13.0", "distributed": True, "unregistered": None, "found_by_torch": True},
-        "native": {"file": "_C.so", "cache": ""},
+        "native": {"file": "_C.so", "version": torch_symm.__version__, "cache": ""},
         "driver": {"version": "580.1", "cuda": [13, 0]},
         "gpus": {"devices": [gpu, gpu]},
         "nvrtc": {"path": "/lib/libnvrtc.so.13", "version": [13, 0]},
@@ -160,6 +169,15 @@ def test_gpus_are_judged() -> None:
     assert not cache[0] and "compiled kernels are not kept" in cache[1]
 
 
+def test_a_native_part_of_another_version_fails() -> None:
+    older = probed()
+    assert texts(library.native(older)) == []
+    older.found["native"]["version"] = "0.0.9"
+    assert texts(library.native(older)) == [
+        (True, f"the native part is of torch_symm 0.0.9, the package of {torch_symm.__version__}")
+    ]
+
+
 def test_torch_that_does_not_find_the_backend_is_a_warning() -> None:
     unknown = probed()
     unknown.found["torch"]["found_by_torch"] = False
@@ -185,6 +203,15 @@ def test_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
     (mount / "jobs/cpu.max").write_text("150000 100000")
     assert cgroup.memory_free(proc, mount) == (2_400_000, f"in the memory cgroup {mount}/jobs")
     assert cgroup.cores_allowed(proc, mount) == 1.5
+
+
+def test_a_reader_that_goes_is_no_failure_of_the_command(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": copied(tmp_path, native=False)}
+    command = f"{sys.executable} -S -m torch_symm doctor | true"
+    result = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert result.stderr == ""
 
 
 def test_the_end_of_the_screen_counts() -> None:

@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 #: How a line begins that holds a message; libraries may write others.
 MARK = "torch_symm.doctor "
+#: Seconds that a killed child gets to end.
+GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ def send(message: Mapping[str, Any]) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """The first line of an exception, with its type where the line alone does not read well."""
+    """The first line of an exception, with its type; of its cause where it has many lines of advice."""
+    while error.__cause__ is not None and "\n" in str(error).strip():
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -81,12 +86,23 @@ def run(children: Sequence[Child], seconds: float) -> list[Ended]:
                 )
             )
         with ThreadPoolExecutor(len(started)) as pool:
-            return list(pool.map(lambda process: _end(process, deadline), started))
+            try:
+                return list(pool.map(lambda process: _end(process, deadline), started))
+            except BaseException:
+                # The threads wait for the children, and the pool for the threads.
+                _kill(started)
+                raise
     finally:
-        for process in started:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        _kill(started)
+
+
+def _kill(started: Sequence[subprocess.Popen[str]]) -> None:
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            # A driver may hold a process that is killed.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
 
 
 def _end(process: subprocess.Popen[str], deadline: float) -> Ended:
@@ -96,6 +112,14 @@ def _end(process: subprocess.Popen[str], deadline: float) -> Ended:
     except subprocess.TimeoutExpired:
         late = True
         process.kill()
-        output, errors = process.communicate()
+        try:
+            output, errors = process.communicate(timeout=GRACE)
+        except subprocess.TimeoutExpired as held:
+            output, errors = _text(held.output), _text(held.stderr)
     lines = (line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK))
     return Ended([json.loads(line) for line in lines], errors, None if late else process.returncode)
+
+
+def _text(read: bytes | str | None) -> str:
+    """What was read before a limit passed: bytes, whatever the pipe is."""
+    return read.decode(errors="replace") if isinstance(read, bytes) else read or ""

@@ -45,11 +45,15 @@ def _run(given: argparse.Namespace) -> int:
             sections.append(section)
             if not given.json:
                 print(render(section), flush=True)
+        found = problems(sections)
+        print(json.dumps(as_json(sections), indent=1) if given.json else verdict(found), flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    found = problems(sections)
-    print(json.dumps(as_json(sections), indent=1) if given.json else verdict(found), flush=True)
+    except BrokenPipeError:
+        # Whoever read has gone; the interpreter's last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return int(any(problem.fatal for problem in found))
 
 
@@ -60,7 +64,9 @@ def _launched() -> int:
 
 
 def _sections(ranks: int, quick: bool) -> Iterator[Section]:
-    yield host.system()
+    yield (system := host.system())
+    if system.found["system"] != "Linux":
+        return
     probed = probe(ranks)
     ranks = ranks or max(2, probed.gpus)
     yield library.versions(probed)

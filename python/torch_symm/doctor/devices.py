@@ -68,13 +68,14 @@ def _none(probed: Probed) -> Section:
 
 
 def links(probed: Probed) -> Section | None:
-    """How GPUs are connected, and whether they reach each other's memory; ``None`` without GPUs."""
-    if not probed.gpus:
+    """How GPUs are connected, and whether they reach each other's memory; ``None`` without GPUs and such a file."""
+    if not probed.gpus and "links" not in {**probed.found, **probed.errors}:
         return None
     problems, lines = [], []
     found: dict[str, Any] = {**probed.of("links"), **probed.of("peers")}
     if error := probed.errors.get("links"):
         found["error"] = error
+        lines.append("not known, see below")
         problems.append(
             Problem(f"how GPUs are linked is not known: {error}", "see SYMM_TOPOLOGY_FILE; nvidia-smi topo -m")
         )

@@ -6,6 +6,7 @@ import mmap
 import os
 import platform
 import resource
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def system() -> Section:
     elif _numbers(release) < KERNEL:
         oldest = ".".join(map(str, KERNEL))
         problems.append(Problem(f"Linux {release} is too old", f"Linux {oldest} or newer is needed", fatal=True))
+    elif not Path("/proc/self/stat").exists():
+        problems.append(Problem("/proc is not mounted", "mount -t proc proc /proc", fatal=True))
     if machine != "x86_64":
         problems.append(Problem(f"{machine} is not supported", "run it on x86-64"))
     return Section("system", found, [f"{platform.system()} {release}, {machine}"], problems)
@@ -104,7 +107,10 @@ def _share() -> None:
 def descriptors(ranks: int) -> Section:
     """The limit on open descriptors, beside what joining a group of ``ranks`` takes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_open = len(os.listdir("/proc/self/fd")) - 1
+    try:
+        is_open = len(os.listdir("/proc/self/fd")) - 1
+    except OSError:
+        is_open = 0
     # Rank 0 holds all others' processes and connections, a socket, the memory, and the membership; and torch's store
     # with a connection of each rank.
     needed = is_open + 2 * (ranks - 1) + 3 + STORE + ranks
@@ -156,9 +162,9 @@ def folders() -> Section:
 
 
 def writable(folder: Path) -> bool:
-    """Whether files can be made in ``folder``, or in the folder in which it would be made."""
+    """Whether a file can be made in ``folder``, or in the folder in which it would be made; leaves none."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return not _tried(lambda: tempfile.TemporaryFile(dir=existing).close())
 
 
 def _tried(step: Callable[[], object]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from torch_symm import _version
 from torch_symm.bench.units import format_size
 
-from .probed import Probed
+from .probed import MISSING, Probed
 from .report import Problem, Section, counted
 
 #: How warnings about settings begin in the log.
@@ -33,8 +33,10 @@ def versions(probed: Probed) -> Section:
     if error := probed.errors.get("child"):
         problems.append(Problem(error, "free descriptors, memory or processes", fatal=True))
     elif error := probed.errors.get("torch"):
-        text = error if error.startswith("torch ") else f"torch cannot be imported: {error}"
-        problems.append(Problem(text, f"pip install 'torch=={_version.TORCH_VERSION}.*'", fatal=True))
+        remedy = f"pip install 'torch=={_version.TORCH_VERSION}.*'"
+        if error != MISSING:
+            remedy = f"`python -c 'import torch'` shows all of it; else {remedy} anew"
+        problems.append(Problem(error, remedy, fatal=True))
     elif not torch["distributed"]:
         text = "this torch was built without torch.distributed"
         problems.append(Problem(text, "install torch's own wheels", fatal=True))
@@ -63,7 +65,11 @@ def native(probed: Probed) -> Section:
     """Which shared object is loaded, and the torch that it is for."""
     found = {"file": probed.of("native").get("file"), "for_torch": _version.TORCH_VERSION, "error": ""}
     if probed.works:
-        return Section("native", found, [f"{found['file']}, for torch {_version.TORCH_VERSION}"])
+        version, problems = probed.of("native")["version"], []
+        if version != _version.__version__:
+            text = f"the native part is of torch_symm {version}, the package of {_version.__version__}"
+            problems.append(Problem(text, "install torch_symm anew", fatal=True))
+        return Section("native", found, [f"{found['file']}, for torch {_version.TORCH_VERSION}"], problems)
     error = probed.errors.get("native", "not tried")
     found["error"] = error
     if "native" not in probed.errors:

@@ -28,6 +28,7 @@ def main(ranks: int) -> None:
         gpus = len(found["devices"])
     if gpus:
         _step("nvrtc", _nvrtc)
+    if gpus or os.environ.get("SYMM_TOPOLOGY_FILE", "").strip():
         _step("links", _links)
     _step("peers", lambda: _peers(gpus))
     ranks = ranks or max(2, gpus)
@@ -75,7 +76,7 @@ def _native() -> dict[str, Any]:
 
     native = load()
     cache = os.path.dirname(os.fsdecode(native._own_profiles()))
-    return {"file": native.__file__, "cache": cache}
+    return {"file": native.__file__, "version": native.__version__, "cache": cache}
 
 
 def _driver() -> dict[str, Any]:

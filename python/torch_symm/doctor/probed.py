@@ -12,6 +12,8 @@ from .child import Child, Ended, run, sentence
 
 #: Torch may have to be read from a slow disk, and contexts to be made on many GPUs.
 SECONDS = 120.0
+#: The error of step ``torch`` where there is none.
+MISSING = "torch is not installed in this environment"
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Probed:
 def probe(ranks: int) -> Probed:
     """Runs the child. ``ranks`` 0: as many as GPUs, and 2 at least. Failures are in the result."""
     if importlib.util.find_spec("torch") is None:
-        return Probed(errors={"torch": "torch is not installed in this environment"})
+        return Probed(errors={"torch": MISSING})
     levels = ",".join(filter(None, ("symm::config=warn", os.environ.get("SYMM_LOG", "").strip())))
     child = Child("torch_symm.doctor.probe", [str(ranks)], {**os.environ, "SYMM_LOG": levels})
     try:
@@ -60,4 +62,6 @@ def _read(ended: Ended) -> Probed:
             probed.errors[message["step"]] = message["error"]
     if begun:
         probed.errors[begun] = f"the process that tried it {ended.last_words()}"
+    if "torch" in probed.errors:
+        probed.errors["torch"] = f"torch cannot be imported: {probed.errors['torch']}"
     return probed
