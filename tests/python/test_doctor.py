@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch_symm
-from torch_symm.doctor import cgroup, devices, library, limits
+from torch_symm.doctor import cgroup, devices, gpus, library, limits, trial
 from torch_symm.doctor.child import Child, Ended, run, sentence
-from torch_symm.doctor.gpus import NVRTC
 from torch_symm.doctor.probed import Probed, probe
 from torch_symm.doctor.report import Problem, Section, as_json, render, verdict
 
@@ -185,6 +184,32 @@ def test_torch_that_does_not_find_the_backend_is_a_warning() -> None:
     assert not fatal and "torch" in text
 
 
+def test_a_trial_names_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends_as(*ended: Ended) -> Section:
+        monkeypatch.setattr(trial, "run", lambda children, seconds: list(ended))
+        return trial.trial("cpu")
+
+    good = Ended([{"ok": True, "seconds": 0.5}], "[INFO  symm::group] direct reads of peers' memory: true", 0)
+    worked = ends_as(good, good)
+    assert worked.found == {"ok": True, "ranks": 2, "seconds": 0.5, "direct_reads": True} and texts(worked) == []
+    refused = Ended([{"error": "SymmConfigError: no", "step": "init_process_group"}], "", 1)
+    expected = (True, "2 ranks on cpu failed: rank 1: init_process_group: SymmConfigError: no")
+    assert texts(ends_as(Ended([], "", -9), refused)) == [expected]
+    assert texts(ends_as(good, Ended([], "", None))) == [(True, "2 ranks on cpu failed: rank 1: did not end in time")]
+    pieces = Ended([{"ok": True, "seconds": 0.5}], "direct reads of peers' memory: false", 0)
+    ((fatal, text),) = texts(ends_as(pieces, pieces))
+    assert not fatal and "process_vm_readv" in text
+
+
+def test_the_compiler_is_looked_for_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMM_NVRTC", str(tmp_path))
+    with pytest.raises(OSError, match=f"is found in SYMM_NVRTC={tmp_path}"):
+        gpus.nvrtc()
+    monkeypatch.setenv("SYMM_NVRTC", str(tmp_path / "libnvrtc.so.13"))
+    with pytest.raises(OSError, match=r"libnvrtc\.so\.13"):
+        gpus.nvrtc()
+
+
 def test_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
@@ -229,4 +254,4 @@ def test_limits_are_those_of_the_core() -> None:
 
     assert f"MAX_RANKS: usize = {limits.CPU_RANKS};" in of("mem/layout.rs")
     assert f"MAX_RANKS: usize = {limits.GPU_RANKS};" in of("coll/cuda/workspace/layout.rs")
-    assert ", ".join(f'"{name}"' for name in NVRTC) in of("kernels/cuda/nvrtc/find.rs")
+    assert ", ".join(f'"{name}"' for name in gpus.NVRTC) in of("kernels/cuda/nvrtc/find.rs")
