@@ -55,7 +55,8 @@ def build(python: str, environment: dict[str, str]) -> Path:
     tag = f"manylinux_2_28_{platform.machine()}"
     repair = [sys.executable, "-m", "auditwheel", "repair", f"--plat={tag}", f"--wheel-dir={out}"]
     repair += [f"--exclude={name}" for name in ("libtorch*.so", "libc10.so")]
-    subprocess.run([*repair, str(raw)], check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    subprocess.run([*repair, str(raw)], check=True, env={**os.environ, "PATH": path})
     (wheel,) = out.glob("*.whl")
     if wheel.stat().st_size > LARGEST:
         sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes, more than {LARGEST}")

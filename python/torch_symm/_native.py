@@ -6,17 +6,18 @@ import atexit
 import importlib.util
 import os
 import sys
-from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
+#: Held while the extension is loaded, which happens once.
+_lock = RLock()
 
 
-@cache
 def load() -> ModuleType:
     """Returns ``torch_symm._C``, the extension for the torch that runs.
 
@@ -30,6 +31,11 @@ def load() -> ModuleType:
     file = extension(running)
     if file is None:
         raise ImportError(_why_not(running, torch.__version__))
+    with _lock:
+        return sys.modules.get("torch_symm._C") or _load(file, torch.version.cuda)
+
+
+def _load(file: Path, cuda: str | None) -> ModuleType:
     loader = ExtensionFileLoader("torch_symm._C", str(file))
     spec = importlib.util.spec_from_file_location("torch_symm._C", file, loader=loader)
     assert spec is not None
@@ -40,7 +46,7 @@ def load() -> ModuleType:
     except BaseException:
         del sys.modules["torch_symm._C"]
         raise
-    _announce(native, torch.version.cuda)
+    _announce(native, cuda)
     return native
 
 

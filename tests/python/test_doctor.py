@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch_symm
+from torch_symm import _native
+from torch_symm._version import TORCH_VERSIONS
 from torch_symm.doctor import cgroup, devices, gpus, library, limits, trial
 from torch_symm.doctor.child import Child, Ended, run, sentence
 from torch_symm.doctor.probed import Probed, probe
@@ -39,9 +41,9 @@ def doctor(*arguments: str, python: Sequence[str] = (), descriptors: int = 0, **
 
 def copied(folder: Path, *, native: bool) -> str:
     """A copy of the package in `folder`, with a link to its native part or without one."""
-    shutil.copytree(PACKAGE, folder / "torch_symm", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    shutil.copytree(PACKAGE, folder / "torch_symm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if native:
-        for file in PACKAGE.glob("_C*.so"):
+        for file in PACKAGE.glob("*.so"):
             (folder / "torch_symm" / file.name).symlink_to(file)
     return str(folder)
 
@@ -69,18 +71,22 @@ def test_a_missing_native_part_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_another_torch_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", copied(tmp_path, native=True))
-    version = tmp_path / "torch_symm" / "_version.py"
-    version.write_text(re.sub(r'"\d+\.\d+"', '"1.0"', version.read_text()))
+    monkeypatch.setenv("PYTHONPATH", copied(tmp_path, native=False))
+    running = ".".join(torch.__version__.split(".")[:2])
+    other = next(version for version in TORCH_VERSIONS if version != running)
+    extension = _native.extension(running)
+    assert extension is not None
+    name = extension.name.replace(running.replace(".", "_"), other.replace(".", "_"))
+    (tmp_path / "torch_symm" / name).symlink_to(extension)
     found = probe(2)
     (problem,) = library.native(found).problems
-    assert problem.fatal and problem.text.startswith("torch_symm was built for torch 1.0 and cannot serve torch")
-    assert problem.remedy.startswith("install torch 1.0") and not found.works
+    assert problem.fatal and f"was built for torch {other} and cannot serve torch" in problem.text
+    assert problem.remedy.startswith("build it with") and not found.works
 
 
 def test_a_native_part_that_ends_its_process_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", copied(tmp_path, native=False))
-    for file in PACKAGE.glob("_C*.so"):
+    for file in PACKAGE.glob("*.so"):
         (tmp_path / "torch_symm" / file.name).write_bytes(file.read_bytes()[:100_000])
     (problem,) = library.native(probe(2)).problems
     assert problem.fatal and problem.text.startswith("the native part cannot be loaded: ") and problem.remedy

@@ -7,6 +7,7 @@ import platform
 from typing import Any
 
 from torch_symm import _version
+from torch_symm._native import built
 from torch_symm.bench.units import format_size
 
 from .probed import MISSING, Probed
@@ -33,7 +34,7 @@ def versions(probed: Probed) -> Section:
     if error := probed.errors.get("child"):
         problems.append(Problem(error, "free descriptors, memory or processes", fatal=True))
     elif error := probed.errors.get("torch"):
-        remedy = f"pip install 'torch=={_version.TORCH_VERSION}.*'"
+        remedy = f"pip install {_wanted()}"
         if error != MISSING:
             remedy = f"`python -c 'import torch'` shows all of it; else {remedy} anew"
         problems.append(Problem(error, remedy, fatal=True))
@@ -53,6 +54,12 @@ def versions(probed: Probed) -> Section:
     return Section("versions", found, lines, problems)
 
 
+def _wanted() -> str:
+    """The versions of torch that this package serves, as pip takes them."""
+    major, minor = _version.TORCH_VERSIONS[-1].split(".")
+    return f"'torch>={_version.TORCH_VERSIONS[0]},<{major}.{int(minor) + 1}'"
+
+
 def _unknown_to_torch() -> Problem:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         text, remedy = "TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from looking for backends", "unset it"
@@ -63,13 +70,16 @@ def _unknown_to_torch() -> Problem:
 
 def native(probed: Probed) -> Section:
     """Which shared object is loaded, and the torch that it is for."""
-    found = {"file": probed.of("native").get("file"), "for_torch": _version.TORCH_VERSION, "error": ""}
+    minor = ".".join((probed.of("torch").get("version") or "").split(".")[:2])
+    found = {"file": probed.of("native").get("file"), "for_torch": minor, "built_for": built(), "error": ""}
     if probed.works:
         version, problems = probed.of("native")["version"], []
         if version != _version.__version__:
             text = f"the native part is of torch_symm {version}, the package of {_version.__version__}"
             problems.append(Problem(text, "install torch_symm anew", fatal=True))
-        return Section("native", found, [f"{found['file']}, for torch {_version.TORCH_VERSION}"], problems)
+        others = ", ".join(other for other in built() if other != minor)
+        line = f"{found['file']}, for torch {minor}" + (f" (there are others for {others})" if others else "")
+        return Section("native", found, [line], problems)
     error = probed.errors.get("native", "not tried")
     found["error"] = error
     if "native" not in probed.errors:
@@ -77,7 +87,7 @@ def native(probed: Probed) -> Section:
     text, _, remedy = error.removeprefix("ImportError: ").partition(": ")
     if not text.startswith("torch_symm ") or not remedy:
         text = f"the native part cannot be loaded: {error}"
-        remedy = f"install torch_symm anew, for torch {_version.TORCH_VERSION} and this Python"
+        remedy = f"install torch_symm anew, with {_wanted()}, for this Python"
     return Section("native", found, ["cannot be loaded, see below"], [Problem(text, remedy, fatal=True)])
 
 

@@ -11,6 +11,8 @@ import torch.distributed._functional_collectives as funcol
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import GroupName
 
+from torch_symm._torch import group_name
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -41,10 +43,10 @@ def shard_dim_alltoall(
         ValueError: this rank does not hold its part of ``gather_size``.
         SymmMismatch: the ranks' shapes do not fit together (symm groups).
     """
-    group_name = funcol._resolve_group_name((mesh, mesh_dim))
+    name = group_name(mesh, mesh_dim)
     if funcol._are_we_tracing():
         return _trace(input, gather_dim, shard_dim, gather_size, mesh, mesh_dim)
-    moved: torch.Tensor = _move(input, gather_dim, shard_dim, gather_size, group_name)
+    moved: torch.Tensor = _move(input, gather_dim, shard_dim, gather_size, name)
     return moved
 
 
@@ -111,7 +113,7 @@ def _trace(
     def exchange(packed: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         differentiable = torch.is_grad_enabled() and packed.requires_grad
         operators = torch.ops._c10d_functional_autograd if differentiable else torch.ops._c10d_functional
-        output = operators.all_to_all_single(packed, received, sent, funcol._resolve_group_name((mesh, mesh_dim)))
+        output = operators.all_to_all_single(packed, received, sent, group_name(mesh, mesh_dim))
         waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(output)
         return waited
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from torch_symm import _dtensor
+from torch_symm._torch import group_name
 from torch_symm.tensor._alltoall import shard_dim_alltoall
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def replace_method(module: ModuleType) -> Callable[[], None]:
             # As torch does on CUDA: with padding all ranks have the same graph, and compilers know the operator.
             shape, ranks, rank = current_logical_shape, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
             padded = shard._pad_for_new_shard_dim(shape, local_tensor, ranks, self.dim, new_shard_dim)
-            name = funcol._resolve_group_name((mesh, mesh_dim))
+            name = group_name(mesh, mesh_dim)
             moved = torch.ops._dtensor.shard_dim_alltoall(padded, self.dim, new_shard_dim, name)
             same = shard._unpad_for_new_shard_dim(shape, moved, ranks, self.dim, new_shard_dim, rank)
             return same
