@@ -205,12 +205,6 @@ pub mod ffi {
         copy_gb_per_s: f64,
     }
 
-    /// Result of an allocation: new symmetric memory, or why there is none.
-    struct Allocated {
-        status: Status,
-        address: usize,
-    }
-
     /// A new window, or null and why not.
     struct OpenedWindow {
         status: Status,
@@ -398,9 +392,9 @@ pub mod ffi {
         /// Returns the first failure of a call; kind 0 until one has failed. A member's death counts once a call has run into it.
         fn failure(self: &GroupHandle) -> Status;
 
-        /// Address of `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
-        fn allocate_window(device: i32, bytes: usize) -> Allocated;
-        /// Gives back what `allocate_window` returned.
+        /// Finds `address` for `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
+        fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
+        /// Gives back what `allocate_window` found.
         fn free_window(address: usize) -> Status;
         /// Whether `address` is one of this process's symmetric memory, whoever asked for it.
         fn is_symmetric(address: usize) -> bool;
@@ -411,12 +405,8 @@ pub mod ffi {
         fn buffers(self: &WindowHandle) -> Vec<usize>;
         /// Addresses in this process of the ranks' signal pads.
         fn pads(self: &WindowHandle) -> Vec<usize>;
-        /// Address at which the device finds `buffers()` as an array; on the host, too.
-        fn buffer_table(self: &WindowHandle) -> usize;
-        /// Address at which the device finds `pads()` as an array.
-        fn pad_table(self: &WindowHandle) -> usize;
-        /// Address at which the device finds `global_ranks()` as an array.
-        fn rank_table(self: &WindowHandle) -> usize;
+        /// Addresses at which the device finds `buffers()`, `pads()` and `global_ranks()` as arrays; on the host, too.
+        fn tables(self: &WindowHandle) -> [usize; 3];
         /// Ranks of the members in the default group.
         fn global_ranks(self: &WindowHandle) -> Vec<i32>;
         /// Bytes of each rank's buffer.
@@ -434,8 +424,18 @@ pub mod ffi {
         fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Clears the word of `peer` on `channel` in the own pad, once it is set.
         fn wait_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
-        /// Writes to `out`, on the host, what `reduce_op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order.
-        fn reduce(self: &WindowHandle, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status;
+        /// Collective on the host, like the next ones: adds the inputs, tensors in the window; `local` becomes the begin of this rank's before.
+        fn one_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, local: Span, out: Span) -> Status;
+        /// Adds the inputs, of which each rank adds up a part; `out` may be the input.
+        fn two_shot_all_reduce(self: &WindowHandle, dtype: i32, input: Span, out: Span) -> Status;
+        /// Reduces the inputs, of which each rank gets its piece of each row of `row` bytes.
+        fn reduce_scatter(self: &WindowHandle, dtype: i32, reduce_op: u8, input: Span, row: usize, out: Span) -> Status;
+        /// Puts the inputs of all ranks one behind the other.
+        fn all_gather(self: &WindowHandle, input: Span, out: Span) -> Status;
+        /// Sends rows; `spans`: input, splits, output, layout; `rows`: of input and output. `window::operators::exchanges` says more.
+        fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
+        /// Stores `value` to the word at `address`; who sees it there sees what this thread wrote before.
+        fn publish_word(address: usize, value: u32) -> Status;
 
         /// Plan of how an all-gather and the products of its shards are interleaved.
         fn plan_gather(spec: &ProductSpec) -> GatherPlan;
@@ -496,4 +496,4 @@ use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, sto
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
-use window::{WindowHandle, allocate_window, free_window};
+use window::{WindowHandle, allocate_window, free_window, publish_word};

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op};
+use symm::coll::call::{Call, Op, Span};
 use symm::dtype::{DType, ReduceOp};
 use symm::error::Kind;
 use symm::group::{Group, Tuning};
@@ -16,6 +16,7 @@ use symm::rank::Rank;
 use symm::symm_mem::HOST;
 use symm::window::SymmetricWindow;
 use symm::window::allocations;
+use symm::window::operators::exchanges::RowExchange;
 
 const PAD: usize = 9216;
 const SHORT: Option<Duration> = Some(Duration::from_millis(40));
@@ -165,25 +166,164 @@ fn pads_are_used_again_once_all_ranks_have_let_go() {
     assert!(count <= 4, "200 windows used {count} pads");
 }
 
+/// What rank `rank` brings: large and small ones, so that another order of summands has another result.
+fn brought(rank: u32, count: usize) -> Vec<f32> {
+    (0..count).map(|i| [1e8, 1.0, -1e8, 3.0, 0.5][rank as usize % 5] * (i % 97 + 1) as f32).collect()
+}
+
+/// Sum of what all of `n` ranks bring, in the order of ranks.
+fn summed(n: u32, count: usize) -> Vec<f32> {
+    (0..n).map(|rank| brought(rank, count)).reduce(|sum, more| sum.iter().zip(more).map(|(a, b)| a + b).collect()).unwrap()
+}
+
+/// A tensor of a window on new memory, neither at its beginning nor on a cache line.
+struct Tensor {
+    window: SymmetricWindow,
+    address: u64,
+    count: usize,
+}
+
+impl Tensor {
+    fn new(group: &Group, values: &[f32]) -> Self {
+        let (window, address) = window(group, 12 + size_of_val(values));
+        let mut tensor = Self { window, address, count: values.len() };
+        tensor.values().copy_from_slice(values);
+        tensor
+    }
+
+    fn values(&mut self) -> &mut [f32] {
+        unsafe { std::slice::from_raw_parts_mut((self.address + 12) as *mut f32, self.count) }
+    }
+
+    fn span(&self) -> Span {
+        Span { addr: self.address as usize + 12, bytes: 4 * self.count }
+    }
+
+    /// Gives the memory back once all are done with it.
+    fn free(self, group: &Group) {
+        barrier(group);
+        allocations::free(self.address).unwrap();
+    }
+}
+
 #[test]
-fn reductions_are_in_rank_order_and_stay_within_the_window() {
-    with_ranks(4, Tuning::default(), |group, me| {
-        let (window, address) = window(group, 4 * 10);
-        let own = unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 10) };
-        own.iter_mut().enumerate().for_each(|(i, x)| *x = [1e8, 1.0, -1e8, 1.0][me as usize] * (i as f32 + 1.0));
-        window.barrier(0, None, 0).unwrap();
-        let mut out = [0f32; 8];
-        let to = ranks::span(&mut out).ptr();
-        unsafe { window.reduce(DType::F32, ReduceOp::Sum, 8, 32, to) }.unwrap();
-        let expected: Vec<f32> = (2..10).map(|i| [1e8f32, 1.0, -1e8, 1.0].map(|x| x * (i as f32 + 1.0)).into_iter().sum()).collect();
-        assert_eq!(out[..], expected[..]);
-        for (dtype, op, offset, bytes) in
-            [(DType::F32, ReduceOp::Sum, 16, 32), (DType::F32, ReduceOp::Sum, 0, 6), (DType::F32, ReduceOp::BitAnd, 0, 8)]
-        {
-            assert!(unsafe { window.reduce(dtype, op, offset, bytes, to) }.is_err());
+fn all_reduces_add_in_rank_order_and_leave_what_they_may() {
+    for n in [1, 2, 3, 5] {
+        with_ranks(n, Tuning::default(), |group, me| {
+            for count in [1, 15, 16, 17, 33, 1000, 20_001] {
+                let (given, expected) = (brought(me, count), summed(n, count));
+                let mut tensor = Tensor::new(group, &given);
+                let (input, none, mut out) = (tensor.span(), Span { addr: 0, bytes: 0 }, vec![0f32; count]);
+                let (dtype, op) = (DType::F32, ReduceOp::Sum);
+                unsafe { tensor.window.one_shot_all_reduce(dtype, op, input, none, ranks::span(&mut out)) }.unwrap();
+                assert_eq!(out, expected, "one shot, {count} of {n} ranks");
+                assert_eq!(tensor.values(), given);
+
+                // A local input of one element, the rest as before.
+                let mut local = [7f32];
+                unsafe { tensor.window.one_shot_all_reduce(dtype, op, input, ranks::span(&mut local), ranks::span(&mut out)) }.unwrap();
+                assert_eq!((out[0], &out[1..]), (7.0 * n as f32, &expected[1..]), "a local input, {count} of {n} ranks");
+
+                tensor.values()[0] = given[0];
+                out.fill(0.0);
+                unsafe { tensor.window.two_shot_all_reduce(dtype, op, input, ranks::span(&mut out)) }.unwrap();
+                assert_eq!(out, expected, "two shots, {count} of {n} ranks");
+
+                tensor.values().copy_from_slice(&given);
+                unsafe { tensor.window.two_shot_all_reduce(dtype, op, input, input) }.unwrap();
+                assert_eq!(tensor.values(), expected, "two shots in place, {count} of {n} ranks");
+                tensor.free(group);
+            }
+        });
+    }
+}
+
+#[test]
+fn pieces_of_rows_are_reduced_and_inputs_gathered() {
+    for n in [1, 2, 3] {
+        with_ranks(n, Tuning::default(), |group, me| {
+            let (rows, piece) = (4, 3);
+            let row = piece * n as usize;
+            let tensor = Tensor::new(group, &brought(me, rows * row));
+            let (input, sums) = (tensor.span(), summed(n, rows * row));
+            let mut out = vec![0f32; rows * piece];
+            unsafe { tensor.window.reduce_scatter(DType::F32, ReduceOp::Sum, input, 4 * row, ranks::span(&mut out)) }.unwrap();
+            let mine: Vec<f32> = sums.chunks(row).flat_map(|row| row[me as usize * piece..][..piece].to_vec()).collect();
+            assert_eq!(out, mine, "{n} ranks");
+
+            let mut gathered = vec![0f32; rows * row * n as usize];
+            unsafe { tensor.window.all_gather(input, ranks::span(&mut gathered)) }.unwrap();
+            let all: Vec<f32> = (0..n).flat_map(|rank| brought(rank, rows * row)).collect();
+            assert_eq!(gathered, all, "{n} ranks");
+            tensor.free(group);
+        });
+    }
+}
+
+/// Rows from rank `from` to rank `to` in turn `turn`; some send nothing.
+fn rows(from: u32, to: u32, turn: u32) -> usize {
+    ((3 * from + 5 * to + turn) % 4) as usize * usize::from(turn > 0)
+}
+
+#[test]
+fn rows_go_where_splits_in_memory_say() {
+    const WIDTH: usize = 3;
+    for n in [1, 2, 4] {
+        with_ranks(n, Tuning::default(), |group, me| {
+            let (most, room) = (4 * n as usize, 4 * n as usize);
+            let tensor = Tensor::new(group, &brought(me, most * WIDTH));
+            let (splits, address) = window(group, 8 * n as usize);
+            for turn in 0..3 {
+                let counts: Vec<i64> = (0..n).map(|to| rows(me, to, turn) as i64).collect();
+                unsafe { std::slice::from_raw_parts_mut(address as *mut i64, n as usize) }.copy_from_slice(&counts);
+                let (mut out, mut layout) = (vec![-1f32; room * WIDTH], vec![-1i64; 2 * n as usize]);
+                let exchange = RowExchange {
+                    input: tensor.span(),
+                    rows: most,
+                    splits: Span { addr: address as usize, bytes: 8 * n as usize },
+                    out: ranks::span(&mut out),
+                    room,
+                    layout: ranks::span(&mut layout),
+                };
+                unsafe { tensor.window.all_to_all_vdev(&splits, &exchange) }.unwrap();
+                let mut expected = Vec::new();
+                for from in 0..n {
+                    let skipped: usize = (0..me).map(|to| rows(from, to, turn)).sum();
+                    let count = rows(from, me, turn);
+                    assert_eq!(layout[from as usize], count as i64, "{n} ranks, turn {turn}");
+                    assert_eq!(layout[(n + from) as usize], (expected.len() / WIDTH) as i64, "{n} ranks, turn {turn}");
+                    expected.extend_from_slice(&brought(from, most * WIDTH)[skipped * WIDTH..][..count * WIDTH]);
+                }
+                expected.resize(room * WIDTH, -1.0);
+                assert_eq!(out, expected, "{n} ranks, turn {turn}");
+            }
+            tensor.free(group);
+            allocations::free(address).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_fails_in_a_collective_waits_for_the_others() {
+    with_ranks(3, Tuning::default(), |group, me| {
+        let tensor = Tensor::new(group, &brought(me, 10));
+        let (input, mut out) = (tensor.span(), [0f32; 10]);
+        let (all, none) = (ranks::span(&mut out), Span { addr: 0, bytes: 0 });
+        let (before, behind) = (Span { addr: input.addr - 16, ..input }, Span { addr: input.addr + 4, ..input });
+        for (bad, given, to, op) in [
+            (0, before, all, ReduceOp::Sum),
+            (1, behind, all, ReduceOp::Sum),
+            (2, input, Span { bytes: 39, ..all }, ReduceOp::Sum),
+            (0, input, all, ReduceOp::BitAnd),
+            (1, Span { bytes: 39, ..input }, all, ReduceOp::Sum),
+        ] {
+            let (given, to, op) = if me == bad { (given, to, op) } else { (input, all, ReduceOp::Sum) };
+            let result = unsafe { tensor.window.one_shot_all_reduce(DType::F32, op, given, none, to) };
+            assert_eq!(result.is_err(), me == bad, "rank {me}: {result:?}");
+            let result = unsafe { tensor.window.all_gather(input, all) };
+            assert!(result.unwrap_err().message.contains("120 bytes do not fit into an output of 40"));
         }
-        window.barrier(0, None, 0).unwrap();
-        allocations::free(address).unwrap();
+        tensor.free(group);
     });
 }
 

@@ -1,13 +1,15 @@
 //! Symmetric memory that programs use themselves: allocations, windows, signals.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{Allocated, OpenedWindow, Status};
+use super::ffi::{self, OpenedWindow, Status};
 use super::{GroupHandle, guarded, milliseconds};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
+use crate::mem::span::Span;
 use crate::symm_mem::HOST;
 use crate::window::SymmetricWindow;
 use crate::window::allocations;
+use crate::window::operators::{self, exchanges::RowExchange};
 
 /// A window, or the reason why it never came to be.
 pub struct WindowHandle(Result<SymmetricWindow>);
@@ -24,13 +26,11 @@ impl GroupHandle {
     }
 }
 
-pub(super) fn allocate_window(device: i32, bytes: usize) -> Allocated {
-    let mut address = 0;
-    let status = guarded(|| {
-        address = allocations::allocate(device.max(HOST), bytes)? as usize;
+pub(super) fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status {
+    guarded(|| {
+        *address = allocations::allocate(device.max(HOST), bytes)? as usize;
         Ok(())
-    });
-    Allocated { status, address }
+    })
 }
 
 pub(super) fn free_window(address: usize) -> Status {
@@ -60,16 +60,9 @@ impl WindowHandle {
         self.window().map(|window| addresses(window.pads())).unwrap_or_default()
     }
 
-    pub(super) fn buffer_table(&self) -> usize {
-        self.window().map_or(0, |window| window.buffer_table() as usize)
-    }
-
-    pub(super) fn pad_table(&self) -> usize {
-        self.window().map_or(0, |window| window.pad_table() as usize)
-    }
-
-    pub(super) fn rank_table(&self) -> usize {
-        self.window().map_or(0, |window| window.rank_table() as usize)
+    pub(super) fn tables(&self) -> [usize; 3] {
+        let tables = |window: &SymmetricWindow| [window.buffer_table(), window.pad_table(), window.rank_table()];
+        self.window().map_or([0; 3], |window| tables(window).map(|address| address as usize))
     }
 
     pub(super) fn global_ranks(&self) -> Vec<i32> {
@@ -106,12 +99,44 @@ impl WindowHandle {
         guarded(|| self.with(|window| window.wait_signal(peer, channel, milliseconds(timeout_ms), stream)))
     }
 
-    pub(super) fn reduce(&self, dtype: i32, reduce_op: u8, offset: usize, bytes: usize, out: usize) -> Status {
+    pub(super) fn one_shot_all_reduce(&self, dtype: i32, input: ffi::Span, local: ffi::Span, out: ffi::Span) -> Status {
+        let (input, local, out) = (span(input), span(local), span(out));
+        // SAFETY: the C++ side passes the data of contiguous tensors; the output does not overlap the input.
+        guarded(|| self.with(|window| unsafe { window.one_shot_all_reduce(DType::from_torch(dtype)?, ReduceOp::Sum, input, local, out) }))
+    }
+
+    pub(super) fn two_shot_all_reduce(&self, dtype: i32, input: ffi::Span, out: ffi::Span) -> Status {
+        let (input, out) = (span(input), span(out));
+        // SAFETY: the C++ side passes the data of contiguous tensors; the output is the input or does not overlap it.
+        guarded(|| self.with(|window| unsafe { window.two_shot_all_reduce(DType::from_torch(dtype)?, ReduceOp::Sum, input, out) }))
+    }
+
+    pub(super) fn reduce_scatter(&self, dtype: i32, reduce_op: u8, input: ffi::Span, row: usize, out: ffi::Span) -> Status {
         guarded(|| {
             let (dtype, op) = (DType::from_torch(dtype)?, ReduceOp::from_torch(reduce_op)?);
-            // SAFETY: the C++ side passes the data of a tensor of `bytes` bytes, its own part of the window or apart from it, between two
-            // barriers of the window.
-            self.with(|window| unsafe { window.reduce(dtype, op, offset, bytes, out as *mut u8) })
+            // SAFETY: the C++ side passes the data of contiguous tensors that do not overlap.
+            self.with(|window| unsafe { window.reduce_scatter(dtype, op, span(input), row, span(out)) })
         })
     }
+
+    pub(super) fn all_gather(&self, input: ffi::Span, out: ffi::Span) -> Status {
+        // SAFETY: the C++ side passes the data of contiguous tensors that do not overlap.
+        guarded(|| self.with(|window| unsafe { window.all_gather(span(input), span(out)) }))
+    }
+
+    pub(super) fn all_to_all_vdev(&self, splits: &WindowHandle, spans: [ffi::Span; 4], rows: [usize; 2]) -> Status {
+        let ([input, splits_input, out, layout], [rows, room]) = (spans.map(span), rows);
+        let exchange = RowExchange { input, rows, splits: splits_input, out, room, layout };
+        // SAFETY: the C++ side passes the data of contiguous tensors; the outputs do not overlap the inputs.
+        guarded(|| self.with(|window| unsafe { window.all_to_all_vdev(splits.window()?, &exchange) }))
+    }
+}
+
+fn span(span: ffi::Span) -> Span {
+    Span { addr: span.addr, bytes: span.bytes }
+}
+
+pub(super) fn publish_word(address: usize, value: u32) -> Status {
+    // SAFETY: the C++ side passes the address of a tensor's element.
+    guarded(|| unsafe { operators::publish_word(address, value) })
 }

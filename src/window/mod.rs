@@ -4,15 +4,14 @@
 pub mod allocations;
 mod domain;
 mod offer;
+pub mod operators;
 mod pad_pool;
 mod rendezvous;
 pub mod signal_cuda;
 pub mod signal_host;
 
 use crate::control::ControlBlock;
-use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Source, Store};
 use crate::kernels::cuda::driver::Stream;
 use crate::mem::device::DeviceTable;
 use crate::rank::Rank;
@@ -229,27 +228,6 @@ impl SymmetricWindow {
         let n = self.control.size();
         let known = u32::try_from(peer).ok().filter(|&peer| (peer as usize) < n).map(Rank);
         known.ok_or_else(|| Error::value(format!("rank {peer} is outside the group of {n} ranks")))
-    }
-
-    /// Writes to `out` what `op` makes of the `bytes` at `offset` of all ranks' buffers, in rank order. On the host only; nobody is waited
-    /// for.
-    ///
-    /// # Safety
-    /// `out` is valid for writes of `bytes`, and is this rank's domain among the sources or overlaps none; nobody writes to the sources
-    /// meanwhile.
-    pub unsafe fn reduce(&self, dtype: DType, op: ReduceOp, offset: usize, bytes: usize, out: *mut u8) -> Result<()> {
-        self.check_process()?;
-        cpu::supports(op, dtype)?;
-        let size = dtype.size();
-        if self.gpu().is_some() || !bytes.is_multiple_of(size) || offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            let name = dtype.name();
-            return Err(Error::value(format!("{bytes} bytes of {name} at {offset} of a window of {} cannot be reduced here", self.bytes)));
-        }
-        let at = |&buffer: &u64| Source { ptr: (buffer as usize + offset) as *const u8, factor: 1.0 };
-        let sources: Vec<Source> = self.buffers.iter().map(at).collect();
-        // SAFETY: within the buffers (checked above), which are mapped while `self` lives; the rest is the caller's promise.
-        unsafe { cpu::reduce(op, dtype, out, &sources, bytes / size, Store::Cached) };
-        Ok(())
     }
 }
 

@@ -23,7 +23,7 @@ READS = {
     ),
     "watch_interrupts",
     *("blocking_wait", "own_profiles", "sequence", "set_timeout", "timeout"),
-    *("buffer_table", "buffers", "bytes", "global_ranks", "is_current", "pad_table", "pads", "rank_table", "record"),
+    *("buffers", "bytes", "global_ranks", "is_current", "pads", "record", "tables"),
     *("gb_per_s", "local", "origin", "reference_us", "trip_us"),
 }
 
@@ -40,7 +40,9 @@ def block(text: str, start: int) -> str:
 
 def test_p23_a_panic_is_caught_before_it_reaches_the_bridge() -> None:
     """A panic that crosses cxx ends the process, so every function that C++ may call catches it or cannot panic."""
-    texts = [path.read_text() for path in (BRIDGE / "bridge.rs", *sorted((BRIDGE / "bridge").glob("*.rs")))]
+    paths = (BRIDGE / "bridge.rs", *sorted((BRIDGE / "bridge").glob("*.rs")))
+    # Without the lengths of arrays, so that a semicolon ends a declaration.
+    texts = [re.sub(r"; \d+\]", "]", path.read_text()) for path in paths]
     offered = {
         name
         for text in texts

@@ -261,6 +261,7 @@ def test_arguments_are_checked_as_torch_does() -> None:
         out = torch.empty(4, 8)
         plain = torch.ones(4, 8)
         flat = cpu(31)
+        splits, layout = cpu(world, dtype=torch.int64), cpu(2, world, dtype=torch.int64)
         for bad, message in (
             (lambda: ops.one_shot_all_reduce(tensor, "avg", WORLD), "one_shot_all_reduce: only sum is supported"),
             (lambda: ops.one_shot_all_reduce(tensor.t(), "sum", WORLD), "all_reduce: input must be contiguous"),
@@ -275,6 +276,8 @@ def test_arguments_are_checked_as_torch_does() -> None:
             (lambda: ops.reduce_scatter_out(flat, WORLD, False, out), "expected number of elements to be divisible"),
             (lambda: ops.reduce_scatter_out(tensor, WORLD, True, out), "last dim size to be input last dim size"),
             (lambda: ops.reduce_scatter_out(tensor, WORLD, True, out[1:]), "same sizes except in the last dimension"),
+            (lambda: ops.all_to_all_vdev(tensor, tensor, splits, layout, WORLD), "refer to a single memory location"),
+            (lambda: ops.all_to_all_vdev(tensor, out, layout[0], layout, WORLD), "refer to a single memory location"),
             (lambda: ops.multimem_all_reduce_(tensor, "sum", WORLD), "multicast support is required"),
             (lambda: ops.multimem_one_shot_all_reduce(tensor, "sum", WORLD), "multicast support is required"),
             (lambda: ops.multimem_one_shot_all_reduce_out(tensor, "sum", WORLD, out), "multicast support is required"),

@@ -6,13 +6,12 @@
 #include <c10/util/safe_numerics.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include <algorithm>
-#include <cstring>
+#include <exception>
 #include <optional>
 #include <utility>
 
-#include "errors.hpp"
 #include "process_group/membership.hpp"
+#include "process_group/operation.hpp"
 
 namespace symm {
 
@@ -46,14 +45,11 @@ int64_t times(const char* op, int64_t a, int64_t b) {
   return product;
 }
 
-size_t offset_of(const at::Tensor& tensor) {
-  return static_cast<size_t>(tensor.storage_offset()) * tensor.element_size();
-}
-
 namespace {
 
-// Ranks' parts begin at cache lines, as far as the tensor does.
-constexpr int64_t kPartBytes = 64;
+int32_t dtype_of(const at::Tensor& tensor) {
+  return static_cast<int32_t>(tensor.scalar_type());
+}
 
 void check_sum(const at::Tensor& input, const std::string& reduce_op, const char* op) {
   TORCH_CHECK(reduce_op == "sum", op, ": only sum is supported for now.");
@@ -99,11 +95,9 @@ at::Tensor one_shot(
   if (!window) {
     return out;
   }
-  if (local_input) {
-    std::memmove(input.data_ptr(), local_input->const_data_ptr(), local_input->nbytes());
-  }
-  together(*window, [&] {
-    window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, offset_of(input), input.nbytes(), out.data_ptr());
+  const auto local = local_input ? span_of(*local_input) : Span{0, 0};
+  run_on(*window, [&](const WindowHandle& handle) {
+    return handle.one_shot_all_reduce(dtype_of(input), span_of(input), local, span_of(out));
   });
   return out;
 }
@@ -133,15 +127,6 @@ at::Tensor one_shot_all_reduce_copy_out(
   return one_shot(symm_buffer, local_input, reduce_op, group_name, out);
 }
 
-// The elements that rank `rank` of `size` reduces for all.
-std::pair<int64_t, int64_t> part_of(const at::Tensor& tensor, int rank, int size) {
-  const auto step = std::max<int64_t>(kPartBytes / tensor.element_size(), 1);
-  const auto share = (tensor.numel() + step * size - 1) / (step * size) * step;
-  const auto begin = std::min(share * rank, tensor.numel());
-  return {begin, std::min(begin + share, tensor.numel())};
-}
-
-// Each rank reduces its part in its own buffer, where the others then fetch it; nobody else reads that part of that buffer before.
 at::Tensor two_shot(
     const at::Tensor& input,
     const std::optional<at::Tensor>& output,
@@ -161,23 +146,9 @@ at::Tensor two_shot(
   if (!window) {
     return result;
   }
-  const auto rank = window->get_rank();
-  const auto size = window->get_world_size();
-  const auto element = static_cast<size_t>(input.element_size());
-  const auto start = offset_of(input);
-  together(*window, [&] {
-    const auto [first, last] = part_of(input, rank, size);
-    const auto at = start + first * element;
-    window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, at, (last - first) * element, window->at(rank, at));
+  run_on(*window, [&](const WindowHandle& handle) {
+    return handle.two_shot_all_reduce(dtype_of(input), span_of(input), span_of(result));
   });
-  auto* const to = static_cast<std::byte*>(result.data_ptr());
-  // From the next rank on, so that not all read the same one.
-  for (int step = output ? 0 : 1; step < size; ++step) {
-    const auto from = (rank + step) % size;
-    const auto [first, last] = part_of(input, from, size);
-    std::memcpy(to + first * element, window->at(from, start + first * element), (last - first) * element);
-  }
-  window->barrier(0, 0);
   return result;
 }
 
@@ -230,15 +201,10 @@ at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool spl
   if (!window) {
     return output;
   }
-  // Rows of which each rank gets one part; all is one row if the tensor is not split along its last dimension.
-  const auto row = input.size(-1) * input.element_size();
-  const auto part = row / window->get_world_size();
-  together(*window, [&] {
-    auto* to = static_cast<std::byte*>(output.data_ptr());
-    const auto end = offset_of(input) + input.nbytes();
-    for (auto at = offset_of(input) + part * window->get_rank(); at < end; at += row, to += part) {
-      window->reduce(input.scalar_type(), ::c10d::ReduceOp::SUM, at, part, to);
-    }
+  // All is one row if the tensor is not split along its last dimension.
+  const auto row = static_cast<size_t>(input.size(-1)) * input.element_size();
+  run_on(*window, [&](const WindowHandle& handle) {
+    return handle.reduce_scatter(dtype_of(input), ::c10d::ReduceOp::SUM, span_of(input), row, span_of(output));
   });
   return output;
 }

@@ -4,10 +4,11 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <exception>
 #include <string>
 #include <type_traits>
 
+#include "errors.hpp"
+#include "gil.hpp"
 #include "symm_mem/symmetric_window.hpp"
 
 namespace symm {
@@ -21,9 +22,6 @@ WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, con
 
 // Product of a and b, of which neither is negative; refused if no tensor can have so many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
-
-// Offset of the tensor in its rank's buffer.
-size_t offset_of(const at::Tensor& tensor);
 
 // Tells the ranks that wait for this one in an operator of the group, if it has been joined, that it has refused its arguments, and rethrows
 // what is being handled.
@@ -39,21 +37,10 @@ auto check_arguments(const std::string& group_name, Arguments arguments) {
   }
 }
 
-// Runs `body` while every rank is in the call: all have come before it begins, and none returns before all are done with it, so
-// that inputs may be overwritten at once. A failure waits for the others: theirs may not fail.
-template <typename Body>
-void together(SymmetricWindow& window, Body body) {
-  window.barrier(0, 0);
-  std::exception_ptr failure;
-  try {
-    body();
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  window.barrier(0, 0);
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
+// Runs `collective` of the core on the window.
+template <typename Collective>
+void run_on(const SymmetricWindow& window, Collective collective) {
+  check(without_gil([&] { return collective(window.handle()); }));
 }
 
 // `Kernel` as the dispatcher calls it with values on a stack. Registered so, its C++ types need not be those of the kernel that another

@@ -1,13 +1,10 @@
 // torch.ops.symm_mem on CPU tensors that move data or write signals; reductions of the low-contention kind stand here with their like.
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include <atomic>
-#include <cstring>
+#include <algorithm>
 #include <limits>
-#include <numeric>
 
-#include "errors.hpp"
-#include "gil.hpp"
 #include "process_group/operation.hpp"
 #include "symm_mem/symm_ops.hpp"
 
@@ -67,14 +64,7 @@ at::Tensor low_contention_all_gather(const at::Tensor& tensor, std::string group
   if (!window) {
     return output;
   }
-  together(*window, [&] {
-    const auto size = window->get_world_size();
-    auto* const to = static_cast<std::byte*>(output.data_ptr());
-    for (int step = 0; step < size; ++step) {
-      const auto from = (window->get_rank() + step) % size;
-      std::memcpy(to + from * tensor.nbytes(), window->at(from, offset_of(tensor)), tensor.nbytes());
-    }
-  });
+  run_on(*window, [&](const WindowHandle& handle) { return handle.all_gather(span_of(tensor), span_of(output)); });
   return output;
 }
 
@@ -108,52 +98,12 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
   if (!window) {
     return output;
   }
-  together(*window, [&] {
-    const auto offset = offset_of(tensor) + output.nbytes() * window->get_rank();
-    window->reduce(tensor.scalar_type(), code, offset, output.nbytes(), output.data_ptr());
+  run_on(*window, [&](const WindowHandle& handle) {
+    const auto dtype = static_cast<int32_t>(tensor.scalar_type());
+    return handle.reduce_scatter(dtype, code, span_of(tensor), tensor.nbytes(), span_of(output));
   });
   return output;
 }
-
-// How many rows each rank sends each other: `of(from, to)`.
-class Splits {
- public:
-  // What all ranks say in `in_splits`. Read once: what a peer writes there later changes nothing.
-  Splits(const SymmetricWindow& window, size_t offset, int size) : size_(size) {
-    for (int from = 0; from < size; ++from) {
-      const auto* const splits_of_sender = reinterpret_cast<const int64_t*>(window.at(from, offset));
-      all_.insert(all_.end(), splits_of_sender, splits_of_sender + size);
-    }
-  }
-
-  int64_t of(int from, int to) const {
-    return all_[static_cast<size_t>(from) * size_ + to];
-  }
-
-  // Refuses, alike on all ranks, what leaves the `rows` rows of a rank's input.
-  void check(const char* op, int64_t rows) const {
-    for (int from = 0; from < size_; ++from) {
-      int64_t begin = 0;
-      for (int to = 0; to < size_; ++to) {
-        const auto count = of(from, to);
-        TORCH_CHECK_VALUE(
-            count >= 0 && count <= rows - begin, op, ": rank ", from, " sends rank ", to, " ", count, " rows from row ", begin,
-            " on, of ", rows);
-        begin += count;
-      }
-    }
-  }
-
-  // The first row for `to` in the input of `from`.
-  int64_t begin(int from, int to) const {
-    const auto row = all_.begin() + static_cast<ptrdiff_t>(from) * size_;
-    return std::accumulate(row, row + to, int64_t{0});
-  }
-
- private:
-  const int size_;
-  std::vector<int64_t> all_;
-};
 
 // Rows of the first dimension. `out_splits_offsets` receives how many rows came from each rank, and where each rank's begin in `out`.
 void all_to_all_vdev(
@@ -181,32 +131,15 @@ void all_to_all_vdev(
         out_splits_offsets.scalar_type() == at::kLong && out_splits_offsets.is_contiguous() &&
             out_splits_offsets.sizes() == at::IntArrayRef({2, size}),
         op, ": out_splits_offsets must be contiguous int64 of shape [2, ", size, "].");
+    // Peers read the input and the splits while this rank writes.
+    at::assert_no_overlap(out, input);
+    at::assert_no_overlap(out_splits_offsets, in_splits);
     return std::pair(std::move(window), std::move(splits));
   });
-  const auto size = window->get_world_size();
-  const auto rank = window->get_rank();
-  const auto row = input.numel() == 0 ? 0 : static_cast<int64_t>(input.nbytes()) / input.size(0);
-  together(*window, [&] {
-    auto* const rows = out_splits_offsets.mutable_data_ptr<int64_t>();
-    auto* const begins = rows + size;
-    auto* const to = static_cast<std::byte*>(out.data_ptr());
-    // What peers say is checked like any input: here it says where this rank reads and writes. Before anything is written.
-    const Splits splits_of_sender(*splits, offset_of(in_splits), size);
-    splits_of_sender.check(op, input.size(0));
-    int64_t begin = 0;
-    for (int from = 0; from < size; ++from) {
-      const auto count = splits_of_sender.of(from, rank);
-      TORCH_CHECK_VALUE(
-          count <= out.size(0) - begin, op, ": rank ", rank, " receives ", begin, " rows from the ranks before rank ", from, " and ",
-          count, " from it, out has ", out.size(0));
-      rows[from] = count;
-      begins[from] = begin;
-      begin += count;
-    }
-    for (int from = 0; from < size; ++from) {
-      const auto skipped = splits_of_sender.begin(from, rank);
-      std::memcpy(to + begins[from] * row, window->at(from, offset_of(input) + skipped * row), rows[from] * row);
-    }
+  run_on(*window, [&](const WindowHandle& handle) {
+    return handle.all_to_all_vdev(
+        splits->handle(), {span_of(input), span_of(in_splits), span_of(out), span_of(out_splits_offsets)},
+        {static_cast<size_t>(input.size(0)), static_cast<size_t>(out.size(0))});
   });
 }
 
@@ -238,8 +171,7 @@ at::Tensor stream_write_value32_(at::Tensor input, int64_t offset, int64_t val) 
   TORCH_CHECK(
       offset < input.numel(), "symm_mem::", op, ": offset (", offset, ") exceeded the numel of the input (", input.numel(), ")");
   auto* const words = static_cast<uint32_t*>(input.data_ptr());
-  // Releases what this thread wrote before: a peer may wait for the value.
-  std::atomic_ref<uint32_t>(words[offset]).store(static_cast<uint32_t>(val), std::memory_order_release);
+  check(publish_word(reinterpret_cast<size_t>(words + offset), static_cast<uint32_t>(val)));
   return input;
 }
 

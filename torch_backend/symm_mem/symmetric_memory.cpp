@@ -47,11 +47,11 @@ int32_t number(at::Device device) {
 void* SymmetricAllocator::alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) {
   const auto device = device_of(type_, device_idx);
   // A tensor without elements has an address, too, so that ranks can meet in it.
-  const auto made = allocate_window(number(device), std::max<size_t>(size, 1));
-  check(made.status);
+  size_t address = 0;
+  check(allocate_window(number(device), std::max<size_t>(size, 1), address));
   const std::lock_guard<std::mutex> lock(mutex_);
-  blocks_.insert_or_assign(made.address, Block{size, device, group_name, getpid()});
-  return reinterpret_cast<void*>(made.address);
+  blocks_.insert_or_assign(address, Block{size, device, group_name, getpid()});
+  return reinterpret_cast<void*>(address);
 }
 
 void SymmetricAllocator::free(void* ptr) {

@@ -133,17 +133,17 @@ at::Tensor SymmetricWindow::get_signal_pad(
 
 void** SymmetricWindow::get_buffer_ptrs_dev() {
   note_use();
-  return reinterpret_cast<void**>(window_->buffer_table());
+  return reinterpret_cast<void**>(window_->tables()[0]);
 }
 
 void** SymmetricWindow::get_signal_pad_ptrs_dev() {
   note_use();
-  return reinterpret_cast<void**>(window_->pad_table());
+  return reinterpret_cast<void**>(window_->tables()[1]);
 }
 
 int* SymmetricWindow::get_rank_to_global_rank_dev() {
   note_use();
-  return reinterpret_cast<int*>(window_->rank_table());
+  return reinterpret_cast<int*>(window_->tables()[2]);
 }
 
 size_t SymmetricWindow::stream() const {
@@ -164,14 +164,6 @@ void SymmetricWindow::put_signal(int dst_rank, int channel, size_t timeout_ms) {
 
 void SymmetricWindow::wait_signal(int src_rank, int channel, size_t timeout_ms) {
   check(without_gil([&] { return window_->wait_signal(src_rank, channel, limit(timeout_ms), stream()); }));
-}
-
-void SymmetricWindow::reduce(c10::ScalarType dtype, uint8_t reduce_op, size_t offset, size_t bytes, void* out) {
-  check(window_->reduce(static_cast<int32_t>(dtype), reduce_op, offset, bytes, reinterpret_cast<size_t>(out)));
-}
-
-std::byte* SymmetricWindow::at(int rank, size_t offset) const {
-  return static_cast<std::byte*>(buffers_.at(static_cast<size_t>(rank))) + offset;
 }
 
 bool SymmetricWindow::serves(const Group& group) const {

@@ -73,11 +73,10 @@ class SymmetricWindow final : public ::c10d::symmetric_memory::SymmetricMemory {
     return true;
   }
 
-  // Writes to `out`, on the host, what `reduce_op`, a c10d code, makes of `bytes` at `offset` of all ranks' buffers, in rank order. `out`
-  // may be that part of this rank's buffer. Nobody is waited for.
-  void reduce(c10::ScalarType dtype, uint8_t reduce_op, size_t offset, size_t bytes, void* out);
-  // Address in this process of `offset` in the buffer of `rank`.
-  std::byte* at(int rank, size_t offset) const;
+  // The core's window, for its collectives.
+  const WindowHandle& handle() const {
+    return *window_;
+  }
   // Whether it still is that of its memory, in this group of this process.
   bool serves(const Group& group) const;
 

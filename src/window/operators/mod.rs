@@ -1,0 +1,125 @@
+//! Collectives on symmetric memory of the host: each rank reads the others' buffers itself, and writes to its own memory alone.
+//!
+//! - [`reductions`]: all-reduce in one shot and in two, reduce-scatter
+//! - [`exchanges`]: all-gather, all-to-all
+//! - [`splits`]: who sends whom how many rows of an all-to-all; pure
+//!
+//! A collective begins and ends with a barrier, so its input may be written before the call and after it. An input is a tensor in this
+//! rank's buffer; the others' lie at the same offset in theirs. No byte outside of the window is read, whatever the ranks say. Inputs are
+//! not compared: if their lengths differ, results mean nothing.
+#![allow(unsafe_code, reason = "the bytes of tensors, by their addresses")]
+
+pub mod exchanges;
+pub mod reductions;
+mod splits;
+
+use super::SymmetricWindow;
+use crate::error::{Error, Result};
+use crate::mem::span::Span;
+use crate::rank::Rank;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Channel of the barriers, as in torch's operators.
+const CHANNEL: i32 = 0;
+
+/// Inputs of all ranks: as many bytes at the same offset of each buffer, mapped while the window lives.
+struct Inputs<'a> {
+    window: &'a SymmetricWindow,
+    offset: usize,
+    bytes: usize,
+}
+
+impl Inputs<'_> {
+    /// Address of `range` in the input of `rank`.
+    fn at(&self, rank: Rank, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.bytes, "bytes {range:?} of an input of {}", self.bytes);
+        (self.window.buffers[rank.index()] as usize + self.offset + range.start) as *mut u8
+    }
+}
+
+/// The first byte of `out`, to which `bytes` are to be written.
+fn output(out: Span, bytes: usize) -> Result<*mut u8> {
+    if out.bytes < bytes {
+        return Err(Error::value(format!("{bytes} bytes do not fit into an output of {}", out.bytes)));
+    }
+    Ok(out.ptr())
+}
+
+impl SymmetricWindow {
+    /// Inputs of which `own` is this rank's; refuses what is not in the window, or not on the host.
+    fn inputs(&self, own: Span) -> Result<Inputs<'_>> {
+        let Span { addr, bytes } = own;
+        let begin = self.buffers[self.rank().index()] as usize;
+        let offset = if bytes == 0 { Some(0) } else { addr.checked_sub(begin) };
+        let inside = |&offset: &usize| offset.checked_add(bytes).is_some_and(|end| end <= self.bytes);
+        let offset = offset.filter(inside).filter(|_| self.gpu().is_none()).ok_or_else(|| {
+            Error::value(format!("{bytes} bytes at {addr:#x} are not in a window of the host of {} at {begin:#x}", self.bytes))
+        })?;
+        Ok(Inputs { window: self, offset, bytes })
+    }
+
+    /// Number of ranks.
+    fn size(&self) -> usize {
+        self.buffers.len()
+    }
+
+    /// All ranks, this one first and the next one then, so that not all read the same buffer at once.
+    fn own_first(&self) -> impl Iterator<Item = Rank> + use<> {
+        let (me, n) = (self.rank().0, self.size() as u32);
+        (0..n).map(move |step| Rank((me + step) % n))
+    }
+
+    /// Returns once all ranks have called it.
+    fn meet(&self) -> Result<()> {
+        self.barrier(CHANNEL, None, 0)
+    }
+
+    /// Runs `steps` while every rank is in the call: all have come before they begin, and none returns before all are done with them. A
+    /// failure waits for the others: theirs may not fail.
+    fn together<T>(&self, steps: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.meet()?;
+        let outcome = steps();
+        self.meet()?;
+        outcome
+    }
+}
+
+/// Stores `value` to the word at `address`: whoever loads it there, and acquires, sees what this thread wrote before.
+///
+/// # Safety
+/// A word is at `address`, and nobody accesses it otherwise than atomically meanwhile.
+pub unsafe fn publish_word(address: usize, value: u32) -> Result<()> {
+    let word = address as *const AtomicU32;
+    if !word.is_aligned() {
+        return Err(Error::value(format!("a word at {address:#x} cannot be stored at once: its address is not a multiple of 4")));
+    }
+    // SAFETY: aligned (checked above); the rest is the caller's promise.
+    unsafe { &*word }.store(value, Ordering::Release);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    #[test]
+    fn words_are_stored_at_once_or_not_at_all() {
+        let words = [AtomicU32::new(0), AtomicU32::new(0)];
+        let address = words.as_ptr() as usize;
+        // SAFETY: words of this test, which no other thread knows.
+        unsafe {
+            publish_word(address + 4, u32::MAX).expect("aligned");
+            assert_eq!(publish_word(address + 1, 7).expect_err("across two words").kind, Kind::Value);
+        }
+        assert_eq!(words.map(AtomicU32::into_inner), [0, u32::MAX]);
+    }
+
+    #[test]
+    fn outputs_have_room() {
+        let out = Span { addr: 64, bytes: 8 };
+        assert_eq!(output(out, 8), Ok(out.ptr()));
+        assert!(output(out, 9).expect_err("too much").message.contains("9 bytes do not fit into an output of 8"));
+    }
+}
