@@ -47,8 +47,9 @@ fn output(out: Span, bytes: usize) -> Result<*mut u8> {
 }
 
 impl SymmetricWindow {
-    /// Inputs of which `own` is this rank's; refuses what is not in the window, or not on the host.
+    /// Inputs of which `own` is this rank's; refuses what is not in the window, or not on the host, and a forked child.
     fn inputs(&self, own: Span) -> Result<Inputs<'_>> {
+        self.check_process()?;
         let Span { addr, bytes } = own;
         let begin = self.buffers[self.rank().index()] as usize;
         let offset = if bytes == 0 { Some(0) } else { addr.checked_sub(begin) };
