@@ -214,9 +214,8 @@ impl Reception<'_> {
                 Err(Errno::CONNABORTED) => continue,
                 Err(errno) => return Err(self.attempt.os("accept a connection", errno)),
             };
-            let own = rustix::process::geteuid().as_raw();
             match socket::peer(&socket) {
-                Ok(peer) if peer.uid == own => {}
+                Ok(peer) if peer.is_own_user() => {}
                 Ok(peer) => {
                     let me = self.attempt.me();
                     self.other_users.warn(format_args!("{me} turned away pid {} of user {}", peer.pid, peer.uid));

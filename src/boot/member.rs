@@ -103,7 +103,7 @@ fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
         }
     };
     let peer = socket::peer(&socket).map_err(|errno| attempt.os("look at the peer of a socket", errno))?;
-    if peer != (socket::Peer { pid: leader.pid, uid: rustix::process::geteuid().as_raw() }) {
+    if peer.pid != leader.pid || !peer.is_own_user() {
         // The name is free once rank 0 has gone, and anybody may take it then.
         return Ok(None);
     }

@@ -30,12 +30,10 @@ fn os(what: &str) -> impl Fn(Errno) -> Error {
 impl Mailbox {
     /// Opens a mailbox for `ranks` ranks under a random name, which only those know whom it is told.
     pub fn open(ranks: usize) -> Result<Self> {
-        let random = random::bytes::<16>()?;
-        let mut name = *b"symm-gpu00000000000000000000000000000000";
-        for (pair, byte) in name[8..].chunks_exact_mut(2).zip(random) {
-            pair.copy_from_slice(format!("{byte:02x}").as_bytes());
-        }
-        let listener = socket::listen_at(&String::from_utf8_lossy(&name), ranks as i32).map_err(os("listen"))?;
+        let random = random::name("symm-gpu")?;
+        let listener = socket::listen_at(&random, ranks as i32).map_err(os("listen"))?;
+        let mut name = [0; NAME_BYTES];
+        name.copy_from_slice(random.as_bytes());
         Ok(Self { name, listener })
     }
 
@@ -55,27 +53,19 @@ impl Mailbox {
         limit: &Limit,
         hope: &dyn Fn() -> Result<()>,
     ) -> Result<Vec<Option<OwnedFd>>> {
-        let own = rustix::process::geteuid().as_raw();
         let mut sent = Vec::new();
         for name in names.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, name)| name) {
             let socket = self.retried(limit, hope, "connect", || socket::connect_to(&String::from_utf8_lossy(name)))?;
             let peer = socket::peer(&socket).map_err(os("identify a peer"))?;
-            if peer.uid != own {
+            if !peer.is_own_user() {
                 return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
             }
             self.retried(limit, hope, "send", || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
             // Kept until all is done: closing it would be read as an end before the message.
             sent.push(socket);
         }
-        let mut inbox = Inbox {
-            got: names.iter().map(|_| None).collect(),
-            guests: VecDeque::new(),
-            me,
-            pids,
-            own,
-            refused: None,
-            lines: RateLimit::new(),
-        };
+        let mut inbox =
+            Inbox { got: names.iter().map(|_| None).collect(), guests: VecDeque::new(), me, pids, refused: None, lines: RateLimit::new() };
         loop {
             inbox.welcome(&self.listener)?;
             inbox.hear();
@@ -127,7 +117,6 @@ struct Inbox<'a> {
     guests: VecDeque<(OwnedFd, socket::Peer)>,
     me: usize,
     pids: &'a [u32],
-    own: u32,
     /// Last sender who was refused. Abstract names stand in /proc/net/unix for everybody, and whoever knocks there stops nobody.
     refused: Option<String>,
     lines: RateLimit,
@@ -144,7 +133,7 @@ impl Inbox<'_> {
                 Err(errno) => return Err(os("wait for a peer")(errno)),
             };
             match socket::peer(&socket) {
-                Ok(peer) if peer.uid == self.own => self.guests.push_back((socket, peer)),
+                Ok(peer) if peer.is_own_user() => self.guests.push_back((socket, peer)),
                 Ok(peer) => self.refuse(peer),
                 Err(_) => {}
             }
@@ -255,7 +244,8 @@ mod tests {
         let wrong = knock();
         socket::send(&wrong, &[7; 8], None).expect("sent");
         std::thread::scope(|scope| {
-            let (names, pids, file) = (&names, &pids, &file);
+            // Borrowed: it may be done with what came in the first attempt, and must listen all the same.
+            let (names, pids, file, other) = (&names, &pids, &file, &other);
             let there = scope.spawn(move || other.exchange(1, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())));
             let got = one.exchange(0, names, pids, file.as_fd(), &limit(10.0), &|| Ok(())).expect("exchanged");
             assert!(got[1].is_some() && there.join().expect("no panic").expect("exchanged")[0].is_some());

@@ -39,7 +39,7 @@ impl Heap {
         }
         let socket = socket::connect_to(&peer.name()).map_err(os("connect"))?;
         let them = socket::peer(&socket).map_err(os("identify a peer"))?;
-        if them.uid != rustix::process::geteuid().as_raw() {
+        if !them.is_own_user() {
             return Err(Error::config(format!("user {} (process {}) listens where a peer's symmetric memory did", them.uid, them.pid)));
         }
         let number = u64::from_le_bytes(random::bytes()?);

@@ -156,8 +156,7 @@ fn welcome(heap: &Arc<Heap>, unidentified: &mut Vec<Unidentified>) -> bool {
             Err(_) => return false,
         };
         match socket::peer(&socket) {
-            // Abstract names stand in /proc/net/unix for everybody.
-            Ok(peer) if peer.uid != rustix::process::geteuid().as_raw() => {
+            Ok(peer) if !peer.is_own_user() => {
                 let Peer { uid, pid } = peer;
                 OTHER_USERS.warn(format_args!("user {uid} (process {pid}) knocked at the symmetric memory of this one; refused"));
             }

@@ -44,6 +44,13 @@ pub struct Peer {
     pub uid: u32,
 }
 
+impl Peer {
+    /// Whether the process belongs to the user of this one. Abstract names stand in /proc/net/unix for everybody.
+    pub fn is_own_user(&self) -> bool {
+        self.uid == rustix::process::geteuid().as_raw()
+    }
+}
+
 /// Process that made the other end of `socket`: it called `connect`, or `listen`.
 pub fn peer(socket: &OwnedFd) -> Result<Peer> {
     // Not rustix's `socket_peercred`: its process id must not be 0, and an unidentified peer can make it so.
@@ -110,6 +117,7 @@ mod tests {
         let far = accept(&listener).expect("came");
         let own = Peer { pid: std::process::id(), uid: rustix::process::geteuid().as_raw() };
         assert_eq!((peer(&near), peer(&far)), (Ok(own), Ok(own)));
+        assert!(own.is_own_user() && !Peer { uid: own.uid ^ 1, ..own }.is_own_user());
 
         let mut buffer = [0; 8];
         assert_eq!(receive(&far, &mut buffer).expect_err("nothing sent"), Errno::AGAIN);
