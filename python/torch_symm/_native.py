@@ -46,6 +46,7 @@ def _load(file: Path, cuda: str | None) -> ModuleType:
     except BaseException:
         del sys.modules["torch_symm._C"]
         raise
+    sys.modules["torch_symm"]._C = native  # type: ignore[attr-defined]  # as an import does
     _announce(native, cuda)
     return native
 
