@@ -15,11 +15,7 @@ KERNEL(all_reduce_one_shot, AllReduceArgs) {
   for (u32 i = thread(); i < count; i += threads()) {
     const u64 offset = (first + i) * 16;
     const Unit v = scrub(lift(load_unit(args.from + offset, args.bytes - offset), args.factor));
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), v);
-    }
+    for_each_peer([&](u32 r) { store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), v); });
   }
   allow_successor();
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);

@@ -14,31 +14,26 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
   u64 start[WORLD];
   u32 count[WORLD];
   u32 longest = 0;
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
+  for_each_rank([&](u32 r) {
     const u64 begins = part_begin(mine, r, WORLD);
     start[r] = (first + begins) * 16;
     count[r] = (u32)(part_begin(mine, r + 1, WORLD) - begins);
     longest = count[r] > longest ? count[r] : longest;
-  }
+  });
   // step 2: push each peer its piece of this rank's input
   for (u32 i = thread(); i < longest; i += threads()) {
     Unit v[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       const u64 offset = start[r] + (u64)i * 16;
       if (i < count[r]) {
         v[r] = load_unit(args.from + offset, args.bytes - offset);
       }
-    }
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    });
+    for_each_peer([&](u32 r) {
       if (i < count[r]) {
         store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), scrub(lift(v[r], args.factor)));
       }
-    }
+    });
   }
   // step 3: add up this rank's piece in rank order, push the sum to every peer, store it here
   const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
@@ -48,32 +43,22 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
     pull_sentinel(common, round, 0, i, everybody, v, wait);
     const Unit sum = sum_in_order(v);
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      store_relaxed(sentinel_slot(common, round, r, 1, RANK, i), sum);
-    }
+    for_each_peer([&](u32 r) { store_relaxed(sentinel_slot(common, round, r, 1, RANK, i), sum); });
     store_unit(args.to + offset, sum, args.bytes - offset);
   }
   allow_successor();
   // step 4: pull the sums of the other pieces and store them
   for (u32 i = thread(); i < longest; i += threads()) {
     u32 sources = 0;
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      sources |= i < count[r] ? 1u << r : 0;
-    }
+    for_each_peer([&](u32 r) { sources |= i < count[r] ? 1u << r : 0; });
     Unit v[WORLD];
     pull_sentinel(common, round, 1, i, sources, v, wait);
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       if (i < count[r]) {
         const u64 offset = start[r] + (u64)i * 16;
         store_unit(args.to + offset, v[r], args.bytes - offset);
       }
-    }
+    });
   }
   // step 5: end the epoch
   end_round(common, args.sentinel, round);

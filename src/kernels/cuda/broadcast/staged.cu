@@ -5,10 +5,7 @@
 // Entry of a rank that is known only when the kernel runs. Masks select it: an index that is no constant would put the table into memory.
 DEVICE const Unit* entry_of(const Unit* const (&table)[WORLD], u32 rank) {
   u64 entry = 0;
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
-    entry |= (u64)table[r] & (0 - (u64)(r == rank));
-  }
+  for_each_rank([&](u32 r) { entry |= (u64)table[r] & (0 - (u64)(r == rank)); });
   return (const Unit*)entry;
 }
 

@@ -38,33 +38,27 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   Wait wait;
   u32 send[WORLD], take[WORLD];
   u32 longest = 1;
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     send[r] = args.out.bytes[r] <= args.short_bytes ? share(round, args.ll, args.out.bytes[r]) : 0;
     take[r] = args.bytes[r] <= args.short_bytes ? share(round, args.ll, args.bytes[r]) : 0;
     longest = send[r] > longest ? send[r] : longest;
     longest = take[r] > longest ? take[r] : longest;
-  }
+  });
   // step 2: push each unit to its receiver; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     Unit v[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       v[r] = {0, 0, 0, 0};
       if (i < send[r]) {
         v[r] = load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset);
       }
-    }
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    });
+    for_each_peer([&](u32 r) {
       if (i < at_least_one(send[r])) {
         push_unit(args.common, round, r, i, v[r]);
       }
-    }
+    });
   }
   allow_successor();
   // step 3: copy the rank's own message, unless a staging block does
@@ -75,20 +69,14 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     u32 sources = 0;
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      sources |= i < at_least_one(take[r]) ? 1u << r : 0;
-    }
+    for_each_peer([&](u32 r) { sources |= i < at_least_one(take[r]) ? 1u << r : 0; });
     Unit v[WORLD];
     pull_units(args.common, round, i, sources, v, wait);
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       if (i < take[r]) {
         store_unit(args.to[r] + offset, v[r], args.bytes[r] - offset);
       }
-    }
+    });
   }
   // step 5: end the epoch
   end_round(args.common, args.ll, round);
@@ -110,9 +98,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   bool staged = false, direct = false;
   u8* place[WORLD];
   u64 bytes[WORLD];
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     const bool out = to >> r & 1, in = from >> r & 1;
     const bool there = words[r].second != 0, here = handshake.take >> r & 1;
     put |= out && there ? 1u << r : 0;
@@ -121,7 +107,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     place[r] = tensor_of(handshake, r, words[r].second);
     // Never more than the peer has room for, even if the ranks disagree.
     bytes[r] = smaller(args.out.bytes[r], words[r].first);
-  }
+  });
   // The rank's own message goes along with the others where nothing is staged: it hides behind their stores.
   u8* const own = args.to[RANK];
   const bool along = !staged && own != nullptr && (u64)own % 16 == 0 && own != args.out.from[RANK];
@@ -131,11 +117,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   // step 3: put the direct messages
   if (args.out.same) {
     u64 length = args.out.bytes[(RANK + 1) % WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      length = put >> r & 1 ? smaller(length, bytes[r]) : length;
-    }
+    for_each_peer([&](u32 r) { length = put >> r & 1 ? smaller(length, bytes[r]) : length; });
     put_same(args.out.from[(RANK + 1) % WORLD], place, targets, length);
   } else {
     put_each(args.out.from, place, targets, bytes);
@@ -164,22 +146,18 @@ KERNEL(exchange, ExchangeArgs) {
   // step 1: find the peers whose messages are long
   u32 lanes = args.staging.lanes;
   u32 to = 0, from = 0;
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     to |= args.ll_blocks == 0 || args.out.bytes[r] > args.short_bytes ? 1u << r : 0;
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
-  }
+  });
 #ifdef SYMM_ZERO_COPY
   // step 2: open the handshake with the partners and put what goes direct
   // Partners are the ends of a message that may go direct. Both know its length, so neither waits for a message that is staged anyhow.
   Partners partners{0, 0};
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     partners.to |= (from >> r & 1) && args.bytes[r] >= args.handshake.least ? 1u << r : 0;
     partners.from |= (to >> r & 1) && args.out.bytes[r] >= args.handshake.least ? 1u << r : 0;
-  }
+  });
   const bool meets = (partners.to | partners.from) != 0;
   const Round round = begin_round(args.common, lines_of(args.handshake));
   if (meets && !put_direct(args, round, partners, to, from, lanes)) {

@@ -15,11 +15,10 @@ LANE_KERNEL(sum_parts, SumPartsArgs) {
   // step 1: take every rank's part, with the factor 1
   const u8* from[WORLD];
   double factor[WORLD];
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
+  for_each_rank([&](u32 r) {
     from[r] = args.from[r];
     factor[r] = 1;
-  }
+  });
   // step 2: load each unit of all parts, add them up in rank order, store the sum
   sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_aligned(args.to + offset, sum, bytes); });
 }

@@ -34,7 +34,7 @@ DEVICE void store_aligned(u8* to, Unit unit, u64 bytes) {
 // Copies `from`, at any alignment, to all ranks in `targets`, a bit each.
 DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 bytes) {
   const u64 units = bytes / 16;
-  const auto [first, step] = stride_of_grid();
+  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
   // step 1: load some units, then store each at every target
   for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
     Unit v[ALONE_AT_ONCE];
@@ -45,9 +45,7 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
         v[u] = load_unit(from + at * 16, 16);
       }
     }
-#pragma unroll
-    for (u32 k = 1; k <= WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer_and_self([&](u32 r) {
 #pragma unroll
       for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
         const u64 at = i + u * step;
@@ -55,17 +53,16 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
           ((Unit*)to[r])[at] = v[u];
         }
       }
-    }
+    });
   }
   // step 2: one thread copies the rest
   if (moves_the_rest(bytes)) {
     const Unit v = load_unit(from + units * 16, bytes % 16);
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
+    for_each_rank([&](u32 r) {
       if (targets >> r & 1) {
         store_unit(to[r] + units * 16, v, bytes % 16);
       }
-    }
+    });
   }
 }
 
@@ -73,45 +70,37 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
 DEVICE void put_each(const u8* const* from, u8* const (&to)[WORLD], u32 targets, const u64 (&bytes)[WORLD]) {
   u64 units[WORLD];
   u64 longest = 0;
-#pragma unroll
-  for (u32 k = 1; k <= WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer_and_self([&](u32 r) {
     units[r] = targets >> r & 1 ? bytes[r] / 16 : 0;
     longest = larger(longest, units[r]);
-  }
-  const auto [first, step] = stride_of_grid();
+  });
+  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
   // step 1: load some units of every message, then store them at their targets
   for (u64 i = first; i < longest; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
-#pragma unroll
-      for (u32 k = 1; k <= WORLD; ++k) {
-        const u32 r = (RANK + k) % WORLD;
+      for_each_peer_and_self([&](u32 r) {
         if (at < units[r]) {
           v[u][r] = load_unit(from[r] + at * 16, 16);
         }
-      }
+      });
     }
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
-#pragma unroll
-      for (u32 k = 1; k <= WORLD; ++k) {
-        const u32 r = (RANK + k) % WORLD;
+      for_each_peer_and_self([&](u32 r) {
         if (at < units[r]) {
           ((Unit*)to[r])[at] = v[u][r];
         }
-      }
+      });
     }
   }
   // step 2: one thread copies the rests
-#pragma unroll
-  for (u32 k = 1; k <= WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer_and_self([&](u32 r) {
     if ((targets >> r & 1) && moves_the_rest(bytes[r])) {
       store_unit(to[r] + units[r] * 16, load_unit(from[r] + units[r] * 16, bytes[r] % 16), bytes[r] % 16);
     }
-  }
+  });
 }

@@ -88,25 +88,21 @@ DEVICE void pull_units(const Common& common, const Round& round, u32 unit, u32 s
   bool waiting;
   do {
     Line a[WORLD], b[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       const Line* line = (const Line*)(own + r * round.stride);
       a[r] = load_relaxed(line);
       b[r] = load_relaxed(line + 1);
-    }
+    });
     missing = 0;
     waiting = false;
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       const bool first = (u32)(a[r].first >> 32) == epoch && (u32)(a[r].second >> 32) == epoch;
       const bool second = (u32)(b[r].first >> 32) == epoch && (u32)(b[r].second >> 32) == epoch;
       const bool lacking = !(first && second) && (sources >> r & 1);
       missing |= lacking ? 1u << r : 0;
       waiting |= lacking;
       v[r] = {(u32)a[r].first, (u32)a[r].second, (u32)b[r].first, (u32)b[r].second};
-    }
+    });
     // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not both are".
   } while (waiting && keep_waiting(wait, common, missing));
 }

@@ -20,12 +20,10 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
   stage.load_credit(credit);
   u32 chunk[WORLD];
   u64 steps = 0;
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     chunk[r] = chunk_of(out.bytes[r]);
     steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r], chunk[r])) : steps;
-  }
+  });
   // step 2: send chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
@@ -33,9 +31,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
     Unit* slot[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       // step 2a: find each peer's slot, wait until it has read what lay there
       units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(stage.index(step), chunk[r]);
@@ -45,7 +41,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
         peers |= 1u << r;
         stage.await_credit(r, sent[r], credit[r]);
       }
-    }
+    });
     // step 2b: write the units into the slots
     if (out.same) {
       constexpr u32 AT = 4;
@@ -59,9 +55,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
             v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
           }
         }
-#pragma unroll
-        for (u32 k = 1; k < WORLD; ++k) {
-          const u32 r = (RANK + k) % WORLD;
+        for_each_peer([&](u32 r) {
 #pragma unroll
           for (u32 u = 0; u < AT; ++u) {
             const u32 at = i + u * threads();
@@ -69,7 +63,7 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
               slot[r][at] = v[u];
             }
           }
-        }
+        });
       }
     } else {
       for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
@@ -77,25 +71,21 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
 #pragma unroll
         for (u32 u = 0; u < AT_ONCE; ++u) {
           const u32 at = i + u * threads();
-#pragma unroll
-          for (u32 k = 1; k < WORLD; ++k) {
-            const u32 r = (RANK + k) % WORLD;
+          for_each_peer([&](u32 r) {
             const u64 offset = ChunkOf::offset(start[r], at);
             if (at < units[r]) {
               v[u][r] = load_unit(out.from[r] + offset, out.bytes[r] - offset);
             }
-          }
+          });
         }
 #pragma unroll
         for (u32 u = 0; u < AT_ONCE; ++u) {
           const u32 at = i + u * threads();
-#pragma unroll
-          for (u32 k = 1; k < WORLD; ++k) {
-            const u32 r = (RANK + k) % WORLD;
+          for_each_peer([&](u32 r) {
             if (at < units[r]) {
               slot[r][at] = lift(v[u][r]);
             }
-          }
+          });
         }
       }
     }
@@ -120,26 +110,22 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
   stage.load_counts(counts, taken);
   u32 chunk[WORLD];
   u64 steps = 0;
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     chunk[r] = chunk_of(bytes[r]);
     steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps;
-  }
+  });
   // step 2: receive chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
     const Unit* slot[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(stage.index(step), chunk[r]);
       slot[r] = stage.slot(RANK, r, taken[r]);
       peers |= units[r] > 0 ? 1u << r : 0;
-    }
+    });
     units[RANK] = 0;
     start[RANK] = 0;
     slot[RANK] = nullptr;
@@ -165,32 +151,25 @@ struct CopyOut {
 
   DEVICE void operator()(const typename ChunkOf::Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
     u32 longest = 0;
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      longest = units[r] > longest ? units[r] : longest;
-    }
+    for_each_rank([&](u32 r) { longest = units[r] > longest ? units[r] : longest; });
     for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
       Unit v[AT_ONCE][WORLD];
 #pragma unroll
       for (u32 u = 0; u < AT_ONCE; ++u) {
-#pragma unroll
-        for (u32 k = 1; k < WORLD; ++k) {
-          const u32 r = (RANK + k) % WORLD;
+        for_each_peer([&](u32 r) {
           if (i + u * threads() < units[r]) {
             v[u][r] = slot[r][i + u * threads()];
           }
-        }
+        });
       }
 #pragma unroll
       for (u32 u = 0; u < AT_ONCE; ++u) {
-#pragma unroll
-        for (u32 k = 1; k < WORLD; ++k) {
-          const u32 r = (RANK + k) % WORLD;
+        for_each_peer([&](u32 r) {
           const u64 offset = ChunkOf::offset(start[r], i + u * threads());
           if (i + u * threads() < units[r]) {
             store_unit(to[r] + offset, v[u][r], bytes[r] - offset);
           }
-        }
+        });
       }
     }
   }

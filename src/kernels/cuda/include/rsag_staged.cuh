@@ -32,11 +32,10 @@ static_assert(sizeof(RsagStagedArgs) == 440, "");
 // Start and length of each rank's piece: whole units, except that the last piece may end within one. A rank without a piece has length 0.
 DEVICE void pieces_of(const RsagStagedArgs& args, u64* start, u64* length) {
   const u64 stride = (units_of(args.bytes) + args.parts - 1) / args.parts * 16;
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
+  for_each_rank([&](u32 r) {
     start[r] = smaller(stride * ((r + WORLD - args.first) % WORLD), args.bytes);
     length[r] = smaller(stride, args.bytes - start[r]);
-  }
+  });
 }
 
 // Role 0: sends each rank its piece of `args.from`, chunk by chunk.
@@ -45,10 +44,7 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   u64 start[WORLD];
   Outgoing out;
   pieces_of(args, start, out.bytes);
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
-    out.from[r] = args.from + start[r];
-  }
+  for_each_rank([&](u32 r) { out.from[r] = args.from + start[r]; });
   out.same = 0;
   Stage stage(args.common, args.scatter, lane);
   send_pieces(stage, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
@@ -84,8 +80,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
     // step 3: wait until every target has read what lay in the slots that the results go to
     const Unit* slot[WORLD];
     Unit* to[WORLD];
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
+    for_each_rank([&](u32 r) {
       slot[r] = in.slot(RANK, r, taken[r]);
       to[r] = out.slot(r, RANK, sent[r]);
       if (PLACED && (destinations.ranks >> r & 1)) {
@@ -94,7 +89,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
       if (staged >> r & 1) {
         out.await_credit(r, sent[r], credit[r]);
       }
-    }
+    });
     // step 4: wait for the chunk of every source
     in.await_arrival(taken, sources);
     // step 5: make each result, store it at every target and here
@@ -103,9 +98,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
       const Unit v = make(slot, i, offset);
       // Slots have room for whole units; tensors end where they end.
       const bool whole = !PLACED || args.bytes - offset >= 16;
-#pragma unroll
-      for (u32 k = 1; k < WORLD; ++k) {
-        const u32 r = (RANK + k) % WORLD;
+      for_each_peer([&](u32 r) {
         if (targets >> r & 1) {
           if (whole || (staged >> r & 1)) {
             to[r][i] = v;
@@ -113,7 +106,7 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
             store_unit((u8*)(to[r] + i), v, args.bytes - offset);
           }
         }
-      }
+      });
       if (args.to != nullptr) {
         store_unit(args.to + offset, v, args.bytes - offset);
       }
@@ -150,11 +143,10 @@ DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, 
   }
   // step 2: find the targets whose results are symmetric memory
   Destinations destinations{};
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
+  for_each_rank([&](u32 r) {
     destinations.at[r] = tensor_of(handshake, r, words[r].first);
     destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
-  }
+  });
   // step 3: make the results and send them
   gather_to<true>(args, lane, sources, targets, destinations, make);
   if (destinations.ranks != 0 || handshake.take != 0) {
@@ -170,10 +162,7 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane) {
   u64 start[WORLD], length[WORLD];
   u8* to[WORLD];
   pieces_of(args, start, length);
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
-    to[r] = args.to + start[r];
-  }
+  for_each_rank([&](u32 r) { to[r] = args.to + start[r]; });
   Stage stage(args.common, args.gather, lane);
   take_pieces(stage, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
 }

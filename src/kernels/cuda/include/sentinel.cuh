@@ -67,30 +67,22 @@ DEVICE void pull_sentinel(
   bool waiting;
   // step 1: load the slots of all sources until none is empty
   do {
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
-      v[r] = load_relaxed(sentinel_slot(common, round, RANK, stage, r, unit));
-    }
+    for_each_peer([&](u32 r) { v[r] = load_relaxed(sentinel_slot(common, round, RANK, stage, r, unit)); });
     missing = 0;
     waiting = false;
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       const bool lacking = is_empty(v[r]) && (sources >> r & 1);
       missing |= lacking ? 1u << r : 0;
       waiting |= lacking;
-    }
+    });
     // Not `missing != 0`, for the assembler's fault that pull_units (low_latency.cuh) names.
   } while (waiting && keep_waiting(wait, common, missing));
   // step 2: mark the slots empty for the round after the next
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     if (sources >> r & 1) {
       store_relaxed(sentinel_slot(common, round, RANK, stage, r, unit), {~0u, ~0u, ~0u, ~0u});
     }
-  }
+  });
 }
 
 // First unit of part `part` of `parts`; the parts differ by one unit at most.

@@ -126,47 +126,32 @@ struct Stage {
   // Entry of this thread, which serves the rank of its own number. The loop stands for an index, which registers cannot have.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      mine = thread() == r ? number[r] : mine;
-    }
+    for_each_rank([&](u32 r) { mine = thread() == r ? number[r] : mine; });
     return mine;
   }
 
   // Loads the credit that every peer has given.
   DEVICE void load_credit(u32 (&credit)[WORLD]) const {
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      credit[r] = load_relaxed(&words(RANK)->credit[r]);
-    }
+    for_each_rank([&](u32 r) { credit[r] = load_relaxed(&words(RANK)->credit[r]); });
   }
 
   // Loads the counts that the last call saved.
   DEVICE void load_counts(const u32* counts, u32 (&number)[WORLD]) const {
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      number[r] = counts[r];
-    }
+    for_each_rank([&](u32 r) { number[r] = counts[r]; });
   }
 
   // Saves the counts for the next call, once all threads of the block have loaded the old ones.
   DEVICE void save_counts(u32* counts, const u32 (&number)[WORLD]) const {
     sync_block();
     if (thread() == 0) {
-#pragma unroll
-      for (u32 r = 0; r < WORLD; ++r) {
-        counts[r] = number[r];
-      }
+      for_each_rank([&](u32 r) { counts[r] = number[r]; });
     }
   }
 };
 
 // Counts one chunk more for every rank in `peers`.
 DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
-    number[r] += peers >> r & 1;
-  }
+  for_each_rank([&](u32 r) { number[r] += peers >> r & 1; });
 }
 
 // Units that a thread moves at once for each peer, so that some 8 loads are under way.

@@ -6,11 +6,7 @@
 // Sum of this rank's `own` unit, times `factor`, and unit `unit` in every peer's slot.
 DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double factor) {
   Unit v[WORLD];
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
-    v[r] = slot[r][unit];
-  }
+  for_each_peer([&](u32 r) { v[r] = slot[r][unit]; });
   v[RANK] = lift(own, factor);
   Sum sum;
   begin(sum, v[0]);
@@ -27,16 +23,10 @@ DEVICE bool hear_factors(const Common& common, const Round& round, double own, d
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];
     const bool all = hear_numbers(common, round, bits_of(own), bits);
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      factor[r] = double_of(bits[r]);
-    }
+    for_each_rank([&](u32 r) { factor[r] = double_of(bits[r]); });
     return all;
   } else {
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      factor[r] = own;
-    }
+    for_each_rank([&](u32 r) { factor[r] = own; });
     return true;
   }
 }
@@ -57,25 +47,21 @@ DEVICE Unit sum_of(const Unit (&v)[WORLD], const double (&factor)[WORLD]) {
 template <typename Keep>
 DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[WORLD], u64 bytes, Keep keep) {
   const u64 units = bytes / 16;
-  const auto [first, step] = stride_of_grid();
-  // step 1: load some units of every rank, then add each up and store it
+  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
+  // step 1: load some units of every rank, then add each up and store it; where it is one, the loop has looked whether it is there
   for (u64 i = first; i < units; i += step * AT_ONCE) {
     Unit v[AT_ONCE][WORLD];
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
-#pragma unroll
-      for (u32 k = 1; k <= WORLD; ++k) {
-        const u32 r = (RANK + k) % WORLD;
-        if (at < units) {
-          v[u][r] = ((const Unit*)from[r])[at];
-        }
+      if (AT_ONCE == 1 || at < units) {
+        for_each_peer_and_self([&](u32 r) { v[u][r] = ((const Unit*)from[r])[at]; });
       }
     }
 #pragma unroll
     for (u32 u = 0; u < AT_ONCE; ++u) {
       const u64 at = i + u * step;
-      if (at < units) {
+      if (AT_ONCE == 1 || at < units) {
         keep(at * 16, sum_of(v[u], factor), (u64)16);
       }
     }
@@ -83,10 +69,7 @@ DEVICE void sum_in_place(const u8* const (&from)[WORLD], const double (&factor)[
   // step 2: one thread adds up the rest
   if (moves_the_rest(bytes)) {
     Unit v[WORLD];
-#pragma unroll
-    for (u32 r = 0; r < WORLD; ++r) {
-      v[r] = load_unit(from[r] + units * 16, bytes % 16);
-    }
+    for_each_rank([&](u32 r) { v[r] = load_unit(from[r] + units * 16, bytes % 16); });
     keep(units * 16, sum_of(v, factor), bytes % 16);
   }
 }

@@ -77,13 +77,11 @@ DEVICE bool begin_handshake(const Common& common, const Round& round, Partners p
   Wait wait;
   Unit v[WORLD];
   pull_units(common, round, 0, partners.from, v, wait);
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     // The lines of ranks that are no partners hold numbers of an earlier call.
     const bool partner = partners.from >> r & 1;
     words[r] = {partner ? first_of(v[r]) : 0, partner ? second_of(v[r]) : 0};
-  }
+  });
   words[RANK] = word_for(RANK);
   // step 3: agree within the block, and acquire what peers wrote before their calls
   const bool all = sync_block_and(!wait.over);
@@ -100,11 +98,7 @@ DEVICE bool hear_numbers(const Common& common, const Round& round, u64 own, u64 
   Wait wait;
   Unit v[WORLD];
   pull_units(common, round, 1, ~0u, v, wait);
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
-    number[r] = first_of(v[r]);
-  }
+  for_each_peer([&](u32 r) { number[r] = first_of(v[r]); });
   number[RANK] = own;
   return sync_block_and(!wait.over);
 }

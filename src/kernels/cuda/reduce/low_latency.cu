@@ -23,32 +23,26 @@ KERNEL(reduce_low_latency, ReduceArgs) {
   Wait wait;
   u32 send[WORLD];
   u32 longest = 1;
-#pragma unroll
-  for (u32 k = 1; k < WORLD; ++k) {
-    const u32 r = (RANK + k) % WORLD;
+  for_each_peer([&](u32 r) {
     send[r] = args.from[r] != nullptr ? share(round, args.ll, args.send[r]) : 0;
     longest = send[r] > longest ? send[r] : longest;
-  }
+  });
   const u32 take = args.to != nullptr ? share(round, args.ll, args.bytes) : 0;
   // step 2: push each unit to the rank that needs it; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (round.first + i) * 16;
     Unit v[WORLD];
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    for_each_peer([&](u32 r) {
       v[r] = {0, 0, 0, 0};
       if (i < send[r]) {
         v[r] = lift(load_unit(args.from[r] + offset, args.send[r] - offset), args.factor);
       }
-    }
-#pragma unroll
-    for (u32 k = 1; k < WORLD; ++k) {
-      const u32 r = (RANK + k) % WORLD;
+    });
+    for_each_peer([&](u32 r) {
       if (i < at_least_one(send[r])) {
         push_unit(args.common, round, r, i, v[r]);
       }
-    }
+    });
   }
   allow_successor();
   // step 3: pull each peer's unit, add up in rank order, store the sum

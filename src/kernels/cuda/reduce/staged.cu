@@ -32,12 +32,11 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
   // step 2: find out whether all inputs are symmetric memory
   bool lacking = false;
   const u8* from[WORLD];
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
+  for_each_rank([&](u32 r) {
     // A rank that lacks one piece for one peer says so to all peers: all decide alike.
     lacking |= words[r].first == 0;
     from[r] = tensor_of(handshake, r, words[r].first);
-  }
+  });
   direct = !lacking;
   // step 3: load this rank's piece from all inputs, add up in rank order, store the sum
   if (direct) {
@@ -77,10 +76,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   }
   Stage stage(args.common, args.staging, lane);
   u64 bytes[WORLD];
-#pragma unroll
-  for (u32 r = 0; r < WORLD; ++r) {
-    bytes[r] = args.bytes;
-  }
+  for_each_rank([&](u32 r) { bytes[r] = args.bytes; });
   // step 3 (role 1): add up each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};

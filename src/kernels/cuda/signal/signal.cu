@@ -2,7 +2,7 @@
 // A word that is 0 belongs to the sender, who makes it 1 in the receiver's pad; a word that is 1 belongs to the receiver, who makes it 0
 // again. A thread serves one peer: it puts, or waits, or, in a barrier, does one after the other. What the stream did before a put is
 // visible after the wait that takes it; docs/design/memory-model.md has the argument.
-#include "device.cuh"
+#include "peers.cuh"
 
 // Most ranks of a group; src/coll/cuda/arguments.rs has the same.
 #define MAX_PEERS 8
@@ -34,11 +34,11 @@ enum class Step : u32 { PUT, WAIT, DONE, LATE, STOPPED };
 KERNEL(signal, SignalArgs) {
   after_predecessor();
   // step 1: find this thread's peer, and the words of the two directions
-  const u32 lane = thread();
-  const bool puts = lane < WORLD && (args.put >> lane & 1) != 0;
-  const bool waits = lane < WORLD && (args.wait >> lane & 1) != 0;
-  u32* const out = puts ? args.pad[lane] + args.channel + RANK : nullptr;
-  u32* const in = waits ? args.pad[RANK] + args.channel + lane : nullptr;
+  const u32 peer = thread();
+  const bool puts = peer < WORLD && (args.put >> peer & 1) != 0;
+  const bool waits = peer < WORLD && (args.wait >> peer & 1) != 0;
+  u32* const out = puts ? args.pad[peer] + args.channel + RANK : nullptr;
+  u32* const in = waits ? args.pad[RANK] + args.channel + peer : nullptr;
   Step step = puts ? Step::PUT : waits ? Step::WAIT : Step::DONE;
   // step 2: load the word that comes first; the load is on its way while the fence waits
   u32 seen = step == Step::DONE ? 0 : load_relaxed(puts ? out : in);
@@ -74,11 +74,9 @@ KERNEL(signal, SignalArgs) {
   }
   // step 6: report the peers that did not come
   u32 missing = 0;
-  for (u32 r = 0; r < WORLD; ++r) {
-    missing |= sync_block_and(lane != r || step != Step::LATE) ? 0 : 1u << r;
-  }
+  for_each_rank([&](u32 r) { missing |= sync_block_and(peer != r || step != Step::LATE) ? 0 : 1u << r; });
   // The first report stands. Its word is whole; the time may be another's, who reports within the same microsecond.
-  if (lane == 0 && load_relaxed(args.report) == 0) {
+  if (peer == 0 && load_relaxed(args.report) == 0) {
     const u64 waited = args.timeout / 1000000;
     store_relaxed(args.report + 1, waited < 0xffffffff ? (u32)waited : 0xffffffffu);
     fence_system();
