@@ -48,8 +48,6 @@ DEVICE Unit sum_of_quad(const CubeMeshArgs& args, Unit own, const Unit (&mate)[3
 
 KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   after_predecessor();
-  const Common& common = args.common;
-  Wait wait;
   // step 1: find whom to wait for, and whom to name if nothing comes
   Source quad[3];
   u32 far = ((1u << WORLD) - 1) & ~(1u << RANK);
@@ -60,45 +58,46 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   }
   // The relay's partial sum names the whole other quad: it does not come if any of them is missing.
   const Source relay[1] = {{args.relay, far}};
-  Round round = begin_round(common, args.ll);
+  LowLatencySession session(args.common, args.ll);
+  session.begin();
   const u64 pass = (u64)blocks() * args.ll.units * 16;
   // step 2: repeat steps 3 to 6 in rounds of what all blocks together carry
   for (u64 done = 0; done < args.bytes; done += pass) {
     if (done > 0) {
-      round = next_round(args.ll, round);
+      session.next_epoch();
     }
-    const u32 count = share(round, args.ll, args.bytes);
-    // step 3: push this rank's units to the three others of its quad
+    const u32 count = session.share(args.bytes);
+    // step 3: send this rank's units to the three others of its quad
     for (u32 i = thread(); i < at_least_one(count); i += threads()) {
-      const u64 offset = (round.first + i) * 16;
+      const u64 offset = (session.first + i) * 16;
       Unit v = {0, 0, 0, 0};
       if (i < count) {
         v = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
       }
 #pragma unroll
       for (u32 k = 0; k < 3; ++k) {
-        push_unit(common, round, args.quad[k], i, v);
+        session.send(args.quad[k], i, v);
       }
     }
     if (args.bytes - done <= pass) {
       allow_successor();
     }
     for (u32 i = thread(); i < at_least_one(count); i += threads()) {
-      const u64 offset = (round.first + i) * 16;
+      const u64 offset = (session.first + i) * 16;
       Unit own = {0, 0, 0, 0}, mate[3], other[1];
       if (i < count) {
         own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
       }
-      // step 4: pull the quad's units and add them up in rank order
-      pull_from(common, round, i, quad, mate, wait);
+      // step 4: receive the quad's units and add them up in rank order
+      session.receive_from(quad, i, mate);
       const Unit half = sum_of_quad(args, own, mate);
-      // step 5: push the partial sum to the relay
-      if (!wait.over) {
+      // step 5: send the partial sum to the relay
+      if (!session.wait.over) {
         // After a wait that gave up, `half` is no sum, and the relay would take it for one.
-        push_unit(common, round, args.relay, i, half);
+        session.send(args.relay, i, half);
       }
-      // step 6: pull the relay's partial sum, add the two, store the result
-      pull_from(common, round, i, relay, other, wait);
+      // step 6: receive the relay's partial sum, add the two, store the result
+      session.receive_from(relay, i, other);
       if (i < count) {
         Sum sum;
         begin(sum, args.first_quad != 0 ? half : other[0]);
@@ -108,5 +107,5 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
     }
   }
   // step 7: end the epoch
-  end_round(common, args.ll, round);
+  session.end();
 }

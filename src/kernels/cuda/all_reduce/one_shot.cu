@@ -5,28 +5,25 @@
 KERNEL(all_reduce_one_shot, AllReduceArgs) {
   after_predecessor();
   // step 1: find this block's part of the message
-  const Common& common = args.common;
-  const SentinelRound round = begin_round(common, args.sentinel);
-  Wait wait;
+  SentinelSession session(args.common, args.sentinel);
+  session.begin();
   const u64 units = units_of(args.bytes);
   const u64 first = part_begin(units, block(), blocks());
   const u32 count = (u32)(part_begin(units, block() + 1, blocks()) - first);
-  // step 2: push the part to every peer
+  // step 2: send the part to every peer
   for (u32 i = thread(); i < count; i += threads()) {
     const u64 offset = (first + i) * 16;
     const Unit v = scrub(lift(load_unit(args.from + offset, args.bytes - offset), args.factor));
-    for_each_peer([&](u32 r) { store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), v); });
+    for_each_peer([&](u32 r) { session.send(0, r, i, v); });
   }
   allow_successor();
-  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
-  // step 3: pull each peer's unit, add up in rank order, store the sum
+  // step 3: receive each peer's unit, add up in rank order, store the sum
   for (u32 i = thread(); i < count; i += threads()) {
     const u64 offset = (first + i) * 16;
-    Unit v[WORLD];
-    v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
-    pull_sentinel(common, round, 0, i, everybody, v, wait);
-    store_unit(args.to + offset, sum_in_order(v), args.bytes - offset);
+    const Unit own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
+    const Unit sum = session.receive_reduce(0, i, own);
+    store_unit(args.to + offset, sum, args.bytes - offset);
   }
   // step 4: end the epoch
-  end_round(common, args.sentinel, round);
+  session.end();
 }

@@ -9,7 +9,6 @@
 LANE_KERNEL(rsag_staged, RsagStagedArgs) {
   after_predecessor();
   const auto [lane, role] = role_of(block(), 3);
-  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   if (role == 0) {
     // step 1 (role 0): send each peer its piece of this rank's input, chunk by chunk
     const double factor = args.factor;
@@ -20,11 +19,11 @@ LANE_KERNEL(rsag_staged, RsagStagedArgs) {
       return sum_of(slot, unit, load_unit(args.from + offset, args.bytes - offset), args.factor);
     };
 #ifdef SYMM_ZERO_COPY
-    gather_zero_copy(args, lane, everybody, args.targets & everybody, EVERYBODY, make);
+    gather_zero_copy(args, lane, all_peers(), args.targets & all_peers(), EVERYBODY, make);
   } else if (args.handshake.take != 0) {
     // step 3 (role 2), zero-copy: nothing to do, peers store the sums in this rank's tensor themselves
 #else
-    gather(args, lane, everybody, args.targets & everybody, make);
+    gather(args, lane, all_peers(), args.targets & all_peers(), make);
 #endif
   } else if (args.targets >> RANK & 1) {
     // step 3 (role 2): copy the sums of the other pieces from the slots to the result

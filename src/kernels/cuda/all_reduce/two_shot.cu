@@ -5,9 +5,8 @@
 KERNEL(all_reduce_two_shot, AllReduceArgs) {
   after_predecessor();
   // step 1: find this block's part of the message, and each rank's piece of that
-  const Common& common = args.common;
-  const SentinelRound round = begin_round(common, args.sentinel);
-  Wait wait;
+  SentinelSession session(args.common, args.sentinel);
+  session.begin();
   const u64 units = units_of(args.bytes);
   const u64 first = part_begin(units, block(), blocks());
   const u64 mine = part_begin(units, block() + 1, blocks()) - first;
@@ -20,7 +19,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     count[r] = (u32)(part_begin(mine, r + 1, WORLD) - begins);
     longest = count[r] > longest ? count[r] : longest;
   });
-  // step 2: push each peer its piece of this rank's input
+  // step 2: send each peer its piece of this rank's input
   for (u32 i = thread(); i < longest; i += threads()) {
     Unit v[WORLD];
     for_each_peer([&](u32 r) {
@@ -31,28 +30,25 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     });
     for_each_peer([&](u32 r) {
       if (i < count[r]) {
-        store_relaxed(sentinel_slot(common, round, r, 0, RANK, i), scrub(lift(v[r], args.factor)));
+        session.send(0, r, i, scrub(lift(v[r], args.factor)));
       }
     });
   }
-  // step 3: add up this rank's piece in rank order, push the sum to every peer, store it here
-  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
+  // step 3: add up this rank's piece in rank order, send the sum to every peer, store it here
   for (u32 i = thread(); i < count[RANK]; i += threads()) {
     const u64 offset = start[RANK] + (u64)i * 16;
-    Unit v[WORLD];
-    v[RANK] = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
-    pull_sentinel(common, round, 0, i, everybody, v, wait);
-    const Unit sum = sum_in_order(v);
-    for_each_peer([&](u32 r) { store_relaxed(sentinel_slot(common, round, r, 1, RANK, i), sum); });
+    const Unit own = lift(load_unit(args.from + offset, args.bytes - offset), args.factor);
+    const Unit sum = session.receive_reduce(0, i, own);
+    for_each_peer([&](u32 r) { session.send(1, r, i, sum); });
     store_unit(args.to + offset, sum, args.bytes - offset);
   }
   allow_successor();
-  // step 4: pull the sums of the other pieces and store them
+  // step 4: receive the sums of the other pieces and store them
   for (u32 i = thread(); i < longest; i += threads()) {
     u32 sources = 0;
     for_each_peer([&](u32 r) { sources |= i < count[r] ? 1u << r : 0; });
     Unit v[WORLD];
-    pull_sentinel(common, round, 1, i, sources, v, wait);
+    session.receive(1, i, sources, v);
     for_each_peer([&](u32 r) {
       if (i < count[r]) {
         const u64 offset = start[r] + (u64)i * 16;
@@ -61,5 +57,5 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     });
   }
   // step 5: end the epoch
-  end_round(common, args.sentinel, round);
+  session.end();
 }

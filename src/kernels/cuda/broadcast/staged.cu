@@ -14,7 +14,7 @@ LANE_KERNEL(broadcast_staged, RsagStagedArgs) {
   after_predecessor();
   const auto [lane, role] = role_of(block(), 3);
   const u32 root = args.root;
-  const u32 others = ((1u << WORLD) - 1) & ~(1u << RANK) & ~(1u << root);
+  const u32 others = all_peers() & ~(1u << root);
   if (role == 0) {
     if (root == RANK) {
       // step 1 (role 0, root): send each other rank its piece, chunk by chunk

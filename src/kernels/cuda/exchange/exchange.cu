@@ -34,19 +34,19 @@ DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
 // Moves this block's share of every short message on LL lines.
 DEVICE void exchange_short(const ExchangeArgs& args) {
   // step 1: find this block's share of each short message
-  const Round round = begin_round(args.common, args.ll);
-  Wait wait;
+  LowLatencySession session(args.common, args.ll);
+  session.begin();
   u32 send[WORLD], take[WORLD];
   u32 longest = 1;
   for_each_peer([&](u32 r) {
-    send[r] = args.out.bytes[r] <= args.short_bytes ? share(round, args.ll, args.out.bytes[r]) : 0;
-    take[r] = args.bytes[r] <= args.short_bytes ? share(round, args.ll, args.bytes[r]) : 0;
+    send[r] = args.out.bytes[r] <= args.short_bytes ? session.share(args.out.bytes[r]) : 0;
+    take[r] = args.bytes[r] <= args.short_bytes ? session.share(args.bytes[r]) : 0;
     longest = send[r] > longest ? send[r] : longest;
     longest = take[r] > longest ? take[r] : longest;
   });
-  // step 2: push each unit to its receiver; at least one line goes to every peer
+  // step 2: send each unit to its receiver; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
-    const u64 offset = (round.first + i) * 16;
+    const u64 offset = (session.first + i) * 16;
     Unit v[WORLD];
     for_each_peer([&](u32 r) {
       v[r] = {0, 0, 0, 0};
@@ -56,7 +56,7 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
     });
     for_each_peer([&](u32 r) {
       if (i < at_least_one(send[r])) {
-        push_unit(args.common, round, r, i, v[r]);
+        session.send(r, i, v[r]);
       }
     });
   }
@@ -65,13 +65,13 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   if (args.staging.lanes == 0) {
     keep_own(args, block(), blocks());
   }
-  // step 4: pull each unit from its sender and store it
+  // step 4: receive each unit from its sender and store it
   for (u32 i = thread(); i < longest; i += threads()) {
-    const u64 offset = (round.first + i) * 16;
+    const u64 offset = (session.first + i) * 16;
     u32 sources = 0;
     for_each_peer([&](u32 r) { sources |= i < at_least_one(take[r]) ? 1u << r : 0; });
     Unit v[WORLD];
-    pull_units(args.common, round, i, sources, v, wait);
+    session.receive(i, sources, v);
     for_each_peer([&](u32 r) {
       if (i < take[r]) {
         store_unit(args.to[r] + offset, v[r], args.bytes[r] - offset);
@@ -79,18 +79,18 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
     });
   }
   // step 5: end the epoch
-  end_round(args.common, args.ll, round);
+  session.end();
 }
 
 #ifdef SYMM_ZERO_COPY
-// Opens the handshake and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `lanes` 0 if
+// Exchanges the words of the handshake and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `lanes` 0 if
 // nothing is left for staging. Returns false if some rank did not come: nothing was moved then.
-DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners partners, u32& to, u32& from, u32& lanes) {
+DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, u32& lanes) {
   const Handshake& handshake = args.handshake;
   // step 1: tell each peer how much of its message has room, and where it goes
-  const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], handshake_word(handshake, handshake.take >> r & 1, args.to[r])}; };
+  const auto word_for = [&](u32 r) -> Line { return {args.bytes[r], session.word(handshake.take >> r & 1, args.to[r])}; };
   Line words[WORLD];
-  if (!begin_handshake(args.common, round, partners, word_for, words)) {
+  if (!session.exchange(word_for, words)) {
     return false;
   }
   // step 2: divide the messages into those put directly and those left for staging
@@ -104,7 +104,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
     put |= out && there ? 1u << r : 0;
     staged |= (out && !there && args.out.bytes[r] > 0) || (in && !here && args.bytes[r] > 0);
     direct |= (out && there) || (in && here);
-    place[r] = tensor_of(handshake, r, words[r].second);
+    place[r] = session.tensor(r, words[r].second);
     // Never more than the peer has room for, even if the ranks disagree.
     bytes[r] = smaller(args.out.bytes[r], words[r].first);
   });
@@ -124,7 +124,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, const Round& round, Partners pa
   }
   // step 4: count the call as direct, copy the rank's own message if it did not go along
   if (direct) {
-    count_direct(args.common, handshake, block() == 0);
+    session.count_direct(block() == 0);
   }
   if (!staged) {
     if (targets == put) {
@@ -151,7 +151,7 @@ KERNEL(exchange, ExchangeArgs) {
     from |= args.ll_blocks == 0 || args.bytes[r] > args.short_bytes ? 1u << r : 0;
   });
 #ifdef SYMM_ZERO_COPY
-  // step 2: open the handshake with the partners and put what goes direct
+  // step 2: begin the handshake with the partners and put what goes direct
   // Partners are the ends of a message that may go direct. Both know its length, so neither waits for a message that is staged anyhow.
   Partners partners{0, 0};
   for_each_peer([&](u32 r) {
@@ -159,8 +159,9 @@ KERNEL(exchange, ExchangeArgs) {
     partners.from |= (to >> r & 1) && args.out.bytes[r] >= args.handshake.least ? 1u << r : 0;
   });
   const bool meets = (partners.to | partners.from) != 0;
-  const Round round = begin_round(args.common, lines_of(args.handshake));
-  if (meets && !put_direct(args, round, partners, to, from, lanes)) {
+  HandshakeSession session(args.common, args.handshake, partners);
+  session.begin();
+  if (meets && !put_direct(args, session, to, from, lanes)) {
     return;
   }
 #endif
@@ -182,7 +183,7 @@ KERNEL(exchange, ExchangeArgs) {
     exchange_short(args);
   }
 #ifdef SYMM_ZERO_COPY
-  // step 5: close the handshake, also without partners: no rank knows which others have partners, and all must count the same rounds
-  end_handshake(args.common, args.handshake, round, partners);
+  // step 5: end the handshake, also without partners: no rank knows which others have partners, and all must count the same epochs
+  session.end();
 #endif
 }

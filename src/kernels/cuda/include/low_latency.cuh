@@ -21,119 +21,141 @@ struct LowLatency {
   u32 units;
 };
 
-// One block's epoch on the LL lines, and what it carries in it.
-struct Round {
-  u32 epoch;
-  // Offset of this block's lines, and the bytes of them that each source has.
-  u64 base;
-  u64 stride;
-  // First unit of every message that this block carries.
-  u64 first;
-};
-
-// Round whose epoch follows `last`.
-DEVICE Round round_after(const LowLatency& ll, u32 last, u64 first) {
-  Round round;
-  // Epoch 0 is left out: memory begins with it. 2 follows, not 1, since parities alternate.
-  round.epoch = last + 1 == 0 ? 2 : last + 1;
-  round.stride = (u64)ll.units * 32;
-  round.base = ll.lines + (u64)(block() * 2 + (round.epoch & 1)) * WORLD * round.stride;
-  round.first = first;
-  return round;
-}
-
-// Begins the block's first round of a call: the epoch after that of its last call.
-DEVICE Round begin_round(const Common& common, const LowLatency& ll) {
-  return round_after(ll, ((const u32*)(common.peer[RANK] + ll.epochs))[block()], (u64)block() * ll.units);
-}
-
-// Begins another round of the same call, for what all blocks together could not carry in this one.
-DEVICE Round next_round(const LowLatency& ll, const Round& round) {
-  sync_block();
-  return round_after(ll, round.epoch, round.first + (u64)blocks() * ll.units);
-}
-
-// Saves the block's epoch for its next call, once all threads of the block are done with the round.
-DEVICE void end_round(const Common& common, const LowLatency& ll, const Round& round) {
-  sync_block();
-  if (thread() == 0) {
-    ((u32*)(common.peer[RANK] + ll.epochs))[block()] = round.epoch;
-  }
-}
-
-// Units of a message of `bytes` that this block carries in the round.
-DEVICE u32 share(const Round& round, const LowLatency& ll, u64 bytes) {
-  const u64 units = units_of(bytes);
-  return units <= round.first ? 0 : (u32)smaller(units - round.first, ll.units);
-}
-
-// Units that are sent for `units` of data: at least one goes to every peer, with or without data.
-DEVICE u32 at_least_one(u32 units) {
-  return units == 0 ? 1 : units;
-}
-
-// Stores a unit, with the round's flag, in the lines of rank `to`.
-DEVICE void push_unit(const Common& common, const Round& round, u32 to, u32 unit, Unit v) {
-  Line* line = (Line*)(common.peer[to] + round.base + RANK * round.stride + (u64)unit * 32);
-  const u64 flag = (u64)round.epoch << 32;
-  store_relaxed(line, {flag | v.x, flag | v.y});
-  store_relaxed(line + 1, {flag | v.z, flag | v.w});
-}
-
-// Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each turn looks at all of them.
-DEVICE void pull_units(const Common& common, const Round& round, u32 unit, u32 sources, Unit (&v)[WORLD], Wait& wait) {
-  const u8* own = common.peer[RANK] + round.base + (u64)unit * 32;
-  const u32 epoch = round.epoch;
-  u32 missing;
-  bool waiting;
-  do {
-    Line a[WORLD], b[WORLD];
-    for_each_peer([&](u32 r) {
-      const Line* line = (const Line*)(own + r * round.stride);
-      a[r] = load_relaxed(line);
-      b[r] = load_relaxed(line + 1);
-    });
-    missing = 0;
-    waiting = false;
-    for_each_peer([&](u32 r) {
-      const bool first = (u32)(a[r].first >> 32) == epoch && (u32)(a[r].second >> 32) == epoch;
-      const bool second = (u32)(b[r].first >> 32) == epoch && (u32)(b[r].second >> 32) == epoch;
-      const bool lacking = !(first && second) && (sources >> r & 1);
-      missing |= lacking ? 1u << r : 0;
-      waiting |= lacking;
-      v[r] = {(u32)a[r].first, (u32)a[r].second, (u32)b[r].first, (u32)b[r].second};
-    });
-    // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not both are".
-  } while (waiting && keep_waiting(wait, common, missing));
-}
-
 // Rank to receive from, and the ranks (a bit each) to name if nothing comes.
 struct Source {
   u32 rank;
   u32 names;
 };
 
-// Waits for `unit` of the ranks `from`, which are known only when the kernel runs; each turn looks at all of them.
-template <u32 COUNT>
-DEVICE void pull_from(const Common& common, const Round& round, u32 unit, const Source (&from)[COUNT], Unit (&v)[COUNT], Wait& wait) {
-  const u8* own = common.peer[RANK] + round.base + (u64)unit * 32;
-  const u32 epoch = round.epoch;
-  u32 missing;
-  do {
-    Line a[COUNT], b[COUNT];
-#pragma unroll
-    for (u32 k = 0; k < COUNT; ++k) {
-      const Line* line = (const Line*)(own + from[k].rank * round.stride);
-      a[k] = load_relaxed(line);
-      b[k] = load_relaxed(line + 1);
-    }
-    missing = 0;
-#pragma unroll
-    for (u32 k = 0; k < COUNT; ++k) {
-      const bool first = (u32)(a[k].first >> 32) == epoch && (u32)(a[k].second >> 32) == epoch;
-      const bool second = (u32)(b[k].first >> 32) == epoch && (u32)(b[k].second >> 32) == epoch;
-      missing |= first && second ? 0 : from[k].names;
-      v[k] = {(u32)a[k].first, (u32)a[k].second, (u32)b[k].first, (u32)b[k].second};
-    }
-  } while (missing != 0 && keep_waiting(wait, common, missing));
+// Units that are sent for `units` of data: at least one goes to every peer, with or without data.
+DEVICE u32 at_least_one(u32 units) {
+  return units == 0 ? 1 : units;
 }
+
+// Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, `send` and `receive` in any number, `end`. Each thread sends and
+// receives units of its own; the whole block begins and ends.
+struct LowLatencySession {
+  const Common& common;
+  const LowLatency place;
+  u32 epoch;
+  // Offset of this block's lines, and the bytes of them that each source has.
+  u64 base;
+  u64 stride;
+  // First unit of every message that this block carries in this epoch.
+  u64 first;
+  Wait wait;
+
+  DEVICE LowLatencySession(const Common& common, const LowLatency& place) : common(common), place(place), wait(common) {}
+
+  // Word with the epoch of this block's last call.
+  DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs + (u64)block() * 4); }
+
+  // Takes the epoch that follows `last`.
+  DEVICE void follow(u32 last) {
+    // Epoch 0 is left out: memory begins with it. 2 follows, not 1, since parities alternate.
+    epoch = last + 1 == 0 ? 2 : last + 1;
+    stride = (u64)place.units * 32;
+    base = place.lines + (u64)(block() * 2 + (epoch & 1)) * WORLD * stride;
+  }
+
+  // Begins the block's first epoch of a call, which follows that of its last call.
+  DEVICE void begin() {
+    follow(*last_epoch());
+    first = (u64)block() * place.units;
+  }
+
+  // Begins another epoch of the same call, for what all blocks together could not carry in this one. All threads of the block are done with
+  // this one then.
+  DEVICE void next_epoch() {
+    sync_block();
+    follow(epoch);
+    first += (u64)blocks() * place.units;
+  }
+
+  // Saves the block's epoch for its next call, once all threads of the block are done with it.
+  DEVICE void end() const {
+    sync_block();
+    if (thread() == 0) {
+      *last_epoch() = epoch;
+    }
+  }
+
+  // Units of a message of `bytes` that this block carries in this epoch.
+  DEVICE u32 share(u64 bytes) const {
+    const u64 units = units_of(bytes);
+    return units <= first ? 0 : (u32)smaller(units - first, (u64)place.units);
+  }
+
+  // Sends a unit, with the epoch as its flag, to rank `to`.
+  DEVICE void send(u32 to, u32 unit, Unit v) const {
+    Line* line = (Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32);
+    const u64 flag = (u64)epoch << 32;
+    store_relaxed(line, {flag | v.x, flag | v.y});
+    store_relaxed(line + 1, {flag | v.z, flag | v.w});
+  }
+
+  // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each turn looks at all of them.
+  DEVICE void receive(u32 unit, u32 sources, Unit (&v)[WORLD]) {
+    const u8* own = common.peer[RANK] + base + (u64)unit * 32;
+    u32 missing;
+    bool waiting;
+    do {
+      Line a[WORLD], b[WORLD];
+      for_each_peer([&](u32 r) {
+        const Line* line = (const Line*)(own + r * stride);
+        a[r] = load_relaxed(line);
+        b[r] = load_relaxed(line + 1);
+      });
+      missing = 0;
+      waiting = false;
+      for_each_peer([&](u32 r) {
+        const bool lacking = !has_arrived(a[r], b[r]) && (sources >> r & 1);
+        missing |= lacking ? 1u << r : 0;
+        waiting |= lacking;
+        v[r] = data_of(a[r], b[r]);
+      });
+      // Not `missing != 0`: for 3 ranks the assembler of CUDA 13.0 turns "no bit is set" into "not both are".
+    } while (waiting && wait.look_again(missing));
+  }
+
+  // Waits for `unit` of the ranks `from`, which are known only when the kernel runs; each turn looks at all of them.
+  template <u32 COUNT>
+  DEVICE void receive_from(const Source (&from)[COUNT], u32 unit, Unit (&v)[COUNT]) {
+    const u8* own = common.peer[RANK] + base + (u64)unit * 32;
+    u32 missing;
+    do {
+      Line a[COUNT], b[COUNT];
+#pragma unroll
+      for (u32 k = 0; k < COUNT; ++k) {
+        const Line* line = (const Line*)(own + from[k].rank * stride);
+        a[k] = load_relaxed(line);
+        b[k] = load_relaxed(line + 1);
+      }
+      missing = 0;
+#pragma unroll
+      for (u32 k = 0; k < COUNT; ++k) {
+        missing |= has_arrived(a[k], b[k]) ? 0 : from[k].names;
+        v[k] = data_of(a[k], b[k]);
+      }
+    } while (missing != 0 && wait.look_again(missing));
+  }
+
+  // Waits for `unit` of every peer, and reduces them and this rank's `own`: `reduce(v)` of one unit of each rank.
+  template <typename Reduce>
+  DEVICE Unit receive_reduce(u32 unit, Unit own, Reduce reduce) {
+    Unit v[WORLD];
+    v[RANK] = own;
+    receive(unit, all_peers(), v);
+    return reduce(v);
+  }
+
+  // Says whether all four halves of a unit's lines have the flag of this epoch.
+  DEVICE bool has_arrived(Line a, Line b) const {
+    const bool first_line = (u32)(a.first >> 32) == epoch && (u32)(a.second >> 32) == epoch;
+    const bool second_line = (u32)(b.first >> 32) == epoch && (u32)(b.second >> 32) == epoch;
+    return first_line && second_line;
+  }
+
+  // Unit that a unit's lines carry.
+  DEVICE static Unit data_of(Line a, Line b) { return {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second}; }
+};

@@ -133,27 +133,28 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 target
 // Role 1 without a handshake: every result goes through slots.
 template <typename Make>
 DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
-  // step 1: open the handshake: partners say where their results go
+  // step 1: begin the handshake: partners say where their results go
   const Handshake& handshake = args.handshake;
-  const Round round = begin_round(args.common, lines_of(handshake));
-  const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.take >> r & 1, args.to), 0}; };
+  HandshakeSession session(args.common, handshake, partners);
+  session.begin();
+  const auto word_for = [&](u32 r) -> Line { return {session.word(handshake.take >> r & 1, args.to), 0}; };
   Line words[WORLD];
-  if (!begin_handshake(args.common, round, partners, word_for, words)) {
+  if (!session.exchange(word_for, words)) {
     return;
   }
   // step 2: find the targets whose results are symmetric memory
   Destinations destinations{};
   for_each_rank([&](u32 r) {
-    destinations.at[r] = tensor_of(handshake, r, words[r].first);
+    destinations.at[r] = session.tensor(r, words[r].first);
     destinations.ranks |= words[r].first != 0 ? targets & 1u << r : 0;
   });
   // step 3: make the results and send them
   gather_to<true>(args, lane, sources, targets, destinations, make);
   if (destinations.ranks != 0 || handshake.take != 0) {
-    count_direct(args.common, handshake, lane == 0);
+    session.count_direct(lane == 0);
   }
-  // step 4: close the handshake: no partner uses this rank's memory after that
-  end_handshake(args.common, handshake, round, partners);
+  // step 4: end the handshake: no partner uses this rank's memory after that
+  session.end();
 }
 #endif
 

@@ -20,70 +20,84 @@ struct Sentinel {
   u32 units;
 };
 
-// One block's epoch on the sentinel slots, and where its slots lie.
-struct SentinelRound {
-  u32 epoch;
-  u64 base;
-  u64 stride;
-};
-
-// Begins the block's round of a call: the epoch after that of its last call.
-DEVICE SentinelRound begin_round(const Common& common, const Sentinel& sentinel) {
-  SentinelRound round;
-  round.epoch = ((const u32*)(common.peer[RANK] + sentinel.epochs))[block()] + 1;
-  round.stride = (u64)sentinel.units * 16;
-  round.base = sentinel.slots + (u64)(block() * 2 + (round.epoch & 1)) * 2 * WORLD * round.stride;
-  return round;
-}
-
-// Saves the block's epoch for its next call, once all threads of the block are done with the round.
-DEVICE void end_round(const Common& common, const Sentinel& sentinel, const SentinelRound& round) {
-  sync_block();
-  if (thread() == 0) {
-    ((u32*)(common.peer[RANK] + sentinel.epochs))[block()] = round.epoch;
-  }
-}
-
-// Slot on rank `at` of the unit that rank `from` sends it in `stage`.
-DEVICE Unit* sentinel_slot(const Common& common, const SentinelRound& round, u32 at, u32 stage, u32 from, u32 unit) {
-  return (Unit*)(common.peer[at] + round.base + (stage * WORLD + from) * round.stride) + unit;
-}
-
 // Says whether a word of the unit has not arrived.
 DEVICE bool is_empty(Unit v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
-// Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot empty.
-DEVICE void pull_sentinel(
-    const Common& common,
-    const SentinelRound& round,
-    u32 stage,
-    u32 unit,
-    u32 sources,
-    Unit (&v)[WORLD],
-    Wait& wait) {
-  u32 missing;
-  bool waiting;
-  // step 1: load the slots of all sources until none is empty
-  do {
-    for_each_peer([&](u32 r) { v[r] = load_relaxed(sentinel_slot(common, round, RANK, stage, r, unit)); });
-    missing = 0;
-    waiting = false;
-    for_each_peer([&](u32 r) {
-      const bool lacking = is_empty(v[r]) && (sources >> r & 1);
-      missing |= lacking ? 1u << r : 0;
-      waiting |= lacking;
-    });
-    // Not `missing != 0`, for the assembler's fault that pull_units (low_latency.cuh) names.
-  } while (waiting && keep_waiting(wait, common, missing));
-  // step 2: mark the slots empty for the round after the next
-  for_each_peer([&](u32 r) {
-    if (sources >> r & 1) {
-      store_relaxed(sentinel_slot(common, round, RANK, stage, r, unit), {~0u, ~0u, ~0u, ~0u});
+// Session of this block on the sentinel slots: `begin`, `send` and `receive` in any number, `end`. Each thread sends and receives units of
+// its own; the whole block begins and ends. A session has two stages, whose slots are apart.
+struct SentinelSession {
+  const Common& common;
+  const Sentinel& place;
+  u32 epoch;
+  // Offset of this block's slots, and the bytes of them that each source has in a stage.
+  u64 base;
+  u64 stride;
+  Wait wait;
+
+  DEVICE SentinelSession(const Common& common, const Sentinel& place) : common(common), place(place), wait(common) {}
+
+  // Word with the epoch of this block's last call.
+  DEVICE u32* last_epoch() const { return (u32*)(common.peer[RANK] + place.epochs) + block(); }
+
+  // Slot on rank `at` of the unit that rank `from` sends it in `stage`.
+  DEVICE Unit* slot(u32 at, u32 stage, u32 from, u32 unit) const {
+    return (Unit*)(common.peer[at] + base + (stage * WORLD + from) * stride) + unit;
+  }
+
+  // Begins the block's epoch of a call, which follows that of its last call.
+  DEVICE void begin() {
+    epoch = *last_epoch() + 1;
+    stride = (u64)place.units * 16;
+    base = place.slots + (u64)(block() * 2 + (epoch & 1)) * 2 * WORLD * stride;
+  }
+
+  // Saves the block's epoch for its next call, once all threads of the block are done with it.
+  DEVICE void end() const {
+    sync_block();
+    if (thread() == 0) {
+      *last_epoch() = epoch;
     }
-  });
-}
+  }
+
+  // Sends a unit without words of all ones (`scrub`) to rank `to`.
+  DEVICE void send(u32 stage, u32 to, u32 unit, Unit v) const { store_relaxed(slot(to, stage, RANK, unit), v); }
+
+  // Waits for `unit` of every rank in `sources` (a bit each), loads it into `v` and marks its slot empty.
+  DEVICE void receive(u32 stage, u32 unit, u32 sources, Unit (&v)[WORLD]) {
+    Unit* const own = slot(RANK, stage, 0, unit);
+    const u64 each = place.units;
+    u32 missing;
+    bool waiting;
+    // step 1: load the slots of all sources until none is empty
+    do {
+      for_each_peer([&](u32 r) { v[r] = load_relaxed(own + r * each); });
+      missing = 0;
+      waiting = false;
+      for_each_peer([&](u32 r) {
+        const bool lacking = is_empty(v[r]) && (sources >> r & 1);
+        missing |= lacking ? 1u << r : 0;
+        waiting |= lacking;
+      });
+      // Not `missing != 0`, for the assembler's fault that LowLatencySession::receive names.
+    } while (waiting && wait.look_again(missing));
+    // step 2: mark the slots empty for the epoch after the next
+    for_each_peer([&](u32 r) {
+      if (sources >> r & 1) {
+        store_relaxed(own + r * each, {~0u, ~0u, ~0u, ~0u});
+      }
+    });
+  }
+
+  // Waits for `unit` of every peer. Returns the sum of them and this rank's `own` in rank order, without words of all ones.
+  DEVICE Unit receive_reduce(u32 stage, u32 unit, Unit own) {
+    Unit v[WORLD];
+    v[RANK] = own;
+    receive(stage, unit, all_peers(), v);
+    return scrub(sum_in_order(v));
+  }
+};
 
 // First unit of part `part` of `parts`; the parts differ by one unit at most.
 DEVICE u64 part_begin(u64 units, u32 part, u32 parts) {
@@ -100,14 +114,3 @@ struct AllReduceArgs {
   double factor;
 };
 static_assert(sizeof(AllReduceArgs) == 216, "");
-
-// Sum of one unit of each rank, in rank order, without words of all ones.
-DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
-  Sum sum;
-  begin(sum, v[0]);
-#pragma unroll
-  for (u32 r = 1; r < WORLD; ++r) {
-    combine(sum, v[r]);
-  }
-  return scrub(finish(sum));
-}

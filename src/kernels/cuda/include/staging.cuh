@@ -55,7 +55,7 @@ struct Stage {
   u32 lane;
   Wait wait;
 
-  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane) {}
+  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane), wait(common) {}
 
   DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
 
@@ -85,7 +85,7 @@ struct Stage {
   DEVICE void await_credit(u32 peer, u32 number, u32& seen) {
     while ((int)(number - seen) >= (int)SLOTS) {
       seen = load_relaxed(&words(RANK)->credit[peer]);
-      if ((int)(number - seen) >= (int)SLOTS && !keep_waiting(wait, common, 1u << peer)) {
+      if ((int)(number - seen) >= (int)SLOTS && !wait.look_again(1u << peer)) {
         return;
       }
     }
@@ -97,7 +97,7 @@ struct Stage {
     if (r < WORLD) {
       const u32 mine = of_thread(number);
       const u32* arrived = &words(RANK)->arrived[r];
-      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && keep_waiting(wait, common, 1u << r)) {
+      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && wait.look_again(1u << r)) {
       }
     }
     sync_block();

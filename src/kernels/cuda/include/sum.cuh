@@ -8,21 +8,15 @@ DEVICE Unit sum_of(const Unit* const (&slot)[WORLD], u32 unit, Unit own, double 
   Unit v[WORLD];
   for_each_peer([&](u32 r) { v[r] = slot[r][unit]; });
   v[RANK] = lift(own, factor);
-  Sum sum;
-  begin(sum, v[0]);
-#pragma unroll
-  for (u32 r = 1; r < WORLD; ++r) {
-    combine(sum, v[r]);
-  }
-  return finish(sum);
+  return sum_in_order(v);
 }
 
-// Exchanges the factors of PREMUL_SUM within the round that begin_handshake began: the rank that adds up multiplies as each sender would.
+// Exchanges the factors of PREMUL_SUM within a handshake: the rank that adds up multiplies as each sender would.
 // Returns false if some rank did not come.
-DEVICE bool hear_factors(const Common& common, const Round& round, double own, double (&factor)[WORLD]) {
+DEVICE bool exchange_factors(HandshakeSession& session, double own, double (&factor)[WORLD]) {
   if constexpr (static_cast<Op>(SYMM_OP) == Op::PREMUL_SUM) {
     u64 bits[WORLD];
-    const bool all = hear_numbers(common, round, bits_of(own), bits);
+    const bool all = session.exchange_further(bits_of(own), bits);
     for_each_rank([&](u32 r) { factor[r] = double_of(bits[r]); });
     return all;
   } else {

@@ -163,5 +163,15 @@ DEVICE Unit partial(const Sum& sum) { return Chosen::partial(sum); }
 DEVICE Unit finish(const Sum& sum) { return Chosen::finish(sum); }
 // Unit that a rank contributes: under PREMUL_SUM its elements times `factor`.
 DEVICE Unit lift(Unit v, double factor) { return Chosen::lift(v, factor); }
+// Sum of one unit of each rank, in rank order.
+DEVICE Unit sum_in_order(const Unit (&v)[WORLD]) {
+  Sum sum;
+  begin(sum, v[0]);
+#pragma unroll
+  for (u32 r = 1; r < WORLD; ++r) {
+    combine(sum, v[r]);
+  }
+  return finish(sum);
+}
 #endif
 #endif

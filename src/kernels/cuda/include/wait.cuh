@@ -31,53 +31,63 @@ struct Common {
 // src/coll/cuda/arguments.rs lays these out too, and checks the same sizes.
 static_assert(sizeof(Common) == 160 && sizeof(Report) == 96, "");
 
-// State of one thread's wait: when its clock began, its turns, and whether it gave up.
-struct Wait {
-  u64 since = 0;
-  u32 turns = 0;
-  bool over = false;
-};
-
 // Turns of 0.3 to 0.7 µs from one look at the clock and at the host's memory to the next. The looks of a whole kernel take 0.3 ms, as they
 // cross the host's bus one by one. Peers wait for a kernel that is held up by them: if that made them look as well, each would hold up the
 // other from then on.
 #define LOOK_EVERY (1u << 14)
 
-// Says whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
-// of the call are worthless then, and the host says why.
-DEVICE bool keep_waiting(Wait& wait, const Common& common, u32 missing) {
-  if (wait.over) {
-    return false;
+// One thread's wait: when its clock began, its turns, and whether it gave up.
+struct Wait {
+  const Common& common;
+  u64 since = 0;
+  u32 turns = 0;
+  bool over = false;
+
+  DEVICE explicit Wait(const Common& common) : common(common) {}
+
+  // Begins another wait, with the whole time before it.
+  DEVICE void restart() {
+    since = 0;
+    turns = 0;
+    over = false;
   }
-  if (++wait.turns % LOOK_EVERY != 0) {
-    return true;
-  }
-  // step 1: look at the clock, at the group's failure and at other threads' reports
-  const u64 now = clock_ns();
-  if (wait.since == 0) {
-    wait.since = now;
-  }
-  const u64 waited = now - wait.since;
-  const bool stopped = load_relaxed(common.stop) != 0;
-  if (waited < common.timeout && !stopped && load_relaxed(&common.report->failed) == 0) {
-    return true;
-  }
-  // step 2: give up, and report the missing ranks unless the group has failed already
-  wait.over = true;
-  Report* report = common.report;
-  if (stopped) {
-    return false;
-  }
-  // Not for_each_rank: this runs once at most, and took every kernel 2 to 6 registers.
-  for (u32 r = 0; r < WORLD; ++r) {
-    if (missing >> r & 1) {
-      store_relaxed(&report->missing[r], 1u);
+
+  // Says whether to look again for what the ranks in `missing` (a bit each) have not sent. Once it said no it says so for good: the results
+  // of the call are worthless then, and the host says why.
+  DEVICE bool look_again(u32 missing) {
+    if (over) {
+      return false;
     }
+    if (++turns % LOOK_EVERY != 0) {
+      return true;
+    }
+    // step 1: look at the clock, at the group's failure and at other threads' reports
+    const u64 now = clock_ns();
+    if (since == 0) {
+      since = now;
+    }
+    const u64 waited = now - since;
+    const bool stopped = load_relaxed(common.stop) != 0;
+    if (waited < common.timeout && !stopped && load_relaxed(&common.report->failed) == 0) {
+      return true;
+    }
+    // step 2: give up, and report the missing ranks unless the group has failed already
+    over = true;
+    Report* report = common.report;
+    if (stopped) {
+      return false;
+    }
+    // Not for_each_rank: this runs once at most, and took every kernel 2 to 6 registers.
+    for (u32 r = 0; r < WORLD; ++r) {
+      if (missing >> r & 1) {
+        store_relaxed(&report->missing[r], 1u);
+      }
+    }
+    store_relaxed(&report->call_low, (u32)common.call);
+    store_relaxed(&report->call_high, (u32)(common.call >> 32));
+    store_relaxed(&report->waited_ms, (u32)(waited / 1000000));
+    fence_system();
+    store_relaxed(&report->failed, 1u);
+    return false;
   }
-  store_relaxed(&report->call_low, (u32)common.call);
-  store_relaxed(&report->call_high, (u32)(common.call >> 32));
-  store_relaxed(&report->waited_ms, (u32)(waited / 1000000));
-  fence_system();
-  store_relaxed(&report->failed, 1u);
-  return false;
-}
+};

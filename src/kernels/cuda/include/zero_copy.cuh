@@ -29,21 +29,6 @@ struct Handshake {
 };
 static_assert(sizeof(Handshake) == 168, "");
 
-// LL lines of the handshake.
-DEVICE LowLatency lines_of(const Handshake& handshake) {
-  return {handshake.epochs, handshake.lines, HANDSHAKE_UNITS};
-}
-
-// Handshake word that tells peers an address in this rank's symmetric memory; 0: none.
-DEVICE u64 handshake_word(const Handshake& handshake, bool symmetric, const u8* at) {
-  return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0;
-}
-
-// Address that the handshake word of `rank` tells, as mapped here; null: none.
-DEVICE u8* tensor_of(const Handshake& handshake, u32 rank, u64 number) {
-  return number == 0 ? nullptr : (u8*)(handshake.heap[rank] + number - 1);
-}
-
 // Unit of two numbers, and the two numbers of a unit.
 DEVICE Unit unit_of(u64 first, u64 second) {
   return {(u32)first, (u32)(first >> 32), (u32)second, (u32)(second >> 32)};
@@ -62,86 +47,107 @@ struct Partners {
 };
 #define EVERYBODY (Partners{~0u, ~0u})
 
-// Tells each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`. The whole block calls it.
-// Returns true, to all of the block, if all partners came: what peers wrote before their calls is visible then. Returns false if some rank
-// did not come: `words` may not be used then, and the block ends without a further word.
-template <typename WordFor>
-DEVICE bool begin_handshake(const Common& common, const Round& round, Partners partners, WordFor word_for, Line (&words)[WORLD]) {
-  // step 1: thread r sends this rank's numbers to rank r
-  const u32 to = thread();
-  if (to < WORLD && to != RANK && (partners.to >> to & 1)) {
-    const Line own = word_for(to);
-    push_unit(common, round, to, 0, unit_of(own.first, own.second));
-  }
-  // step 2: wait for the partners' numbers
-  Wait wait;
-  Unit v[WORLD];
-  pull_units(common, round, 0, partners.from, v, wait);
-  for_each_peer([&](u32 r) {
-    // The lines of ranks that are no partners hold numbers of an earlier call.
-    const bool partner = partners.from >> r & 1;
-    words[r] = {partner ? first_of(v[r]) : 0, partner ? second_of(v[r]) : 0};
-  });
-  words[RANK] = word_for(RANK);
-  // step 3: agree within the block, and acquire what peers wrote before their calls
-  const bool all = sync_block_and(!wait.over);
-  fence_system();
-  return all;
-}
-
-// Exchanges a further number with every rank, within the round that begin_handshake began. Returns false if some rank did not come.
-DEVICE bool hear_numbers(const Common& common, const Round& round, u64 own, u64 (&number)[WORLD]) {
-  const u32 to = thread();
-  if (to < WORLD && to != RANK) {
-    push_unit(common, round, to, 1, unit_of(own, 0));
-  }
-  Wait wait;
-  Unit v[WORLD];
-  pull_units(common, round, 1, ~0u, v, wait);
-  for_each_peer([&](u32 r) { number[r] = first_of(v[r]); });
-  number[RANK] = own;
-  return sync_block_and(!wait.over);
-}
-
-// Returns once the same block of every partner is done; what it stored here is visible then. The whole block calls it.
-DEVICE void end_handshake(const Common& common, const Handshake& handshake, const Round& opened, Partners partners) {
-  // step 1: begin a round, which is a barrier of the block: all that it loads and stores is done
-  const Round round = next_round(lines_of(handshake), opened);
-  const u32 r = thread();
-  if (r < WORLD && r != RANK) {
-    // step 2: thread r tells rank r that this block is done with its memory
-    if (partners.from >> r & 1) {
-      fence_system();
-      push_unit(common, round, r, 0, {0, 0, 0, 0});
-    }
-    // step 3: wait until rank r is done with this rank's memory
-    if (partners.to >> r & 1) {
-      // The wait has a deadline of its own: the time until here was spent on data, which has deadlines too.
-      Wait wait;
-      const Source from[1] = {{r, 1u << r}};
-      Unit nothing[1];
-      pull_from(common, round, 0, from, nothing, wait);
-      fence_system();
-    }
-  }
-  end_round(common, lines_of(handshake), round);
-}
-
-// Closes the handshake wherever the kernel returns.
-struct Closing {
+// Session of this block in the handshake of a call: `begin`, `exchange`, `end`. The whole block calls each of them. Every block of every
+// rank begins and ends, with partners or without: all count the same epochs.
+struct HandshakeSession {
   const Common& common;
   const Handshake& handshake;
-  const Round& opened;
-  DEVICE ~Closing() { end_handshake(common, handshake, opened, EVERYBODY); }
+  const Partners partners;
+  LowLatencySession lines;
+
+  DEVICE HandshakeSession(const Common& common, const Handshake& handshake, Partners partners)
+      : common(common),
+        handshake(handshake),
+        partners(partners),
+        lines(common, {handshake.epochs, handshake.lines, HANDSHAKE_UNITS}) {}
+
+  DEVICE void begin() { lines.begin(); }
+
+  // Handshake word that tells peers an address in this rank's symmetric memory; 0: none.
+  DEVICE u64 word(bool symmetric, const u8* at) const { return symmetric ? (u64)at - handshake.heap[RANK] + 1 : 0; }
+
+  // Address that the handshake word of `rank` tells, as mapped here; null: none.
+  DEVICE u8* tensor(u32 rank, u64 word) const { return word == 0 ? nullptr : (u8*)(handshake.heap[rank] + word - 1); }
+
+  // Tells each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`.
+  // Returns true, to all of the block, if all partners came: what peers wrote before their calls is visible then. Returns false if some rank
+  // did not come: `words` may not be used then, and the block ends without a further word.
+  template <typename WordFor>
+  DEVICE bool exchange(WordFor word_for, Line (&words)[WORLD]) {
+    // step 1: thread r sends this rank's numbers to rank r
+    const u32 to = thread();
+    if (to < WORLD && to != RANK && (partners.to >> to & 1)) {
+      const Line own = word_for(to);
+      lines.send(to, 0, unit_of(own.first, own.second));
+    }
+    // step 2: wait for the partners' numbers
+    lines.wait.restart();
+    Unit v[WORLD];
+    lines.receive(0, partners.from, v);
+    for_each_peer([&](u32 r) {
+      // The lines of ranks that are no partners hold numbers of an earlier call.
+      const bool partner = partners.from >> r & 1;
+      words[r] = {partner ? first_of(v[r]) : 0, partner ? second_of(v[r]) : 0};
+    });
+    words[RANK] = word_for(RANK);
+    // step 3: agree within the block, and acquire what peers wrote before their calls
+    const bool all = sync_block_and(!lines.wait.over);
+    fence_system();
+    return all;
+  }
+
+  // Exchanges a further number with every rank. Returns false if some rank did not come.
+  DEVICE bool exchange_further(u64 own, u64 (&number)[WORLD]) {
+    const u32 to = thread();
+    if (to < WORLD && to != RANK) {
+      lines.send(to, 1, unit_of(own, 0));
+    }
+    lines.wait.restart();
+    Unit v[WORLD];
+    lines.receive(1, ~0u, v);
+    for_each_peer([&](u32 r) { number[r] = first_of(v[r]); });
+    number[RANK] = own;
+    return sync_block_and(!lines.wait.over);
+  }
+
+  // Counts, for the host to see, a kernel of this channel that moved something to or from tensors of peers. One block of the kernel is the
+  // `first`, and counts.
+  DEVICE void count_direct(bool first) const {
+    if (first && thread() == 0) {
+      u32* counts = (u32*)(common.peer[RANK] + handshake.counts);
+      const u32 count = *counts + 1;
+      *counts = count;
+      store_relaxed(&common.report->direct[handshake.channel], count);
+    }
+  }
+
+  // Returns once the same block of every partner is done; what it stored here is visible then.
+  DEVICE void end() {
+    // step 1: begin an epoch, which is a barrier of the block: all that it loads and stores is done
+    lines.next_epoch();
+    const u32 r = thread();
+    if (r < WORLD && r != RANK) {
+      // step 2: thread r tells rank r that this block is done with its memory
+      if (partners.from >> r & 1) {
+        fence_system();
+        lines.send(r, 0, {0, 0, 0, 0});
+      }
+      // step 3: wait until rank r is done with this rank's memory
+      if (partners.to >> r & 1) {
+        // The wait has a deadline of its own: the time until here was spent on data, which has deadlines too.
+        lines.wait.restart();
+        const Source from[1] = {{r, 1u << r}};
+        Unit nothing[1];
+        lines.receive_from(from, 0, nothing);
+        fence_system();
+      }
+    }
+    lines.end();
+  }
 };
 
-// Counts, for the host to see, a kernel of this channel that moved something to or from tensors of peers. One block of the kernel is the
-// `first`, and counts.
-DEVICE void count_direct(const Common& common, const Handshake& handshake, bool first) {
-  if (first && thread() == 0) {
-    u32* counts = (u32*)(common.peer[RANK] + handshake.counts);
-    const u32 count = *counts + 1;
-    *counts = count;
-    store_relaxed(&common.report->direct[handshake.channel], count);
-  }
-}
+// Ends a handshake wherever the kernel returns.
+struct EndOfHandshake {
+  HandshakeSession& session;
+  DEVICE ~EndOfHandshake() { session.end(); }
+};

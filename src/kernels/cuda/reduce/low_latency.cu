@@ -19,18 +19,18 @@ static_assert(sizeof(ReduceArgs) == 464, "");
 KERNEL(reduce_low_latency, ReduceArgs) {
   after_predecessor();
   // step 1: find this block's share of each message
-  const Round round = begin_round(args.common, args.ll);
-  Wait wait;
+  LowLatencySession session(args.common, args.ll);
+  session.begin();
   u32 send[WORLD];
   u32 longest = 1;
   for_each_peer([&](u32 r) {
-    send[r] = args.from[r] != nullptr ? share(round, args.ll, args.send[r]) : 0;
+    send[r] = args.from[r] != nullptr ? session.share(args.send[r]) : 0;
     longest = send[r] > longest ? send[r] : longest;
   });
-  const u32 take = args.to != nullptr ? share(round, args.ll, args.bytes) : 0;
-  // step 2: push each unit to the rank that needs it; at least one line goes to every peer
+  const u32 take = args.to != nullptr ? session.share(args.bytes) : 0;
+  // step 2: send each unit to the rank that needs it; at least one line goes to every peer
   for (u32 i = thread(); i < longest; i += threads()) {
-    const u64 offset = (round.first + i) * 16;
+    const u64 offset = (session.first + i) * 16;
     Unit v[WORLD];
     for_each_peer([&](u32 r) {
       v[r] = {0, 0, 0, 0};
@@ -40,32 +40,24 @@ KERNEL(reduce_low_latency, ReduceArgs) {
     });
     for_each_peer([&](u32 r) {
       if (i < at_least_one(send[r])) {
-        push_unit(args.common, round, r, i, v[r]);
+        session.send(r, i, v[r]);
       }
     });
   }
   allow_successor();
-  // step 3: pull each peer's unit, add up in rank order, store the sum
+  // step 3: receive each peer's unit, add up in rank order, store the sum
   // Every peer's first line is waited for, also without data: the two buffers of low_latency.cuh rely on it.
-  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   for (u32 i = thread(); i < at_least_one(take); i += threads()) {
-    const u64 offset = (round.first + i) * 16;
-    Unit v[WORLD];
-    v[RANK] = {0, 0, 0, 0};
+    const u64 offset = (session.first + i) * 16;
+    Unit own = {0, 0, 0, 0};
     if (i < take) {
-      v[RANK] = lift(load_unit(args.from[RANK] + offset, args.bytes - offset), args.factor);
+      own = lift(load_unit(args.from[RANK] + offset, args.bytes - offset), args.factor);
     }
-    pull_units(args.common, round, i, everybody, v, wait);
+    const Unit sum = session.receive_reduce(i, own, sum_in_order);
     if (i < take) {
-      Sum sum;
-      begin(sum, v[0]);
-#pragma unroll
-      for (u32 r = 1; r < WORLD; ++r) {
-        combine(sum, v[r]);
-      }
-      store_unit(args.to + offset, finish(sum), args.bytes - offset);
+      store_unit(args.to + offset, sum, args.bytes - offset);
     }
   }
   // step 4: end the epoch
-  end_round(args.common, args.ll, round);
+  session.end();
 }

@@ -18,15 +18,15 @@ struct ReduceStagedArgs {
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Opens the handshake. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
+// Exchanges the words of the handshake. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
 // Returns false if some rank did not come: nothing was loaded then.
-DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& direct) {
+DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, bool& direct) {
   const Handshake& handshake = args.handshake;
   Line words[WORLD];
   double factor[WORLD];
   // step 1: tell each peer where its piece of this rank's input lies, and learn the same
-  const auto word_for = [&](u32 r) -> Line { return {handshake_word(handshake, handshake.give >> r & 1, args.out.from[r]), 0}; };
-  if (!begin_handshake(args.common, round, EVERYBODY, word_for, words) || !hear_factors(args.common, round, args.factor, factor)) {
+  const auto word_for = [&](u32 r) -> Line { return {session.word(handshake.give >> r & 1, args.out.from[r]), 0}; };
+  if (!session.exchange(word_for, words) || !exchange_factors(session, args.factor, factor)) {
     return false;
   }
   // step 2: find out whether all inputs are symmetric memory
@@ -35,13 +35,13 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
   for_each_rank([&](u32 r) {
     // A rank that lacks one piece for one peer says so to all peers: all decide alike.
     lacking |= words[r].first == 0;
-    from[r] = tensor_of(handshake, r, words[r].first);
+    from[r] = session.tensor(r, words[r].first);
   });
   direct = !lacking;
   // step 3: load this rank's piece from all inputs, add up in rank order, store the sum
   if (direct) {
     sum_in_place(from, factor, args.bytes, [&](u64 offset, Unit sum, u64 bytes) { store_unit(args.to + offset, sum, bytes); });
-    count_direct(args.common, handshake, block() == 0);
+    session.count_direct(block() == 0);
   }
   return true;
 }
@@ -51,24 +51,24 @@ DEVICE bool sum_direct(const ReduceStagedArgs& args, const Round& round, bool& d
 LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   after_predecessor();
 #ifdef SYMM_ZERO_COPY
-  // step 1, zero-copy: open the handshake; if all inputs are symmetric memory, the sum is made here and the call ends
-  const Round round = begin_round(args.common, lines_of(args.handshake));
+  // step 1, zero-copy: begin the handshake; if all inputs are symmetric memory, the sum is made here and the call ends
+  HandshakeSession session(args.common, args.handshake, EVERYBODY);
+  session.begin();
   bool direct;
-  if (!sum_direct(args, round, direct)) {
+  if (!sum_direct(args, session, direct)) {
     return;
   }
-  const Closing closing{args.common, args.handshake, round};
+  const EndOfHandshake end{session};
   if (direct) {
     return;
   }
 #endif
   const auto [lane, role] = role_of(block(), 2);
-  const u32 everybody = ((1u << WORLD) - 1) & ~(1u << RANK);
   // step 2 (role 0): send each peer its piece of this rank's input, chunk by chunk
   if (role == 0) {
     Stage stage(args.common, args.staging, lane);
     const double factor = args.factor;
-    send_pieces(stage, args.out, everybody, ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
+    send_pieces(stage, args.out, all_peers(), ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
     return;
   }
   if (args.to == nullptr) {
@@ -80,7 +80,7 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   // step 3 (role 1): add up each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};
-  take_pieces(stage, bytes, everybody, chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
+  take_pieces(stage, bytes, all_peers(), chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
     const u32 count = units[(RANK + 1) % WORLD];
     for (u32 i = thread(); i < count; i += threads()) {
       const u64 offset = ChunkOfCall::offset(start[(RANK + 1) % WORLD], i);
