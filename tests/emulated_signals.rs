@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use symm::rank::Rank;
 use symm::window::signal_cuda::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
 
-const CHANNELS: usize = 8;
+const SLOTS: usize = 8;
 /// Longer than any test takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Of tests in which somebody does not come.
@@ -28,23 +28,23 @@ struct Host {
 impl Host {
     fn new(n: usize, timeout: Duration) -> Self {
         let program = Program::build("signal/signal", n as u32, None, None);
-        let pads = (0..n).map(|_| (0..CHANNELS * n).map(|_| AtomicU32::new(0)).collect()).collect();
+        let pads = (0..n).map(|_| (0..SLOTS * n).map(|_| AtomicU32::new(0)).collect()).collect();
         Self { n, program, pads, reports: (0..n).map(|_| Default::default()).collect(), stop: AtomicU32::new(0), timeout }
     }
 
     /// Returns when the kernel has ended.
-    fn run(&self, me: usize, signal: Signal, channel: u32) {
+    fn run(&self, me: usize, signal: Signal, slot: u32) {
         let pads: Vec<u64> = self.pads.iter().map(|pad| pad.as_ptr() as u64).collect();
         let (stop, report) = (self.stop.as_ptr() as u64, self.reports[me].as_ptr() as u64);
-        let place = SignalEnds { me: Rank(me as u32), pads: &pads, channel, timeout: self.timeout, stop, report };
+        let place = SignalEnds { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
         let args = signal.args(&place).unwrap().expect("something to do");
         // SAFETY: pads, reports and the stop word outlive the launch and are written as atomics alone.
         unsafe { self.program.launch("signal", me as u32, 1, 8, args.bytes()) };
     }
 
     /// The word that `source` sets at `rank`.
-    fn word(&self, rank: usize, channel: usize, source: usize) -> &AtomicU32 {
-        &self.pads[rank][channel * self.n + source]
+    fn word(&self, rank: usize, slot: usize, source: usize) -> &AtomicU32 {
+        &self.pads[rank][slot * self.n + source]
     }
 
     fn reported(&self, me: usize) -> Option<GaveUp> {
@@ -89,15 +89,15 @@ fn a_put_waits_until_the_last_one_was_taken() {
     std::thread::scope(|scope| {
         scope.spawn(move || {
             host.run(0, Signal::Put(Rank(1)), 0);
-            // Another channel is not held up.
+            // Another slot is not held up.
             host.run(0, Signal::Put(Rank(1)), 1);
             host.run(0, Signal::Put(Rank(1)), 0);
             assert!(taking.load(Ordering::Relaxed), "the second put overtook the first wait");
         });
         std::thread::sleep(Duration::from_millis(50));
         taking.store(true, Ordering::Relaxed);
-        for channel in [0, 0, 1] {
-            host.run(1, Signal::Wait(Rank(0)), channel);
+        for slot in [0, 0, 1] {
+            host.run(1, Signal::Wait(Rank(0)), slot);
         }
     });
     assert!(host.is_well());
@@ -114,20 +114,20 @@ fn a_rank_may_signal_itself() {
     assert!(host.is_well());
 }
 
-/// Barriers on two channels at the same time, as on two streams; ranks run ahead and fall behind.
+/// Barriers in two slots at the same time, as on two streams; ranks run ahead and fall behind.
 fn barriers(n: usize, rounds: u32) {
     let host = &Host::new(n, PATIENCE);
     let arrived: &Vec<[AtomicU32; 2]> = &(0..n).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         for me in 0..n {
-            for (stream, channel) in [(0, 0), (1, 5)] {
+            for (stream, slot) in [(0, 0), (1, 5)] {
                 scope.spawn(move || {
                     for round in 1..=rounds {
                         if (round as usize * 7 + me * 3 + stream).is_multiple_of(11) {
                             std::thread::sleep(Duration::from_millis(2));
                         }
                         arrived[me][stream].store(round, Ordering::Relaxed);
-                        host.run(me, Signal::Barrier, channel);
+                        host.run(me, Signal::Barrier, slot);
                         for (peer, arrived) in arrived.iter().enumerate() {
                             let seen = arrived[stream].load(Ordering::Relaxed);
                             assert!(seen == round || seen == round + 1, "rank {me} left barrier {round}, rank {peer} is in {seen}, of {n}");
@@ -162,7 +162,7 @@ fn barriers_of_eight_ranks() {
 
 /// Other kernels swap the words by compare-exchange.
 #[test]
-fn a_channel_is_shared_with_whoever_swaps_its_words() {
+fn a_slot_is_shared_with_whoever_swaps_its_words() {
     let host = &Host::new(2, PATIENCE);
     let swap = |word: &AtomicU32, from: u32| {
         let begun = Instant::now();
@@ -190,9 +190,9 @@ fn a_channel_is_shared_with_whoever_swaps_its_words() {
 }
 
 /// Runs `signal` of each of `ranks`; what each reported.
-fn give_up(host: &Host, ranks: &[usize], signal: Signal, channel: u32) -> Vec<Option<GaveUp>> {
+fn give_up(host: &Host, ranks: &[usize], signal: Signal, slot: u32) -> Vec<Option<GaveUp>> {
     let begun = Instant::now();
-    std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, channel)))));
+    std::thread::scope(|scope| ranks.iter().for_each(|&me| drop(scope.spawn(move || host.run(me, signal, slot)))));
     assert!(begun.elapsed() >= host.timeout && begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
     for &me in ranks {
         assert_eq!(host.reports[me][1].load(Ordering::Relaxed), host.timeout.as_millis() as u32);

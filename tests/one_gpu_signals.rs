@@ -16,7 +16,7 @@ use symm::mem::shm::Segment;
 use symm::rank::Rank;
 use symm::window::signal_cuda::Signals;
 
-const CHANNELS: usize = 16;
+const SLOTS: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Member {
@@ -52,8 +52,8 @@ fn members(n: u32) -> Vec<Member> {
         let control = Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), identities, 1));
         control.segment().reserve(0, control.layout().control_bytes(), format_args!("a test")).unwrap();
         let signals = Signals::new(&control, 0).unwrap();
-        let pad = signals.table(&vec![0xFF; CHANNELS * 4 * n as usize]).unwrap();
-        signals.clear(pad.address(), CHANNELS * 4 * n as usize).unwrap();
+        let pad = signals.table(&vec![0xFF; SLOTS * 4 * n as usize]).unwrap();
+        signals.clear(pad.address(), SLOTS * 4 * n as usize).unwrap();
         let (shown, seen) = (signals.table(&[0]).unwrap(), signals.table(&vec![0; n as usize]).unwrap());
         Member { signals, stream: OwnStream::new().unwrap(), pad, shown, seen, control }
     };
@@ -83,7 +83,7 @@ fn check_seen(members: &[Member], byte: u8) {
         let n = members.len();
         assert_eq!(member.read(member.seen.address(), n), vec![byte; n], "rank {rank} of {n}");
         assert_eq!(member.signals.failure(), None, "rank {rank} of {n}");
-        assert_eq!(member.read(member.pad.address(), CHANNELS * 4 * n), vec![0; CHANNELS * 4 * n], "pad of rank {rank} of {n}");
+        assert_eq!(member.read(member.pad.address(), SLOTS * 4 * n), vec![0; SLOTS * 4 * n], "pad of rank {rank} of {n}");
     }
 }
 
@@ -168,8 +168,8 @@ fn signals_order_streams_and_replay() {
 /// With nothing behind a barrier in its queue, so that any number of ranks may share one.
 fn one_barrier_at_a_time(n: u32) {
     let members = members(n);
-    for channel in 0..CHANNELS as u32 {
-        members.iter().for_each(|member| member.signals.barrier(&pads(&members), channel, PATIENCE, member.raw()).unwrap());
+    for slot in 0..SLOTS as u32 {
+        members.iter().for_each(|member| member.signals.barrier(&pads(&members), slot, PATIENCE, member.raw()).unwrap());
         members.iter().for_each(|member| member.stream.stream().synchronize().unwrap());
     }
     check_seen(&members, 0);

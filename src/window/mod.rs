@@ -176,7 +176,7 @@ impl SymmetricWindow {
         segment.is_some_and(|(id, _)| id == self.segment)
     }
 
-    /// The channel and the limit of a signal, if both are sound and nothing has failed.
+    /// Slot of torch's `channel`, and the limit of a signal, if both are sound and nothing has failed.
     fn checked(&self, channel: i32, timeout: Option<Duration>) -> Result<(u32, Duration)> {
         self.check_process()?;
         if let Some(error) = self.failure() {
@@ -186,8 +186,8 @@ impl SymmetricWindow {
         if self.control.absence(self.rank()).is_some() {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
-        let channel = SignalPads::check_channel(channel, self.pad.bytes, self.control.size())?;
-        Ok((channel, timeout.unwrap_or(self.timeout)))
+        let slot = SignalPads::slot(channel, self.pad.bytes, self.control.size())?;
+        Ok((slot, timeout.unwrap_or(self.timeout)))
     }
 
     fn on_host(&self) -> SignalPads<'_> {
@@ -199,28 +199,28 @@ impl SymmetricWindow {
     /// missing; the group goes on, the channel is as the ranks left it. On a GPU it is enqueued on `stream`, its failure fails the group,
     /// and a later call tells.
     pub fn barrier(&self, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
-        let (channel, timeout) = self.checked(channel, timeout)?;
+        let (slot, timeout) = self.checked(channel, timeout)?;
         match self.gpu_on(stream) {
-            Some(signals) => signals.barrier(&self.pads, channel, timeout, stream),
-            None => self.on_host().barrier(channel, timeout),
+            Some(signals) => signals.barrier(&self.pads, slot, timeout, stream),
+            None => self.on_host().barrier(slot, timeout),
         }
     }
 
     /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
     pub fn put_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
-        let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
+        let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {
-            Some(signals) => signals.put(&self.pads, peer, channel, timeout, stream),
-            None => self.on_host().put(peer, channel, timeout),
+            Some(signals) => signals.put(&self.pads, peer, slot, timeout, stream),
+            None => self.on_host().put(peer, slot, timeout),
         }
     }
 
     /// Clears the word of `peer` on `channel` in this rank's pad, once it is set.
     pub fn wait_signal(&self, peer: i32, channel: i32, timeout: Option<Duration>, stream: usize) -> Result<()> {
-        let (peer, (channel, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
+        let (peer, (slot, timeout)) = (self.peer(peer)?, self.checked(channel, timeout)?);
         match self.gpu_on(stream) {
-            Some(signals) => signals.wait(&self.pads, peer, channel, timeout, stream),
-            None => self.on_host().wait(peer, channel, timeout),
+            Some(signals) => signals.wait(&self.pads, peer, slot, timeout, stream),
+            None => self.on_host().wait(peer, slot, timeout),
         }
     }
 

@@ -25,13 +25,13 @@ use std::time::Duration;
 
 /// File and name of the kernel.
 const PROGRAM: (&str, &str) = ("signal/signal", "signal");
-/// A warp: a lane for each peer.
+/// A warp: a thread for each peer.
 const THREADS: u32 = 32;
 
 /// Signals between the GPUs of a group, through pads that all of them have mapped. One per group and device.
 ///
-/// A pad holds, zeroed at first, a word for each channel and rank that signals: `channel * ranks + source`. Of a channel and direction
-/// one signal is under way at a time: two puts to one rank on one channel, or two waits for one, must follow each other.
+/// A pad holds, zeroed at first, a word for each slot and rank that signals: `slot * ranks + source`. Of a slot and direction
+/// one signal is under way at a time: two puts to one rank in one slot, or two waits for one, must follow each other.
 pub struct Signals {
     control: Arc<ControlBlock>,
     kernel: Kernel,
@@ -76,21 +76,21 @@ impl Signals {
         Ok(Self { control: Arc::clone(control), kernel, enqueued: Mutex::default(), held: ManuallyDrop::new(held), device })
     }
 
-    /// Enqueues a signal to `peer`; it is sent once `peer` has taken the last one of this channel. All that `stream` was given before is
+    /// Enqueues a signal to `peer`; it is sent once `peer` has taken the last one in this slot. All that `stream` was given before is
     /// visible after the wait that takes it. `pads`: of each rank, where this rank's GPU has it mapped.
-    pub fn put(&self, pads: &[u64], peer: Rank, channel: u32, timeout: Duration, stream: usize) -> Result<()> {
-        self.launch(Signal::Put(peer), pads, channel, timeout, stream)
+    pub fn put(&self, pads: &[u64], peer: Rank, slot: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Put(peer), pads, slot, timeout, stream)
     }
 
     /// Makes `stream` wait for a signal of `peer`, and takes it.
-    pub fn wait(&self, pads: &[u64], peer: Rank, channel: u32, timeout: Duration, stream: usize) -> Result<()> {
-        self.launch(Signal::Wait(peer), pads, channel, timeout, stream)
+    pub fn wait(&self, pads: &[u64], peer: Rank, slot: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Wait(peer), pads, slot, timeout, stream)
     }
 
-    /// Makes `stream` wait until every rank's stream has come to its barrier of this channel. What any of them was given before is visible
+    /// Makes `stream` wait until every rank's stream has come to its barrier in this slot. What any of them was given before is visible
     /// after it.
-    pub fn barrier(&self, pads: &[u64], channel: u32, timeout: Duration, stream: usize) -> Result<()> {
-        self.launch(Signal::Barrier, pads, channel, timeout, stream)
+    pub fn barrier(&self, pads: &[u64], slot: u32, timeout: Duration, stream: usize) -> Result<()> {
+        self.launch(Signal::Barrier, pads, slot, timeout, stream)
     }
 
     fn enqueued(&self) -> MutexGuard<'_, Enqueued> {
@@ -98,7 +98,7 @@ impl Signals {
         self.enqueued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn launch(&self, signal: Signal, pads: &[u64], channel: u32, timeout: Duration, stream: usize) -> Result<()> {
+    fn launch(&self, signal: Signal, pads: &[u64], slot: u32, timeout: Duration, stream: usize) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
         }
@@ -107,7 +107,7 @@ impl Signals {
             return Err(Error::internal(format!("{} signal pads for the {n} ranks of group \"{name}\"", pads.len())));
         }
         let (stop, report) = (self.held.stop.device(), self.held.report.device());
-        let place = SignalEnds { me: self.control.rank(), pads, channel, timeout, stop, report };
+        let place = SignalEnds { me: self.control.rank(), pads, slot, timeout, stop, report };
         let Some(args) = signal.args(&place)? else { return Ok(()) };
         let stream = Stream(stream);
         let _entered = self.device.enter()?;

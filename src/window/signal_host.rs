@@ -14,7 +14,7 @@ const SET: u32 = 1;
 
 /// The signal pads of all ranks, as one of them has mapped them.
 ///
-/// Word `channel * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write
+/// Word `slot * n + source` of a rank's pad is set by `source` and cleared by the pad's owner: two writers, but never two who may write
 /// at once, since each waits for the other's value first. What a rank wrote before it set a word is visible to whoever saw it set.
 #[derive(Clone, Copy, Debug)]
 pub struct SignalPads<'a> {
@@ -36,48 +36,49 @@ impl<'a> SignalPads<'a> {
         Self { control, pads, bytes }
     }
 
-    /// Checks that a pad of `bytes` has `channel`, in a group of `n`.
-    pub fn check_channel(channel: i32, bytes: usize, n: usize) -> Result<u32> {
-        let channels = bytes / Self::WORD / n;
-        u32::try_from(channel).ok().filter(|&channel| (channel as usize) < channels).ok_or_else(|| {
-            Error::value(format!("channel {channel} does not exist: a signal pad of {bytes} bytes has {channels} for {n} ranks"))
+    /// Slot of torch's `channel`, if a pad of `bytes` has it in a group of `n`.
+    pub fn slot(channel: i32, bytes: usize, n: usize) -> Result<u32> {
+        let slots = bytes / Self::WORD / n;
+        let slot = u32::try_from(channel).ok().filter(|&slot| (slot as usize) < slots);
+        slot.ok_or_else(|| {
+            Error::value(format!("channel {channel} does not exist: a signal pad of {bytes} bytes has {slots} for {n} ranks"))
         })
     }
 
     /// The word that `source` sets in the pad of `owner`.
-    fn word(&self, owner: Rank, channel: u32, source: Rank) -> &AtomicU32 {
-        let index = channel as usize * self.control.size() + source.index();
-        assert!((index + 1) * Self::WORD <= self.bytes, "channel {channel} leaves the pad");
+    fn word(&self, owner: Rank, slot: u32, source: Rank) -> &AtomicU32 {
+        let index = slot as usize * self.control.size() + source.index();
+        assert!((index + 1) * Self::WORD <= self.bytes, "slot {slot} leaves the pad");
         // SAFETY: within the pad (checked above), which is mapped, aligned and accessed atomically by the promise of `new`.
         unsafe { &*(self.pads[owner.index()] as *const AtomicU32).add(index) }
     }
 
     /// Sets this rank's word in the pad of `peer` once it is clear.
-    pub fn put(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
-        let word = self.word(peer, channel, self.control.rank());
-        self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", channel))?;
+    pub fn put(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
+        let word = self.word(peer, slot, self.control.rank());
+        self.await_value(peer, word, CLEAR, &Limit::from_first_wait(timeout), &|| self.about("put_signal", slot))?;
         self.set(word, peer);
         Ok(())
     }
 
     /// Clears the word of `peer` in this rank's pad once it is set.
-    pub fn wait(&self, peer: Rank, channel: u32, timeout: Duration) -> Result<()> {
-        let word = self.word(self.control.rank(), channel, peer);
-        self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", channel))?;
+    pub fn wait(&self, peer: Rank, slot: u32, timeout: Duration) -> Result<()> {
+        let word = self.word(self.control.rank(), slot, peer);
+        self.await_value(peer, word, SET, &Limit::from_first_wait(timeout), &|| self.about("wait_signal", slot))?;
         self.clear(word, peer);
         Ok(())
     }
 
-    /// Returns once all ranks have called it on this channel; what they wrote before is visible then.
-    pub fn barrier(&self, channel: u32, timeout: Duration) -> Result<()> {
+    /// Returns once all ranks have called it with this slot; what they wrote before is visible then.
+    pub fn barrier(&self, slot: u32, timeout: Duration) -> Result<()> {
         self.control.enter_barrier();
-        let met = meet(&Channel { pads: self, channel, limit: Limit::from_first_wait(timeout) });
+        let met = meet(&SlotWords { pads: self, slot, limit: Limit::from_first_wait(timeout) });
         self.control.leave_barrier(met.is_ok());
         met
     }
 
-    fn about(&self, what: &str, channel: u32) -> String {
-        format!("{what} on channel {channel} of symmetric memory of group \"{}\"", self.control.name())
+    fn about(&self, what: &str, slot: u32) -> String {
+        format!("{what} on channel {slot} of symmetric memory of group \"{}\"", self.control.name())
     }
 
     fn set(&self, word: &AtomicU32, peer: Rank) {
@@ -107,7 +108,7 @@ impl<'a> SignalPads<'a> {
     }
 }
 
-/// Words of one channel of the pads, as a barrier needs them. They are a trait, so that loom can stand in for the hardware
+/// Words of one slot of the pads, as a barrier needs them. They are a trait, so that loom can stand in for the hardware
 /// (`tests/loom.rs`).
 pub trait Words {
     /// Word of a pad.
@@ -141,14 +142,14 @@ pub fn meet(words: &impl Words) -> Result<()> {
     Ok(())
 }
 
-/// Channel during one barrier.
-struct Channel<'a> {
+/// Words of a slot during one barrier.
+struct SlotWords<'a> {
     pads: &'a SignalPads<'a>,
-    channel: u32,
+    slot: u32,
     limit: Limit,
 }
 
-impl Words for Channel<'_> {
+impl Words for SlotWords<'_> {
     type Word = AtomicU32;
 
     fn peers(&self) -> impl Iterator<Item = Rank> {
@@ -156,15 +157,15 @@ impl Words for Channel<'_> {
     }
 
     fn outward(&self, peer: Rank) -> &AtomicU32 {
-        self.pads.word(peer, self.channel, self.pads.control.rank())
+        self.pads.word(peer, self.slot, self.pads.control.rank())
     }
 
     fn inward(&self, peer: Rank) -> &AtomicU32 {
-        self.pads.word(self.pads.control.rank(), self.channel, peer)
+        self.pads.word(self.pads.control.rank(), self.slot, peer)
     }
 
     fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
-        self.pads.control.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.channel), missing)
+        self.pads.control.wait_alone(&self.limit, &|| self.pads.about("a barrier", self.slot), missing)
     }
 
     fn wake(&self) {
@@ -230,11 +231,11 @@ mod tests {
         let counts = [AtomicU64::new(0), AtomicU64::new(0)];
         let pads = with_ranks(4, |pads, _| {
             for round in 1..=300u64 {
-                // Two channels in turn.
-                let channel = (round % 2) as u32;
-                let (count, calls) = (&counts[channel as usize], round.div_ceil(2));
+                // Two slots in turn.
+                let slot = (round % 2) as u32;
+                let (count, calls) = (&counts[slot as usize], round.div_ceil(2));
                 count.fetch_add(1, Ordering::Relaxed);
-                pads.barrier(channel, LONG).expect("all come");
+                pads.barrier(slot, LONG).expect("all come");
                 assert!(count.load(Ordering::Relaxed) >= 4 * calls, "round {round}");
             }
         });
@@ -309,10 +310,10 @@ mod tests {
     }
 
     #[test]
-    fn each_channel_has_a_word_of_each_source() {
+    fn each_slot_has_a_word_of_each_source() {
         alone(|[zero, _, _], _| {
-            let index = |channel, source| {
-                let word: *const AtomicU32 = zero.word(Rank(1), channel, Rank(source));
+            let index = |slot, source| {
+                let word: *const AtomicU32 = zero.word(Rank(1), slot, Rank(source));
                 (word as u64 - zero.pads[1]) as usize / SignalPads::WORD
             };
             assert_eq!([index(0, 0), index(0, 2), index(1, 0), index(5, 1)], [0, 2, 3, 16]);
@@ -320,10 +321,10 @@ mod tests {
     }
 
     #[test]
-    fn channels_are_counted() {
-        assert_eq!(SignalPads::check_channel(7, 64, 2), Ok(7));
+    fn slots_are_counted() {
+        assert_eq!(SignalPads::slot(7, 64, 2), Ok(7));
         for channel in [-1, 8] {
-            let error = SignalPads::check_channel(channel, 64, 2).expect_err("no such channel");
+            let error = SignalPads::slot(channel, 64, 2).expect_err("no such channel");
             assert!(error.kind == Kind::Value && error.message.contains("has 8 for 2 ranks"), "{error}");
         }
     }

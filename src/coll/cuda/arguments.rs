@@ -245,10 +245,10 @@ pub struct Signal {
     pub stop: u64,
     /// Two words of host memory.
     pub report: u64,
-    /// Nanoseconds that a lane waits.
+    /// Nanoseconds that a thread waits.
     pub timeout: u64,
-    /// Index of the channel's first word in a pad.
-    pub channel: u32,
+    /// Index of the slot's first word in a pad.
+    pub slot: u32,
     /// Record that is reported, with a bit for each peer that has not come.
     pub record: u32,
     /// A bit for each peer that is sent a signal.

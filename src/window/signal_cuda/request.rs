@@ -6,7 +6,7 @@ use crate::rank::Rank;
 use std::fmt;
 use std::time::Duration;
 
-/// Signal that a rank sends, waits for, or both, on a channel.
+/// Signal that a rank sends, waits for, or both, in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// Sends a signal to a rank, once that has taken the last one.
@@ -24,8 +24,8 @@ pub struct SignalEnds<'a> {
     pub me: Rank,
     /// Pad of each rank, as mapped here.
     pub pads: &'a [u64],
-    /// Channel: signals of one channel belong together.
-    pub channel: u32,
+    /// Slot in the pads, torch's `channel`: signals of one slot belong together.
+    pub slot: u32,
     /// Time that a kernel waits.
     pub timeout: Duration,
     /// Address on the GPU of a word that is not 0 once the group has failed.
@@ -36,9 +36,9 @@ pub struct SignalEnds<'a> {
 
 /// Length of a report: a [`GaveUp`], and the milliseconds that were waited.
 pub const REPORT_WORDS: usize = 2;
-/// Channels that fit into a report.
-const CHANNELS: u32 = 1 << (KIND_BIT - CHANNEL_BIT);
-const CHANNEL_BIT: u32 = MAX_PEERS as u32;
+/// Slots that fit into a report.
+const SLOTS: u32 = 1 << (KIND_BIT - SLOT_BIT);
+const SLOT_BIT: u32 = MAX_PEERS as u32;
 const KIND_BIT: u32 = 30;
 /// A report of nobody: kernels that wait end.
 pub(super) const CLOSED: u32 = 1;
@@ -50,8 +50,8 @@ impl Signal {
         if n > MAX_PEERS {
             return Err(Error::value(format!("{n} ranks cannot signal each other between GPUs; {MAX_PEERS} is the most")));
         }
-        if place.channel >= CHANNELS {
-            return Err(Error::value(format!("channel {} is out of range; the last one is {}", place.channel, CHANNELS - 1)));
+        if place.slot >= SLOTS {
+            return Err(Error::value(format!("channel {} is out of range; the last one is {}", place.slot, SLOTS - 1)));
         }
         let bit = |rank: Rank| if rank.index() < n { Ok(1 << rank.0) } else { Err(out_of_range(rank, n)) };
         let everybody = (1u32 << n) - 1;
@@ -67,8 +67,8 @@ impl Signal {
             stop: place.stop,
             report: place.report,
             timeout: u64::try_from(place.timeout.as_nanos()).unwrap_or(u64::MAX),
-            channel: place.channel * n as u32,
-            record: kind << KIND_BIT | place.channel << CHANNEL_BIT,
+            slot: place.slot * n as u32,
+            record: kind << KIND_BIT | place.slot << SLOT_BIT,
             put,
             wait,
         }))
@@ -83,7 +83,7 @@ fn out_of_range(rank: Rank, n: usize) -> Error {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GaveUp {
     name: &'static str,
-    channel: u32,
+    slot: u32,
     /// Ranks whose signal did not come, or who did not take the last one.
     pub missing: Vec<Rank>,
 }
@@ -98,13 +98,13 @@ impl GaveUp {
             _ => return None,
         };
         let missing = (0..MAX_PEERS as u32).filter(|rank| word >> rank & 1 != 0).map(Rank).collect();
-        Some(Self { name, channel: word >> CHANNEL_BIT & (CHANNELS - 1), missing })
+        Some(Self { name, slot: word >> SLOT_BIT & (SLOTS - 1), missing })
     }
 }
 
 impl fmt::Display for GaveUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on channel {}", self.name, self.channel)
+        write!(f, "{} on channel {}", self.name, self.slot)
     }
 }
 
@@ -112,8 +112,8 @@ impl fmt::Display for GaveUp {
 mod tests {
     use super::*;
 
-    fn place(pads: &[u64], channel: u32) -> SignalEnds<'_> {
-        SignalEnds { me: Rank(1), pads, channel, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
+    fn place(pads: &[u64], slot: u32) -> SignalEnds<'_> {
+        SignalEnds { me: Rank(1), pads, slot, timeout: Duration::from_millis(1500), stop: 7, report: 9 }
     }
 
     #[test]
@@ -121,7 +121,7 @@ mod tests {
         let pads = [10, 20, 30];
         let args = |signal: Signal| signal.args(&place(&pads, 5)).expect("valid").expect("something to do");
         let put = args(Signal::Put(Rank(2)));
-        assert_eq!((put.put, put.wait, put.channel, put.timeout), (0b100, 0, 15, 1_500_000_000));
+        assert_eq!((put.put, put.wait, put.slot, put.timeout), (0b100, 0, 15, 1_500_000_000));
         assert_eq!((&put.pads[..4], put.stop, put.report), (&[10, 20, 30, 0][..], 7, 9));
         let wait = args(Signal::Wait(Rank(0)));
         assert_eq!((wait.put, wait.wait), (0, 1));
@@ -138,21 +138,21 @@ mod tests {
 
     #[test]
     fn what_is_out_of_range_is_refused_by_name() {
-        let refused = |signal: Signal, pads: &[u64], channel| signal.args(&place(pads, channel)).expect_err("out of range").message;
+        let refused = |signal: Signal, pads: &[u64], slot| signal.args(&place(pads, slot)).expect_err("out of range").message;
         assert_eq!(refused(Signal::Barrier, &[1; 9], 0), "9 ranks cannot signal each other between GPUs; 8 is the most");
         assert_eq!(refused(Signal::Put(Rank(3)), &[1; 3], 0), "rank 3 is outside the group of 3 ranks");
         assert_eq!(refused(Signal::Wait(Rank(40)), &[1; 3], 0), "rank 40 is outside the group of 3 ranks");
-        assert_eq!(refused(Signal::Barrier, &[1; 2], CHANNELS), "channel 4194304 is out of range; the last one is 4194303");
+        assert_eq!(refused(Signal::Barrier, &[1; 2], SLOTS), "channel 4194304 is out of range; the last one is 4194303");
     }
 
     #[test]
     fn a_report_is_read_as_it_was_prepared() {
         for (signal, name) in [(Signal::Put(Rank(0)), "put_signal"), (Signal::Wait(Rank(0)), "wait_signal"), (Signal::Barrier, "barrier")] {
-            for channel in [0, 77, CHANNELS - 1] {
-                let args = signal.args(&place(&[1; 8], channel)).expect("valid").expect("something to do");
+            for slot in [0, 77, SLOTS - 1] {
+                let args = signal.args(&place(&[1; 8], slot)).expect("valid").expect("something to do");
                 let gave_up = GaveUp::read(args.record | 0b1000_0100).expect("a report");
-                assert_eq!(gave_up, GaveUp { name, channel, missing: vec![Rank(2), Rank(7)] });
-                assert_eq!(gave_up.to_string(), format!("{name} on channel {channel}"));
+                assert_eq!(gave_up, GaveUp { name, slot, missing: vec![Rank(2), Rank(7)] });
+                assert_eq!(gave_up.to_string(), format!("{name} on channel {slot}"));
             }
         }
         assert_eq!((GaveUp::read(0), GaveUp::read(CLOSED)), (None, None));

@@ -17,8 +17,8 @@ struct SignalArgs {
   u32* report;
   // Nanoseconds that a thread waits, in all.
   u64 timeout;
-  // Index of the channel's first word in a pad; the channel has one word for each rank that signals.
-  u32 channel;
+  // Index of the slot's first word in a pad; the slot has one word for each rank that signals.
+  u32 slot;
   // Record that is reported, together with a bit for each peer that has not come.
   u32 record;
   // Masks with a bit for each peer that is sent a signal, and for each whose signal is waited for.
@@ -37,8 +37,8 @@ KERNEL(signal, SignalArgs) {
   const u32 peer = thread();
   const bool puts = peer < WORLD && (args.put >> peer & 1) != 0;
   const bool waits = peer < WORLD && (args.wait >> peer & 1) != 0;
-  u32* const out = puts ? args.pad[peer] + args.channel + RANK : nullptr;
-  u32* const in = waits ? args.pad[RANK] + args.channel + peer : nullptr;
+  u32* const out = puts ? args.pad[peer] + args.slot + RANK : nullptr;
+  u32* const in = waits ? args.pad[RANK] + args.slot + peer : nullptr;
   Step step = puts ? Step::PUT : waits ? Step::WAIT : Step::DONE;
   // step 2: load the word that comes first; the load is on its way while the fence waits
   u32 seen = step == Step::DONE ? 0 : load_relaxed(puts ? out : in);
