@@ -8,12 +8,12 @@
 // The result has the same bits on all ranks: all four of a quad compute the same partial sum, and all eight combine the same two in the
 // same order. These bits are not those of a sum in rank order, because each quad's sum is rounded.
 //
-// Two buffers suffice (low_latency.cuh) because a block that ends a round knows that the same block of all ranks has begun it:
+// Two buffers suffice (low_latency.cuh) because a block that ends an epoch knows that the same block of all ranks has begun it:
 // - Its quad's units came from the quad itself.
-// - Its relay's partial sum was sent by a thread that had units of all of the relay's quad, who send none before they begin the round.
-// - Every block sends at least one unit in either phase of every round, data or not.
-// So these rounds may alternate with those of any other kernel on the same lines, in which all ranks receive from all: both count the same
-// epochs. The two phases share a round: what a rank sends lies at its own index, and it sends to its quad in the first phase only and to
+// - Its relay's partial sum was sent by a thread that had units of all of the relay's quad, who send none before they begin the epoch.
+// - Every block sends at least one unit in either phase of every epoch, data or not.
+// So these epochs may alternate with those of any other kernel on the same lines, in which all ranks receive from all: both count
+// the same. The two phases share an epoch: what a rank sends lies at its own index, and it sends to its quad in the first phase only and to
 // its relay in the second only, so no line is written twice.
 #include "low_latency.cuh"
 #include "types.cuh"
@@ -61,7 +61,7 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   LowLatencySession session(args.common, args.ll);
   session.begin();
   const u64 pass = (u64)blocks() * args.ll.units * 16;
-  // step 2: repeat steps 3 to 6 in rounds of what all blocks together carry
+  // step 2: repeat steps 3 to 6 in epochs of what all blocks together carry
   for (u64 done = 0; done < args.bytes; done += pass) {
     if (done > 0) {
       session.next_epoch();

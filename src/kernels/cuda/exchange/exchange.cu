@@ -1,7 +1,7 @@
 // Exchange of messages between all ranks: every collective that moves bytes unchanged, and sends and receives.
 //
 // A short message travels on LL lines, a long one through staging; only its two ends know its length. How many blocks serve which
-// protocol is the same on all ranks, so that every block finds its counterpart. A barrier is a round of LL lines without data.
+// protocol is the same on all ranks, so that every block finds its counterpart. A barrier is an epoch of LL lines without data.
 // In a zero-copy call a long message goes straight into the receiver's tensor if that is symmetric memory.
 #include "direct.cuh"
 #include "zero_copy.cuh"
@@ -83,8 +83,8 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
 }
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges the words of the handshake and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `lanes` 0 if
-// nothing is left for staging. Returns false if some rank did not come: nothing was moved then.
+// Exchanges handshake words and moves what goes straight from tensor to tensor, which is no longer in `to` and `from` then. Makes `lanes`
+// 0 if nothing is left for staging. Returns false if some rank did not come: nothing was moved then.
 DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32& to, u32& from, u32& lanes) {
   const Handshake& handshake = args.handshake;
   // step 1: tell each peer how much of its message has room, and where it goes
@@ -170,11 +170,11 @@ KERNEL(exchange, ExchangeArgs) {
   if (lane >= lanes) {
     // This block serves LL lines alone.
   } else if (role == 0) {
-    Stage stage(args.common, args.staging, lane);
-    send_pieces(stage, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
+    SendSession sender(args.common, args.staging, lane);
+    send_pieces(sender, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
   } else if (role == 1) {
-    Stage stage(args.common, args.staging, lane);
-    take_pieces(stage, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut<ChunkOfMessage>{args.to, args.bytes});
+    ReceiveSession receiver(args.common, args.staging, lane);
+    receive_pieces(receiver, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut<ChunkOfMessage>{args.to, args.bytes});
   } else {
     keep_own(args, lane, lanes);
   }

@@ -17,7 +17,7 @@ struct LowLatency {
   // Offsets in the channel of the blocks' epochs, and of the lines: [block][parity][source][unit], two lines each.
   u64 epochs;
   u64 lines;
-  // Units of one message that one block carries in a round, and that have space in its buffer.
+  // Units of one message that one block carries in an epoch, and that have space in its buffer.
   u32 units;
 };
 

@@ -12,17 +12,14 @@ struct Outgoing {
 
 // Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way.
 template <typename ChunkOf, typename Lift>
-DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
-  // step 1: load the counts of the last call, find the number of chunks
-  u32* counts = stage.words(RANK)->sent;
-  u32 sent[WORLD], credit[WORLD];
-  stage.load_counts(counts, sent);
-  stage.load_credit(credit);
+DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
+  // step 1: begin where the last call ended, find the number of chunks
+  session.begin();
   u32 chunk[WORLD];
   u64 steps = 0;
   for_each_peer([&](u32 r) {
     chunk[r] = chunk_of(out.bytes[r]);
-    steps = to >> r & 1 ? larger(steps, stage.chunks(out.bytes[r], chunk[r])) : steps;
+    steps = to >> r & 1 ? larger(steps, session.chunks(out.bytes[r], chunk[r])) : steps;
   });
   // step 2: send chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
@@ -33,13 +30,13 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
     Unit* slot[WORLD];
     for_each_peer([&](u32 r) {
       // step 2a: find each peer's slot, wait until it has read what lay there
-      units[r] = to >> r & 1 ? (u32)units_of(stage.length(out.bytes[r], step, chunk[r])) : 0;
-      start[r] = ChunkOf::start(stage.index(step), chunk[r]);
-      slot[r] = stage.slot(r, RANK, sent[r]);
+      units[r] = to >> r & 1 ? (u32)units_of(session.length(out.bytes[r], step, chunk[r])) : 0;
+      start[r] = ChunkOf::start(session.index(step), chunk[r]);
+      slot[r] = session.slot(r);
       longest = units[r] > longest ? units[r] : longest;
       if (units[r] > 0) {
         peers |= 1u << r;
-        stage.await_credit(r, sent[r], credit[r]);
+        session.await_credit(r);
       }
     });
     // step 2b: write the units into the slots
@@ -89,30 +86,27 @@ DEVICE void send_pieces(Stage& stage, const Outgoing& out, u32 to, ChunkOf chunk
         }
       }
     }
-    // step 2c: announce the chunk
+    // step 2c: tell the peers that the chunk is there
     sync_block();
-    stage.announce(sent, peers);
-    advance(sent, peers);
+    session.send(peers);
   }
   // step 3: save the counts for the next call; a call that sent nothing leaves them to the sends that run beside it
   if (steps > 0) {
-    stage.save_counts(counts, sent);
+    session.end();
   }
 }
 
 // Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
 // `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`.
 template <typename ChunkOf, typename Take>
-DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
-  // step 1: load the counts of the last call, find the number of chunks
-  u32* counts = stage.words(RANK)->taken;
-  u32 taken[WORLD];
-  stage.load_counts(counts, taken);
+DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
+  // step 1: begin where the last call ended, find the number of chunks
+  session.begin();
   u32 chunk[WORLD];
   u64 steps = 0;
   for_each_peer([&](u32 r) {
     chunk[r] = chunk_of(bytes[r]);
-    steps = from >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps;
+    steps = from >> r & 1 ? larger(steps, session.chunks(bytes[r], chunk[r])) : steps;
   });
   // step 2: receive chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
@@ -121,29 +115,28 @@ DEVICE void take_pieces(Stage& stage, const u64* bytes, u32 from, ChunkOf chunk_
     typename ChunkOf::Start start[WORLD];
     const Unit* slot[WORLD];
     for_each_peer([&](u32 r) {
-      units[r] = from >> r & 1 ? (u32)units_of(stage.length(bytes[r], step, chunk[r])) : 0;
-      start[r] = ChunkOf::start(stage.index(step), chunk[r]);
-      slot[r] = stage.slot(RANK, r, taken[r]);
+      units[r] = from >> r & 1 ? (u32)units_of(session.length(bytes[r], step, chunk[r])) : 0;
+      start[r] = ChunkOf::start(session.index(step), chunk[r]);
+      slot[r] = session.slot(r);
       peers |= units[r] > 0 ? 1u << r : 0;
     });
     units[RANK] = 0;
     start[RANK] = 0;
     slot[RANK] = nullptr;
     // step 2a: wait until the chunk of every peer has arrived, and read it
-    stage.await_arrival(taken, peers);
+    session.receive(peers);
     take(start, units, slot);
     // step 2b: give the slots back to their senders
     sync_block();
-    stage.give_back(taken, peers);
-    advance(taken, peers);
+    session.release(peers);
   }
   // step 3: save the counts for the next call
   if (steps > 0) {
-    stage.save_counts(counts, taken);
+    session.end();
   }
 }
 
-// Reader for `take_pieces` that copies each message to a destination of its own.
+// Reader for `receive_pieces` that copies each message to a destination of its own.
 template <typename ChunkOf>
 struct CopyOut {
   u8* const* to;

@@ -46,8 +46,8 @@ DEVICE void scatter(const RsagStagedArgs& args, u32 lane, Lift lift) {
   pieces_of(args, start, out.bytes);
   for_each_rank([&](u32 r) { out.from[r] = args.from + start[r]; });
   out.same = 0;
-  Stage stage(args.common, args.scatter, lane);
-  send_pieces(stage, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
+  SendSession session(args.common, args.scatter, lane);
+  send_pieces(session, out, ~0u, ChunkOfCall{args.scatter.chunk_bytes}, lift);
 }
 
 // Destinations of results that go into tensors and not into slots: those of the ranks in `ranks`, a bit each, which begin at `at`.
@@ -60,17 +60,15 @@ struct Destinations {
 // `make(slot, unit, offset)` is the result of the unit at `offset` of the message, given the slots of the scatter stage.
 template <bool PLACED, typename Make>
 DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, const Destinations& destinations, Make make) {
-  // step 1: find this rank's piece, load the counts of the last call
+  // step 1: find this rank's piece, begin where the last call ended
   u64 start[WORLD], length[WORLD];
   pieces_of(args, start, length);
   const u64 own = start[RANK], bytes = length[RANK];
   const u32 staged = PLACED ? targets & ~destinations.ranks : targets;
-  Stage in(args.common, args.scatter, lane);
-  Stage out(args.common, args.gather, lane);
-  u32 taken[WORLD], sent[WORLD], credit[WORLD];
-  in.load_counts(in.words(RANK)->taken, taken);
-  out.load_counts(out.words(RANK)->sent, sent);
-  out.load_credit(credit);
+  ReceiveSession in(args.common, args.scatter, lane);
+  SendSession out(args.common, args.gather, lane);
+  in.begin();
+  out.begin();
   const u32 chunk = args.scatter.chunk_bytes;
   const u64 steps = in.chunks(bytes, chunk);
   // step 2: repeat steps 3 to 6 for every chunk of the piece
@@ -81,17 +79,17 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
     const Unit* slot[WORLD];
     Unit* to[WORLD];
     for_each_rank([&](u32 r) {
-      slot[r] = in.slot(RANK, r, taken[r]);
-      to[r] = out.slot(r, RANK, sent[r]);
+      slot[r] = in.slot(r);
+      to[r] = out.slot(r);
       if (PLACED && (destinations.ranks >> r & 1)) {
         to[r] = (Unit*)(destinations.at[r] + first);
       }
       if (staged >> r & 1) {
-        out.await_credit(r, sent[r], credit[r]);
+        out.await_credit(r);
       }
     });
     // step 4: wait for the chunk of every source
-    in.await_arrival(taken, sources);
+    in.receive(sources);
     // step 5: make each result, store it at every target and here
     for (u32 i = thread(); i < units; i += threads()) {
       const u64 offset = first + (u64)i * 16;
@@ -111,18 +109,17 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
         store_unit(args.to + offset, v, args.bytes - offset);
       }
     }
-    // step 6: give the read slots back, announce the results
+    // step 6: release the read slots, tell the targets that the results are there
     sync_block();
-    in.give_back(taken, sources);
-    out.announce(sent, staged);
-    advance(taken, sources);
-    advance(sent, staged);
+    in.release(sources);
+    out.send(staged);
   }
   // step 7: save the counts for the next call
-  in.save_counts(in.words(RANK)->taken, taken);
-  out.save_counts(out.words(RANK)->sent, sent);
+  in.end();
+  out.end();
 }
 
+// Role 1 without a handshake: every result goes through slots.
 template <typename Make>
 DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Make make) {
   gather_to<false>(args, lane, sources, targets, Destinations{}, make);
@@ -130,7 +127,6 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane, u32 sources, u32 target
 
 #ifdef SYMM_ZERO_COPY
 // Role 1 of a zero-copy call: results go straight into the tensors that its partners name in the handshake, the others through slots.
-// Role 1 without a handshake: every result goes through slots.
 template <typename Make>
 DEVICE void gather_zero_copy(const RsagStagedArgs& args, u32 lane, u32 sources, u32 targets, Partners partners, Make make) {
   // step 1: begin the handshake: partners say where their results go
@@ -164,6 +160,6 @@ DEVICE void gather(const RsagStagedArgs& args, u32 lane) {
   u8* to[WORLD];
   pieces_of(args, start, length);
   for_each_rank([&](u32 r) { to[r] = args.to + start[r]; });
-  Stage stage(args.common, args.gather, lane);
-  take_pieces(stage, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
+  ReceiveSession session(args.common, args.gather, lane);
+  receive_pieces(session, length, ~0u, ChunkOfCall{args.gather.chunk_bytes}, CopyOut<ChunkOfCall>{to, length});
 }

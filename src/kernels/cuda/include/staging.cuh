@@ -48,18 +48,18 @@ DEVICE Role role_of(u32 block, u32 roles) {
   return {lane, (block + lane) % roles};
 }
 
-// One stage of this block's lane.
+// One stage of this block's lane: where its words and slots are, and which chunks it carries.
 struct Stage {
   const Common& common;
   const Staging& staging;
   u32 lane;
-  Wait wait;
 
-  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane), wait(common) {}
+  DEVICE Stage(const Common& common, const Staging& staging, u32 lane) : common(common), staging(staging), lane(lane) {}
 
   DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
 
-  DEVICE Unit* slot(u32 at, u32 from, u32 number) const {
+  // Slot on rank `at` of the chunk `number` that rank `from` sends it.
+  DEVICE Unit* slot_of(u32 at, u32 from, u32 number) const {
     const u64 index = (u64)(lane * WORLD + from) * SLOTS + number % SLOTS;
     return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
   }
@@ -80,49 +80,6 @@ struct Stage {
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
 
-  // Returns once `peer` has read the chunk that lies where chunk `number` goes. Every thread waits for itself; `seen` is the credit that it
-  // saw last.
-  DEVICE void await_credit(u32 peer, u32 number, u32& seen) {
-    while ((int)(number - seen) >= (int)SLOTS) {
-      seen = load_relaxed(&words(RANK)->credit[peer]);
-      if ((int)(number - seen) >= (int)SLOTS && !wait.look_again(1u << peer)) {
-        return;
-      }
-    }
-  }
-
-  // Returns, to the whole block, once chunk `number[r]` of every rank r in `sources` has arrived.
-  DEVICE void await_arrival(const u32 (&number)[WORLD], u32 sources) {
-    const u32 r = thread();
-    if (r < WORLD) {
-      const u32 mine = of_thread(number);
-      const u32* arrived = &words(RANK)->arrived[r];
-      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && wait.look_again(1u << r)) {
-      }
-    }
-    sync_block();
-  }
-
-  // Tells the ranks in `peers` that what the block wrote into the slots of `number[r]` is there. A sync_block must precede it.
-  DEVICE void announce(const u32 (&number)[WORLD], u32 peers) const {
-    const u32 r = thread();
-    if (r < WORLD) {
-      fence_system();
-      if (peers >> r & 1) {
-        store_relaxed(&words(r)->arrived[RANK], of_thread(number) + 1);
-      }
-    }
-  }
-
-  // Tells the ranks in `peers` that what lay in the slots of `number[r]` has been read. A sync_block must precede it. It needs no fence:
-  // every thread has used what it loaded before it arrived there, and a store does not overtake a load that is complete.
-  DEVICE void give_back(const u32 (&number)[WORLD], u32 peers) const {
-    const u32 r = thread();
-    if (r < WORLD && (peers >> r & 1)) {
-      store_relaxed(&words(r)->credit[RANK], of_thread(number) + 1);
-    }
-  }
-
   // Entry of this thread, which serves the rank of its own number. The loop stands for an index, which registers cannot have.
   DEVICE static u32 of_thread(const u32 (&number)[WORLD]) {
     u32 mine = 0;
@@ -130,29 +87,108 @@ struct Stage {
     return mine;
   }
 
-  // Loads the credit that every peer has given.
-  DEVICE void load_credit(u32 (&credit)[WORLD]) const {
-    for_each_rank([&](u32 r) { credit[r] = load_relaxed(&words(RANK)->credit[r]); });
-  }
-
   // Loads the counts that the last call saved.
-  DEVICE void load_counts(const u32* counts, u32 (&number)[WORLD]) const {
+  DEVICE static void load_counts(const u32* counts, u32 (&number)[WORLD]) {
     for_each_rank([&](u32 r) { number[r] = counts[r]; });
   }
 
   // Saves the counts for the next call, once all threads of the block have loaded the old ones.
-  DEVICE void save_counts(u32* counts, const u32 (&number)[WORLD]) const {
+  DEVICE static void save_counts(u32* counts, const u32 (&number)[WORLD]) {
     sync_block();
     if (thread() == 0) {
       for_each_rank([&](u32 r) { counts[r] = number[r]; });
     }
   }
+
+  // Counts one chunk more for every rank in `peers`.
+  DEVICE static void advance(u32 (&number)[WORLD], u32 peers) {
+    for_each_rank([&](u32 r) { number[r] += peers >> r & 1; });
+  }
 };
 
-// Counts one chunk more for every rank in `peers`.
-DEVICE void advance(u32 (&number)[WORLD], u32 peers) {
-  for_each_rank([&](u32 r) { number[r] += peers >> r & 1; });
-}
+// Session of this block as the sender of a lane's stage: `begin`, for every chunk `await_credit`, write `slot` and `send`, then `end`.
+struct SendSession : Stage {
+  // Counts of the chunks sent to each rank, and of those that it has read, as this thread saw last.
+  u32 sent[WORLD];
+  u32 credit[WORLD];
+  Wait wait;
+
+  DEVICE SendSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
+
+  // Begins where the last call ended.
+  DEVICE void begin() {
+    load_counts(words(RANK)->sent, sent);
+    for_each_rank([&](u32 r) { credit[r] = load_relaxed(&words(RANK)->credit[r]); });
+  }
+
+  // Slot at `peer` of the next chunk for it.
+  DEVICE Unit* slot(u32 peer) const { return slot_of(peer, RANK, sent[peer]); }
+
+  // Returns once `peer` has read what lies in `slot(peer)`. Every thread waits for itself.
+  DEVICE void await_credit(u32 peer) {
+    while ((int)(sent[peer] - credit[peer]) >= (int)SLOTS) {
+      credit[peer] = load_relaxed(&words(RANK)->credit[peer]);
+      if ((int)(sent[peer] - credit[peer]) >= (int)SLOTS && !wait.look_again(1u << peer)) {
+        return;
+      }
+    }
+  }
+
+  // Tells the ranks in `peers` that what the block wrote into their slots is there. A sync_block must precede it.
+  DEVICE void send(u32 peers) {
+    const u32 r = thread();
+    if (r < WORLD) {
+      fence_system();
+      if (peers >> r & 1) {
+        store_relaxed(&words(r)->arrived[RANK], of_thread(sent) + 1);
+      }
+    }
+    advance(sent, peers);
+  }
+
+  // Saves the counts for the next call.
+  DEVICE void end() const { save_counts(words(RANK)->sent, sent); }
+};
+
+// Session of this block as the receiver of a lane's stage: `begin`, for every chunk `receive`, read `slot` and `release`, then `end`.
+struct ReceiveSession : Stage {
+  // Counts of the chunks that were read of each rank.
+  u32 taken[WORLD];
+  Wait wait;
+
+  DEVICE ReceiveSession(const Common& common, const Staging& staging, u32 lane) : Stage(common, staging, lane), wait(common) {}
+
+  // Begins where the last call ended.
+  DEVICE void begin() { load_counts(words(RANK)->taken, taken); }
+
+  // Slot here of the next chunk of rank `source`.
+  DEVICE const Unit* slot(u32 source) const { return slot_of(RANK, source, taken[source]); }
+
+  // Returns, to the whole block, once the next chunk of every rank in `sources` has arrived.
+  DEVICE void receive(u32 sources) {
+    const u32 r = thread();
+    if (r < WORLD) {
+      const u32 mine = of_thread(taken);
+      const u32* arrived = &words(RANK)->arrived[r];
+      while ((sources >> r & 1) && (int)(load_acquire(arrived) - mine) <= 0 && wait.look_again(1u << r)) {
+      }
+    }
+    sync_block();
+  }
+
+  // Gives the slots that have been read back to the ranks in `sources`. A sync_block must precede it. It needs no fence: every thread has
+  // used what it loaded before it arrived there, and a store does not overtake a load that is complete.
+  DEVICE void release(u32 sources) {
+    const u32 r = thread();
+    if (r < WORLD && (sources >> r & 1)) {
+      store_relaxed(&words(r)->credit[RANK], of_thread(taken) + 1);
+    }
+    advance(taken, sources);
+  }
+
+  // Saves the counts for the next call.
+  DEVICE void end() const { save_counts(words(RANK)->taken, taken); }
+};
 
 // Units that a thread moves at once for each peer, so that some 8 loads are under way.
 #define AT_ONCE (WORLD >= 7 ? 1u : WORLD >= 4 ? 2u : 4u)

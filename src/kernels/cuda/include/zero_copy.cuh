@@ -1,12 +1,12 @@
 // Zero-copy handshake: start and end of a call on symmetric memory.
 //
 // Every block of a zero-copy kernel tells the same block of every peer at the start where that peer may load and store, and at the end that
-// it has done so; it learns the same from every peer. Both travel on LL lines of their own, in two rounds of each call. So no rank has to
+// it has done so; it learns the same from every peer. Both travel on LL lines of their own, in two epochs of each call. So no rank has to
 // know on the host what the others' tensors are, and no kernel ends while a peer may still use this rank's memory.
 #pragma once
 #include "low_latency.cuh"
 
-// Units of one rank in one round: two numbers, and a factor.
+// Units of one rank in one epoch: two numbers, and a factor.
 #define HANDSHAKE_UNITS 2u
 
 // Arguments of the zero-copy handshake.
@@ -47,8 +47,8 @@ struct Partners {
 };
 #define EVERYBODY (Partners{~0u, ~0u})
 
-// Session of this block in the handshake of a call: `begin`, `exchange`, `end`. The whole block calls each of them. Every block of every
-// rank begins and ends, with partners or without: all count the same epochs.
+// Session of this block in the handshake of a call: `begin`, `exchange`, `end`. NCCL: ncclLsaBarrierSession at both ends of a kernel. The
+// whole block calls each of them. Every block of every rank begins and ends, with partners or without: all count the same epochs.
 struct HandshakeSession {
   const Common& common;
   const Handshake& handshake;
@@ -70,8 +70,8 @@ struct HandshakeSession {
   DEVICE u8* tensor(u32 rank, u64 word) const { return word == 0 ? nullptr : (u8*)(handshake.heap[rank] + word - 1); }
 
   // Tells each partner r the two numbers `word_for(r)`, and receives its two numbers in `words`.
-  // Returns true, to all of the block, if all partners came: what peers wrote before their calls is visible then. Returns false if some rank
-  // did not come: `words` may not be used then, and the block ends without a further word.
+  // Returns true, to all of the block, if all partners came: what peers wrote before their calls is visible then. Returns false if some
+  // rank did not come: `words` may not be used then, and the block ends without a further word.
   template <typename WordFor>
   DEVICE bool exchange(WordFor word_for, Line (&words)[WORLD]) {
     // step 1: thread r sends this rank's numbers to rank r

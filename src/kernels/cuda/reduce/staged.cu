@@ -18,7 +18,7 @@ struct ReduceStagedArgs {
 static_assert(sizeof(ReduceStagedArgs) == 648, "");
 
 #ifdef SYMM_ZERO_COPY
-// Exchanges the words of the handshake. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
+// Exchanges handshake words. If all inputs are symmetric memory, makes `direct` true and adds up what this rank needs, loaded from them.
 // Returns false if some rank did not come: nothing was loaded then.
 DEVICE bool sum_direct(const ReduceStagedArgs& args, HandshakeSession& session, bool& direct) {
   const Handshake& handshake = args.handshake;
@@ -66,25 +66,26 @@ LANE_KERNEL(reduce_staged, ReduceStagedArgs) {
   const auto [lane, role] = role_of(block(), 2);
   // step 2 (role 0): send each peer its piece of this rank's input, chunk by chunk
   if (role == 0) {
-    Stage stage(args.common, args.staging, lane);
+    SendSession sender(args.common, args.staging, lane);
     const double factor = args.factor;
-    send_pieces(stage, args.out, all_peers(), ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
+    send_pieces(sender, args.out, all_peers(), ChunkOfCall{args.staging.chunk_bytes}, [factor](Unit v) { return lift(v, factor); });
     return;
   }
   if (args.to == nullptr) {
     return;
   }
-  Stage stage(args.common, args.staging, lane);
+  ReceiveSession receiver(args.common, args.staging, lane);
   u64 bytes[WORLD];
   for_each_rank([&](u32 r) { bytes[r] = args.bytes; });
   // step 3 (role 1): add up each arrived chunk in rank order and store the sum
   const u8* own = args.out.from[RANK];
   const ChunkOfCall chunk_of{args.staging.chunk_bytes};
-  take_pieces(stage, bytes, all_peers(), chunk_of, [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
+  const auto add_up = [&](const u64(&start)[WORLD], const u32(&units)[WORLD], const Unit* const(&slot)[WORLD]) {
     const u32 count = units[(RANK + 1) % WORLD];
     for (u32 i = thread(); i < count; i += threads()) {
       const u64 offset = ChunkOfCall::offset(start[(RANK + 1) % WORLD], i);
       store_unit(args.to + offset, sum_of(slot, i, load_unit(own + offset, args.bytes - offset), args.factor), args.bytes - offset);
     }
-  });
+  };
+  receive_pieces(receiver, bytes, all_peers(), chunk_of, add_up);
 }
