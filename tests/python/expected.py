@@ -74,11 +74,10 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
     result = reduce(combine, values)
     if op == "AVG":
         result = result / torch.tensor(len(inputs), dtype=wide)
-    narrow = result.to(dtype)
     if dtype == torch.float8_e4m3fn:
         # Overflow is NaN, which torch 2.13 and later convert to 448. 464 lies half-way to what would follow 448.
-        narrow[result.abs() > 464] = torch.nan
-    return narrow
+        result = torch.where(result.abs() > 464, torch.copysign(torch.tensor(torch.nan), result), result)
+    return result.to(dtype)
 
 
 def _reduced_bools(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
