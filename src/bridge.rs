@@ -471,7 +471,6 @@ pub mod ffi {
 
 mod cost;
 mod cuda;
-mod version;
 mod fused;
 mod group;
 mod kernels;
@@ -482,11 +481,11 @@ mod outcome;
 mod topology;
 mod torch_store;
 mod trace;
+mod version;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats};
-use version::version;
 use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::{check_reduce, cuda_libraries};
@@ -496,4 +495,5 @@ use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, sto
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
+use version::version;
 use window::{WindowHandle, allocate_window, free_window, publish_word};

@@ -152,7 +152,6 @@ def test_torch_alone_registers_and_loads_nothing_native() -> None:
 import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
 from torch_symm._autoload import devices
-from torch_symm._version import TORCH_VERSIONS
 assert dist.Backend.backend_capability["symm"] == devices()
 ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
 assert ours == {"torch_symm", "torch_symm._autoload"}, ours
