@@ -243,7 +243,7 @@ fn a_store_that_does_not_answer_is_named_at_the_deadline() {
 #[test]
 fn disagreeing_ranks_all_raise_the_same() {
     let _flat = Flat::start();
-    let version = format!("\"version\":\"{}\"", env!("CARGO_PKG_VERSION"));
+    let version = format!("\"version\":\"{}\"", env!("TORCH_SYMM_VERSION"));
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let uid = format!("\"uid\":{}", rustix::process::geteuid().as_raw());
     let cases = [
