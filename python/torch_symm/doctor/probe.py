@@ -20,17 +20,19 @@ SIZES = (8, 64 << 10, 1 << 20, 64 << 20)
 
 def main(ranks: int) -> None:
     """Sends what each step finds; ``ranks`` 0: as many as GPUs, and 2 at least."""
-    gpus = 0
     if not _step("torch", _torch) or not _step("native", _native):
         return
-    _step("driver", _driver)
-    if found := _step("gpus", _gpus):
-        gpus = len(found["devices"])
+    # It imports both.
+    from . import gpus as tried
+
+    _step("driver", tried.driver)
+    found = _step("gpus", lambda: {"devices": tried.devices()})
+    gpus = len(found["devices"]) if found else 0
     if gpus:
-        _step("nvrtc", _nvrtc)
+        _step("nvrtc", tried.nvrtc)
     if gpus or os.environ.get("SYMM_TOPOLOGY_FILE", "").strip():
         _step("links", _links)
-    _step("peers", lambda: _peers(gpus))
+    _step("peers", lambda: {"pairs": tried.peers(gpus)})
     ranks = ranks or max(2, gpus)
     if ranks <= CPU_RANKS:
         _step("cpu", lambda: _collectives("cpu", ranks))
@@ -79,34 +81,10 @@ def _native() -> dict[str, Any]:
     return {"file": native.__file__, "version": native.__version__, "cache": cache}
 
 
-def _driver() -> dict[str, Any]:
-    from . import gpus
-
-    return gpus.driver()
-
-
-def _gpus() -> dict[str, Any]:
-    from . import gpus
-
-    return {"devices": gpus.devices()}
-
-
-def _nvrtc() -> dict[str, Any]:
-    from . import gpus
-
-    return gpus.nvrtc()
-
-
 def _links() -> dict[str, Any]:
     from torch_symm._topology import detect_dma_connectivity, topology
 
     return {"table": topology(), "nvlinks": detect_dma_connectivity("cuda", "nvlink").matrix}
-
-
-def _peers(count: int) -> dict[str, Any]:
-    from . import gpus
-
-    return {"pairs": gpus.peers(count)}
 
 
 def _collectives(device: str, ranks: int) -> dict[str, Any]:
