@@ -45,15 +45,15 @@ int64_t times(const char* op, int64_t a, int64_t b) {
   return product;
 }
 
-namespace {
-
 int32_t dtype_of(const at::Tensor& tensor) {
   return static_cast<int32_t>(tensor.scalar_type());
 }
 
+namespace {
+
 void check_sum(const at::Tensor& input, const std::string& reduce_op, const char* op) {
   TORCH_CHECK(reduce_op == "sum", op, ": only sum is supported for now.");
-  check(check_reduce(static_cast<int32_t>(input.scalar_type()), ::c10d::ReduceOp::SUM));
+  check(check_reduce(dtype_of(input), ::c10d::ReduceOp::SUM));
 }
 
 // Checks the output of an operator whose output is of its input's shape.

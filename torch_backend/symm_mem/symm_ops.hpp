@@ -23,6 +23,9 @@ WindowPtr window_of(const at::Tensor& tensor, const std::string& group_name, con
 // Product of a and b, of which neither is negative; refused if no tensor can have so many elements.
 int64_t times(const char* op, int64_t a, int64_t b);
 
+// The tensor's dtype, as the core reads it.
+int32_t dtype_of(const at::Tensor& tensor);
+
 // Tells the ranks that wait for this one in an operator of the group, if it has been joined, that it has refused its arguments, and rethrows
 // what is being handled.
 [[noreturn]] void refused(const std::string& group_name);

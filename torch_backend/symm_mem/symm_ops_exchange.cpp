@@ -99,8 +99,7 @@ at::Tensor low_contention_reduce_scatter(const at::Tensor& tensor, std::string r
     return output;
   }
   run_on(*window, [&](const WindowHandle& handle) {
-    const auto dtype = static_cast<int32_t>(tensor.scalar_type());
-    return handle.reduce_scatter(dtype, code, span_of(tensor), tensor.nbytes(), span_of(output));
+    return handle.reduce_scatter(dtype_of(tensor), code, span_of(tensor), tensor.nbytes(), span_of(output));
   });
   return output;
 }

@@ -72,10 +72,10 @@ impl SymmetricWindow {
     /// # Safety
     /// `local` can be read, nobody accesses `input` meanwhile.
     unsafe fn fill(&self, input: Span, local: Span) -> Result<()> {
-        let to = self.inputs(input)?.at(self.rank(), &(0..input.bytes));
-        let to = output(Span { addr: to as usize, ..input }, local.bytes)?;
+        self.inputs(input)?;
+        let to = output(input, local.bytes)?;
         if local.bytes > 0 {
-            // SAFETY: `output` has seen the room in this rank's buffer; `local` is the caller's promise; they may overlap.
+            // SAFETY: `inputs` found the input in this rank's buffer, and `output` has seen the room; `local` is the caller's promise; they may overlap.
             unsafe { local.ptr().copy_to(to, local.bytes) };
         }
         Ok(())
