@@ -1,7 +1,7 @@
 //! The core of torch-symm: collectives between the processes of one host, through shared memory.
 //!
 //! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
-//! - `bridge` (feature `torch`): what C++ sees
+//! - `bridge` (feature `bridge`): what C++ sees
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
 //! - [`window`][]: symmetric memory that programs use themselves, with signals beside it

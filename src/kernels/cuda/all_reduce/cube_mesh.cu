@@ -50,7 +50,7 @@ KERNEL(all_reduce_cube_mesh, CubeMeshArgs) {
   after_predecessor();
   // step 1: find whom to wait for, and whom to name if nothing comes
   Source quad[3];
-  u32 far = ((1u << WORLD) - 1) & ~(1u << RANK);
+  u32 far = all_peers();
 #pragma unroll
   for (u32 k = 0; k < 3; ++k) {
     quad[k] = {args.quad[k], 1u << args.quad[k]};
