@@ -25,7 +25,7 @@ import torch_headers  # noqa: E402
 import wheels  # noqa: E402
 
 #: What an installed wheel needs to be tried.
-TOOLS = ["pytest", "pytest-timeout", "expecttest", "numpy", "scikit-learn", "rich"]
+TOOLS = ["pytest", "pytest-timeout", "expecttest", "numpy", "scikit-learn", "rich", "torchvision"]
 #: Programs that a machine without compilers has not.
 COMPILERS = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|ld|as|rustc|cargo|cmake|ninja)(-[\d.]+)?")
 #: Every collective, symmetric memory, stores and DTensor.
