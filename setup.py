@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import site
 import subprocess
@@ -21,7 +22,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-RANGE = "torch>=2.11,<2.16"
+TORCH_REQUIREMENT = runpy.run_path(str(ROOT / "python" / "torch_symm" / "_version.py"))["TORCH_REQUIREMENT"]
 
 
 def torch_at_hand() -> Path | None:
@@ -39,7 +40,7 @@ def torches() -> dict[str, str]:
         return dict(pair.split("=", 1) for pair in given.split(","))
     folder = torch_at_hand()
     if folder is None:
-        sys.exit(f"torch-symm needs an installed torch to be built for: pip install '{RANGE}'")
+        sys.exit(f"torch-symm needs an installed torch to be built for: pip install '{TORCH_REQUIREMENT}'")
     version = re.search(r"__version__ = '(\d+\.\d+)", (folder / "version.py").read_text())
     assert version, f"{folder}/version.py states no version"
     return {version[1]: str(folder / "include")}
@@ -144,5 +145,6 @@ setup(
     cmdclass={"build_ext": Build},
     distclass=Native,
     ext_modules=[Extension("torch_symm._C", [])],
-    setup_requires=[] if os.environ.get("TORCH_SYMM_TORCHES") or torch_at_hand() else [RANGE],
+    install_requires=[TORCH_REQUIREMENT],
+    setup_requires=[] if os.environ.get("TORCH_SYMM_TORCHES") or torch_at_hand() else [TORCH_REQUIREMENT],
 )

@@ -8,7 +8,7 @@ macOS: they have no CUDA, so they take 140 MB instead of 800 MB, and of what tor
 from __future__ import annotations
 
 import argparse
-import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -22,10 +22,7 @@ PLATFORMS = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 def supported() -> list[str]:
     """The minor versions that python/torch_symm/_version.py names."""
-    text = (ROOT / "python" / "torch_symm" / "_version.py").read_text()
-    stated = re.search(r"^TORCH_VERSIONS = \((.*)\)$", text, re.MULTILINE)
-    assert stated, "_version.py states no versions of torch"
-    return re.findall(r'"([\d.]+)"', stated[1])
+    return list(runpy.run_path(str(ROOT / "python" / "torch_symm" / "_version.py"))["TORCH_VERSIONS"])
 
 
 def headers(version: str) -> Path:

@@ -34,7 +34,7 @@ def versions(probed: Probed) -> Section:
     if error := probed.errors.get("child"):
         problems.append(Problem(error, "free descriptors, memory or processes", fatal=True))
     elif error := probed.errors.get("torch"):
-        remedy = f"pip install {_wanted()}"
+        remedy = f"pip install '{_version.TORCH_REQUIREMENT}'"
         if error != MISSING:
             remedy = f"`python -c 'import torch'` shows all of it; else {remedy} anew"
         problems.append(Problem(error, remedy, fatal=True))
@@ -52,12 +52,6 @@ def versions(probed: Probed) -> Section:
     driven = f"driver {driver.get('version', 'unknown')} (CUDA {served})" if driver else "no NVIDIA driver"
     lines = [f"torch_symm {found['torch_symm']}, {shown}, Python {python}", driven]
     return Section("versions", found, lines, problems)
-
-
-def _wanted() -> str:
-    """The versions of torch that this package serves, as pip takes them."""
-    major, minor = _version.TORCH_VERSIONS[-1].split(".")
-    return f"'torch>={_version.TORCH_VERSIONS[0]},<{major}.{int(minor) + 1}'"
 
 
 def _unknown_to_torch() -> Problem:
@@ -87,7 +81,7 @@ def native(probed: Probed) -> Section:
     text, _, remedy = error.removeprefix("ImportError: ").partition(": ")
     if not text.startswith("torch_symm ") or not remedy:
         text = f"the native part cannot be loaded: {error}"
-        remedy = f"install torch_symm anew, with {_wanted()}, for this Python"
+        remedy = f"install torch_symm anew, with '{_version.TORCH_REQUIREMENT}', for this Python"
     return Section("native", found, ["cannot be loaded, see below"], [Problem(text, remedy, fatal=True)])
 
 
