@@ -42,6 +42,13 @@ inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, c
 #define SYMM_OVERRIDE_CLONE
 #endif
 
+// Backend::gather_single() came with 2.14.
+#if TORCH_VERSION_MINOR >= 14
+#define SYMM_OVERRIDE_GATHER_SINGLE override
+#else
+#define SYMM_OVERRIDE_GATHER_SINGLE
+#endif
+
 // SymmetricMemoryAllocator::has_allocation() came with 2.12.
 #if TORCH_VERSION_MINOR >= 12
 #define SYMM_OVERRIDE_HAS_ALLOCATION override

@@ -112,6 +112,23 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_into_tensor_coalesced(
   refused();
 }
 
+ProcessGroupSymm::WorkPtr ProcessGroupSymm::gather_single(
+    at::Tensor& output,
+    at::Tensor& input,
+    const ::c10d::GatherOptions& opts) try {
+  check_root("gather_single", opts.rootRank, 0, getSize());
+  auto operation = std::make_shared<Operation>(OpType::GATHER, "symm:gather");
+  operation->begin(Collective::Gather, input).root = static_cast<int32_t>(opts.rootRank);
+  operation->give(input);
+  if (getRank() == opts.rootRank) {
+    check_parts("gather_single", "output", output, "input", input, getSize());
+    operation->take_pieces(output, even_lengths(input));
+  }
+  return launch(operation, opts.timeout, opts.asyncOp);
+} catch (...) {
+  refused();
+}
+
 std::shared_ptr<Operation> ProcessGroupSymm::reduce_scatter_operation(
     const Tensors& outputs,
     const Tensors& inputs,

@@ -66,6 +66,8 @@ class ProcessGroupSymm final : public ::c10d::Backend {
       Tensors& inputs,
       const ::c10d::AllgatherOptions& opts) override;
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts)
+      SYMM_OVERRIDE_GATHER_SINGLE;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts)
