@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TORCH := 2.11.0
+TORCH := 2.15.0
 # Wherever cargo may have been installed without the shell knowing.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q

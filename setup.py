@@ -18,8 +18,16 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    # An older one ends over a key of pyproject.toml that it does not know.
+    sys.exit(
+        f"torch-symm cannot be built with setuptools {setuptools.__version__}: leave out --no-build-isolation, "
+        "or first pip install 'setuptools>=77' cmake ninja"
+    )
 
 ROOT = Path(__file__).resolve().parent
 TORCH_REQUIREMENT = runpy.run_path(str(ROOT / "python" / "torch_symm" / "_version.py"))["TORCH_REQUIREMENT"]

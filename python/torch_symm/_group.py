@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
-from torch_symm import _dtensor
+from torch_symm import _dtensor, _torch
 from torch_symm._native import leave_all, load
 
 
@@ -35,6 +35,7 @@ def create_group(options: Any, group_options: Any) -> Any:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     _dtensor.announce()
+    _torch.record_without_torch()
     _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
     _leave_with_multiprocessing(native)

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,3 +25,15 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
         group = funcol._resolve_group((mesh, mesh_dim))
         return group if isinstance(group, str) else group.group_name
     return funcol._resolve_group_name((mesh, mesh_dim))
+
+
+def record_without_torch() -> None:
+    """Tells torch that groups of symm record their calls themselves, as those of gloo do.
+
+    From 2.15 on torch attaches a flight recorder of its own to every group of another backend, which costs some 2 µs a
+    call. It still does where the program states how large that should be.
+    """
+    stated = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None and not any(map(os.environ.get, stated)):
+        recording.add("symm")
