@@ -6,7 +6,6 @@ Every test runs its body on the ranks of a fresh group, each a process of its ow
 from __future__ import annotations
 
 import copy
-import socket
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch_symm
+from ranks import run_ranks
 
 WORLD = 3
 SENTENCES = {
@@ -31,26 +30,8 @@ SENTENCES = {
 }
 
 
-def enter(rank: int, port: int, body: Callable[[int], None], timeout: float, extra: dict[str, object]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "symm",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=timeout),
-        **extra,
-    )
+def entered(rank: int, world: int, body: Callable[[int], None]) -> None:
     body(rank)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def run(body: Callable[[int], None], timeout: float = 30, **extra: object) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(enter, args=(port, body, timeout, extra), nprocs=WORLD)
 
 
 def backend() -> torch_symm.ProcessGroupSymm:
@@ -365,7 +346,7 @@ def aborted(rank: int) -> None:
     [overlapping, layouts, refused, futures, premultiplied, sparse, exceptions, backward, split, profile, aborted],
 )
 def test(body: Callable[[int], None]) -> None:
-    run(body)
+    run_ranks(entered, WORLD, body, group_timeout=30)
 
 
 LEAVING = """
