@@ -117,7 +117,7 @@ def _sizes(call: Call, world: int) -> tuple[str, int, int]:
     if call.op == "barrier":
         return "all_reduce_barrier", 1, 1
     if call.op == "all_gather":
-        return ("all_gather", n // world, n) if call.even else ("_all_gather_base", n, n)
+        return ("all_gather", n // world, n) if call.even else ("ALLGATHER_coalesced", n, n)
     if call.op == "reduce_scatter":
         return ("reduce_scatter", n, n // world) if call.even else ("REDUCE_SCATTER_coalesced", n, n)
     if call.op == "gather":
