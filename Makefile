@@ -1,4 +1,4 @@
-# make demo | test | test-kernels | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,11 +8,16 @@ TORCH := 2.15.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-rust test-kernels test-python bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants wheel wheels matrix build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants wheel wheels matrix build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
-test: test-rust test-kernels test-python
+# What every change runs, in at most 25 minutes; the rest: programs, benchmarks and compilers as a whole.
+test: test-rust test-python
+
+test-slow: test-kernels test-python-slow
+
+test-all: test test-slow
 
 # A failure in one file must not hide the tests of the others.
 test-rust: tools
@@ -26,7 +31,10 @@ test-kernels: build
 
 # tests/cuda is skipped without two GPUs.
 test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/python tests/torch tests/cuda
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/python tests/torch tests/cuda
+
+test-python-slow: build
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python
 
 bench: build
 	$(BIN)/python -m torch_symm.bench

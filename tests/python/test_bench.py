@@ -158,6 +158,7 @@ def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: s
     assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
+@pytest.mark.slow
 def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch_symm.bench", "--backend", BACKEND, "--quick", "--ranks", "2"]

@@ -11,6 +11,7 @@ import pytest
 from torch_symm.bench.gpu import first_call
 
 
+@pytest.mark.slow
 def test_first_calls_of_fresh_processes(tmp_path: Path) -> None:
     path = tmp_path / "first.json"
     command = [sys.executable, "-m", "torch_symm.bench.gpu.first_call", "--device", "cpu", "--starts", "2"]
@@ -26,6 +27,7 @@ def test_first_calls_of_fresh_processes(tmp_path: Path) -> None:
     assert found["failures"] == {}
 
 
+@pytest.mark.slow
 def test_a_kind_of_start_that_fails_does_not_cost_the_others() -> None:
     found = list(first_call.measure(2, "cpu", ("nobody", "gloo"), starts=2))
     assert [kind for kind, _ in found] == ["nobody", "gloo", "gloo"]

@@ -131,6 +131,7 @@ def test_without_gpus_it_says_so() -> None:
     assert result.returncode == 2 and "--device cpu needs none" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_short_run_on_cpu_tensors(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K,5M"]
@@ -146,6 +147,7 @@ def test_a_short_run_on_cpu_tensors(tmp_path: Path) -> None:
     assert any(figure["host_us"] for measured in found["cells"] for figure in measured["figures"].values())
 
 
+@pytest.mark.slow
 def test_host_time_alone(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--host", "--json", str(path)]

@@ -96,6 +96,7 @@ def run(makers: Callable[[], Mapping[str, Maker]]) -> tuple[list[Measured], list
     return [each for each in found if isinstance(each, Measured)], [each for each in found if isinstance(each, Absent)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("makers", "reason"),
     [
@@ -123,6 +124,7 @@ def test_a_broken_side_does_not_cost_the_run(makers: Callable[[], Mapping[str, M
             assert broken is None or (broken.eager_us is None and broken.note is not None)
 
 
+@pytest.mark.slow
 def test_a_lost_side_shows_in_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_the_rank_that_got_farthest_tells_what_they_were_at() -> None:
 COMMAND = (sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K")
 
 
+@pytest.mark.slow
 def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [*COMMAND, "--seconds", "0.001", "--json", str(path)]
@@ -171,6 +174,7 @@ def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path) -> None:
     assert "0 of 13 cells" in result.stdout and "the time was over" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_ended_run_leaves_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "bench.json"
@@ -193,6 +197,7 @@ def test_an_ended_run_leaves_what_it_has(tmp_path: Path, number: signal.Signals)
     assert "all_reduce, 2 ranks" in rest and f"{len(found['cells'])} of 13 cells" in rest
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [*COMMAND, "--json", str(path)]

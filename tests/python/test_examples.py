@@ -15,6 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+#: Those that every change runs.
+QUICK = ("02_fsdp2.py", "08_stores.py", "10_symmetric_memory.py")
 BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
 LIMIT_S = 150
 
@@ -31,13 +33,16 @@ def test_examples_are_there() -> None:
     assert len(EXAMPLES) == 13
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
+)
 def test_example_passes(example: str) -> None:
     result = launch(example)
     assert result.returncode == 0, result.stdout + result.stderr
     assert any(line.startswith("ok: ") for line in result.stdout.splitlines()), result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_trace_is_written(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     result = launch("07_profile.py", "--trace", str(trace))
@@ -45,6 +50,7 @@ def test_trace_is_written(tmp_path: Path) -> None:
     assert f"{BACKEND}:all_reduce" in trace.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("fsdp",), ("fsdp", "--symmetric"), ("tp",)])
 def test_transformer_learns_the_same_on_another_backend(ways: tuple[str, ...]) -> None:
     result = launch("09_train_transformer.py", "--device", "cpu", "--compare", "--parallel", *ways, ranks=2)

@@ -150,7 +150,7 @@ open(os.path.join(folder, os.environ["RANK"]), "w").write(str(restart))
 
 @backends
 @pytest.mark.parametrize("method", ["env://", "symm://", "symm://?secret_env=SYMM_TEST_WORD"])
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_torchrun(backend: str, method: str, restarts: int, tmp_path: Path) -> None:
     if (backend, method, restarts) == ("gloo", "env://", 1):
         pytest.skip("torch's own: gloo after a restart finds addresses of before it in the agent's store, now and then")

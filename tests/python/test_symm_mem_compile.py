@@ -65,7 +65,7 @@ def compiled(rank: int, world: int, backend: str) -> None:
     assert torch.allclose(fast(longer, up, down, name), layer(longer, up, down, name), atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=needs_compiler)))
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=(needs_compiler, pytest.mark.slow))))
 def test_operators_compile_without_a_graph_break(backend: str) -> None:
     run_ranks(compiled, 2, backend, timeout=200, env=QUIET)
 
@@ -133,6 +133,7 @@ def async_tensor_parallel(rank: int, world: int, dim: int) -> list[str]:
     return codes
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="Inductor asks for a torch that was built with NCCL")
 @pytest.mark.parametrize("dim", (0, 1))

@@ -276,7 +276,7 @@ def compiled(rank: int, world: int, backend: str) -> None:
     assert same_bits(got, cut(whole, world, 1, rank) + 1)
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager", "inductor"))
+@pytest.mark.parametrize("backend", ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 def test_compiled_without_a_break(backend: str) -> None:
     run_ranks(compiled, 4, backend, timeout=200)
 

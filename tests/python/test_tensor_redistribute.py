@@ -131,6 +131,7 @@ def compiled(rank: int, world: int) -> None:
             assert torch.equal(tensor.grad.full_tensor(), (whole(shape) * 2 + 1) * 4)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     run_ranks(compiled, 4, timeout=200)
 

@@ -86,6 +86,7 @@ def priced_afresh(env: dict[str, str]) -> list[list[list[object]]]:
     return answers
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "profile.json"
     output = tune("--ranks", "2", "--largest", "16K", "--seconds", "2", "--output", str(path))
@@ -123,6 +124,7 @@ def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     assert "profile.json: EOF" in tune("--ranks", "2", "--check", "--profile", str(path), expect=1)
 
 
+@pytest.mark.slow
 def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path) -> None:
     cache = {"SYMM_CACHE_DIR": str(tmp_path)}
     tune("--ranks", "2", "--largest", "2K", "--seconds", "1", env=cache)
@@ -215,6 +217,7 @@ def test_the_threshold_is_where_the_caches_stop_helping() -> None:
     assert chosen(2.0, 1.02, 0.5, 0.5) is None and chosen(2.0, 0.99, 0.5, 0.5) is None, "not worth it"
 
 
+@pytest.mark.slow
 def test_an_earlier_check_is_drawn_and_anything_else_refused(tmp_path: Path) -> None:
     point = {
         "ranks": 2,

@@ -38,6 +38,7 @@ def served(tuning: str) -> Mapping[Point, str]:
     return dict(zip(POINTS, json.loads(result.stdout), strict=True))
 
 
+@pytest.mark.slow
 def test_ways_have_their_kernel_wherever_it_has_room() -> None:
     reduces, messages = ([p for p in POINTS if (p.op == "all_reduce") == reduces] for reduces in (True, False))
     assert {(p.op, p.ranks) for p in POINTS} == {(op, n) for op in OPS if op != "all_to_all" for n in (2, 4)}
