@@ -5,76 +5,105 @@
 
 /// Round to nearest, keep subnormals; the thread's own mode returns on drop.
 pub(super) struct DefaultMode {
-    #[cfg(target_arch = "x86_64")]
-    own: Option<u32>,
+    own: Option<register::Word>,
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
+mod register {
     use std::arch::asm;
 
-    /// Flush to zero, denormals are zero, rounding control.
-    pub(super) const MODE: u32 = 1 << 15 | 1 << 6 | 3 << 13;
+    pub(super) type Word = u32;
 
-    pub(super) fn read() -> u32 {
-        let mut word = 0u32;
+    /// Flush to zero, denormals are zero, rounding control.
+    pub(super) const MODE: Word = 1 << 15 | 1 << 6 | 3 << 13;
+
+    pub(super) fn read() -> Word {
+        let mut word = 0;
         // SAFETY: stmxcsr writes four bytes to the address of a local u32.
         unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut word, options(nostack, preserves_flags)) };
         word
     }
 
-    pub(super) fn write(word: u32) {
+    pub(super) fn write(word: Word) {
         // SAFETY: ldmxcsr reads four bytes of a local u32 that differs from the current value in mode bits only.
         unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const word, options(nostack, preserves_flags)) };
     }
 }
 
-impl DefaultMode {
-    /// Sets the default mode, at the cost of a few cycles where it is set already.
-    #[cfg(target_arch = "x86_64")]
-    pub(super) fn enter() -> Self {
-        let word = x86::read();
-        let own = (word & x86::MODE != 0).then_some(word);
-        if own.is_some() {
-            x86::write(word & !x86::MODE);
-        }
-        Self { own }
+#[cfg(target_arch = "aarch64")]
+mod register {
+    use std::arch::asm;
+
+    pub(super) type Word = u64;
+
+    /// Flush to zero, also of float16; rounding mode.
+    pub(super) const MODE: Word = 1 << 24 | 1 << 19 | 3 << 22;
+
+    pub(super) fn read() -> Word {
+        let word;
+        // SAFETY: mrs of fpcr changes nothing but the register it writes.
+        unsafe { asm!("mrs {}, fpcr", out(reg) word, options(nomem, nostack, preserves_flags)) };
+        word
     }
 
-    /// Enters the mode on other processors: whatever the thread has.
-    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn write(word: Word) {
+        // SAFETY: differs from the current value in mode bits only.
+        unsafe { asm!("msr fpcr, {}", in(reg) word, options(nostack, preserves_flags)) };
+    }
+}
+
+/// Other processors: whatever the thread has.
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+mod register {
+    pub(super) type Word = u32;
+
+    pub(super) const MODE: Word = 0;
+
+    pub(super) fn read() -> Word {
+        0
+    }
+
+    pub(super) fn write(_word: Word) {}
+}
+
+impl DefaultMode {
+    /// Sets the default mode, at the cost of a few cycles where it is set already.
     pub(super) fn enter() -> Self {
-        Self {}
+        let word = register::read();
+        let own = (word & register::MODE != 0).then_some(word);
+        if own.is_some() {
+            register::write(word & !register::MODE);
+        }
+        Self { own }
     }
 }
 
 impl Drop for DefaultMode {
     fn drop(&mut self) {
-        #[cfg(target_arch = "x86_64")]
         if let Some(own) = self.own {
-            x86::write(own);
+            register::write(own);
         }
     }
 }
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(all(test, any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod tests {
     use super::super::{Source, Store, reduce};
-    use super::x86;
+    use super::register;
     use crate::dtype::{DType, ReduceOp};
 
     #[test]
     fn subnormals_survive_a_thread_that_flushes_them() {
-        let own = x86::read();
-        x86::write(own | x86::MODE);
+        let own = register::read();
+        register::write(own | register::MODE);
         let values = [f32::from_bits(1); 3];
         let mut sum = [0f32; 3];
         let source = Source { ptr: values.as_ptr().cast(), factor: 1.0 };
         // SAFETY: three f32 in each.
         unsafe { reduce(ReduceOp::Sum, DType::F32, sum.as_mut_ptr().cast(), &[source, source], 3, Store::Cached) };
-        let after = x86::read();
-        x86::write(own);
+        let after = register::read();
+        register::write(own);
         assert_eq!(sum.map(f32::to_bits), [2; 3]);
-        assert_eq!(after & x86::MODE, x86::MODE, "the thread's mode is its own again");
+        assert_eq!(after & register::MODE, register::MODE, "the thread's mode is its own again");
     }
 }
