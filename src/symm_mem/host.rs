@@ -11,8 +11,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Number of bytes that sizes and offsets are multiples of.
-pub(crate) const PAGE: usize = 4096;
+/// Number of bytes that sizes and offsets are multiples of: the largest page of a kernel for this processor.
+pub(crate) const PAGE: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 64 << 10 };
 
 /// A process has 2^47 addresses, and a group at most 2^7 ranks.
 const MOST_SPAN: usize = 1 << 39;
