@@ -29,6 +29,23 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
+// An engine between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/rail.rs.
+class EngineHandle {
+ public:
+  virtual ~EngineHandle() = default;
+  virtual Status make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
+  virtual Status staging(size_t bytes, size_t& address) const noexcept = 0;
+  virtual Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept = 0;
+  virtual Status all_to_all(
+      size_t from,
+      rust::Slice<const size_t> sent,
+      size_t to,
+      rust::Slice<const size_t> received,
+      int64_t timeout_ms) const noexcept = 0;
+  virtual Status broadcast(size_t root, size_t at, size_t bytes, int64_t timeout_ms) const noexcept = 0;
+  virtual Status wait(int64_t limit_ms) const noexcept = 0;
+};
+
 // Python's signals. What its function guarantees stands in src/bridge.rs.
 class InterruptHandle {
  public:

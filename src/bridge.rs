@@ -76,6 +76,8 @@ pub mod ffi {
         global_ranks: Vec<i32>,
         is_default: bool,
         timeout_ms: i64,
+        /// What connects hosts: a name of `config::HostsChoice`, or empty where the group does not choose.
+        between_hosts: String,
     }
 
     /// A new group, or null and why not.
@@ -262,10 +264,17 @@ pub mod ffi {
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
 
+        /// A `c10d::Backend` between hosts. `hosts::rail` says what its functions do; they never throw. `wait`: kind 9 while it goes on.
+        type EngineHandle;
+        fn make(self: &EngineHandle, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
+        fn staging(self: &EngineHandle, bytes: usize, address: &mut usize) -> Status;
+        fn all_gather(self: &EngineHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
+        fn all_to_all(self: &EngineHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
+        fn broadcast(self: &EngineHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
+        fn wait(self: &EngineHandle, limit_ms: i64) -> Status;
         /// Handle of Python's signals.
         type InterruptHandle;
-        /// Whether the calling thread, the process's first, is to stop waiting because of one; the exception is then kept for this thread.
-        /// Never throws. Takes Python's lock.
+        /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
         fn raised(self: &InterruptHandle) -> bool;
         /// Receiver of the outcome of an asynchronous call; called exactly once, on any thread, without locks held.
         type Completion;
@@ -311,8 +320,7 @@ pub mod ffi {
         fn topology_report() -> TopologyReport;
         /// `coll::cost::Model`.
         type CostModel;
-        /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` of each dimension's link, in place of the model's own; or
-        /// empty. `profile`: a file in place of the one that is found; or empty.
+        /// `basis`: `"torch"`, `"links"` or `"measured"`. `gb_per_s` and `us` (of each link), `profile`: empty for the model's own.
         fn cost_model(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u8]) -> OpenedCost;
         /// Price of the collective `op` on `bytes` along dimension `dim`.
         fn price(self: &CostModel, op: &str, bytes: f64, dim: usize) -> Price;
@@ -332,10 +340,9 @@ pub mod ffi {
         fn shipped_profiles(folder: &[u8]);
         /// Folder of the user's profiles; empty: none.
         fn own_profiles() -> Vec<u8>;
-
         type GroupHandle;
-        /// Joins a group through `store`. On failure `status` says why and `group` is dead.
-        fn join(store: UniquePtr<StoreHandle>, spec: &JoinSpec) -> Joined;
+        /// Joins a group through `store`, and `engine` where it is on several hosts. On failure `status` says why and `group` is dead.
+        fn join(store: UniquePtr<StoreHandle>, engine: UniquePtr<EngineHandle>, spec: &JoinSpec) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
@@ -344,13 +351,11 @@ pub mod ffi {
         fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
         fn recv(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
-        /// Blocks until the ticket's completion has been called, helping it along. `timeout_ms` 0: no limit but the call's own.
-        /// The status is that of the waiting (kind 9 after the time), not that of the call.
+        /// Blocks until the ticket's completion has been called, helping it along. The status is the waiting's: kind 9 after `timeout_ms`.
         fn wait(self: &GroupHandle, ticket: u64, timeout_ms: i64) -> Status;
         /// Helps outstanding transfers along without blocking.
         fn progress(self: &GroupHandle);
-        /// Enqueues `calls` in order on `stream` of CUDA device `device` and returns; only the first launch waits, for the peers.
-        /// `background`: the stream is the group's own, beside its caller's.
+        /// Enqueues `calls` in order on a CUDA stream; only the first launch waits, for the peers. `background`: the group's own stream.
         fn launch(self: &GroupHandle, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status;
         /// Enqueues sends and receives as one.
         fn launch_transfers(
@@ -365,11 +370,9 @@ pub mod ffi {
         fn connect(self: &GroupHandle, device: i32) -> Status;
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
-
         /// Collective: what every rank has at an `address` of its own, as this rank reaches it, each with a signal pad of at least
         /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
         fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
-
         /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
         fn refuse(self: &GroupHandle, text: &str);
         /// Refuses, as `refuse` does, an operator on symmetric memory of the host.
@@ -391,14 +394,12 @@ pub mod ffi {
         fn error(self: &GroupHandle) -> Status;
         /// Returns the first failure of a call; kind 0 until one has failed. A member's death counts once a call has run into it.
         fn failure(self: &GroupHandle) -> Status;
-
         /// Finds `address` for `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
         /// Gives back what `allocate_window` found.
         fn free_window(address: usize) -> Status;
         /// Whether `address` is one of this process's symmetric memory, whoever asked for it.
         fn is_symmetric(address: usize) -> bool;
-
         /// `window::SymmetricWindow`.
         type WindowHandle;
         /// Addresses in this process of the ranks' buffers.
@@ -417,8 +418,7 @@ pub mod ffi {
         fn check_process(self: &WindowHandle) -> Status;
         /// A graph that is being recorded uses it: its memory stays until the group goes.
         fn record(self: &WindowHandle);
-        /// Returns once all ranks have called it on this channel; on a GPU, `stream` goes on only then. At the limit (milliseconds; 0: the
-        /// group's) it fails and names who is missing: on a GPU a later call of the window does.
+        /// Returns once all ranks have called it on this channel; on a GPU `stream` goes on then. A later call names who was late.
         fn barrier(self: &WindowHandle, channel: i32, timeout_ms: i64, stream: usize) -> Status;
         /// Sets this rank's word of `channel` in the pad of `peer`, once it is clear.
         fn put_signal(self: &WindowHandle, peer: i32, channel: i32, timeout_ms: i64, stream: usize) -> Status;
@@ -436,14 +436,12 @@ pub mod ffi {
         fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
         /// Stores `value` to the word at `address`; who sees it there sees what this thread wrote before.
         fn publish_word(address: usize, value: u32) -> Status;
-
         /// Plan of how an all-gather and the products of its shards are interleaved.
         fn plan_gather(spec: &ProductSpec) -> GatherPlan;
         /// Number of the parts from peers that are copied while products run, in a product followed by a reduce-scatter.
         fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status;
         /// Enqueues the sum of all ranks' parts of a product.
         fn sum_parts(spec: &SumSpec) -> Status;
-
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
@@ -464,6 +462,8 @@ pub mod ffi {
         fn keep_trace(path: &[u8], name: &str, content: &[u8]) -> TopologyReport;
         /// Whether CUDA device `device` can have memory that its peers load and store directly.
         fn shares(device: i32) -> bool;
+        /// Identity of this process's host as text: equal where ranks share one.
+        fn host_identity() -> String;
         /// Version of the package.
         fn version() -> String;
     }
@@ -478,6 +478,7 @@ mod load;
 mod memory;
 mod native_store;
 mod outcome;
+mod rail;
 mod topology;
 mod torch_store;
 mod trace;
@@ -493,7 +494,7 @@ use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
 use outcome::{from_cpp, guarded, milliseconds, started};
-use topology::{nvlink_matrix, topology_report};
+use topology::{host_identity, nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
 use version::version;
 use window::{WindowHandle, allocate_window, free_window, publish_word};

@@ -25,6 +25,26 @@ pub enum ProfileChoice {
     At(PathBuf),
 }
 
+/// What connects the hosts of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostsChoice {
+    /// Nothing: a group on several hosts is refused.
+    Refuse,
+    /// Gloo.
+    Gloo,
+}
+
+impl HostsChoice {
+    /// The choice with this name; `auto` is what suits the tensors, which are on the CPU so far.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "refuse" => Some(Self::Refuse),
+            "gloo" | "auto" => Some(Self::Gloo),
+            _ => None,
+        }
+    }
+}
+
 /// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -59,6 +79,11 @@ pub struct Config {
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
     pub debug_call_site: bool,
+    /// `SYMM_HOSTS`: `refuse` (the default), `gloo` or `auto`: what connects the hosts of a group whose options do not say; the same on all
+    /// ranks.
+    pub hosts: HostsChoice,
+    /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
+    pub test_host: String,
     /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/guide/trace.md`); absent: a folder of the user's in
     /// `temporary`.
     pub trace_dir: Option<PathBuf>,
@@ -67,12 +92,13 @@ pub struct Config {
 }
 
 /// Settings of the environment whose names begin with `SYMM_`.
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 17] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
     "SYMM_CUDA_TUNING",
     "SYMM_DEBUG",
+    "SYMM_HOSTS",
     "SYMM_LOG",
     "SYMM_NVRTC",
     "SYMM_P2P",
@@ -80,6 +106,7 @@ const NAMES: [&str; 15] = [
     "SYMM_SHARED_GPUS",
     "SYMM_SPIN",
     "SYMM_STORE_BYTES",
+    "SYMM_TEST_HOST",
     "SYMM_TOPOLOGY_FILE",
     "SYMM_TRACE_DIR",
     "SYMM_WORKSPACE_MB",
@@ -177,6 +204,13 @@ impl Config {
                 _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"site\" is; ignored")),
             }
         }
+        let hosts = set("SYMM_HOSTS").and_then(|name| {
+            let choice = HostsChoice::named(&name);
+            if choice.is_none() {
+                complaints.push(format!("SYMM_HOSTS={name:?} is none of refuse, gloo, auto; ignored"));
+            }
+            choice
+        });
         let trace_dir = set("SYMM_TRACE_DIR").filter(|path| {
             let absolute = path.starts_with('/');
             if !absolute {
@@ -204,6 +238,8 @@ impl Config {
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
             debug_call_site,
+            hosts: hosts.unwrap_or(HostsChoice::Refuse),
+            test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
         };

@@ -7,6 +7,7 @@
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
 use crate::completion::Completion;
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
@@ -32,15 +33,39 @@ const SPARE: Duration = Duration::from_secs(1);
 const GRACE: RangeInclusive<Duration> = Duration::from_micros(200)..=Duration::from_millis(2);
 const SOON: Duration = Duration::from_micros(400);
 
+/// What runs the calls of a queue, one at a time.
+pub trait Run: Send + 'static {
+    /// Control block of the group, on this host.
+    fn control(&self) -> &ControlBlock;
+    /// Number of collectives begun.
+    fn sequence(&self) -> u64;
+    /// Runs `call`, which has been validated; returns when its outputs are complete and its inputs may change.
+    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()>;
+}
+
+impl Run for Runner {
+    fn control(&self) -> &ControlBlock {
+        self.control()
+    }
+
+    fn sequence(&self) -> u64 {
+        self.sequence()
+    }
+
+    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+        self.run(call, limit)
+    }
+}
+
 /// A group's queue.
-pub struct Engine {
+pub struct Engine<R = Runner> {
     state: Mutex<State>,
     /// Workers without work sleep on it. Not with the others: whoever ends a call must not wake a thread that has nothing to do, least of
     /// all where every core has a rank.
     work: Condvar,
     /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
-    runner: Mutex<Runner>,
+    runner: Mutex<R>,
     workers: Mutex<Vec<JoinHandle<()>>>,
     issued: AtomicU64,
     recorder: Arc<Recorder>,
@@ -94,9 +119,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Engine {
+impl<R: Run> Engine<R> {
     /// An idle queue in front of `runner`, whose calls `recorder` keeps.
-    pub fn new(runner: Runner, recorder: Arc<Recorder>) -> Arc<Self> {
+    pub fn new(runner: R, recorder: Arc<Recorder>) -> Arc<Self> {
         let state = State {
             queue: VecDeque::new(),
             open: BTreeMap::new(),
@@ -370,7 +395,7 @@ impl Engine {
 
 impl Finished {
     /// Calls the completion, without any lock held.
-    fn tell(self, engine: &Engine) {
+    fn tell<R: Run>(self, engine: &Engine<R>) {
         self.completion.call(self.outcome, None);
         let mut state = lock(&engine.state);
         state.open.remove(&self.ticket);

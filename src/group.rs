@@ -88,7 +88,7 @@ pub struct Group {
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// Turns of spinning, some 40 ns each, where every rank can have a core.
 const SPINS: u32 = 512;
 /// Turns where ranks share cores: the peer that is waited for may need this one.
@@ -300,6 +300,17 @@ impl Group {
         })
     }
 
+    /// Fails the group because of `error` on every rank, unless it has failed; blocked calls return at once. Returns the failure that
+    /// stands.
+    pub fn fail(&self, error: Error) -> Error {
+        if self.check_process().is_err() {
+            return error;
+        }
+        let stands = self.control.fail(error);
+        self.transfers.close(&stands);
+        stands
+    }
+
     /// Fails the group on every rank; blocked calls return at once.
     pub fn abort(&self) {
         if self.check_process().is_err() || self.closed.load(Ordering::Acquire) {
@@ -341,6 +352,16 @@ impl Group {
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
         drop(self.membership.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.recorder.leave();
+    }
+
+    /// The group's control block.
+    pub fn control(&self) -> &ControlBlock {
+        &self.control
+    }
+
+    /// Record of the group's calls.
+    pub fn recorder(&self) -> Arc<Recorder> {
+        Arc::clone(&self.recorder)
     }
 
     /// Number of collectives asked for.
@@ -385,7 +406,8 @@ impl Group {
         )))
     }
 
-    fn check_open(&self) -> Result<()> {
+    /// Refuses a group that this process may not use any more.
+    pub fn check_open(&self) -> Result<()> {
         self.check_process()?;
         if self.closed.load(Ordering::Acquire) {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));

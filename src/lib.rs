@@ -2,6 +2,7 @@
 //!
 //! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
 //! - `bridge` (feature `bridge`): what C++ sees
+//! - [`hosts`][]: a group on several hosts, with engines of others between them
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
 //! - [`window`][]: symmetric memory that programs use themselves, with signals beside it
@@ -32,6 +33,7 @@ pub mod engine;
 pub mod error;
 pub mod fused;
 pub mod group;
+pub mod hosts;
 pub mod kernels;
 pub mod mem;
 pub mod op;

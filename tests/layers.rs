@@ -19,7 +19,8 @@ fn height(module: &str) -> u32 {
         "p2p" | "trace" | "fused" | "window" => 7,
         "engine" => 8,
         "group" => 9,
-        "bridge" => 10,
+        "hosts" => 10,
+        "bridge" => 11,
         other => panic!("module {other} has no place yet: add it to tests/layers.rs"),
     }
 }

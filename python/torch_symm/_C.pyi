@@ -19,6 +19,8 @@ class Options:
     """Timeout and identity of a group.
 
     ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
+    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"auto"``, or ``""`` for what
+    ``SYMM_HOSTS`` says, in later groups for what the default group does.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or that is none.
@@ -31,11 +33,13 @@ class Options:
     def timeout(self, timeout: timedelta | float) -> None: ...
     group_name: str
     global_ranks_in_group: list[int]
+    between_hosts: str
     def __init__(
         self,
         timeout: timedelta | float = ...,
         group_name: str = "",
         global_ranks_in_group: Sequence[int] = ...,
+        between_hosts: str = "",
     ) -> None: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...

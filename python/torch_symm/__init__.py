@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SymmTimeout,
         TCPStore,
     )
+    from torch_symm._hosts import host_group
     from torch_symm._memory import mem_allocator
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
@@ -49,6 +50,7 @@ __all__ = [
     "__version__",
     "detect_dma_connectivity",
     "dump_trace",
+    "host_group",
     "mem_allocator",
     "stats",
     "topology",
@@ -61,6 +63,7 @@ _MODULES = {
     "__version__": "_version",
     "detect_dma_connectivity": "_topology",
     "dump_trace": "_trace",
+    "host_group": "_hosts",
     "mem_allocator": "_memory",
     "stats": "_stats",
     "topology": "_topology",

@@ -10,6 +10,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 from threading import RLock
 from types import ModuleType
+from typing import Any
 
 from torch_symm._version import TORCH_VERSIONS
 
@@ -80,11 +81,19 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part where the compiler of its CUDA kernels and the package's profiles may be."""
+    """Tells the native part where the compiler of its CUDA kernels and the package's profiles may be, what makes Gloo."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
+    native._make_backends_with(_make_backend)
     # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
+
+
+def _make_backend(*described: Any) -> Any:
+    """What connects the hosts of a group; imported where a group is first on several."""
+    from torch_symm._hosts import make_backend
+
+    return make_backend(*described)
 
 
 def leave_all(native: ModuleType) -> None:

@@ -13,6 +13,7 @@ mod claim;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod gather;
+pub mod hosts;
 mod leader;
 mod member;
 mod membership;

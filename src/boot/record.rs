@@ -132,11 +132,13 @@ fn apart(first: &Record, other: &Record) -> String {
     } else {
         format!("{:?} and {:?}", first.host_name, other.host_name)
     };
+    // Opt-in, and for CPU tensors so far: docs/guide/several-hosts.md.
+    let connect = "SYMM_HOSTS=gloo on all ranks connects hosts, for CPU tensors";
     if first.host.boot != other.host.boot {
-        return format!(
-            "run on different hosts ({names}, which have booted apart); torch-symm connects the ranks of one host only until inter-host \
-             support exists"
-        );
+        return format!("run on different hosts ({names}, which have booted apart); {connect}");
+    }
+    if first.host.test != other.host.test {
+        return format!("run on different hosts ({:?} and {:?}, by SYMM_TEST_HOST); {connect}", first.host.test, other.host.test);
     }
     let (namespaces, options): (Vec<&str>, Vec<&str>) = first.host.namespaces_apart(&other.host).into_iter().unzip();
     let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
@@ -147,7 +149,7 @@ fn apart(first: &Record, other: &Record) -> String {
     };
     let noun = if namespaces.len() == 1 { "namespace" } else { "namespaces" };
     format!(
-        "run in different containers of one host ({names}): rank {} has another {} {noun} than rank {}; {help}",
+        "run in different containers of one host ({names}): rank {} has another {} {noun} than rank {}; {help}; {connect}",
         other.rank,
         namespaces.join(", "),
         first.rank
@@ -159,7 +161,15 @@ mod tests {
     use super::*;
 
     fn record(rank: u32) -> Record {
-        let host = Host { boot: "b".into(), ipc: "i".into(), net: "n".into(), pid: "p".into(), user: "u".into(), time: "t".into() };
+        let host = Host {
+            boot: "b".into(),
+            ipc: "i".into(),
+            net: "n".into(),
+            pid: "p".into(),
+            user: "u".into(),
+            time: "t".into(),
+            ..Host::default()
+        };
         Record {
             protocol: PROTOCOL,
             version: VERSION.into(),
@@ -206,10 +216,11 @@ mod tests {
     #[test]
     fn disagreements_name_ranks_and_values() {
         type Change = fn(&mut Record);
-        let cases: [(Change, &str); 9] = [
+        let cases: [(Change, &str); 10] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
-            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart)"),
+            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=gloo"),
+            (|r| r.host.test = "b".into(), "run on different hosts (\"\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=gloo on all ranks"),
             (
                 |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),
                 "ranks 0, 2 and 3 run in different containers of one host (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \

@@ -7,10 +7,12 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::group::device::{self, CudaTarget};
 
+const CUDA: &str = "CUDA tensors are served";
+
 impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
         let target = CudaTarget { device, stream, background };
-        guarded(|| self.with(|group| group.launch(&translate(calls)?, target, milliseconds(timeout_ms))))
+        guarded(|| self.on_one_host(CUDA, |group| group.launch(&translate(calls)?, target, milliseconds(timeout_ms))))
     }
 
     pub(super) fn launch_transfers(&self, transfers: &[Transfer], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
@@ -18,12 +20,12 @@ impl GroupHandle {
         let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
         guarded(|| {
             let transfers = transfers.iter().map(translate).collect::<Result<Vec<_>>>()?;
-            self.with(|group| group.launch_transfers(&transfers, target, milliseconds(timeout_ms)))
+            self.on_one_host(CUDA, |group| group.launch_transfers(&transfers, target, milliseconds(timeout_ms)))
         })
     }
 
     pub(super) fn connect(&self, device: i32) -> Status {
-        guarded(|| self.with(|group| group.connect(device)))
+        guarded(|| self.on_one_host(CUDA, |group| group.connect(device)))
     }
 }
 

@@ -1,58 +1,80 @@
 //! A group, as C++ holds it.
 
+use super::rail::EngineRail;
 use super::torch_store::TorchStore;
 use super::{ffi, from_cpp, guarded, milliseconds, started};
 use crate::coll::call::{Call, Op, Span};
+use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
+use crate::hosts::{self, HostsGroup};
 use crate::p2p::Message;
 use crate::rank::Rank;
+use crate::store::Store;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// A group, or the reason why it never came to be.
-pub struct GroupHandle(Result<Group>);
+pub struct GroupHandle(Result<Kind>);
+
+enum Kind {
+    OneHost(Group),
+    SeveralHosts(HostsGroup),
+}
+
+/// What `$body` answers for the handle's group, of either kind. A panic fails the group on all ranks.
+macro_rules! with {
+    ($handle:expr, |$group:ident| $body:expr) => {
+        match $handle.kind() {
+            Err(error) => Err(error),
+            Ok(Kind::OneHost($group)) => $group.contain(|| $body),
+            Ok(Kind::SeveralHosts($group)) => $group.inner().contain(|| $body),
+        }
+    };
+}
 
 impl GroupHandle {
-    fn group(&self) -> Result<&Group> {
+    fn kind(&self) -> Result<&Kind> {
         self.0.as_ref().map_err(Clone::clone)
     }
 
-    /// Runs `body` on the group, if there is one. A panic fails the group on all ranks.
-    pub(super) fn with<T>(&self, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
-        let group = self.group()?;
-        group.contain(|| body(group))
+    /// Runs `body` on the group, if there is one on one host: `what` is there only. A panic fails the group on all ranks.
+    pub(super) fn on_one_host<T>(&self, what: &str, body: impl FnOnce(&Group) -> Result<T>) -> Result<T> {
+        match self.kind()? {
+            Kind::OneHost(group) => group.contain(|| body(group)),
+            Kind::SeveralHosts(group) => Err(group.lacks(what)),
+        }
     }
 
     pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.with(|group| group.run(translate(calls)?, milliseconds(timeout_ms))))
+        guarded(|| with!(self, |group| group.run(translate(calls)?, milliseconds(timeout_ms))))
     }
 
     pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| self.with(|group| group.submit(translate(calls)?, milliseconds(timeout_ms), completion)), completion)
+        started(|completion| with!(self, |group| group.submit(translate(calls)?, milliseconds(timeout_ms), completion)), completion)
     }
 
     pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| self.with(|group| group.send(message(transfer)?, completion)), completion)
+        started(|completion| with!(self, |group| group.send(message(transfer)?, completion)), completion)
     }
 
     pub(super) fn recv(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| self.with(|group| group.recv(message(transfer)?, completion)), completion)
+        started(|completion| with!(self, |group| group.recv(message(transfer)?, completion)), completion)
     }
 
     pub(super) fn wait(&self, ticket: u64, timeout_ms: i64) -> ffi::Status {
-        guarded(|| self.with(|group| group.wait(ticket, milliseconds(timeout_ms))))
+        guarded(|| with!(self, |group| group.wait(ticket, milliseconds(timeout_ms))))
     }
 
     pub(super) fn progress(&self) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.progress();
                 Ok(())
             })
@@ -61,12 +83,12 @@ impl GroupHandle {
 
     pub(super) fn monitored_barrier(&self, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> ffi::Status {
         let timeout = u64::try_from(timeout_ms).ok().map(Duration::from_millis);
-        guarded(|| self.with(|group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
+        guarded(|| with!(self, |group| group.monitored_barrier(timeout, wait_all_ranks, CallSite::known(call_site))))
     }
 
     pub(super) fn refuse(&self, text: &str) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.refuse(text.to_owned());
                 Ok(())
             })
@@ -75,7 +97,7 @@ impl GroupHandle {
 
     pub(super) fn refuse_operator(&self, text: &str) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.refuse_operator(text.to_owned());
                 Ok(())
             })
@@ -84,7 +106,7 @@ impl GroupHandle {
 
     pub(super) fn refuse_message(&self, transfer: &ffi::Transfer, text: &str) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 let peer = u32::try_from(transfer.peer).ok().map(Rank);
                 group.refuse_message(transfer.send, peer, transfer.tag, text.to_owned());
                 Ok(())
@@ -94,7 +116,7 @@ impl GroupHandle {
 
     pub(super) fn abort(&self) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.abort();
                 Ok(())
             })
@@ -103,7 +125,7 @@ impl GroupHandle {
 
     pub(super) fn shutdown(&self) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.shutdown();
                 Ok(())
             })
@@ -112,7 +134,7 @@ impl GroupHandle {
 
     pub(super) fn leave(&self, limit_ms: i64, farewell: &str) {
         guarded(|| {
-            self.with(|group| {
+            with!(self, |group| {
                 group.leave(milliseconds(limit_ms).unwrap_or_default(), farewell);
                 Ok(())
             })
@@ -120,29 +142,37 @@ impl GroupHandle {
     }
 
     pub(super) fn sequence(&self) -> u64 {
-        self.group().map_or(0, Group::sequence)
+        with!(self, |group| Ok(group.sequence())).unwrap_or(0)
     }
 
     pub(super) fn set_timeout(&self, timeout_ms: i64) {
-        if let (Ok(group), Some(timeout)) = (self.group(), milliseconds(timeout_ms)) {
-            group.set_timeout(timeout);
+        if let Some(timeout) = milliseconds(timeout_ms) {
+            // A group that never came to be has none.
+            let _ = with!(self, |group| {
+                group.set_timeout(timeout);
+                Ok(())
+            });
         }
     }
 
     pub(super) fn timeout(&self) -> i64 {
-        self.group().map_or(0, |group| group.timeout().as_millis() as i64)
+        with!(self, |group| Ok(group.timeout().as_millis() as i64)).unwrap_or(0)
     }
 
     pub(super) fn error(&self) -> ffi::Status {
-        guarded(|| self.with(|group| group.error().map_or(Ok(()), Err)))
+        guarded(|| with!(self, |group| group.error().map_or(Ok(()), Err)))
     }
 
     pub(super) fn failure(&self) -> ffi::Status {
-        guarded(|| self.with(|group| group.failure().map_or(Ok(()), Err)))
+        guarded(|| with!(self, |group| group.failure().map_or(Ok(()), Err)))
     }
 }
 
-pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
+pub(super) fn join(
+    store: cxx::UniquePtr<ffi::StoreHandle>,
+    engine: cxx::UniquePtr<ffi::EngineHandle>,
+    spec: &ffi::JoinSpec,
+) -> ffi::Joined {
     let mut group = Err(Error::internal("the group was never joined"));
     let status = guarded(|| {
         let options = JoinOptions {
@@ -155,11 +185,25 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, spec: &ffi::JoinSpec
         };
         let store = TorchStore::new(store);
         let name = store.name()?;
-        // The worker goes before an answer is looked at: it ends with what it does, or leaves it behind.
-        group = Worker::new(Arc::new(store), name).and_then(|worker| Group::join(&worker, &options));
+        let store: Arc<dyn Store> = Arc::new(store);
+        group = match hosts::connects(&spec.between_hosts, &options)? {
+            HostsChoice::Refuse => join_on_one_host(&store, name, &options),
+            HostsChoice::Gloo => hosts::find(&store, &name, &options).and_then(|found| match found {
+                None => join_on_one_host(&store, name, &options),
+                Some(layout) => {
+                    let rail = EngineRail::new(engine);
+                    HostsGroup::join(&store, &name, &options, layout, rail).map(Kind::SeveralHosts)
+                }
+            }),
+        };
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }
+}
+
+fn join_on_one_host(store: &Arc<dyn Store>, name: String, options: &JoinOptions) -> Result<Kind> {
+    // The worker goes before an answer is looked at: it ends with what it does, or leaves it behind.
+    Worker::new(Arc::clone(store), name).and_then(|worker| Group::join(&worker, options)).map(Kind::OneHost)
 }
 
 pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {

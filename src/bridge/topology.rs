@@ -21,3 +21,7 @@ pub(super) fn topology_report() -> TopologyReport {
     });
     TopologyReport { status, text }
 }
+
+pub(super) fn host_identity() -> String {
+    crate::sys::host::Host::own().map_or_else(|error| error.message, |host| format!("{host:?}"))
+}

@@ -19,7 +19,8 @@ impl GroupHandle {
         let mut window = Err(Error::internal("the window was never opened"));
         let status = guarded(|| {
             let limit = milliseconds(timeout_ms);
-            window = self.with(|group| group.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
+            window =
+                self.on_one_host("tensors are symmetric", |group| group.rendezvous(device.max(HOST), address as u64, pad_bytes, limit));
             window.as_ref().map(|_| ()).map_err(Clone::clone)
         });
         OpenedWindow { status, window: Box::new(WindowHandle(window)) }

@@ -1,6 +1,7 @@
 //! Identity of the kernel that this process runs on, and of its namespaces.
 
 use super::fork::PerProcess;
+use crate::config::Config;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
@@ -20,6 +21,9 @@ pub struct Host {
     pub user: String,
     /// Namespace of the clocks since boot, in which /proc tells when a process started; empty where the kernel has none (before 5.6).
     pub time: String,
+    /// `SYMM_TEST_HOST`, by which tests make several hosts of one; empty: none.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub test: String,
 }
 
 impl Host {
@@ -58,6 +62,7 @@ impl Host {
             pid: namespace("pid")?,
             user: namespace("user")?,
             time: namespace("time").unwrap_or_default(),
+            test: Config::get().test_host.clone(),
         })
     }
 }

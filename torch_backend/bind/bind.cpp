@@ -73,15 +73,21 @@ void bind(py::module_ module) {
 
   py::class_<Options, Holder<Options>, ::c10d::Backend::Options>(module, "Options")
       .def(
-          py::init([](const Timeout& timeout, const std::string& group, const std::vector<uint64_t>& ranks) {
+          py::init([](const Timeout& timeout,
+                      const std::string& group,
+                      const std::vector<uint64_t>& ranks,
+                      const std::string& between_hosts) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
+            options->between_hosts = between_hosts;
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
           py::arg("group_name") = "",
-          py::arg("global_ranks_in_group") = std::vector<uint64_t>())
+          py::arg("global_ranks_in_group") = std::vector<uint64_t>(),
+          py::arg("between_hosts") = "")
+      .def_readwrite("between_hosts", &Options::between_hosts)
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },
@@ -123,6 +129,7 @@ void bind(py::module_ module) {
   bind_symmetric_memory(module);
   bind_cost(module);
   bind_fused(module);
+  bind_hosts(module);
   bind_stores(module);
   bind_topology(module);
   bind_trace(module);

@@ -10,6 +10,7 @@ using Holder = c10::intrusive_ptr<T>;
 
 void bind_cost(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
+void bind_hosts(pybind11::module_& module);
 void bind_stores(pybind11::module_& module);
 void bind_topology(pybind11::module_& module);
 void bind_symmetric_memory(pybind11::module_& module);

@@ -10,6 +10,7 @@
 
 #include "errors.hpp"
 #include "fused/workspace.hpp"
+#include "hosts/engine.hpp"
 #include "store/store.hpp"
 
 namespace symm {
@@ -31,6 +32,9 @@ Living& living() {
 c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
   auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
   copy_names(given, *options);
+  if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
+    options->between_hosts = own->between_hosts;
+  }
   options->global_ranks_in_group = given.global_ranks_in_group;
   return options;
 }
@@ -52,7 +56,8 @@ Group join_group(
   }
   spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
-  auto joined = join(std::make_unique<TorchStore>(store), spec);
+  spec.between_hosts = options.between_hosts;
+  auto joined = join(std::make_unique<TorchStore>(store), std::make_unique<Engine>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
   auto& all = living();

@@ -29,6 +29,9 @@ class ProcessGroupSymm final : public ::c10d::Backend {
     c10::intrusive_ptr<::c10d::Backend::Options> clone() const SYMM_OVERRIDE_CLONE {
       return c10::make_intrusive<Options>(*this);
     }
+
+    // What connects hosts; empty: as the environment or the default group says.
+    std::string between_hosts;
   };
 
   using Tensors = std::vector<at::Tensor>;

@@ -88,21 +88,32 @@ fn instead(dtype: DType) -> String {
 pub unsafe fn reduce(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
     let _mode = mode::DefaultMode::enter();
     // SAFETY: the caller's contract; `best` returns what this machine was found to have.
-    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, store) }
+    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, sources.len(), store) }
 }
 
-/// [`reduce`] with a named instruction set.
+/// [`reduce`] of sources that stand for `ranks` ranks together: an AVG is divided by that number.
+///
+/// # Safety
+/// As [`reduce`].
+pub unsafe fn reduce_partials(op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize) {
+    let _mode = mode::DefaultMode::enter();
+    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    unsafe { reduce_on(Isa::best(), op, dtype, dst, sources, count, ranks, Store::Cached) }
+}
+
+/// [`reduce_partials`] with a named instruction set and store.
 ///
 /// # Safety
 /// As [`reduce`], on a machine that has `isa`.
-unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, store: Store) {
+#[allow(clippy::too_many_arguments, reason = "the arguments of `reduce`, and two more")]
+unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources: &[Source], count: usize, ranks: usize, store: Store) {
     let Some(kernel) = dispatch::kernel(op, dtype, isa) else {
         panic!("reduce op {} was let through for {}", op.name(), dtype.name());
     };
     if sources.is_empty() || count == 0 {
         return;
     }
-    let job = reduce::Job { dst, sources, count: count * dispatch::parts(dtype), store };
+    let job = reduce::Job { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
     // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now counts.
     unsafe { kernel(&job) }
 }

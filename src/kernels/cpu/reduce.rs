@@ -16,6 +16,8 @@ pub(super) struct Job<'a> {
     pub(super) sources: &'a [Source],
     /// Number of elements, as the kernel counts them (a complex number counts two).
     pub(super) count: usize,
+    /// Number of ranks that the sources stand for, by which an average divides.
+    pub(super) ranks: usize,
     pub(super) store: Store,
 }
 
@@ -67,7 +69,7 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
     let size = size_of::<E>();
     if job.store == Store::Cached {
         // SAFETY: all of `job` is in bounds by the caller's contract.
-        unsafe { span::<E, O, I, T>(job.sources, 0, job.count, job.dst) };
+        unsafe { span::<E, O, I, T>(job, 0, job.count, job.dst) };
         return;
     }
     let mut block = Block([0; BLOCK]);
@@ -78,7 +80,7 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
         let now = length.min(job.count - start);
         // SAFETY: `start + now <= count`; `now * size <= BLOCK`; the block overlaps nothing of the caller's.
         unsafe {
-            span::<E, O, I, T>(job.sources, start, now, block.0.as_mut_ptr());
+            span::<E, O, I, T>(job, start, now, block.0.as_mut_ptr());
             copy::stream(job.dst.add(start * size), block.0.as_ptr(), now * size);
         }
         start += now;
@@ -92,14 +94,14 @@ unsafe fn run<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job) {
 /// # Safety
 /// The sources are valid for `start + count` elements, `out` for `count`; `out` is a source at `start` or overlaps none.
 #[inline(always)]
-unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(sources: &[Source], start: usize, count: usize, out: *mut u8) {
+unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(job: &Job, start: usize, count: usize, out: *mut u8) {
     let size = size_of::<E>();
     let whole = count - count % T;
     let mut done = 0;
     while done < whole {
         // SAFETY: `done + T <= whole <= count`.
         unsafe {
-            let acc = tile::<E, O, I, T>(sources, |source| source.ptr.add((start + done) * size));
+            let acc = tile::<E, O, I, T>(job, |source| source.ptr.add((start + done) * size));
             E::narrow_tile::<I, T>(&acc, out.add(done * size));
         }
         done += T;
@@ -108,7 +110,7 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(sources: &[
         for at in whole..count {
             // SAFETY: `at < count`.
             unsafe {
-                let acc = tile::<E, O, I, 1>(sources, |source| source.ptr.add((start + at) * size));
+                let acc = tile::<E, O, I, 1>(job, |source| source.ptr.add((start + at) * size));
                 E::narrow_tile::<I, 1>(&acc, out.add(at * size));
             }
         }
@@ -119,7 +121,7 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(sources: &[
         // SAFETY: `whole + rest == count`; `pad` holds `T > rest` elements, and `tile` has read one padded copy before
         // it asks for the next.
         unsafe {
-            let acc = tile::<E, O, I, T>(sources, |source| {
+            let acc = tile::<E, O, I, T>(job, |source| {
                 source.ptr.add((start + whole) * size).copy_to_nonoverlapping(pad, rest * size);
                 pad.cast_const()
             });
@@ -135,7 +137,7 @@ unsafe fn span<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(sources: &[
 /// `locate` returns pointers that are valid for `T` elements until its next call; the machine has `I`.
 #[inline(always)]
 unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
-    sources: &[Source],
+    job: &Job,
     mut locate: impl FnMut(&Source) -> *const u8,
 ) -> [E::Acc; T] {
     let mut lifted = |source: &Source| {
@@ -147,7 +149,7 @@ unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
         }
         values
     };
-    let Some((first, others)) = sources.split_first() else {
+    let Some((first, others)) = job.sources.split_first() else {
         return [E::Acc::ZERO; T];
     };
     let mut acc = lifted(first);
@@ -157,7 +159,7 @@ unsafe fn tile<E: Element, O: Op<E::Acc>, I: Vector, const T: usize>(
         }
     }
     for value in &mut acc {
-        *value = O::finish(*value, sources.len());
+        *value = O::finish(*value, job.ranks);
     }
     acc
 }

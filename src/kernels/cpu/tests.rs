@@ -90,7 +90,7 @@ fn computed(isa: Isa, op: ReduceOp, dtype: DType, list: &[Source], count: usize,
     let bytes = count * dtype.size();
     let mut out = vec![GUARD; offset + bytes + 64];
     // SAFETY: the sources hold `count` elements, `out` as many from `offset` on; `isa` is from `available`.
-    unsafe { reduce_on(isa, op, dtype, out[offset..].as_mut_ptr(), list, count, store) };
+    unsafe { reduce_on(isa, op, dtype, out[offset..].as_mut_ptr(), list, count, list.len(), store) };
     assert!(out[..offset].iter().chain(&out[offset + bytes..]).all(|&byte| byte == GUARD));
     out[offset..offset + bytes].to_vec()
 }
@@ -141,7 +141,7 @@ fn the_result_may_replace_any_source() {
             let mut list = sources(&shifted);
             list[replaced].ptr = dst;
             // SAFETY: all hold `count` elements; `dst` is one of the sources.
-            unsafe { reduce(op, dtype, dst, &list, count, store) };
+            unsafe { reduce(op, dtype, dst, &list, count, list.len(), store) };
             let (bytes, shift) = &shifted[replaced];
             assert!(bytes[*shift..] == expected(op, dtype, &inputs, count), "{} {}", op.name(), dtype.name());
         }

@@ -1,0 +1,64 @@
+//! Engines of torch as rails.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
+
+use super::ffi::{EngineHandle, Status};
+use crate::error::{Error, Kind, Result};
+use crate::hosts::rail::{Rail, Transfer};
+use std::time::Duration;
+
+/// A `c10d::Backend` between hosts, made by `make`.
+pub(super) struct EngineRail(cxx::UniquePtr<EngineHandle>);
+
+// SAFETY: a c10d::Backend may be used from any thread; EngineHandle keeps nothing that belongs to one.
+unsafe impl Send for EngineRail {}
+// SAFETY: a rail is asked for one transfer after another, by whoever runs the group's calls; between them a lock is passed on.
+unsafe impl Sync for EngineRail {}
+
+impl EngineRail {
+    pub(super) fn new(engine: cxx::UniquePtr<EngineHandle>) -> Self {
+        Self(engine)
+    }
+
+    fn handle(&self) -> Result<&EngineHandle> {
+        self.0.as_ref().ok_or_else(|| Error::internal("there is no engine"))
+    }
+}
+
+fn outcome(status: Status) -> Result<()> {
+    match Kind::from_code(status.kind.repr) {
+        None => Ok(()),
+        Some(kind) => Err(Error { kind, message: status.message }),
+    }
+}
+
+fn milliseconds(time: Duration) -> i64 {
+    i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
+}
+
+impl Rail for EngineRail {
+    fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()> {
+        outcome(self.handle()?.make(name, host, hosts, milliseconds(timeout)))
+    }
+
+    fn staging(&self, bytes: usize) -> Result<usize> {
+        let mut address = 0;
+        outcome(self.handle()?.staging(bytes, &mut address)).map(|()| address)
+    }
+
+    fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()> {
+        let (engine, timeout) = (self.handle()?, milliseconds(timeout));
+        outcome(match *transfer {
+            Transfer::AllGather { from, each, to } => engine.all_gather(from, each, to, timeout),
+            Transfer::AllToAll { from, sent, to, received } => engine.all_to_all(from, sent, to, received, timeout),
+            Transfer::Broadcast { root, at, bytes } => engine.broadcast(root, at, bytes, timeout),
+        })
+    }
+
+    fn wait(&self, limit: Duration) -> Result<bool> {
+        match outcome(self.handle()?.wait(milliseconds(limit))) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind == Kind::WaitTimeout => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}

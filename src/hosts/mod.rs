@@ -1,0 +1,372 @@
+//! A group whose ranks are on several hosts: shared memory inside each, an engine that somebody else wrote between them.
+//!
+//! Inside a host it is a [`Group`]. Between hosts there are [`rail`]s, one for each local index that every host has, which move bytes and
+//! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
+//!
+//! - [`rail`]: what an engine does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
+//! - [`step`](mod@step): a call under way; [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
+//! - [`shared`](mod@shared): how a failure ends the group on all hosts
+
+mod exchange;
+mod gather;
+mod header;
+pub mod rail;
+mod reduce;
+mod shared;
+mod slices;
+mod step;
+#[cfg(test)]
+mod tests;
+
+use crate::boot::hosts::{Layout, Question, known, remember};
+use crate::coll::call::{Call, Op};
+use crate::completion::Completion;
+use crate::config::{Config, HostsChoice};
+use crate::control::ControlBlock;
+use crate::dtype::{DType, ReduceOp};
+use crate::engine::{Engine, Run};
+use crate::error::{Error, Result};
+use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
+use crate::p2p::{self, Message};
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::store::prefix::PrefixStore;
+use crate::store::until::Until;
+use crate::store::worker::Worker;
+use crate::sync::call_site::CallSite;
+use crate::sync::limit::Limit;
+use rail::Rail;
+use shared::{News, Shared};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use step::Step;
+
+/// A joined group on several hosts.
+pub struct HostsGroup {
+    inner: Arc<Group>,
+    layout: Arc<Layout>,
+    rank: Rank,
+    engine: Arc<Engine<Runner>>,
+    shared: Arc<Shared>,
+}
+
+/// Runs a group's collectives, one at a time.
+struct Runner {
+    inner: Arc<Group>,
+    layout: Arc<Layout>,
+    shared: Arc<Shared>,
+    rank: Rank,
+    sequence: u64,
+}
+
+impl Run for Runner {
+    fn control(&self) -> &ControlBlock {
+        self.inner.control()
+    }
+
+    fn sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+        if let Some(failure) = self.control().failure() {
+            return Err(failure);
+        }
+        self.sequence += 1;
+        limit.waited();
+        let Self { inner, layout, shared, .. } = &*self;
+        let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence };
+        let outcome = match call.op {
+            Op::Barrier => step.barrier(),
+            Op::Broadcast => step.broadcast(),
+            Op::AllReduce | Op::Reduce => step.all_reduce(),
+            Op::AllGather => step.all_gather(),
+            Op::ReduceScatter => step.reduce_scatter(),
+            Op::Gather | Op::Scatter => step.gather_or_scatter(),
+            Op::AllToAll => step.all_to_all(),
+        };
+        outcome.map_err(|error| shared.fail(inner, error))
+    }
+}
+
+impl HostsGroup {
+    /// Joins the group that `options` name, whose ranks are where `layout` says: on several hosts. `rail` is this rank's, if it gets one.
+    pub fn join(
+        store: &Arc<dyn Store>,
+        store_name: &str,
+        options: &JoinOptions,
+        layout: Layout,
+        rail: impl Rail + 'static,
+    ) -> Result<Self> {
+        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
+        let limit = Limit::from(Instant::now(), timeout);
+        let rank = Rank(options.rank as u32);
+        let (host, local) = (layout.host(rank), layout.local(rank));
+        let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
+        let news = News::new(Arc::clone(store), store_name, &options.group);
+        if rank == Rank(0) {
+            news.forget(&worker);
+        }
+        let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
+        let inner_options = JoinOptions {
+            group: options.group.clone(),
+            rank: local as i32,
+            size: layout.members(host).len() as i32,
+            global_ranks: layout.members(host).iter().map(global).collect(),
+            is_default: options.is_default,
+            timeout: limit.left(),
+        };
+        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
+        let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
+        let until = Until::new(&worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
+        let inner = Group::join(&PrefixStore::new(&prefix, until), &inner_options)?;
+        inner.set_timeout(timeout);
+        let has_rail = local < layout.rails();
+        if has_rail {
+            let made = match limit.left() {
+                Some(left) => rail.make(&format!("symm-rail/{local}"), host, layout.hosts(), left),
+                None => Err(Error::timeout("no time is left")),
+            };
+            made.map_err(|error| {
+                let (me, others) = (layout.describe(rank), layout.name_others(host));
+                let text = format!("{me} could not make rail {local} of group \"{}\" to {others}: {}", options.group, error.message);
+                inner.fail(Error { message: text, ..error })
+            })?;
+        }
+        let joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
+        // Whoever passes has found all ranks on all hosts.
+        joined.run(vec![barrier(None)], limit.left())?;
+        if options.is_default {
+            question(options).withdraw(&worker);
+        }
+        Ok(joined)
+    }
+
+    /// The group of `inner`, the ranks of this host, and a rail.
+    fn assemble(inner: Group, layout: Layout, rank: Rank, rail: Option<Box<dyn Rail>>, news: News) -> Self {
+        let (inner, layout, shared) = (Arc::new(inner), Arc::new(layout), Arc::new(Shared::new(rail, news)));
+        let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
+        let engine = Engine::new(runner, inner.recorder());
+        Self { inner, layout, rank, engine, shared }
+    }
+
+    /// Runs `calls` in order behind everything submitted before, and returns when they are done.
+    pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
+        self.check(&calls)?;
+        self.engine.run(calls, timeout.unwrap_or_else(|| self.inner.timeout()))
+    }
+
+    /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
+    pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, completion: Completion) -> Result<u64> {
+        self.check(&calls)?;
+        self.engine.submit(calls, timeout.unwrap_or_else(|| self.inner.timeout()), completion)
+    }
+
+    /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
+    fn check(&self, calls: &[Call]) -> Result<()> {
+        self.inner.check_open()?;
+        calls.iter().try_for_each(|call| call.validate(self.rank, self.layout.size()))
+    }
+
+    /// Starts a send to a rank of this host.
+    pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
+        let (message, completion) = self.on_this_host("send", message, completion)?;
+        self.inner.send(message, completion)
+    }
+
+    /// Starts a receive from a rank of this host.
+    pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
+        let (message, completion) = self.on_this_host("recv", message, completion)?;
+        self.inner.recv(message, completion)
+    }
+
+    /// `message` and `completion` in the numbers of this host's ranks.
+    fn on_this_host(&self, what: &str, message: Message, completion: Completion) -> Result<(Message, Completion)> {
+        let host = self.layout.host(self.rank);
+        let near = message.peer.filter(|&peer| peer.index() < self.layout.size() && self.layout.host(peer) == host);
+        let Some(peer) = near else {
+            let peer = message.peer.map_or_else(|| "any rank".into(), |peer| self.layout.describe(peer));
+            let me = self.layout.describe(self.rank);
+            return Err(Error::not_implemented(format!(
+                "{what}: {me} and {peer} are on different hosts, between which symm sends no messages yet"
+            )));
+        };
+        let peer = Some(Rank(self.layout.local(peer) as u32));
+        let layout = Arc::clone(&self.layout);
+        let member = move |local: Rank| layout.members(host)[local.index()];
+        let completion = Completion::new(move |outcome, source| completion.call(outcome, source.map(member)));
+        Ok((Message { peer, ..message }, completion))
+    }
+
+    /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
+    pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
+        if ticket & p2p::TICKET_BIT != 0 { self.inner.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
+    }
+
+    /// Moves transfers along without blocking.
+    pub fn progress(&self) {
+        self.inner.progress();
+    }
+
+    /// A barrier; its failure names the hosts, or the ranks of this host, that did not come. `_wait_all_ranks`: it names all anyway.
+    pub fn monitored_barrier(&self, timeout: Option<Duration>, _wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
+        self.run(vec![barrier(call_site)], timeout)
+    }
+
+    /// A collective was refused on this rank: the ranks of this host that wait for it are told, and through them the other hosts.
+    pub fn refuse(&self, text: String) {
+        self.inner.refuse(text);
+    }
+
+    /// Has nothing to do: no window is on several hosts.
+    pub fn refuse_operator(&self, _text: String) {}
+
+    /// Refuses a send to `peer`, or a receive from it, as far as it is on this host.
+    pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
+        let host = self.layout.host(self.rank);
+        if let Some(peer) = peer.filter(|&peer| peer.index() < self.layout.size() && self.layout.host(peer) == host) {
+            self.inner.refuse_message(send, Some(Rank(self.layout.local(peer) as u32)), tag, text);
+        }
+    }
+
+    /// The limit of calls that bring none.
+    pub fn timeout(&self) -> Duration {
+        self.inner.timeout()
+    }
+
+    /// Changes the limit of calls that bring none.
+    pub fn set_timeout(&self, timeout: Duration) {
+        self.inner.set_timeout(timeout);
+    }
+
+    /// The first failure, or the death of a rank of this host that no call has run into yet.
+    pub fn error(&self) -> Option<Error> {
+        self.inner.error()
+    }
+
+    /// The first failure.
+    pub fn failure(&self) -> Option<Error> {
+        self.inner.failure()
+    }
+
+    /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
+    pub fn shutdown(&self) {
+        self.leave(self.timeout(), "");
+    }
+
+    /// The error of something that groups on several hosts do not have yet.
+    pub fn lacks(&self, what: &str) -> Error {
+        let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
+        let (name, hosts) = (self.inner.control().name(), hosts.join(", "));
+        Error::config(format!(
+            "group \"{name}\" is on several hosts: {hosts}; {what} within one host only, and torch_symm.host_group(group) is the part on this one"
+        ))
+    }
+
+    /// Fails the group on every rank; blocked calls return at once.
+    pub fn abort(&self) {
+        self.inner.abort();
+        if let Some(failure) = self.inner.control().failure() {
+            self.shared.fail(&self.inner, failure);
+        }
+    }
+
+    /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
+    pub fn leave(&self, limit: Duration, farewell: &str) {
+        if !self.shared.leave() {
+            return;
+        }
+        let since = Instant::now();
+        if !self.engine.drain(limit) {
+            let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
+            self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
+        } else if !farewell.is_empty() {
+            let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
+            self.shared.tell(&Error::peer(format!("{me} left group \"{name}\" because of {farewell}")));
+        }
+        self.inner.leave(limit.saturating_sub(since.elapsed()).max(Duration::from_millis(1)), farewell);
+        self.engine.stop();
+        self.shared.release();
+    }
+
+    /// Number of collectives asked for.
+    pub fn sequence(&self) -> u64 {
+        self.engine.sequence()
+    }
+
+    /// The ranks of this host.
+    pub fn inner(&self) -> &Group {
+        &self.inner
+    }
+}
+
+impl Drop for HostsGroup {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+fn barrier(call_site: Option<&'static CallSite>) -> Call {
+    Call {
+        op: Op::Barrier,
+        dtype: DType::U8,
+        reduce_op: ReduceOp::Sum,
+        root: Rank(0),
+        factor: 1.0,
+        inputs: Vec::new(),
+        outputs: Vec::new(),
+        call_site,
+    }
+}
+
+/// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's.
+///
+/// # Errors
+/// `Value` where there is no choice of that name.
+pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
+    if options.is_default {
+        remember(None);
+    }
+    if !named.is_empty() {
+        let unknown = || Error::value(format!("between_hosts={named:?} is none of \"refuse\", \"gloo\", \"auto\""));
+        return HostsChoice::named(named).ok_or_else(unknown);
+    }
+    Ok(if known().is_some() { HostsChoice::Gloo } else { Config::get().hosts })
+}
+
+/// Layout of the group that `options` name, if it is on several hosts.
+///
+/// # Errors
+/// `Timeout` names the ranks that did not say where they are.
+pub fn find(store: &Arc<dyn Store>, store_name: &str, options: &JoinOptions) -> Result<Option<Layout>> {
+    let size = usize::try_from(options.size).unwrap_or(0);
+    if options.rank < 0 || options.rank as usize >= size {
+        // Joining says so.
+        return Ok(None);
+    }
+    let globals = || (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
+    let met = known().and_then(|places| globals().map(|global| places.get(global).cloned()).collect::<Option<Vec<_>>>());
+    let places = match met {
+        Some(places) => places,
+        None => {
+            let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
+            let places = question(options).ask(&worker)?;
+            if options.is_default {
+                remember(Some(places.clone()));
+            }
+            places
+        }
+    };
+    let layout = Layout::of(&places);
+    Ok((layout.hosts() > 1).then_some(layout))
+}
+
+fn question(options: &JoinOptions) -> Question<'_> {
+    Question {
+        group: if options.is_default { "default" } else { &options.group },
+        rank: Rank(options.rank as u32),
+        size: options.size as u32,
+        restart: &Config::get().restart,
+        timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
+    }
+}

@@ -1,0 +1,56 @@
+//! Rail: an engine that somebody else wrote, between ranks of one local index on all hosts.
+
+use crate::error::Result;
+use std::time::Duration;
+
+/// Transfer of bytes between the ranks of a rail. Places are offsets in the rail's staging.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transfer<'a> {
+    /// `each` bytes at `from` of every host, one behind the other, reach `to`.
+    AllGather {
+        /// Place of the own bytes.
+        from: usize,
+        /// Length of one host's.
+        each: usize,
+        /// Place of everybody's.
+        to: usize,
+    },
+    /// `sent[h]` bytes of those at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`; each in the order of hosts.
+    AllToAll {
+        /// Place of what is sent.
+        from: usize,
+        /// Lengths of what is sent.
+        sent: &'a [usize],
+        /// Place of what is received.
+        to: usize,
+        /// Lengths of what is received.
+        received: &'a [usize],
+    },
+    /// `bytes` bytes at `at` of host `root` reach the same place on all hosts.
+    Broadcast {
+        /// Host that has them.
+        root: usize,
+        /// Place of the bytes.
+        at: usize,
+        /// Number of the bytes.
+        bytes: usize,
+    },
+}
+
+/// Engine between hosts. It moves bytes between the ranks' staging, one transfer after another, and knows nothing of what they mean.
+///
+/// Lengths that do not fit each other may end the process with some engines: whoever starts a transfer has made sure of them.
+pub trait Rail: Send + Sync {
+    /// Connects this rank, on the `host`th of `hosts`, with those of the other hosts, once they call it with this `name`.
+    fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()>;
+
+    /// Address of the staging, which has at least `bytes` bytes; what was there is lost where there were fewer before. The engine owns it:
+    /// a transfer that was given up still finds it.
+    fn staging(&self, bytes: usize) -> Result<usize>;
+
+    /// Begins `transfer`, after the one before has ended.
+    fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()>;
+
+    /// Whether what was started has ended, after at most `limit`; the error is the engine's.
+    fn wait(&self, limit: Duration) -> Result<bool>;
+}

@@ -1,0 +1,161 @@
+//! Which part of a message goes by which rail, and with which operation hosts combine their partial results. Pure.
+
+use crate::boot::hosts::Layout;
+use crate::dtype::{DType, ReduceOp};
+use crate::mem::span::Span;
+use std::ops::Range;
+
+/// Bytes of a call up to which one rail carries everything: more rails would add messages where the time is that of a message.
+pub(super) const ONE_RAIL: usize = 64 << 10;
+
+/// Bytes of a call that are under way at a time; a multiple of every element's size.
+pub(super) const CHUNK: usize = 16 << 20;
+
+/// Bytes of a rail's slice up to which each host gets all partial results and adds them up itself: one exchange in place of two.
+pub(super) const GATHERED: usize = 256 << 10;
+
+/// Number of rails that carry a call of `bytes` bytes; the same on all ranks.
+pub(super) fn rails(bytes: usize, layout: &Layout) -> usize {
+    if bytes <= ONE_RAIL { 1 } else { layout.rails() }
+}
+
+/// `bytes` bytes of elements of `size` bytes in `parts` parts, as even as they can be, in order.
+pub(super) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize>> {
+    let count = bytes / size;
+    let (each, more) = (count / parts, count % parts);
+    let start = |part: usize| (part * each + part.min(more)) * size;
+    (0..parts).map(|part| start(part)..start(part + 1)).collect()
+}
+
+/// `bytes` bytes in chunks of at most [`CHUNK`]: begin and length. Nothing has one chunk, of nothing.
+pub(super) fn chunks(bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..bytes.min((chunk + 1) * CHUNK))
+}
+
+/// Ranges of spans of `lengths` bytes, one behind the other.
+pub(super) fn ranges(lengths: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let mut next = |length| {
+        end += length;
+        end - length..end
+    };
+    lengths.into_iter().map(&mut next).collect()
+}
+
+/// What is in both ranges; empty at the begin of `b` where nothing is.
+pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
+    let start = a.start.max(b.start);
+    let end = a.end.min(b.end);
+    if start < end { start..end } else { b.start..b.start }
+}
+
+/// The part `range` of `span`.
+pub(super) fn part(span: Span, range: &Range<usize>) -> Span {
+    Span { addr: span.addr + range.start, bytes: range.len() }
+}
+
+/// `spans` as one, if each begins where the one before ends.
+pub(super) fn joined(spans: &[Span]) -> Option<Span> {
+    let mut some = spans.iter().filter(|span| span.bytes > 0);
+    let mut whole = *some.next().or(spans.first())?;
+    some.all(|span| {
+        let follows = span.addr == whole.addr + whole.bytes;
+        whole.bytes += span.bytes;
+        follows
+    })
+    .then_some(whole)
+}
+
+/// The two levels of a reduction: the ranks of a host in their order, rounded once, then the hosts in theirs, rounded once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Levels {
+    /// Operation inside a host.
+    pub(super) inner: ReduceOp,
+    /// Operation between hosts.
+    pub(super) outer: ReduceOp,
+    /// Number by which an outer AVG divides.
+    pub(super) divisor: usize,
+    /// Whether an outer PREMUL_SUM weighs each host by its share of the ranks.
+    weighted: bool,
+}
+
+impl Levels {
+    pub(super) fn of(op: ReduceOp, dtype: DType, layout: &Layout) -> Self {
+        let same = |op| Self { inner: op, outer: op, divisor: layout.hosts(), weighted: false };
+        match op {
+            ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+                same(op)
+            }
+            ReduceOp::PremulSum => Self { inner: op, ..same(ReduceOp::Sum) },
+            // Integers wrap: the sum is that of one host, and is divided once.
+            ReduceOp::Avg if is_integer(dtype) => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
+            // Averages of averages, which do not overflow where the sum of a host's ranks would.
+            ReduceOp::Avg if (0..layout.hosts()).all(|host| layout.members(host).len() == layout.members(0).len()) => same(op),
+            ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.hosts(), weighted: true },
+        }
+    }
+
+    /// Factor of `host` under an outer PREMUL_SUM.
+    pub(super) fn factor(&self, host: usize, layout: &Layout) -> f64 {
+        if self.weighted { layout.members(host).len() as f64 / layout.size() as f64 } else { 1.0 }
+    }
+}
+
+fn is_integer(dtype: DType) -> bool {
+    match dtype {
+        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool | DType::U16 | DType::U32 | DType::U64 => true,
+        DType::F16
+        | DType::F32
+        | DType::F64
+        | DType::C64
+        | DType::C128
+        | DType::BF16
+        | DType::F8E5M2
+        | DType::F8E4M3FN
+        | DType::F8E5M2FNUZ
+        | DType::F8E4M3FNUZ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn spans_that_follow_each_other_are_one() {
+        let span = |addr, bytes| Span { addr, bytes };
+        assert_eq!(joined(&[span(8, 4), span(12, 0), span(99, 0), span(12, 2)]), Some(span(8, 6)));
+        assert_eq!(joined(&[span(8, 4), span(13, 2)]), None);
+        assert_eq!(joined(&[span(5, 0), span(9, 0)]), Some(span(5, 0)));
+        assert_eq!(joined(&[]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn slices_and_chunks_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20) {
+            let (size, mut end) = (1 << size, 0);
+            let slices = slices(count * size, size, parts);
+            prop_assert_eq!(slices.len(), parts);
+            for slice in &slices {
+                prop_assert!(slice.start == end && slice.end.is_multiple_of(size) && slice.len() <= slices[0].len());
+                end = slice.end;
+            }
+            prop_assert_eq!(end, count * size);
+            end = 0;
+            for chunk in chunks(count * size) {
+                prop_assert!(chunk.start == end && chunk.len() <= CHUNK && chunk.end.is_multiple_of(size));
+                end = chunk.end;
+            }
+            prop_assert_eq!(end, count * size);
+        }
+
+        #[test]
+        fn overlaps_are_what_both_have(a in 0usize..50, b in 0usize..50, c in 0usize..50, d in 0usize..50) {
+            let (one, other) = (a.min(b)..a.max(b), c.min(d)..c.max(d));
+            let both = overlap(&one, &other);
+            prop_assert!((0..50).all(|at| both.contains(&at) == (one.contains(&at) && other.contains(&at))));
+            prop_assert!(both.start >= other.start && both.end <= other.end);
+        }
+    }
+}

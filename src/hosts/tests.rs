@@ -1,0 +1,319 @@
+//! Collectives on several hosts, which are groups of threads, with rails between them that take no lengths that do not fit.
+#![allow(unsafe_code, reason = "the reference is one call of the kernel")]
+
+use super::rail::{Rail, Transfer};
+use super::shared::News;
+use super::{HostsGroup, Layout};
+use crate::boot::hosts::Placement;
+use crate::coll::call::{Call, Op, Span};
+use crate::control::Identity;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Kind, Result};
+use crate::group::{Group, Tuning};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::mem::layout::Layout as Memory;
+use crate::mem::shm::Segment;
+use crate::rank::Rank;
+use crate::store::memory::MemoryStore;
+use crate::sys::host::Host;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What the hosts of one rail have sent, transfer by transfer.
+#[derive(Default)]
+struct Wire {
+    rounds: Mutex<Vec<Vec<Option<Sent>>>>,
+    changed: Condvar,
+}
+
+/// Bytes for each host, and the kind of the transfer with the lengths that all must have.
+#[derive(Clone)]
+struct Sent {
+    parts: Vec<Vec<u8>>,
+    kind: (u8, usize),
+}
+
+struct ThreadRail {
+    wire: Arc<Wire>,
+    host: usize,
+    hosts: usize,
+    own: Mutex<Own>,
+}
+
+/// What one rank has of a rail.
+#[derive(Default)]
+struct Own {
+    staging: Vec<u8>,
+    round: usize,
+    /// Placement and length of what comes from each host.
+    wanted: Vec<(usize, usize)>,
+}
+
+impl Rail for ThreadRail {
+    fn make(&self, _name: &str, _host: usize, _hosts: usize, _timeout: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    fn staging(&self, bytes: usize) -> Result<usize> {
+        let mut own = self.own.lock().expect("no panic");
+        if own.staging.len() < bytes {
+            own.staging = vec![0xee; bytes];
+        }
+        Ok(own.staging.as_mut_ptr().addr())
+    }
+
+    fn start(&self, transfer: &Transfer<'_>, _timeout: Duration) -> Result<()> {
+        let mut own = self.own.lock().expect("no panic");
+        let bytes = |at: usize, length: usize| own.staging[at..at + length].to_vec();
+        let places = |mut at: usize, lengths: &[usize]| -> Vec<(usize, usize)> {
+            let mut place = |&length: &usize| {
+                at += length;
+                (at - length, length)
+            };
+            lengths.iter().map(&mut place).collect()
+        };
+        let (sent, wanted) = match *transfer {
+            Transfer::AllGather { from, each, to } => {
+                (Sent { parts: vec![bytes(from, each); self.hosts], kind: (0, each) }, places(to, &vec![each; self.hosts]))
+            }
+            Transfer::AllToAll { from, sent, to, received } => {
+                let parts = places(from, sent).into_iter().map(|(at, length)| bytes(at, length)).collect();
+                (Sent { parts, kind: (1, 0) }, places(to, received))
+            }
+            Transfer::Broadcast { root, at, bytes: length } => {
+                let part = if self.host == root { bytes(at, length) } else { vec![] };
+                let mut wanted = vec![(0, 0); self.hosts];
+                wanted[root] = (at, length);
+                (Sent { parts: vec![part; self.hosts], kind: (2, length) }, wanted)
+            }
+        };
+        own.wanted = wanted;
+        own.round += 1;
+        let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        while rounds.len() < own.round {
+            rounds.push(vec![None; self.hosts]);
+        }
+        rounds[own.round - 1][self.host] = Some(sent);
+        self.wire.changed.notify_all();
+        Ok(())
+    }
+
+    fn wait(&self, limit: Duration) -> Result<bool> {
+        let mut own = self.own.lock().expect("no panic");
+        let deadline = Instant::now() + limit;
+        let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        while !rounds[own.round - 1].iter().all(Option::is_some) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            rounds = self.wire.changed.wait_timeout(rounds, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let all: Vec<Sent> = rounds[own.round - 1].iter().flatten().cloned().collect();
+        drop(rounds);
+        for (sent, (at, length)) in all.iter().zip(own.wanted.clone()) {
+            assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
+            assert_eq!(sent.parts[self.host].len(), length, "Gloo would end the process");
+            own.staging[at..at + length].copy_from_slice(&sent.parts[self.host]);
+        }
+        Ok(true)
+    }
+}
+
+/// Runs `body` on the ranks of a layout, where rank `r` is on host `hosts[r]`.
+fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
+    let place = |&host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
+    let layout = Layout::of(&hosts.iter().map(place).collect::<Vec<_>>());
+    let store: Arc<dyn crate::store::Store> = Arc::new(MemoryStore::default());
+    let bytes = |host: usize| Memory::new(layout.members(host).len()).total_bytes();
+    let files: Vec<_> = (0..layout.hosts()).map(|host| Segment::create(bytes(host)).expect("memfd")).collect();
+    let wires: Vec<Arc<Wire>> = (0..layout.rails()).map(|_| Arc::default()).collect();
+    std::thread::scope(|scope| {
+        for rank in 0..hosts.len() {
+            let (layout, store, body, wires) = (layout.clone(), Arc::clone(&store), &body, &wires);
+            let (host, local) = (layout.host(Rank(rank as u32)), layout.local(Rank(rank as u32)));
+            let (file, bytes) = (files[host].try_clone().expect("dup"), bytes(host));
+            scope.spawn(move || {
+                let segment = Segment::map(file, bytes).expect("map");
+                let members = layout.members(host).iter().map(|rank| Identity { pid: std::process::id(), global: rank.0 }).collect();
+                let (limit, tuning) = (Duration::from_secs(60), Tuning::default());
+                let inner = Group::assemble(segment, "test", Rank(local as u32), members, limit, tuning).expect("assembles");
+                let rail = wires.get(local).map(|wire| {
+                    let (wire, own) = (Arc::clone(wire), Mutex::default());
+                    Box::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Box<dyn Rail>
+                });
+                let news = News::new(store, "memory", "test");
+                body(&HostsGroup::assemble(inner, layout, Rank(rank as u32), rail, news), rank);
+            });
+        }
+    });
+}
+
+fn data(seed: usize, bytes: usize) -> Vec<u8> {
+    let mut state = (seed as u64 + 1) * 0x9e37_79b9_7f4a_7c15;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..bytes).map(|_| next()).collect()
+}
+
+fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
+    buffers.iter_mut().map(|buffer| Span { addr: buffer.as_mut_ptr().addr(), bytes: buffer.len() }).collect()
+}
+
+fn call(op: Op, dtype: DType, root: usize, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]) -> Call {
+    let (inputs, outputs) = (spans(inputs), spans(outputs));
+    Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(root as u32), factor: 1.0, inputs, outputs, call_site: None }
+}
+
+/// The sum of `inputs`, in order.
+fn sum(dtype: DType, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let mut output = vec![0; inputs[0].len()];
+    let sources: Vec<Source> = inputs.iter().map(|data| Source { ptr: data.as_ptr(), factor: 1.0 }).collect();
+    // SAFETY: all buffers are of one length, a multiple of the element's size.
+    unsafe { cpu::reduce(ReduceOp::Sum, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    output
+}
+
+const LAYOUTS: [&[u8]; 6] = [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2]];
+
+/// The two-level sum of what ranks on `hosts` give.
+fn two_level(dtype: DType, hosts: &[u8], inputs: &[Vec<u8>]) -> Vec<u8> {
+    let count = usize::from(*hosts.iter().max().expect("ranks")) + 1;
+    let of_host =
+        |host: usize| -> Vec<Vec<u8>> { (0..inputs.len()).filter(|&r| usize::from(hosts[r]) == host).map(|r| inputs[r].clone()).collect() };
+    sum(dtype, &(0..count).map(|host| sum(dtype, &of_host(host))).collect::<Vec<_>>())
+}
+
+#[test]
+fn reductions_have_the_bits_of_two_levels_at_every_length() {
+    let dtype = DType::BF16;
+    for hosts in LAYOUTS {
+        let n = hosts.len();
+        on_hosts(hosts, |group, rank| {
+            // Nothing, one rail, all rails, pieces for each host, chunks.
+            for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002, 17_000_002] {
+                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
+                let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
+                group.run(vec![call(Op::AllReduce, dtype, 0, &mut input, &mut output)], None).expect("all_reduce");
+                let wanted = two_level(dtype, hosts, &inputs);
+                assert!(output[0] == wanted, "all_reduce of {bytes} bytes on {hosts:?}, rank {rank}");
+                let root = n - 1;
+                let outputs = if rank == root { &mut output[..] } else { &mut [] };
+                outputs.iter_mut().for_each(|output| output.fill(0xee));
+                group.run(vec![call(Op::Reduce, dtype, root, &mut input, outputs)], None).expect("reduce");
+                assert!(output[0] == wanted, "reduce of {bytes} bytes on {hosts:?}, rank {rank}");
+                if bytes > 2_000_000 {
+                    continue;
+                }
+                let give = |from: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect() };
+                let mut output = [vec![0xee; bytes + 2 * rank]];
+                group.run(vec![call(Op::ReduceScatter, dtype, 0, &mut give(rank), &mut output)], None).expect("reduce_scatter");
+                let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
+                assert!(output[0] == two_level(dtype, hosts, &given), "reduce_scatter of {bytes} bytes on {hosts:?}, rank {rank}");
+            }
+        });
+    }
+}
+
+#[test]
+fn movements_bring_everything_where_it_belongs() {
+    for hosts in LAYOUTS {
+        let n = hosts.len();
+        on_hosts(hosts, |group, rank| {
+            let run = |op, root, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]| {
+                group.run(vec![call(op, DType::U8, root, inputs, outputs)], None).unwrap_or_else(|error| panic!("{op:?}: {error}"));
+            };
+            for bytes in [0, 1, 999, 70_001] {
+                let about = |op: Op| format!("{} of {bytes} bytes on {hosts:?}, rank {rank}", op.name());
+                let all: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes + from)).collect();
+                let mut outputs: Vec<Vec<u8>> = all.iter().map(|one| vec![0xee; one.len()]).collect();
+                run(Op::AllGather, 0, &mut [all[rank].clone()], &mut outputs);
+                assert!(outputs == all, "{}", about(Op::AllGather));
+                let length = |from: usize, to: usize| bytes * (to % 2) + from;
+                let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
+                let mut take: Vec<Vec<u8>> = (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
+                run(Op::AllToAll, 0, &mut give, &mut take);
+                assert!((0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))), "{}", about(Op::AllToAll));
+                for root in [0, n - 1] {
+                    let even: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
+                    let mut one = vec![if rank == root { even[root].clone() } else { vec![0xee; bytes] }];
+                    let (give, take) = if rank == root { (&mut one[..], &mut [][..]) } else { (&mut [][..], &mut one[..]) };
+                    run(Op::Broadcast, root, give, take);
+                    assert!(one[0] == even[root], "{}", about(Op::Broadcast));
+                    let mut all = if rank == root { vec![vec![0xee; bytes]; n] } else { vec![] };
+                    run(Op::Gather, root, &mut [even[rank].clone()], &mut all);
+                    assert!(rank != root || all == even, "{}", about(Op::Gather));
+                    one[0].fill(0xee);
+                    run(Op::Scatter, root, &mut all, &mut one);
+                    assert!(one[0] == even[rank], "{}", about(Op::Scatter));
+                }
+                run(Op::Barrier, 0, &mut [], &mut []);
+            }
+        });
+    }
+}
+
+#[test]
+fn ranks_that_disagree_get_a_mismatch_on_all_hosts() {
+    for hosts in LAYOUTS {
+        for culprit in 0..hosts.len() {
+            on_hosts(hosts, |group, rank| {
+                let bytes = if rank == culprit { 300_000 } else { 8 };
+                let (mut input, mut output) = ([data(rank, bytes)], [vec![0xee; bytes]]);
+                let error = group.run(vec![call(Op::AllReduce, DType::F32, 0, &mut input, &mut output)], None).expect_err("they disagree");
+                assert_eq!(error.kind, Kind::Mismatch, "{error}");
+                assert!(error.message.contains("75000 × float32"), "{error}");
+                assert!(output[0].iter().all(|&byte| byte == 0xee), "nothing was written");
+                let again = group.run(vec![super::barrier(None)], None).expect_err("it has failed");
+                assert_eq!(again, error);
+            });
+        }
+    }
+}
+
+#[test]
+fn a_late_host_is_named_at_the_deadline() {
+    on_hosts(&[0, 0, 1, 1], |group, rank| {
+        if rank >= 2 {
+            std::thread::sleep(Duration::from_millis(900));
+            return;
+        }
+        let begun = Instant::now();
+        let error = group.run(vec![super::barrier(None)], Some(Duration::from_millis(200))).expect_err("nobody comes");
+        assert_eq!(error.kind, Kind::Timeout, "{error}");
+        assert!(error.message.contains("on rail 0 for host \"node1\" (ranks 2 and 3) (timeout)"), "{error}");
+        assert!(begun.elapsed() < Duration::from_millis(800));
+    });
+}
+
+#[test]
+fn messages_stay_on_a_host() {
+    on_hosts(&[0, 1, 0, 1], |group, rank| {
+        let lacks = group.lacks("symmetric memory works");
+        assert!(
+            lacks.message.contains("host \"node0\" (ranks 0 and 2), host \"node1\" (ranks 1 and 3); symmetric memory works within"),
+            "{lacks}"
+        );
+        let mut byte = [rank as u8];
+        let span = Span { addr: byte.as_mut_ptr().addr(), bytes: 1 };
+        let message = |peer: u32| crate::p2p::Message { peer: Some(Rank(peer)), tag: 0, dtype: DType::U8, span, timeout: None };
+        let (said, heard) = std::sync::mpsc::channel();
+        let completion = || {
+            let said = said.clone();
+            crate::completion::Completion::new(move |outcome: Result<()>, source| said.send((outcome, source)).expect("somebody hears"))
+        };
+        let far: Error = group.recv(message(((rank + 1) % 4) as u32), completion()).expect_err("is elsewhere");
+        assert_eq!(far.kind, Kind::NotImplemented, "{far}");
+        let near = (rank as u32 + 2) % 4;
+        let ticket =
+            if rank < 2 { group.send(message(near), completion()) } else { group.recv(message(near), completion()) }.expect("starts");
+        group.wait(ticket, None).expect("ends");
+        let (outcome, source) = heard.recv().expect("was told");
+        assert_eq!((outcome, source), (Ok(()), (rank >= 2).then_some(Rank(near))));
+        assert_eq!(byte[0], rank as u8 % 2);
+    });
+}

@@ -1,0 +1,35 @@
+"""Runs a function on real processes, some on each of several hosts, which are one machine (``SYMM_TEST_HOST``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ranks
+
+#: Names of the hosts.
+NAMES = "abcd"
+
+
+def hosts_of(layout: Sequence[int]) -> list[int]:
+    """The host of each rank, where host ``h`` has ``layout[h]`` ranks, one after the other."""
+    return [host for host, count in enumerate(layout) for _ in range(count)]
+
+
+def run_hosts(
+    fn: Callable[..., Any], layout: Sequence[int], *args: Any, timeout: float = 60, choice: str = "gloo", **kwargs: Any
+) -> ranks.Results:
+    """``ranks.run_ranks`` on hosts; ``timeout``: of the default group, in seconds."""
+    kwargs.setdefault("backend", None)
+    return ranks.run_ranks(_on_host, sum(layout), fn, tuple(layout), choice, timeout, args, timeout=120, **kwargs)
+
+
+def _on_host(
+    rank: int, world_size: int, fn: Callable[..., Any], layout: Sequence[int], choice: str, timeout: float, args: Any
+) -> Any:
+    os.environ["SYMM_HOSTS"] = choice
+    os.environ["SYMM_TEST_HOST"] = NAMES[hosts_of(layout)[rank]]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks.init(rank, world_size, timeout=timeout)
+    return fn(rank, world_size, *args)

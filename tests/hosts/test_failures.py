@@ -1,0 +1,96 @@
+"""Failures on several hosts: every rank of every host ends its call, and says whose fault it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from machines import run_hosts
+
+
+def disagree(rank: int, world_size: int) -> str:
+    dist.barrier()
+    tensor = torch.ones(4 if rank else 100_000)
+    with pytest.raises(torch_symm.SymmMismatch) as caught:
+        dist.all_reduce(tensor)
+    assert bool((tensor == 1).all()), "nothing was written"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (1, 2), (1, 1)], ids=str)
+def test_lengths_that_differ_are_a_mismatch_on_all_hosts(layout: tuple[int, ...]) -> None:
+    for text in run_hosts(disagree, layout):
+        assert 'rank 0 (host "a", pid' in text and "100000 × float32" in text and "(4 × float32, 16 bytes, SUM)" in text
+
+
+def other_calls(rank: int, world_size: int) -> str:
+    dist.barrier()
+    with pytest.raises(torch_symm.SymmMismatch) as caught:
+        if rank < 2:
+            dist.broadcast(torch.ones(50_000), 0)
+        else:
+            dist.all_gather_into_tensor(torch.ones(200_000), torch.ones(50_000))
+    return str(caught.value)
+
+
+def test_hosts_that_run_other_collectives_are_a_mismatch() -> None:
+    for text in run_hosts(other_calls, (2, 2)):
+        assert "rank 0" in text and "broadcast(50000" in text and "all_gather(200000" in text
+
+
+def die(rank: int, world_size: int, long: bool) -> tuple[str, float] | None:
+    tensor = torch.ones(3_000_000 if long else 4)
+    dist.all_reduce(tensor)
+    ranks.meet("before", rank, world_size)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(torch_symm.SymmPeerError) as caught:
+        while time.monotonic() < begun + 20:
+            dist.all_reduce(tensor)
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=str)
+def test_a_death_ends_the_call_on_all_hosts(layout: tuple[int, ...], long: bool) -> None:
+    results = run_hosts(die, layout, long, expect_killed=[3])
+    for text, seconds in results[:3]:
+        assert seconds < 5, text
+        # Who shares the host with the dead knows how it ended, and tells; nobody shares one in the second layout.
+        assert ("killed by signal 9" in text) if layout == (2, 2) else ('host "b" (rank 3)' in text), text
+
+
+def late(rank: int, world_size: int) -> tuple[str, float] | None:
+    dist.barrier()
+    if rank == 3:
+        ranks.meet("over", rank, world_size)
+        return None
+    begun = time.monotonic()
+    with pytest.raises(torch_symm.SymmTimeout) as caught:
+        dist.all_reduce(torch.ones(4))
+    took = time.monotonic() - begun
+    ranks.meet("over", rank, world_size)
+    return str(caught.value), took
+
+
+def test_a_late_rank_is_a_timeout_on_all_hosts() -> None:
+    for text, seconds in run_hosts(late, (2, 2), timeout=2)[:3]:
+        assert 1.8 < seconds < 4 and ("rank 1 (global rank 3" in text or 'host "b" (ranks 2 and 3)' in text), text
+
+
+def stay_away(rank: int, world_size: int) -> str | None:
+    dist.barrier()
+    if rank == 2:
+        ranks.meet("over", rank, world_size)
+        return None
+    with pytest.raises((torch_symm.SymmTimeout, torch_symm.SymmPeerError)) as caught:
+        dist.new_group([0, 1, 2, 3])
+    ranks.meet("over", rank, world_size)
+    return str(caught.value)

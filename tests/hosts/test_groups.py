@@ -1,0 +1,132 @@
+"""Groups on several hosts: how they are made, refused, split, and used."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from machines import run_hosts
+
+
+def total(group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def subgroups(rank: int, world_size: int) -> None:
+    assert total() == 10
+    for members in ([0, 1], [1, 2], [0, 1, 3], [3]):
+        group = dist.new_group(members)
+        if rank in members:
+            assert total(group) == sum(member + 1 for member in members)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert total(mesh["shard"].get_group()) == (3 if rank < 2 else 7)
+    assert total(mesh["replicate"].get_group()) == (4 if rank % 2 == 0 else 6)
+    host = torch_symm.host_group()
+    assert dist.get_process_group_ranks(host) == ([0, 1] if rank < 2 else [2, 3])
+    assert torch_symm.host_group() is host and total(host) == (3 if rank < 2 else 7)
+
+
+def test_groups_of_ranks_here_and_there() -> None:
+    run_hosts(subgroups, (2, 2))
+
+
+def test_groups_are_split_across_hosts() -> None:
+    def split(rank: int, world_size: int) -> None:
+        os.environ["SYMM_TEST_HOST"] = "aabb"[rank]
+        store = ranks.file_store("default", world_size)
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, device_id=torch.device("cpu"))
+        part = dist.split_group(split_ranks=[[0, 2, 3], [1]])
+        assert total(part) == (2 if rank == 1 else 8)
+
+    ranks.run_ranks(split, 4, backend=None, env={"GLOO_SOCKET_IFNAME": "lo", "SYMM_HOSTS": "gloo"})
+
+
+def test_several_hosts_are_refused_unless_asked_for() -> None:
+    def refused(rank: int, world_size: int) -> None:
+        os.environ["SYMM_TEST_HOST"] = "ab"[rank]
+        with pytest.raises(
+            torch_symm.SymmConfigError, match=r'different hosts \("a" and "b", .*SYMM_HOSTS=gloo on all ranks'
+        ):
+            ranks.init(rank, world_size)
+
+    ranks.run_ranks(refused, 2, backend=None)
+
+
+def test_options_choose_for_later_groups_too() -> None:
+    def chosen(rank: int, world_size: int) -> None:
+        os.environ["SYMM_TEST_HOST"] = "ab"[rank]
+        store = ranks.file_store("default", world_size)
+        options = torch_symm.Options(timeout=30, between_hosts="auto")
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
+        assert total() == 3 and total(dist.new_group([0, 1])) == 3
+
+    ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
+
+def test_one_host_is_one_group() -> None:
+    def one(rank: int, world_size: int) -> None:
+        assert total() == 3
+        received = torch.zeros(1)
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.recv(received, 0)
+            assert received.item() == 1
+
+    run_hosts(one, (2,))
+
+
+def what_is_not_there(rank: int, world_size: int) -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    other = (rank + 2) % 4
+    with pytest.raises(NotImplementedError, match=r'recv: rank . \(host ".", pid \d+\) and rank . .*different hosts'):
+        dist.recv(torch.zeros(1), other)
+    with pytest.raises(
+        torch_symm.SymmConfigError, match=r'several hosts: host "a" \(ranks 0 and 1\), host "b".*host_group'
+    ):
+        symm_mem.rendezvous(torch.empty(16), dist.group.WORLD.group_name)
+    neighbour = rank ^ 1
+    if rank < neighbour:
+        dist.send(torch.full((3,), float(rank)), neighbour)
+    else:
+        got = torch.zeros(3)
+        assert dist.recv(got, neighbour) == neighbour and got.tolist() == [float(neighbour)] * 3
+    assert total() == 10, "a refusal leaves the group alone"
+
+
+def test_what_is_not_there_is_refused_by_name() -> None:
+    run_hosts(what_is_not_there, (2, 2))
+
+
+def train(rank: int, world_size: int) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(5):
+        inputs = torch.randn(16, 20, generator=generator)
+        loss = (parallel(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        everywhere = loss.detach().clone()
+        dist.all_reduce(everywhere, dist.ReduceOp.AVG)
+        losses.append(everywhere.item())
+    return losses
+
+
+def test_data_parallel_training_goes_as_on_one_host() -> None:
+    here = ranks.run_ranks(train, 4)
+    there = run_hosts(train, (2, 2))
+    assert there[0] == there[3]
+    assert there[0] == pytest.approx(here[0], rel=1e-4)
+    assert there[0][-1] < there[0][0]
