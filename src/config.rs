@@ -291,6 +291,8 @@ mod tests {
             topology_file: None,
             blocking_wait: false,
             debug_call_site: false,
+            hosts: HostsChoice::Refuse,
+            test_host: String::new(),
             trace_dir: None,
             temporary: "/tmp".into(),
         };
@@ -336,6 +338,8 @@ mod tests {
             trace_dir: Some("/scratch/traces".into()),
             temporary: "/scratch".into(),
             debug_call_site: true,
+            hosts: HostsChoice::Refuse,
+            test_host: String::new(),
         };
         assert_eq!((config, complaints), (expected, 0));
         assert_eq!(parse(&[("SYMM_PROFILE", "0")]).0.profile, ProfileChoice::Off);

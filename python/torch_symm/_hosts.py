@@ -41,18 +41,34 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     Raises:
         SymmConfigError, SymmTimeout: the group cannot be formed.
+        NotImplementedError: ``group`` is not the default group, and its ranks are members of different numbers of
+            groups.
     """
     whole = group if group is not None else distributed_c10d._get_default_group()
     if whole not in _of_groups:
-        members = dist.get_process_group_ranks(whole)
-        hosts: list[Any] = [None] * len(members)
-        dist.all_gather_object(hosts, _identity(), group=whole)
-        own = hosts[dist.get_rank(whole)]
-        ranks = [rank for rank, host in zip(members, hosts, strict=True) if host == own]
-        made = dist.new_group(ranks, backend="symm", use_local_synchronization=True, group_desc="host_group")
-        assert isinstance(made, dist.ProcessGroup)
-        _of_groups[whole] = made
+        _of_groups[whole] = _make_host_group(whole)
     return _of_groups[whole]
+
+
+def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(whole)
+    told: list[Any] = [None] * len(members)
+    dist.all_gather_object(told, (_identity(), len(distributed_c10d._world.pg_names)), group=whole)
+    hosts: dict[str, list[int]] = {}
+    for rank, (host, _) in zip(members, told, strict=True):
+        hosts.setdefault(host, []).append(rank)
+    if whole is distributed_c10d._get_default_group():
+        own, _ = dist.new_subgroups_by_enumeration(list(hosts.values()), backend="symm")
+    else:
+        # torch names a group of which not all ranks know by how many groups each member has.
+        if len({count for _, count in told}) > 1:
+            raise NotImplementedError(
+                "host_group: the ranks of the group are members of different numbers of groups, so that torch cannot "
+                "make another among some of them; make the host group first"
+            )
+        own = dist.new_group(hosts[_identity()], backend="symm", use_local_synchronization=True)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _identity() -> str:

@@ -90,7 +90,7 @@ def movements(rank: int, world_size: int, _layout: Sequence[int]) -> None:
         dist.all_to_all(took, sent)
         expected.assert_same_bits(torch.cat(took), torch.cat(wanted), about)
     dist.barrier()
-    dist.monitored_barrier()
+    dist.group.WORLD._get_backend(torch.device("cpu")).monitored_barrier()
     everybody: list[Any] = [None] * world_size
     dist.all_gather_object(everybody, {"rank": rank})
     assert everybody == [{"rank": other} for other in range(world_size)]

@@ -122,15 +122,14 @@ Status Engine::wait(int64_t limit_ms) const noexcept {
   const auto status = attempted([&] {
     try {
       work_->wait(std::chrono::milliseconds(limit_ms));
+      ended = true;
     } catch (...) {
-      // What was thrown is the failure of the transfer, or that the time has passed.
+      // The transfer has failed, or the time has passed: and the transfer may have ended just then.
       ended = work_->isCompleted();
-      if (ended) {
-        throw;
+      if (const auto error = ended ? work_->exception() : nullptr) {
+        std::rethrow_exception(error);
       }
-      return;
     }
-    ended = true;
   });
   return ended ? status : failed(Kind::WaitTimeout, "the transfer goes on");
 }

@@ -141,7 +141,7 @@ fn the_result_may_replace_any_source() {
             let mut list = sources(&shifted);
             list[replaced].ptr = dst;
             // SAFETY: all hold `count` elements; `dst` is one of the sources.
-            unsafe { reduce(op, dtype, dst, &list, count, list.len(), store) };
+            unsafe { reduce(op, dtype, dst, &list, count, store) };
             let (bytes, shift) = &shifted[replaced];
             assert!(bytes[*shift..] == expected(op, dtype, &inputs, count), "{} {}", op.name(), dtype.name());
         }
