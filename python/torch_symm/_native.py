@@ -81,7 +81,7 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part where the compiler of its CUDA kernels and the package's profiles may be, what makes Gloo."""
+    """Tells the native part where the kernels' compiler and the package's profiles may be, and what makes Gloo."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     native._make_backends_with(_make_backend)
