@@ -31,7 +31,7 @@ test-kernels: build
 
 # tests/cuda is skipped without two GPUs.
 test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/python tests/torch tests/cuda
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/python tests/hosts tests/torch tests/cuda
 
 test-python-slow: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python

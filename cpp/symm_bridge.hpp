@@ -29,10 +29,10 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
-// An engine between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/rail.rs.
-class EngineHandle {
+// A backend between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/rail.rs.
+class RailHandle {
  public:
-  virtual ~EngineHandle() = default;
+  virtual ~RailHandle() = default;
   virtual Status make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
   virtual Status staging(size_t bytes, size_t& address) const noexcept = 0;
   virtual Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept = 0;

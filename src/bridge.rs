@@ -265,13 +265,13 @@ pub mod ffi {
         fn name(self: &StoreHandle) -> String;
 
         /// A `c10d::Backend` between hosts. `hosts::rail` says what its functions do; they never throw. `wait`: kind 9 while it goes on.
-        type EngineHandle;
-        fn make(self: &EngineHandle, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
-        fn staging(self: &EngineHandle, bytes: usize, address: &mut usize) -> Status;
-        fn all_gather(self: &EngineHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
-        fn all_to_all(self: &EngineHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
-        fn broadcast(self: &EngineHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
-        fn wait(self: &EngineHandle, limit_ms: i64) -> Status;
+        type RailHandle;
+        fn make(self: &RailHandle, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
+        fn staging(self: &RailHandle, bytes: usize, address: &mut usize) -> Status;
+        fn all_gather(self: &RailHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
+        fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
+        fn broadcast(self: &RailHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
+        fn wait(self: &RailHandle, limit_ms: i64) -> Status;
         /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
@@ -341,8 +341,8 @@ pub mod ffi {
         /// Folder of the user's profiles; empty: none.
         fn own_profiles() -> Vec<u8>;
         type GroupHandle;
-        /// Joins a group through `store`, and `engine` where it is on several hosts. On failure `status` says why and `group` is dead.
-        fn join(store: UniquePtr<StoreHandle>, engine: UniquePtr<EngineHandle>, spec: &JoinSpec) -> Joined;
+        /// Joins a group through `store`, and `rail` where it is on several hosts. On failure `status` says why and `group` is dead.
+        fn join(store: UniquePtr<StoreHandle>, rail: UniquePtr<RailHandle>, spec: &JoinSpec) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.

@@ -2,7 +2,7 @@
 //!
 //! From the outside in, each room above those that it uses (`tests/layers.rs` looks after it):
 //! - `bridge` (feature `bridge`): what C++ sees
-//! - [`hosts`][]: a group on several hosts, with engines of others between them
+//! - [`hosts`][]: a group on several hosts, with backends of torch between them
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
 //! - [`window`][]: symmetric memory that programs use themselves, with signals beside it

@@ -1,34 +1,12 @@
-"""Groups on several hosts: engines between them, and the part of a group on this host."""
+"""Groups on several hosts: the part of a group on this one."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend, Store
-
-
-def make_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """A Gloo group between hosts, one rank of each."""
-    plugin = distributed_c10d.Backend._plugins.get("GLOO")
-    if plugin is not None:  # from torch 2.14 on
-        options = distributed_c10d._DistributedBackendOptions()
-        options.store, options.group_rank, options.group_size = store, rank, size
-        options.timeout, options.group_id = timeout, name
-        made: Any = (
-            plugin.creator_fn(options, None) if plugin.extended_api else plugin.creator_fn(store, rank, size, timeout)
-        )
-    else:
-        if not dist.is_gloo_available():
-            raise RuntimeError("this torch was built without Gloo, which is to connect the hosts")
-        made = distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return made  # type: ignore[no-any-return]
-
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -58,7 +36,7 @@ def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     for rank, (host, _) in zip(members, told, strict=True):
         hosts.setdefault(host, []).append(rank)
     if whole is distributed_c10d._get_default_group():
-        own, _ = dist.new_subgroups_by_enumeration(list(hosts.values()), backend="symm")
+        own, _ = dist.new_subgroups_by_enumeration(list(hosts.values()), backend="symm")  # type: ignore[no-untyped-call]
     else:
         # torch names a group of which not all ranks know by how many groups each member has.
         if len({count for _, count in told}) > 1:

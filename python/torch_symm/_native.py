@@ -91,9 +91,9 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
 
 def _make_backend(*described: Any) -> Any:
     """What connects the hosts of a group; imported where a group is first on several."""
-    from torch_symm._hosts import make_backend
+    from torch_symm._torch import gloo
 
-    return make_backend(*described)
+    return gloo(*described)
 
 
 def leave_all(native: ModuleType) -> None:

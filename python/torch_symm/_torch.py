@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed._functional_collectives as funcol
+import torch
 from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Store
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -21,6 +23,8 @@ def group_name(mesh: DeviceMesh, mesh_dim: int) -> Any:
     ``funcol._resolve_group_name`` says the same, but in 2.12 and later makes a ``GroupName`` of it, which Dynamo does
     not follow.
     """
+    # Whoever has a mesh has imported it; no group shall wait for that.
+    funcol = torch.distributed._functional_collectives
     if hasattr(funcol, "_resolve_group"):
         group = funcol._resolve_group((mesh, mesh_dim))
         return group if isinstance(group, str) else group.group_name
@@ -37,3 +41,24 @@ def record_without_torch() -> None:
     recording = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None and not any(map(os.environ.get, stated)):
         recording.add("symm")
+
+
+def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    """A Gloo backend that belongs to no group of torch's; it is a plug-in from 2.14 on.
+
+    Raises:
+        RuntimeError: this torch was built without Gloo, or its ranks do not meet.
+    """
+    plugin: Any = distributed_c10d.Backend._plugins.get("GLOO")
+    if plugin is None:
+        if not distributed_c10d.is_gloo_available():
+            raise RuntimeError("this torch was built without Gloo")
+        return distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if not plugin.extended_api:
+        made: Backend = plugin.creator_fn(store, rank, size, timeout)
+        return made
+    options = torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = timeout, name
+    made = plugin.creator_fn(options, None)
+    return made

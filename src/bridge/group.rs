@@ -1,6 +1,6 @@
 //! A group, as C++ holds it.
 
-use super::rail::EngineRail;
+use super::rail::BackendRail;
 use super::torch_store::TorchStore;
 use super::{ffi, from_cpp, guarded, milliseconds, started};
 use crate::coll::call::{Call, Op, Span};
@@ -168,11 +168,7 @@ impl GroupHandle {
     }
 }
 
-pub(super) fn join(
-    store: cxx::UniquePtr<ffi::StoreHandle>,
-    engine: cxx::UniquePtr<ffi::EngineHandle>,
-    spec: &ffi::JoinSpec,
-) -> ffi::Joined {
+pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, rail: cxx::UniquePtr<ffi::RailHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
     let mut group = Err(Error::internal("the group was never joined"));
     let status = guarded(|| {
         let options = JoinOptions {
@@ -191,7 +187,7 @@ pub(super) fn join(
             HostsChoice::Gloo => hosts::find(&store, &name, &options).and_then(|found| match found {
                 None => join_on_one_host(&store, name, &options),
                 Some(layout) => {
-                    let rail = EngineRail::new(engine);
+                    let rail = BackendRail::new(rail);
                     HostsGroup::join(&store, &name, &options, layout, rail).map(Kind::SeveralHosts)
                 }
             }),

@@ -1,26 +1,26 @@
-//! Engines of torch as rails.
+//! Backends of torch as rails.
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{EngineHandle, Status};
+use super::ffi::{RailHandle, Status};
 use crate::error::{Error, Kind, Result};
 use crate::hosts::rail::{Rail, Transfer};
 use std::time::Duration;
 
 /// A `c10d::Backend` between hosts, made by `make`.
-pub(super) struct EngineRail(cxx::UniquePtr<EngineHandle>);
+pub(super) struct BackendRail(cxx::UniquePtr<RailHandle>);
 
-// SAFETY: a c10d::Backend may be used from any thread; EngineHandle keeps nothing that belongs to one.
-unsafe impl Send for EngineRail {}
+// SAFETY: a c10d::Backend may be used from any thread; RailHandle keeps nothing that belongs to one.
+unsafe impl Send for BackendRail {}
 // SAFETY: a rail is asked for one transfer after another, by whoever runs the group's calls; between them a lock is passed on.
-unsafe impl Sync for EngineRail {}
+unsafe impl Sync for BackendRail {}
 
-impl EngineRail {
-    pub(super) fn new(engine: cxx::UniquePtr<EngineHandle>) -> Self {
-        Self(engine)
+impl BackendRail {
+    pub(super) fn new(backend: cxx::UniquePtr<RailHandle>) -> Self {
+        Self(backend)
     }
 
-    fn handle(&self) -> Result<&EngineHandle> {
-        self.0.as_ref().ok_or_else(|| Error::internal("there is no engine"))
+    fn handle(&self) -> Result<&RailHandle> {
+        self.0.as_ref().ok_or_else(|| Error::internal("there is no backend"))
     }
 }
 
@@ -35,7 +35,7 @@ fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
-impl Rail for EngineRail {
+impl Rail for BackendRail {
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()> {
         outcome(self.handle()?.make(name, host, hosts, milliseconds(timeout)))
     }
@@ -46,11 +46,11 @@ impl Rail for EngineRail {
     }
 
     fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()> {
-        let (engine, timeout) = (self.handle()?, milliseconds(timeout));
+        let (backend, timeout) = (self.handle()?, milliseconds(timeout));
         outcome(match *transfer {
-            Transfer::AllGather { from, each, to } => engine.all_gather(from, each, to, timeout),
-            Transfer::AllToAll { from, sent, to, received } => engine.all_to_all(from, sent, to, received, timeout),
-            Transfer::Broadcast { root, at, bytes } => engine.broadcast(root, at, bytes, timeout),
+            Transfer::AllGather { from, each, to } => backend.all_gather(from, each, to, timeout),
+            Transfer::AllToAll { from, sent, to, received } => backend.all_to_all(from, sent, to, received, timeout),
+            Transfer::Broadcast { root, at, bytes } => backend.broadcast(root, at, bytes, timeout),
         })
     }
 

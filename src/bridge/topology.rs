@@ -2,6 +2,7 @@
 
 use super::ffi::{LinkMatrix, TopologyReport};
 use super::guarded;
+use crate::sys::host::Host;
 use crate::topo;
 
 pub(super) fn nvlink_matrix(uuids: &[String]) -> LinkMatrix {
@@ -23,5 +24,10 @@ pub(super) fn topology_report() -> TopologyReport {
 }
 
 pub(super) fn host_identity() -> String {
-    crate::sys::host::Host::own().map_or_else(|error| error.message, |host| format!("{host:?}"))
+    let mut text = String::new();
+    let status = guarded(|| {
+        text = format!("{:?}", Host::own()?);
+        Ok(())
+    });
+    if text.is_empty() { status.message } else { text }
 }

@@ -17,7 +17,7 @@ impl Step<'_> {
     }
 
     /// 1. Inside, on the root's host: everybody gets all. 2. Between: each rail brings its slice to the other hosts. 3. Inside, on those:
-    /// everybody gets all slices.
+    ///    everybody gets all slices.
     pub(super) fn broadcast(&self) -> Result<()> {
         let root = self.layout.host(self.call.root);
         let here = root == self.host();

@@ -1,9 +1,9 @@
-//! A group whose ranks are on several hosts: shared memory inside each, an engine that somebody else wrote between them.
+//! A group whose ranks are on several hosts: shared memory inside each, a backend of torch between them.
 //!
 //! Inside a host it is a [`Group`]. Between hosts there are [`rail`]s, one for each local index that every host has, which move bytes and
 //! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
 //!
-//! - [`rail`]: what an engine does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
+//! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
 //! - [`step`](mod@step): a call under way; [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts
 
@@ -259,7 +259,8 @@ impl HostsGroup {
         let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
         let (name, hosts) = (self.inner.control().name(), hosts.join(", "));
         Error::config(format!(
-            "group \"{name}\" is on several hosts: {hosts}; {what} within one host only, and torch_symm.host_group(group) is the part on this one"
+            "group \"{name}\" is on several hosts: {hosts}; {what} within one host only, and torch_symm.host_group(group) is the part on \
+             this one"
         ))
     }
 

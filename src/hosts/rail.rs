@@ -1,4 +1,4 @@
-//! Rail: an engine that somebody else wrote, between ranks of one local index on all hosts.
+//! Rail: a backend of torch, between ranks of one local index on all hosts.
 
 use crate::error::Result;
 use std::time::Duration;
@@ -37,20 +37,20 @@ pub enum Transfer<'a> {
     },
 }
 
-/// Engine between hosts. It moves bytes between the ranks' staging, one transfer after another, and knows nothing of what they mean.
+/// Backend between hosts. It moves bytes between the ranks' staging, one transfer after another, and knows nothing of what they mean.
 ///
-/// Lengths that do not fit each other may end the process with some engines: whoever starts a transfer has made sure of them.
+/// Lengths that do not fit each other may end the process with some backends: whoever starts a transfer has made sure of them.
 pub trait Rail: Send + Sync {
     /// Connects this rank, on the `host`th of `hosts`, with those of the other hosts, once they call it with this `name`.
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()>;
 
-    /// Address of the staging, which has at least `bytes` bytes; what was there is lost where there were fewer before. The engine owns it:
+    /// Address of the staging, which has at least `bytes` bytes; what was there is lost where there were fewer before. The backend owns it:
     /// a transfer that was given up still finds it.
     fn staging(&self, bytes: usize) -> Result<usize>;
 
     /// Begins `transfer`, after the one before has ended.
     fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()>;
 
-    /// Whether what was started has ended, after at most `limit`; the error is the engine's.
+    /// Whether what was started has ended, after at most `limit`; the error is the backend's.
     fn wait(&self, limit: Duration) -> Result<bool>;
 }

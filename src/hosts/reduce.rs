@@ -35,7 +35,7 @@ impl Step<'_> {
     }
 
     /// 1. Inside: each rail gets its slice of the host's partial result. 2. Between: the hosts' slices are combined. 3. Inside: everybody,
-    /// or the root, gets all slices.
+    ///    or the root, gets all slices.
     pub(super) fn all_reduce(&self) -> Result<()> {
         let (input, output) = (self.call.inputs[0], self.call.outputs.first().copied());
         let (rails, size) = (rails(input.bytes, self.layout), self.call.dtype.size());

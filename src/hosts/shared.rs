@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 const TOLD: Duration = Duration::from_millis(50);
 /// Time that the store has to take it.
 const TELL: Duration = Duration::from_secs(2);
-/// Time that leaving waits for an engine to end.
+/// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_secs(1);
 
 /// Place in the store where the group's first failure is told.
@@ -134,7 +134,7 @@ impl Shared {
         self.let_go(RELEASE);
     }
 
-    /// An engine may end only when its last transfer does: no caller waits for that longer than `limit`.
+    /// A backend may end only when its last transfer does: no caller waits for that longer than `limit`.
     fn let_go(&self, limit: Duration) {
         let rail = self.rail.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(rail) = rail {

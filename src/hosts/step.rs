@@ -137,11 +137,11 @@ impl Step<'_> {
         Header::agree(all.bytes(), self.layout.members(self.host()), self.layout, self.inner.control().name())
     }
 
-    /// Rail of this rank, if it is among the first `rails`, once its ranks were found to run the same call. It has `bytes` bytes of staging,
-    /// which begin at the returned place: headers come before.
+    /// Rail of this rank, if it is among the first `rails`, once its ranks were found to run the same call. It has `bytes` bytes of
+    /// staging, which begin at the returned place: headers come before.
     ///
-    /// Every call begins on every rail that it uses with one message of one length, whatever the call is: engines may end the process where
-    /// lengths differ.
+    /// Every call begins on every rail that it uses with one message of one length, whatever the call is: backends may end the process
+    /// where lengths differ.
     pub(super) fn agree_between(&self, rails: usize, bytes: usize) -> Result<Option<Between<'_>>> {
         if self.local() >= rails {
             return Ok(None);

@@ -16,6 +16,7 @@ use crate::mem::shm::Segment;
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use crate::sys::host::Host;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,8 @@ use std::time::{Duration, Instant};
 #[derive(Default)]
 struct Wire {
     rounds: Mutex<Vec<Vec<Option<Sent>>>>,
+    /// Set with `rounds` locked, once a rank has dropped its end.
+    broken: AtomicBool,
     changed: Condvar,
 }
 
@@ -103,6 +106,9 @@ impl Rail for ThreadRail {
         let deadline = Instant::now() + limit;
         let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
         while !rounds[own.round - 1].iter().all(Option::is_some) {
+            if self.wire.broken.load(Ordering::Relaxed) {
+                return Err(Error::peer("connection closed"));
+            }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(false);
@@ -117,6 +123,14 @@ impl Rail for ThreadRail {
             own.staging[at..at + length].copy_from_slice(&sent.parts[self.host]);
         }
         Ok(true)
+    }
+}
+
+impl Drop for ThreadRail {
+    fn drop(&mut self) {
+        let _rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        self.wire.broken.store(true, Ordering::Relaxed);
+        self.wire.changed.notify_all();
     }
 }
 
@@ -150,7 +164,7 @@ fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
 }
 
 fn data(seed: usize, bytes: usize) -> Vec<u8> {
-    let mut state = (seed as u64 + 1) * 0x9e37_79b9_7f4a_7c15;
+    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;

@@ -1,10 +1,10 @@
-// Engines between hosts, which Python makes.
+// Backends between hosts, which Python makes.
 #include <pybind11/chrono.h>
 
 #include <utility>
 
 #include "bind/bind.hpp"
-#include "hosts/engine.hpp"
+#include "hosts/backend_rail.hpp"
 #include "symm/src/bridge.rs.h"
 
 namespace py = pybind11;

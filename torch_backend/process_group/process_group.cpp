@@ -10,7 +10,7 @@
 
 #include "errors.hpp"
 #include "fused/workspace.hpp"
-#include "hosts/engine.hpp"
+#include "hosts/backend_rail.hpp"
 #include "store/store.hpp"
 
 namespace symm {
@@ -57,7 +57,7 @@ Group join_group(
   spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
   spec.between_hosts = options.between_hosts;
-  auto joined = join(std::make_unique<TorchStore>(store), std::make_unique<Engine>(options.group_name, store), spec);
+  auto joined = join(std::make_unique<TorchStore>(store), std::make_unique<BackendRail>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
   auto& all = living();

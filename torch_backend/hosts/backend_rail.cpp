@@ -1,4 +1,4 @@
-#include "hosts/engine.hpp"
+#include "hosts/backend_rail.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -24,7 +24,7 @@ Status failed(Kind kind, const std::string& why) {
   return {kind, rust::String::lossy(why)};
 }
 
-// What `body` has thrown, as an engine's failure: whatever it is, the other hosts cannot be reached by it any more.
+// What `body` has thrown, as a backend's failure: whatever it is, the other hosts cannot be reached by it any more.
 template <typename Body>
 Status attempted(Body&& body) {
   try {
@@ -57,7 +57,7 @@ void make_backends_with(MakeBackend make) {
   make_backend() = std::move(make);
 }
 
-Status Engine::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
+Status BackendRail::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
   return attempted([&] {
     const std::string prefix(name);
     const auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, store_);
@@ -67,7 +67,7 @@ Status Engine::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_m
   });
 }
 
-Status Engine::staging(size_t bytes, size_t& address) const noexcept {
+Status BackendRail::staging(size_t bytes, size_t& address) const noexcept {
   return attempted([&] {
     if (!staging_.defined() || static_cast<size_t>(staging_.numel()) < bytes) {
       staging_ = at::empty({static_cast<int64_t>(std::max<size_t>(bytes, 4096))}, at::kByte);
@@ -76,11 +76,11 @@ Status Engine::staging(size_t bytes, size_t& address) const noexcept {
   });
 }
 
-at::Tensor Engine::part(size_t at, size_t bytes) const {
+at::Tensor BackendRail::part(size_t at, size_t bytes) const {
   return staging_.narrow(0, static_cast<int64_t>(at), static_cast<int64_t>(bytes));
 }
 
-Status Engine::all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept {
+Status BackendRail::all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept {
   return attempted([&] {
     auto input = part(from, each);
     auto output = part(to, hosts_ * each);
@@ -90,7 +90,7 @@ Status Engine::all_gather(size_t from, size_t each, size_t to, int64_t timeout_m
   });
 }
 
-Status Engine::all_to_all(
+Status BackendRail::all_to_all(
     size_t from,
     rust::Slice<const size_t> sent,
     size_t to,
@@ -107,7 +107,7 @@ Status Engine::all_to_all(
   });
 }
 
-Status Engine::broadcast(size_t root, size_t at, size_t bytes, int64_t timeout_ms) const noexcept {
+Status BackendRail::broadcast(size_t root, size_t at, size_t bytes, int64_t timeout_ms) const noexcept {
   return attempted([&] {
     std::vector<at::Tensor> tensors{part(at, bytes)};
     ::c10d::BroadcastOptions options;
@@ -117,7 +117,7 @@ Status Engine::broadcast(size_t root, size_t at, size_t bytes, int64_t timeout_m
   });
 }
 
-Status Engine::wait(int64_t limit_ms) const noexcept {
+Status BackendRail::wait(int64_t limit_ms) const noexcept {
   bool ended = false;
   const auto status = attempted([&] {
     try {

@@ -23,9 +23,9 @@ using MakeBackend = std::function<c10::intrusive_ptr<::c10d::Backend>(
 void make_backends_with(MakeBackend make);
 
 // One rail: bytes go through a tensor of its own, which a transfer that was given up keeps alive as long as the backend uses it.
-class Engine final : public EngineHandle {
+class BackendRail final : public RailHandle {
  public:
-  Engine(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+  BackendRail(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
 
   Status make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept override;
   Status staging(size_t bytes, size_t& address) const noexcept override;

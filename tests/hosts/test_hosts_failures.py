@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -41,7 +42,9 @@ def other_calls(rank: int, world_size: int) -> str:
 
 def test_hosts_that_run_other_collectives_are_a_mismatch() -> None:
     for text in run_hosts(other_calls, (2, 2)):
-        assert "rank 0" in text and "broadcast(50000" in text and "all_gather(200000" in text
+        # Each rail compares; which is first may differ from run to run, on all ranks alike.
+        assert re.search(r'rank [01] \(host "a", pid \d+\) called broadcast\(50000 ', text), text
+        assert re.search(r'rank [23] \(host "b", pid \d+\) called all_gather\(200000 ', text), text
 
 
 def die(rank: int, world_size: int, long: bool) -> tuple[str, float] | None:
