@@ -1,5 +1,6 @@
-//! Configuration from the environment. The only reader of `std::env`; read once, printed once at INFO.
+//! Configuration from the environment. The only reader of `std::env`; read once by each process, printed once at INFO.
 
+use crate::sys::fork::PerProcess;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -246,10 +247,10 @@ impl Config {
         (config, complaints)
     }
 
-    /// The settings of this process: read at the first call, which also starts logging.
+    /// The settings of this process: read at the first call, which also starts logging. A forked child reads its own.
     pub fn get() -> &'static Self {
-        static CONFIG: OnceLock<Config> = OnceLock::new();
-        CONFIG.get_or_init(|| {
+        static CONFIG: PerProcess<OnceLock<Config>> = PerProcess::new(OnceLock::new);
+        CONFIG.get().get_or_init(|| {
             let (config, mut complaints) = Self::parse(|name| std::env::var(name).ok());
             complaints.extend(std::env::vars_os().filter_map(|(name, _)| misspelt(name.to_str()?)));
             // Fails only where the program around us has set a logger: then that one is used.

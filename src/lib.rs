@@ -14,8 +14,8 @@
 //! - [`sync`][]: flags, rings, limits, the first failure
 //! - [`mem`][]: memory that all members see; [`kernels`][]: loops over tensor bytes, on the host and on GPUs; [`topo`][]: how devices are
 //!   connected; [`store`][]: the key-value store through which ranks meet
-//! - [`sys`][]: thin wrappers over the system
-//! - [`config`][]: what the environment says; [`completion`][]: where outcomes go
+//! - [`sys`][]: thin wrappers over the system; [`config`][]: what the environment says
+//! - [`completion`][]: where outcomes go
 //! - [`dtype`], [`op`], [`rank`], [`error`][]: leaves that everyone may import
 
 // Modules that need it allow it, each with its reason.
