@@ -27,19 +27,17 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     u32 longest = 0;
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
-    Unit* slot[WORLD];
     for_each_peer([&](u32 r) {
       // step 2a: find each peer's slot, wait until it has read what lay there
       units[r] = to >> r & 1 ? (u32)units_of(session.length(out.bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(session.index(step), chunk[r]);
-      slot[r] = session.slot(r);
       longest = units[r] > longest ? units[r] : longest;
       if (units[r] > 0) {
         peers |= 1u << r;
         session.await_credit(r);
       }
     });
-    // step 2b: write the units into the slots
+    // step 2b: write the units into the slots, whose addresses are not kept: registers are scarce
     if (out.same) {
       constexpr u32 AT = 4;
       for (u32 i = thread(); i < longest; i += threads() * AT) {
@@ -57,7 +55,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
           for (u32 u = 0; u < AT; ++u) {
             const u32 at = i + u * threads();
             if (at < units[r]) {
-              slot[r][at] = v[u];
+              session.slot(r)[at] = v[u];
             }
           }
         });
@@ -80,7 +78,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
           const u32 at = i + u * threads();
           for_each_peer([&](u32 r) {
             if (at < units[r]) {
-              slot[r][at] = lift(v[u][r]);
+              session.slot(r)[at] = lift(v[u][r]);
             }
           });
         }
