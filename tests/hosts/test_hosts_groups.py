@@ -52,6 +52,13 @@ def test_several_hosts_are_refused_unless_asked_for() -> None:
     ranks.run_ranks(refused, 2, backend=None)
 
 
+def test_a_forked_child_reads_its_own_settings() -> None:
+    # The parent reads them here at the latest.
+    torch_symm.dump_trace()
+    members = run_hosts(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.host_group()), (1, 1))
+    assert list(members) == [[0], [1]]
+
+
 def test_options_choose_for_later_groups_too() -> None:
     def chosen(rank: int, world_size: int) -> None:
         os.environ["SYMM_TEST_HOST"] = "ab"[rank]
