@@ -51,7 +51,8 @@ def autoload() -> None:
         if not dist.is_available():
             return
         if "symm" not in dist.Backend.backend_list:
-            dist.Backend.register_backend("symm", create, extended_api=True, devices=devices())
+            register: Any = dist.Backend.register_backend
+            register("symm", create, extended_api=True, devices=devices())
         # The package may also name the function `rendezvous`.
         rendezvous = import_module("torch.distributed.rendezvous")
         for scheme, function in _SCHEMES.items():

@@ -36,7 +36,8 @@ def _make_host_group(whole: dist.ProcessGroup) -> dist.ProcessGroup:
     for rank, (host, _) in zip(members, told, strict=True):
         hosts.setdefault(host, []).append(rank)
     if whole is distributed_c10d._get_default_group():
-        own, _ = dist.new_subgroups_by_enumeration(list(hosts.values()), backend="symm")  # type: ignore[no-untyped-call]
+        enumerate_groups: Any = dist.new_subgroups_by_enumeration
+        own, _ = enumerate_groups(list(hosts.values()), backend="symm")
     else:
         # torch names a group of which not all ranks know by how many groups each member has.
         if len({count for _, count in told}) > 1:

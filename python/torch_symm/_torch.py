@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ def record_without_torch() -> None:
         recording.add("symm")
 
 
+def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
+    """``dist.new_group`` with one type for all versions; what a rank gets that is no member must not be used."""
+    group: Any = dist.new_group(ranks, **options)
+    return cast("dist.ProcessGroup", group)
+
+
 def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
     """A Gloo backend that belongs to no group of torch's; it is a plug-in from 2.14 on.
 
@@ -57,7 +64,7 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
     if not plugin.extended_api:
         made: Backend = plugin.creator_fn(store, rank, size, timeout)
         return made
-    options = torch._C._distributed_c10d._DistributedBackendOptions()
+    options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, rank, size
     options.timeout, options.group_id = timeout, name
     made = plugin.creator_fn(options, None)

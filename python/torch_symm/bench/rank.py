@@ -14,6 +14,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_symm._torch import new_group
+
 from . import limits
 from .machine import busy_seconds
 from .ops import DTYPES, OPS, Shape, Work
@@ -56,7 +58,7 @@ def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) 
     )
     default = dist.group.WORLD
     assert default is not None
-    groups = [default, *(dist.new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in task.backends[1:])]
+    groups = [default, *(new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in task.backends[1:])]
     shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
     shared.align()
     bandwidth = float(shared.copy_rates.sum(dim=0).max())

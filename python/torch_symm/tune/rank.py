@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+from torch_symm._torch import new_group
 from torch_symm.bench.gpu.clock import GpuClock
 
 from .points import COPY, ITEM, SLICE, STEP, Point
@@ -109,7 +110,7 @@ class _Caller:
         for ranks in dict.fromkeys(point.ranks for point in task.points):
             for first in range(0, task.world, ranks):
                 members = list(range(first, first + ranks))
-                group = dist.new_group(members, timeout=GROUP_TIMEOUT)
+                group = new_group(members, timeout=GROUP_TIMEOUT)
                 if rank in members:
                     self._groups[ranks] = group
                     self._meshes[ranks] = DeviceMesh.from_group(group, device.type)

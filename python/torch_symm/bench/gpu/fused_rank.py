@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_symm._torch import new_group
+
 from .calls import Call
 from .clock import GpuClock, HostClock
 from .fused_sides import TOLERANCE, Engine, Inputs, Shape, Side, engines, unfused
@@ -76,7 +78,7 @@ class Process:
             timeout=GROUP_TIMEOUT,
         )
         for backend in backends:
-            self.groups[backend] = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT)
+            self.groups[backend] = new_group(backend=backend, timeout=GROUP_TIMEOUT)
         if self.task.engines[self.engine].startswith("torch"):
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_symm._torch import new_group
+
 from . import torch_calls
 from .calls import OPS, Call, Place, Setting, nccl_barrier
 
@@ -96,7 +98,7 @@ def _room(device: torch.device, size: int) -> Place:
 
 def _new(backend: str, device: torch.device) -> dist.ProcessGroup:
     """A group that is set up: all ranks must come to the first call, as all do not when two exchange messages."""
-    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=GROUP_TIMEOUT)
+    group = new_group(backend=backend, timeout=GROUP_TIMEOUT)
     dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -144,7 +146,7 @@ def _torch(name: str, builders: Callable[[Any], Builders], limit: int | None = N
         import torch.distributed._symmetric_memory as symmetric
 
         # Only its name and store are used, so NCCL never makes a communicator for it.
-        group: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=GROUP_TIMEOUT)
+        group = new_group(backend="nccl", timeout=GROUP_TIMEOUT)
         room = symmetric.empty(size if limit is None else min(size, limit), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(room, group)
         place = Place(room, room)
