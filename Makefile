@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ TORCH := 2.15.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants wheel wheels matrix build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants test-aarch64 wheel wheels matrix build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -119,6 +119,10 @@ MUTANTS_FLAGS ?= -j 2
 mutants: tools
 	@test -x target/tools/bin/cargo-mutants || CARGO_TARGET_DIR=target/tools/build cargo install --quiet --locked cargo-mutants --root target/tools
 	tests/mutants target/tools/bin/cargo-mutants $(MUTANTS_FLOOR) $(MUTANTS_FLAGS)
+
+# The Rust core's unit tests and collectives on an emulated aarch64. By hand: the first time it downloads 400 MB of compilers.
+test-aarch64: tools
+	tests/aarch64 $(AARCH64_FLAGS)
 
 # Random collectives and faults on real processes, each result and each failure checked. SOAK_FLAGS="--seed 1 --ranks 6", --help tells more.
 SOAK_MINUTES ?= 60
