@@ -15,11 +15,14 @@ fn main() {
 
 #[cfg(feature = "bridge")]
 fn bridge() {
-    println!("cargo::rerun-if-changed=src/bridge.rs");
+    const BRIDGES: [&str; 2] = ["src/bridge.rs", "src/bridge/fused.rs"];
+    for file in BRIDGES {
+        println!("cargo::rerun-if-changed={file}");
+    }
     println!("cargo::rerun-if-changed=cpp/symm_bridge.hpp");
     println!("cargo::rerun-if-changed=cpp/symm_bridge.cpp");
     let out = std::env::var("OUT_DIR").expect("cargo sets it");
-    let mut build = cxx_build::bridge("src/bridge.rs");
+    let mut build = cxx_build::bridges(BRIDGES);
     build.file("cpp/symm_bridge.cpp").include("cpp").std("c++20").debug(false).opt_level(2);
     build.flag(format!("-ffile-prefix-map={out}=generated"));
     build.compile("symm_bridge");

@@ -213,44 +213,6 @@ pub mod ffi {
         window: Box<WindowHandle>,
     }
 
-    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `fused::Product`.
-    struct ProductSpec {
-        /// Number of the CUDA device; the host if negative.
-        device: i32,
-        size: usize,
-        rank: usize,
-        rows: usize,
-        columns: usize,
-        depth: usize,
-        dtype: i32,
-    }
-
-    /// Neighbouring ranks whose shards are multiplied at once, when the first `arrived` of `rank + 1, rank + 2, ...` are there.
-    struct ShardRun {
-        first: usize,
-        count: usize,
-        arrived: usize,
-    }
-
-    /// Answer of `fused::gather`: a plan, or why there is none.
-    struct GatherPlan {
-        status: Status,
-        own_early: bool,
-        products: Vec<ShardRun>,
-    }
-
-    /// `fused::sum_parts::Sum`, and where it is enqueued.
-    struct SumSpec {
-        device: i32,
-        stream: usize,
-        rank: usize,
-        parts: Vec<usize>,
-        to: usize,
-        bytes: usize,
-        dtype: i32,
-        mean: bool,
-    }
-
     unsafe extern "C++" {
         include!("symm_bridge.hpp");
         /// A `c10d::Store`.
@@ -436,12 +398,6 @@ pub mod ffi {
         fn all_to_all_vdev(self: &WindowHandle, splits: &WindowHandle, spans: [Span; 4], rows: [usize; 2]) -> Status;
         /// Stores `value` to the word at `address`; who sees it there sees what this thread wrote before.
         fn publish_word(address: usize, value: u32) -> Status;
-        /// Plan of how an all-gather and the products of its shards are interleaved.
-        fn plan_gather(spec: &ProductSpec) -> GatherPlan;
-        /// Number of the parts from peers that are copied while products run, in a product followed by a reduce-scatter.
-        fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status;
-        /// Enqueues the sum of all ranks' parts of a product.
-        fn sum_parts(spec: &SumSpec) -> Status;
         /// Folders in which the CUDA kernels' compiler may be, best first; the system's bytes.
         fn cuda_libraries(folders: &CxxVector<CxxString>);
         /// Returns kind 0 if `reduce_op` (torch code) means something for `dtype` (torch code).
@@ -487,7 +443,6 @@ mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats};
-use fused::{plan_gather, plan_scatter, sum_parts};
 use group::{GroupHandle, join};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};

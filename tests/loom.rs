@@ -1,12 +1,14 @@
 //! The protocols of shared memory under every interleaving that loom finds: `make loom`.
 //!
-//! Rings, the pipeline, the failure record and the pads run the crate's own code over loom's atomics. Arrival and doorbell are a few lines
+//! Rings, the pipeline, the failure record, the pads and the turns of fused products run the crate's own code over loom's atomics. Arrival and doorbell are a few lines
 //! each, repeated here.
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]
 
 #[path = "loom/endings.rs"]
 mod endings;
+#[path = "loom/fused.rs"]
+mod fused;
 #[path = "loom/signals.rs"]
 mod signals;
 

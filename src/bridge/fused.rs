@@ -1,11 +1,135 @@
-//! Matrix products fused with collectives: their schedules, and the sum of their parts.
+//! Matrix products fused with collectives: what a call enqueues, and the sum of its parts.
+#![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
-use super::ffi::{GatherPlan, ProductSpec, ShardRun, Status, SumSpec};
 use super::guarded;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::fused::schedule::{self, Channel, Step};
 use crate::fused::sum_parts::{self, Sum};
+use crate::fused::workspace::{Begun, Memory, Workspace};
 use crate::fused::{self, DeviceModel, Product};
+use ffi::{FusedAction, FusedCall, FusedChannel, FusedStep, FusedStream, ProductSpec, Status, SumSpec};
+
+/// As `bridge::ffi`.
+#[allow(missing_docs, unreachable_pub)] // What cxx generates is public.
+#[cxx::bridge(namespace = "symm")]
+pub mod ffi {
+    /// What a step does; `fused::schedule::Step` says more.
+    #[repr(u8)]
+    enum FusedAction {
+        Mark = 0,
+        After = 1,
+        Barrier = 2,
+        Signal = 3,
+        Wait = 4,
+        Share = 5,
+        Fetch = 6,
+        OwnRows = 7,
+        Multiply = 8,
+        Sum = 9,
+    }
+
+    /// `fused::schedule::Stream`.
+    #[repr(u8)]
+    enum FusedStream {
+        Caller = 0,
+        Copying = 1,
+    }
+
+    /// `fused::schedule::Channel`.
+    #[repr(u8)]
+    enum FusedChannel {
+        Entry = 0,
+        Ready = 1,
+        Part = 2,
+        Exit = 3,
+    }
+
+    /// `fused::schedule::Step`; what it does not need is 0.
+    struct FusedStep {
+        action: FusedAction,
+        stream: FusedStream,
+        channel: FusedChannel,
+        /// Number of a mark.
+        mark: usize,
+        /// The rank, or the first of `count`.
+        rank: usize,
+        count: usize,
+    }
+
+    /// What a call has to do: first to make memory, if `make` is not 0, and to ask again; else its steps.
+    struct FusedCall {
+        status: Status,
+        /// Bytes of memory, to which all ranks come; graphs use what was there before if `keep`.
+        make: usize,
+        keep: bool,
+        /// Where its piece of the workspace begins, in bytes.
+        offset: usize,
+        /// From one part to the next.
+        part_bytes: usize,
+        steps: Vec<FusedStep>,
+    }
+
+    /// A matrix product of which every rank has some rows; the meaning of the fields stands at `fused::Product`.
+    struct ProductSpec {
+        /// Number of the CUDA device; the host if negative.
+        device: i32,
+        size: usize,
+        rank: usize,
+        rows: usize,
+        columns: usize,
+        depth: usize,
+        dtype: i32,
+    }
+
+    /// `fused::sum_parts::Sum`, and where it is enqueued.
+    struct SumSpec {
+        device: i32,
+        stream: usize,
+        rank: usize,
+        parts: Vec<usize>,
+        to: usize,
+        bytes: usize,
+        dtype: i32,
+        mean: bool,
+    }
+
+    unsafe extern "C++" {
+        include!("symm/src/bridge.rs.h");
+        type Status = crate::bridge::ffi::Status;
+    }
+
+    extern "Rust" {
+        /// `fused::workspace::Workspace`.
+        type FusedWorkspace;
+        /// The workspace of a group on a device, without memory.
+        fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace>;
+        /// Begins an all-gather and the products of its shards. `capture`: as `capture_of` has it.
+        fn gather(self: &mut FusedWorkspace, spec: &ProductSpec, own_rows: bool, capture: u64) -> FusedCall;
+        /// Begins a product followed by a reduce-scatter.
+        fn scatter(self: &mut FusedWorkspace, spec: &ProductSpec, capture: u64) -> FusedCall;
+        /// The memory that the last call asked for is there.
+        fn made(self: &mut FusedWorkspace);
+        /// The call that was begun last has failed.
+        fn fail(self: &mut FusedWorkspace);
+        /// Enqueues the sum of all ranks' parts of a product.
+        fn sum_parts(spec: &SumSpec) -> Status;
+    }
+}
+
+super::outcome::same_codes!(schedule::Stream, FusedStream: Caller, Copying);
+super::outcome::same_codes!(Channel, FusedChannel: Entry, Ready, Part, Exit);
+
+/// Turns of a group, and the memory that was asked for last.
+pub(crate) struct FusedWorkspace {
+    group: String,
+    turns: Workspace,
+    wanted: Option<Memory>,
+}
+
+fn fused_workspace(group: &str, on_host: bool) -> Box<FusedWorkspace> {
+    Box::new(FusedWorkspace { group: group.into(), turns: Workspace::new(on_host), wanted: None })
+}
 
 /// The product of one rank's rows, and what multiplies it.
 fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
@@ -17,31 +141,96 @@ fn product(spec: &ProductSpec) -> Result<(Product, DeviceModel)> {
     Ok((product, fused::of_device(spec.device, dtype)?))
 }
 
-pub(super) fn plan_gather(spec: &ProductSpec) -> GatherPlan {
-    let (mut own_early, mut products) = (false, Vec::new());
-    let status = guarded(|| {
-        let (product, model) = product(spec)?;
-        let plan = fused::gather(spec.size, spec.rank, &product, &model);
-        own_early = plan.own_early;
-        products =
-            plan.products.iter().map(|run| ShardRun { first: run.ranks.start, count: run.ranks.len(), arrived: run.arrived }).collect();
-        Ok(())
-    });
-    GatherPlan { status, own_early, products }
+/// A call of which nothing has been found out yet.
+fn nothing() -> FusedCall {
+    let status = Status { kind: super::ffi::Kind::None, message: String::new() };
+    FusedCall { status, make: 0, keep: false, offset: 0, part_bytes: 0, steps: Vec::new() }
 }
 
-pub(super) fn plan_scatter(spec: &ProductSpec, pulled: &mut usize) -> Status {
-    guarded(|| {
-        let (product, model) = product(spec)?;
-        *pulled = fused::pulled(spec.size, &product, &model);
+impl FusedWorkspace {
+    fn gather(&mut self, spec: &ProductSpec, own_rows: bool, capture: u64) -> FusedCall {
+        let mut call = nothing();
+        call.status = guarded(|| {
+            let (product, model) = product(spec)?;
+            self.begin(spec, "all_gather_matmul", product.shard_bytes()?, capture, &mut call, |entry| {
+                let plan = fused::gather(spec.size, spec.rank, &product, &model);
+                schedule::gather(spec.size, spec.rank, &plan, entry, own_rows)
+            })
+        });
+        call
+    }
+
+    fn scatter(&mut self, spec: &ProductSpec, capture: u64) -> FusedCall {
+        let mut call = nothing();
+        call.status = guarded(|| {
+            let (product, model) = product(spec)?;
+            let (part_bytes, bytes) = product.part_bytes(spec.size)?;
+            call.part_bytes = part_bytes;
+            self.begin(spec, "matmul_reduce_scatter", bytes, capture, &mut call, |entry| {
+                schedule::scatter(spec.size, spec.rank, fused::pulled(spec.size, &product, &model), entry)
+            })
+        });
+        call
+    }
+
+    /// Finds the call's turn, and the steps in it; or that memory has to be made before.
+    fn begin(
+        &mut self,
+        spec: &ProductSpec,
+        op: &str,
+        bytes: usize,
+        capture: u64,
+        call: &mut FusedCall,
+        steps: impl FnOnce(bool) -> Vec<Step>,
+    ) -> Result<()> {
+        match self.turns.begin(&format!("{op}: group \"{}\"", self.group), bytes, capture)? {
+            Begun::Turn(turn) => {
+                let steps = steps(turn.entry);
+                let steps = if spec.device < 0 { schedule::ended_on_host(steps) } else { steps };
+                call.offset = turn.offset;
+                call.steps = steps.iter().map(shared).collect();
+            }
+            Begun::Make(memory) => {
+                (call.make, call.keep) = (memory.bytes, memory.keep);
+                self.wanted = Some(memory);
+            }
+        }
         Ok(())
-    })
+    }
+
+    fn made(&mut self) {
+        if let Some(memory) = self.wanted.take() {
+            self.turns.made(&memory);
+        }
+    }
+
+    fn fail(&mut self) {
+        self.turns.fail();
+    }
 }
 
-pub(super) fn sum_parts(spec: &SumSpec) -> Status {
+fn shared(step: &Step) -> FusedStep {
+    let stream = FusedStream { repr: step.stream() as u8 };
+    let none = FusedStep { action: FusedAction::Mark, stream, channel: FusedChannel::Part, mark: 0, rank: 0, count: 0 };
+    match step {
+        &Step::Mark(_, mark) => FusedStep { mark, ..none },
+        &Step::After(_, mark) => FusedStep { action: FusedAction::After, mark, ..none },
+        &Step::Barrier(_, channel) => FusedStep { action: FusedAction::Barrier, channel: FusedChannel { repr: channel as u8 }, ..none },
+        &Step::Signal(rank) => FusedStep { action: FusedAction::Signal, rank, ..none },
+        &Step::Wait(rank) => FusedStep { action: FusedAction::Wait, rank, ..none },
+        Step::Share => FusedStep { action: FusedAction::Share, ..none },
+        &Step::Fetch(rank) => FusedStep { action: FusedAction::Fetch, rank, ..none },
+        Step::OwnRows(_) => FusedStep { action: FusedAction::OwnRows, ..none },
+        Step::Multiply(ranks) => FusedStep { action: FusedAction::Multiply, rank: ranks.start, count: ranks.len(), ..none },
+        Step::Sum => FusedStep { action: FusedAction::Sum, ..none },
+    }
+}
+
+fn sum_parts(spec: &SumSpec) -> Status {
     guarded(|| {
         let dtype = DType::from_torch(spec.dtype)?;
         let sum = Sum { rank: spec.rank, parts: &spec.parts, to: spec.to, bytes: spec.bytes, dtype, mean: spec.mean };
-        sum_parts::launch(spec.device, spec.stream, &sum)
+        // SAFETY: C++ hands over tensors that it holds, after the steps that order their accesses.
+        unsafe { sum_parts::launch(spec.device, spec.stream, &sum) }
     })
 }

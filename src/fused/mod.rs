@@ -2,18 +2,24 @@
 //!
 //! Products are cut into blocks of rows, one per rank, and neighbouring blocks may be multiplied at once. What is decided here is how to
 //! cut so that the link is never idle and the last product is short; nothing of it changes a result beyond how products of other shapes
-//! round.
+//! round. [`workspace`] says through which memory it goes, [`schedule`] in which steps.
 
 mod gather;
+#[cfg(test)]
+mod happens_before;
 mod model;
 mod scatter;
+pub mod schedule;
 pub mod sum_parts;
 #[cfg(test)]
 mod tests;
+pub mod workspace;
 
 pub use gather::{Gather, Shards, gather};
 pub use model::of_device;
 pub use scatter::pulled;
+
+use crate::error::{Error, Result};
 
 /// The product of one rank's rows: `rows × depth` times `depth × columns`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,10 +58,37 @@ const MOST_SPLITS: usize = 8;
 /// Starting a copy from a peer, and telling others that it is done: copies of 17, 34 and 67 MB followed each other after 50, 96 and 186 µs
 /// (4 H200, 2026-11-22).
 const COPY_US: f64 = 4.5;
+/// Parts of a product begin at its multiples: what a copy engine and a kernel like.
+const PART_ALIGNMENT: usize = 256;
 /// A signal's way between two ranks, or a barrier's.
 const SIGNAL_US: f64 = 5.0;
 
 impl Product {
+    /// Bytes of a rank's shard of an all-gather.
+    ///
+    /// # Errors
+    /// [`Value`](crate::error::Kind::Value) where no memory has so many.
+    pub fn shard_bytes(&self) -> Result<usize> {
+        self.bytes_of_all(self.depth, 1, 1).map(|(_, all)| all)
+    }
+
+    /// Bytes from one part of a reduce-scatter to the next, and of the parts for all `n` ranks.
+    ///
+    /// # Errors
+    /// As [`shard_bytes`](Self::shard_bytes).
+    pub fn part_bytes(&self, n: usize) -> Result<(usize, usize)> {
+        self.bytes_of_all(self.columns, PART_ALIGNMENT, n)
+    }
+
+    fn bytes_of_all(&self, length: usize, alignment: usize, n: usize) -> Result<(usize, usize)> {
+        let one = self.rows.checked_mul(length).and_then(|elements| elements.checked_mul(self.element));
+        let one = one.and_then(|bytes| bytes.checked_next_multiple_of(alignment));
+        let both = one.and_then(|bytes| Some((bytes, bytes.checked_mul(n)?)));
+        both.ok_or_else(|| {
+            Error::value(format!("no memory has {n} times {} rows of {length} elements of {} bytes", self.rows, self.element))
+        })
+    }
+
     /// Bytes of one rank's `rows` of `length` elements. Plans go wrong, but do not fail, where there is no such memory.
     fn bytes(&self, length: usize) -> usize {
         self.rows.saturating_mul(length).saturating_mul(self.element)

@@ -1,11 +1,12 @@
-//! Arguments of `src/kernels/cuda/fused/sum_parts.cu`, and its launch on any stream.
+//! The sum of all ranks' parts: on the host, or by `src/kernels/cuda/fused/sum_parts.cu` on any stream.
+#![allow(unsafe_code, reason = "adds up the bytes of tensors, whose addresses torch vouches for")]
 
 use crate::coll::cuda::arguments::{PerRank, bytes_of};
 use crate::coll::cuda::kernels::load;
 use crate::coll::cuda::workspace::layout::MAX_RANKS;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
-use crate::kernels::cpu;
+use crate::kernels::cpu::{self, Source, Store};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Stream};
 use std::collections::BTreeMap;
@@ -56,22 +57,39 @@ impl Sum<'_> {
         if self.mean { ReduceOp::Avg } else { ReduceOp::Sum }
     }
 
+    fn check(&self) -> Result<()> {
+        cpu::supports(self.op(), self.dtype)?;
+        if !self.bytes.is_multiple_of(self.dtype.size()) {
+            return Err(Error::value(format!("{} bytes are no whole number of {}", self.bytes, self.dtype.name())));
+        }
+        Ok(())
+    }
+
+    /// Adds it up on the host.
+    ///
+    /// # Safety
+    /// The parts may be read, and what is written may be, by nobody else meanwhile.
+    unsafe fn on_host(&self) -> Result<()> {
+        self.check()?;
+        let sources: Vec<Source> = self.parts.iter().map(|&part| Source { ptr: part as *const u8, factor: 1.0 }).collect();
+        // SAFETY: the caller's; the types were checked, and `to` is over no part.
+        unsafe { cpu::reduce(self.op(), self.dtype, self.to as *mut u8, &sources, self.bytes / self.dtype.size(), Store::Cached) };
+        Ok(())
+    }
+
     /// Arguments of the kernel.
     ///
     /// # Errors
     /// [`Value`](crate::error::Kind::Value) where it cannot be added up so.
     pub fn args(&self) -> Result<SumParts> {
-        let &Sum { rank, parts, to, bytes, dtype, .. } = self;
+        self.check()?;
+        let &Sum { rank, parts, to, bytes, .. } = self;
         let n = parts.len();
         if !(2..=MAX_RANKS).contains(&n) || rank >= n {
             return Err(Error::value(format!("parts of {n} ranks for rank {rank} cannot be added up; from 2 to {MAX_RANKS} ranks can")));
         }
-        cpu::supports(self.op(), dtype)?;
         if let Some(at) = parts.iter().chain([&to]).find(|address| !address.is_multiple_of(UNIT)) {
             return Err(Error::value(format!("a part at {at:#x} is not aligned to {UNIT} bytes")));
-        }
-        if !bytes.is_multiple_of(dtype.size()) {
-            return Err(Error::value(format!("{bytes} bytes are no whole number of {}", dtype.name())));
         }
         let mut from = [0; MAX_RANKS];
         from.iter_mut().zip(parts).for_each(|(from, &part)| *from = part as u64);
@@ -82,8 +100,16 @@ impl Sum<'_> {
 /// Devices that were used, and how many processors they have.
 static DEVICES: Mutex<BTreeMap<i32, (Device, usize)>> = Mutex::new(BTreeMap::new());
 
-/// Enqueues `sum` on `stream` of `device`. What is loaded must be complete once the stream has come so far.
-pub fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
+/// Enqueues `sum` on `stream` of `device`; adds it up at once if that is the host's, which is negative.
+///
+/// # Safety
+/// The addresses are those of memory of this device, of which nobody writes the parts, nor uses what is written, once the stream has come
+/// so far and until it has done this.
+pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
+    if device < 0 {
+        // SAFETY: the caller's.
+        return unsafe { sum.on_host() };
+    }
     let args = sum.args()?;
     if sum.bytes == 0 {
         return Ok(());
@@ -134,6 +160,22 @@ mod tests {
             let error = sum.args().expect_err("refused");
             assert!(error.kind != Kind::Internal && error.message.contains(words), "{:?}: {error}", error.kind);
         }
-        assert!(launch(4711, 0, &sum(&[0x1000, 0x2000])).is_err());
+        // SAFETY: there is no such device, so nothing is touched.
+        assert!(unsafe { launch(4711, 0, &sum(&[0x1000, 0x2000])) }.is_err());
+    }
+
+    #[test]
+    fn parts_are_added_up_on_the_host_in_the_order_of_the_ranks() {
+        let parts = [[1e8f32, 1.0], [1.0, 2.0], [-1e8, 6.0]];
+        let addresses = parts.each_ref().map(|part| part.as_ptr() as usize);
+        for (mean, expected) in [(false, [0.0f32, 9.0]), (true, [0.0, 3.0])] {
+            let mut to = [7.0f32; 2];
+            let sum = Sum { rank: 0, parts: &addresses, to: to.as_mut_ptr() as usize, bytes: 8, dtype: DType::F32, mean };
+            // SAFETY: all are of this test, and as long as it says.
+            unsafe { launch(-1, 0, &sum) }.expect("added up");
+            assert_eq!(to, expected);
+            // SAFETY: as above; nothing is written.
+            assert!(unsafe { launch(-1, 0, &Sum { bytes: 7, ..sum }) }.is_err());
+        }
     }
 }

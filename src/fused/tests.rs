@@ -113,3 +113,13 @@ fn copies_are_for_parts_that_products_hide() {
     assert!((1..7).contains(&short), "{short}");
     assert!(pulled(8, &bf16(1, 8, 8), &H200) < 7);
 }
+
+#[test]
+fn shards_and_parts_have_their_bytes() {
+    let product = bf16(3, 5, 7);
+    assert_eq!((product.shard_bytes(), product.part_bytes(4)), (Ok(42), Ok((256, 1024))));
+    assert_eq!(bf16(128, 1, 1).part_bytes(2), Ok((256, 512)));
+    let too_many = bf16(usize::MAX / 4, 3, 1).part_bytes(2).expect_err("no such memory");
+    assert!(too_many.message.starts_with("no memory has 2 times 4611686018427387903 rows of 3 elements of 2 bytes"), "{too_many}");
+    assert!(bf16(usize::MAX / 2, 1, 1).part_bytes(1).is_err() && bf16(1 << 40, 1, 1 << 24).shard_bytes().is_err());
+}

@@ -1,7 +1,6 @@
 // Checks of both operators, and what they tell the planner.
 #include "fused/fused.hpp"
 
-
 namespace symm {
 
 void check_factors(const char* op, const char* left_name, const at::Tensor& left, const char* right_name, const at::Tensor& right) {
@@ -28,10 +27,13 @@ void check_factors(const char* op, const char* left_name, const at::Tensor& left
   }
 }
 
+int32_t number_of(at::Device device) {
+  return device.is_cpu() ? -1 : static_cast<int32_t>(device.index());
+}
+
 ProductSpec product_of(const Workspace& workspace, int64_t rows, int64_t columns, int64_t depth, at::ScalarType dtype) {
-  const auto device = workspace.device();
   return {
-      .device = device.is_cpu() ? -1 : static_cast<int32_t>(device.index()),
+      .device = number_of(workspace.device()),
       .size = static_cast<size_t>(workspace.size()),
       .rank = static_cast<size_t>(workspace.rank()),
       .rows = static_cast<size_t>(rows),

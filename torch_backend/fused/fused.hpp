@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fused/workspace.hpp"
-#include "symm/src/bridge.rs.h"
+#include "symm/src/bridge/fused.rs.h"
 
 namespace symm {
 
@@ -27,6 +27,8 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right
 // Throws unless `left` is a contiguous matrix on a device that is served and `right` one that can be multiplied with it.
 void check_factors(const char* op, const char* left_name, const at::Tensor& left, const char* right_name, const at::Tensor& right);
 
+// The device's number in the core.
+int32_t number_of(at::Device device);
 // The product of one rank's rows, as the planner knows it.
 ProductSpec product_of(const Workspace& workspace, int64_t rows, int64_t columns, int64_t depth, at::ScalarType dtype);
 

@@ -21,50 +21,50 @@ std::vector<at::Tensor> products(const at::Tensor& left, at::TensorList factors)
   return found;
 }
 
-// One call: everything is enqueued when it has been made.
-class GatherCall {
+class GatherCall final : public FusedOperator {
  public:
-  GatherCall(Workspace& workspace, const at::Tensor& shard, at::TensorList factors)
-      : workspace_(workspace), lanes_(workspace.lanes), shard_(shard), factors_(factors), rows_(shard.size(0)) {
+  GatherCall(const Workspace& workspace, const at::Tensor& shard, at::TensorList factors, bool own_rows)
+      : workspace_(workspace), shard_(shard), factors_(factors), rows_(shard.size(0)), own_rows_(own_rows) {
     const auto all_rows = times(kOp, workspace.size(), rows_);
-    int64_t columns = 0;
     for (const auto& factor : factors) {
       // torch refuses a matrix of more elements than can be counted: so many columns cannot add up to more, either.
-      columns += factor.size(1);
+      columns_ += factor.size(1);
       outputs_.push_back(at::empty({all_rows, factor.size(1)}, shard.options()));
     }
     gathered_ = at::empty({all_rows, shard.size(1)}, shard.options());
-    plan_ = plan_gather(product_of(workspace, rows_, columns, shard.size(1), shard.scalar_type()));
-    check(plan_.status);
   }
 
-  void enqueue(const Turn& turn, bool own_rows_too) {
-    share(turn);
-    size_t next = 0;
-    const auto count = plan_.products.size();
-    // Copies go ahead of the products by one group, so that the host enqueues them before the link has nothing to do.
-    auto arrived = pull(turn, count == 0 ? 0 : plan_.products[0].arrived);
-    multiply(workspace_.rank(), 1, shard_);
-    if (own_rows_too && plan_.own_early) {
-      copy_own_rows();
-    }
-    while (next < count) {
-      const auto of = plan_.products[next].arrived;
-      lanes_.after(Lane::Main, arrived);
-      const auto first = next;
-      while (next < count && plan_.products[next].arrived == of) {
-        ++next;
-      }
-      if (next < count) {
-        arrived = pull(turn, plan_.products[next].arrived);
-      }
-      for (auto at = first; at < next; ++at) {
-        const auto& run = plan_.products[at];
-        multiply(run.first, run.count, rows(gathered_, run.first, run.count));
-      }
-    }
-    if (own_rows_too && !plan_.own_early) {
-      lanes_.on(Lane::Pull, [&] { copy_own_rows(); });
+  FusedCall begin(FusedWorkspace& core, uint64_t capture) override {
+    return core.gather(product_of(workspace_, rows_, columns_, shard_.size(1), shard_.scalar_type()), own_rows_, capture);
+  }
+
+  void prepare(const FusedCall& call) override {
+    call_ = &call;
+  }
+
+  void enqueue(const FusedStep& step) override {
+    const auto me = static_cast<size_t>(workspace_.rank());
+    switch (step.action) {
+      case FusedAction::Share:
+        shard_on(me).copy_(shard_);
+        return;
+      case FusedAction::Fetch:
+        rows(gathered_, step.rank, 1).copy_(shard_on(step.rank));
+        return;
+      case FusedAction::OwnRows:
+        rows(gathered_, me, 1).copy_(shard_);
+        return;
+      case FusedAction::Multiply:
+        // The own rows need not be gathered.
+        multiply(step, step.rank == me ? shard_ : rows(gathered_, step.rank, step.count));
+        return;
+      case FusedAction::Mark:
+      case FusedAction::After:
+      case FusedAction::Barrier:
+      case FusedAction::Signal:
+      case FusedAction::Wait:
+      case FusedAction::Sum:
+        TORCH_INTERNAL_ASSERT(false, kOp, " has no such step");
     }
   }
 
@@ -81,55 +81,26 @@ class GatherCall {
     return matrix.narrow(0, static_cast<int64_t>(first) * rows_, static_cast<int64_t>(count) * rows_);
   }
 
-  // Puts the own shard where peers read it, and waits for theirs.
-  void share(const Turn& turn) {
-    lanes_.after(Lane::Pull, lanes_.mark(Lane::Main));
-    lanes_.on(Lane::Pull, [&] {
-      if (turn.entry) {
-        workspace_.barrier(Channel::Entry);
-      }
-      shard_on(workspace_.rank(), turn).copy_(shard_);
-      workspace_.barrier(Channel::Ready);
-    });
-    // A product that fills the device would keep the barrier's kernel from running.
-    lanes_.after(Lane::Main, lanes_.mark(Lane::Pull));
+  at::Tensor shard_on(size_t rank) const {
+    return workspace_.matrix(rank, *call_, 0, shard_.sizes(), shard_.scalar_type());
   }
 
-  at::Tensor shard_on(int rank, const Turn& turn) const {
-    return workspace_.matrix(rank, turn, 0, shard_.sizes(), shard_.scalar_type());
-  }
-
-  // Copies until the shards of so many peers are there.
-  Lanes::Mark pull(const Turn& turn, size_t until) {
-    lanes_.on(Lane::Pull, [&] {
-      for (; pulled_ < until; ++pulled_) {
-        const auto peer = static_cast<int>((workspace_.rank() + pulled_ + 1) % workspace_.size());
-        rows(gathered_, peer, 1).copy_(shard_on(peer, turn));
-      }
-    });
-    return lanes_.mark(Lane::Pull);
-  }
-
-  void copy_own_rows() const {
-    rows(gathered_, workspace_.rank(), 1).copy_(shard_);
-  }
-
-  void multiply(size_t first, size_t count, const at::Tensor& left) {
+  void multiply(const FusedStep& step, const at::Tensor& left) {
     for (size_t at = 0; at < factors_.size(); ++at) {
-      auto out = rows(outputs_[at], first, count);
+      auto out = rows(outputs_[at], step.rank, step.count);
       at::mm_out(out, left, factors_[at]);
     }
   }
 
-  Workspace& workspace_;
-  Lanes& lanes_;
+  const Workspace& workspace_;
   const at::Tensor& shard_;
   const at::TensorList factors_;
   const int64_t rows_;
+  const bool own_rows_;
+  int64_t columns_ = 0;
   at::Tensor gathered_;
   std::vector<at::Tensor> outputs_;
-  GatherPlan plan_;
-  size_t pulled_ = 0;
+  const FusedCall* call_ = nullptr;
 };
 
 } // namespace
@@ -154,10 +125,8 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
     const auto gathered = at::empty({times(kOp, workspace->size(), shard.size(0)), shard.size(1)}, shard.options());
     return {return_gathered ? gathered : nothing, products(gathered, factors)};
   }
-  const std::lock_guard<std::mutex> turns(workspace->mutex);
-  const auto turn = workspace->begin(shard.nbytes(), kOp);
-  GatherCall call(*workspace, shard, factors);
-  workspace->ended([&] { call.enqueue(turn, return_gathered); });
+  GatherCall call(*workspace, shard, factors, return_gathered);
+  workspace->run(call);
   return {return_gathered ? call.gathered() : nothing, call.outputs()};
 }
 

@@ -2,6 +2,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
+
 #include "errors.hpp"
 #include "fused/fused.hpp"
 #include "symm_mem/symm_ops.hpp"
@@ -11,109 +13,99 @@ namespace symm {
 namespace {
 
 constexpr const char* kScatterOp = "matmul_reduce_scatter";
-// Parts begin at its multiples: what a copy engine and a kernel like.
-constexpr size_t kAlignment = 256;
-
-// One call: everything is enqueued when it has been made. A piece of the workspace holds this rank's part for each rank, in rank order.
-class ScatterCall {
+// A piece of the workspace holds this rank's part for each rank, in rank order.
+class ScatterCall final : public FusedOperator {
  public:
-  ScatterCall(Workspace& workspace, const at::Tensor& left, const at::Tensor& right)
+  ScatterCall(const Workspace& workspace, const at::Tensor& left, const at::Tensor& right, bool mean)
       : workspace_(workspace),
-        lanes_(workspace.lanes),
         left_(left),
         right_(right),
+        mean_(mean),
         me_(workspace.rank()),
         n_(workspace.size()),
-        rows_(left.size(0) / n_) {}
+        rows_(left.size(0) / n_),
+        out_(at::empty({rows_, right.size(1)}, left.options())) {}
 
-  // Bytes of one part, with what is left free behind it.
-  static size_t part_bytes(const at::Tensor& left, const at::Tensor& right, int n) {
-    const auto elements = times(kScatterOp, left.size(0) / n, right.size(1));
-    const auto bytes = static_cast<size_t>(times(kScatterOp, elements, static_cast<int64_t>(left.element_size())));
-    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  FusedCall begin(FusedWorkspace& core, uint64_t capture) override {
+    return core.scatter(product_of(workspace_, rows_, right_.size(1), left_.size(1), left_.scalar_type()), capture);
   }
 
-  at::Tensor enqueue(const Turn& turn, bool mean) {
-    check(plan_scatter(product_of(workspace_, rows_, right_.size(1), left_.size(1), left_.scalar_type()), pulled_));
-    const auto out = at::empty({rows_, right_.size(1)}, left_.options());
-    const auto stride = static_cast<int64_t>(part_bytes(left_, right_, n_) / left_.element_size());
-    const auto copies = at::empty({static_cast<int64_t>(pulled_), stride}, left_.options());
-    std::vector<at::Tensor> parts(n_);
-    // What is copied to may have been in use on this stream until now.
-    lanes_.after(Lane::Pull, lanes_.mark(Lane::Main));
-    if (turn.entry) {
-      workspace_.barrier(Channel::Entry);
+  void prepare(const FusedCall& call) override {
+    call_ = &call;
+    const auto fetched = std::count_if(
+        call.steps.begin(), call.steps.end(), [](const FusedStep& step) { return step.action == FusedAction::Fetch; });
+    copies_ = at::empty({fetched, static_cast<int64_t>(call.part_bytes / left_.element_size())}, left_.options());
+    parts_.resize(n_);
+    for (int rank = 0; rank < n_; ++rank) {
+      parts_[rank] = part(rank, me_);
     }
-    // The part of the next rank first, the own one last: at each step every rank computes for another one, and receives from another one.
-    for (int step = 1; step < n_; ++step) {
-      const auto to = (me_ + step) % n_, from = (me_ + n_ - step) % n_;
-      multiply(turn, to);
-      // On this lane: beside the next product it would wait for room, perhaps until that product's end.
-      workspace_.put_signal(to, Channel::Part);
-      lanes_.on(Lane::Pull, [&] {
-        workspace_.wait_signal(from, Channel::Part);
-        parts[from] = part(from, turn, me_);
-        if (static_cast<size_t>(step) <= pulled_) {
-          auto copy = copies[step - 1].narrow(0, 0, out.numel()).view(out.sizes());
-          copy.copy_(parts[from]);
-          parts[from] = std::move(copy);
-        }
-      });
+  }
+
+  void enqueue(const FusedStep& step) override {
+    switch (step.action) {
+      case FusedAction::Multiply: {
+        auto out = part(me_, step.rank);
+        at::mm_out(out, left_.narrow(0, static_cast<int64_t>(step.rank) * rows_, rows_), right_);
+        return;
+      }
+      case FusedAction::Fetch: {
+        auto copy = copies_[fetched_++].narrow(0, 0, out_.numel()).view(out_.sizes());
+        copy.copy_(parts_[step.rank]);
+        parts_[step.rank] = std::move(copy);
+        return;
+      }
+      case FusedAction::Sum:
+        sum();
+        return;
+      case FusedAction::Mark:
+      case FusedAction::After:
+      case FusedAction::Barrier:
+      case FusedAction::Signal:
+      case FusedAction::Wait:
+      case FusedAction::Share:
+      case FusedAction::OwnRows:
+        TORCH_INTERNAL_ASSERT(false, kScatterOp, " has no such step");
     }
-    multiply(turn, me_);
-    parts[me_] = part(me_, turn, me_);
-    lanes_.after(Lane::Main, lanes_.mark(Lane::Pull));
-    sum(parts, out, mean);
-    return out;
+  }
+
+  at::Tensor out() const {
+    return out_;
   }
 
  private:
   // Part that `rank` has computed for `of`.
-  at::Tensor part(int rank, const Turn& turn, int of) const {
-    const auto behind = static_cast<size_t>(of) * part_bytes(left_, right_, n_);
-    return workspace_.matrix(rank, turn, behind, {rows_, right_.size(1)}, left_.scalar_type());
+  at::Tensor part(size_t rank, size_t of) const {
+    return workspace_.matrix(rank, *call_, of * call_->part_bytes, out_.sizes(), out_.scalar_type());
   }
 
-  void multiply(const Turn& turn, int of) const {
-    auto out = part(me_, turn, of);
-    at::mm_out(out, left_.narrow(0, of * rows_, rows_), right_);
-  }
-
-  void sum(const std::vector<at::Tensor>& parts, at::Tensor out, bool mean) const {
-    if (out.is_cpu()) {
-      const auto wide = out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      auto total = parts[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
-      for (int rank = 1; rank < n_; ++rank) {
-        total.add_(parts[rank]);
-      }
-      if (mean) {
-        total.div_(n_);
-      }
-      out.copy_(total);
-      return;
-    }
+  void sum() const {
     SumSpec spec{};
-    spec.device = static_cast<int32_t>(out.device().index());
-    spec.stream = lanes_.handle();
+    spec.device = number_of(out_.device());
+    spec.stream = workspace_.stream();
     spec.rank = static_cast<size_t>(me_);
-    for (const auto& part : parts) {
+    for (const auto& part : parts_) {
       spec.parts.push_back(reinterpret_cast<size_t>(part.const_data_ptr()));
     }
-    spec.to = reinterpret_cast<size_t>(out.mutable_data_ptr());
-    spec.bytes = out.nbytes();
-    spec.dtype = static_cast<int32_t>(out.scalar_type());
-    spec.mean = mean;
+    spec.to = reinterpret_cast<size_t>(out_.mutable_data_ptr());
+    spec.bytes = out_.nbytes();
+    spec.dtype = static_cast<int32_t>(out_.scalar_type());
+    spec.mean = mean_;
     check(sum_parts(spec));
   }
 
-  Workspace& workspace_;
-  Lanes& lanes_;
+  const Workspace& workspace_;
   const at::Tensor& left_;
   const at::Tensor& right_;
+  const bool mean_;
   const int me_;
   const int n_;
   const int64_t rows_;
-  size_t pulled_ = 0;
+  const at::Tensor out_;
+  const FusedCall* call_ = nullptr;
+  at::Tensor copies_;
+  int64_t fetched_ = 0;
+  // Of each rank, what it has computed for this one: its own memory, or a copy.
+  std::vector<at::Tensor> parts_;
 };
 
 } // namespace
@@ -132,12 +124,9 @@ at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right
   if (left.size(0) == 0 || right.size(1) == 0) {
     return at::empty({left.size(0) / n, right.size(1)}, left.options());
   }
-  const std::lock_guard<std::mutex> turns(workspace->mutex);
-  const auto turn = workspace->begin(times(kScatterOp, n, static_cast<int64_t>(ScatterCall::part_bytes(left, right, n))), kScatterOp);
-  ScatterCall call(*workspace, left, right);
-  at::Tensor sum;
-  workspace->ended([&] { sum = call.enqueue(turn, mean); });
-  return sum;
+  ScatterCall call(*workspace, left, right, mean);
+  workspace->run(call);
+  return call.out();
 }
 
 } // namespace symm

@@ -3,13 +3,12 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <algorithm>
 #include <map>
 #include <utility>
 
 #include "compat.hpp"
+#include "errors.hpp"
 #include "symm/src/bridge.rs.h"
-#include "symm_mem/symm_ops.hpp"
 
 namespace symm {
 
@@ -17,10 +16,6 @@ namespace {
 
 namespace symmetric = ::c10d::symmetric_memory;
 
-// Pieces begin at its multiples, so that a workspace is not made anew for a little more.
-constexpr size_t kGrain = size_t(2) << 20;
-// A piece above this is the only one: the barrier that it costs is short beside such a call.
-constexpr size_t kManyPieces = size_t(64) << 20;
 // The group's own limit.
 constexpr size_t kGroupTimeout = 0;
 
@@ -56,7 +51,12 @@ bool recording(at::Device device) {
 } // namespace
 
 Workspace::Workspace(std::string group_name, at::Device device, const c10::intrusive_ptr<::c10d::ProcessGroup>& group)
-    : lanes(device), group_name_(std::move(group_name)), group_(group), rank_(group->getRank()), size_(group->getSize()) {}
+    : group_name_(std::move(group_name)),
+      group_(group),
+      rank_(group->getRank()),
+      size_(group->getSize()),
+      streams_(device),
+      core_(fused_workspace(group_name_, device.is_cpu())) {}
 
 std::shared_ptr<Workspace> Workspace::of(const std::string& group_name, at::Device device) {
   const auto group = ::c10d::resolve_process_group(group_name);
@@ -91,71 +91,84 @@ void Workspace::drop(const std::string& group_name) {
   }
 }
 
-Turn Workspace::begin(size_t bytes, const char* op) {
-  lanes.begin();
-  const auto capture = lanes.capture();
-  if (bytes > piece_bytes_) {
-    TORCH_CHECK(
-        capture == 0,
-        op, ": group \"", group_name_, "\" has ", piece_bytes_, " bytes of workspace and needs ", bytes,
-        ", which cannot be made while a graph is recorded; call it once with these shapes before");
-    grow(bytes, op);
+void Workspace::run(FusedOperator& op) {
+  const std::lock_guard<std::mutex> turns(mutex_);
+  streams_.begin();
+  const auto call = begin(op);
+  try {
+    op.prepare(call);
+    for (const auto& step : call.steps) {
+      enqueue(step, op);
+    }
+  } catch (...) {
+    abandon();
+    throw;
   }
-  const bool recorded = capture != 0;
-  recorded_ |= recorded;
-  if (pieces_ == 1) {
-    return {0, true};
-  }
-  const bool first = recorded && std::exchange(capture_, capture) != capture;
-  const auto piece = 2 * size_t(recorded) + calls_[recorded]++ % 2;
-  return {piece * piece_bytes_, first};
+  streams_.end();
 }
 
+FusedCall Workspace::begin(FusedOperator& op) {
+  auto call = op.begin(*core_, streams_.capture());
+  check(call.status);
+  if (call.make != 0) {
+    make(call);
+    core_->made();
+    call = op.begin(*core_, streams_.capture());
+    check(call.status);
+  }
+  return call;
+}
+
+void Workspace::make(const FusedCall& call) {
+  if (call.keep) {
+    // Graphs hold its addresses, and use it as before: nobody else does from now on.
+    kept_.push_back({std::move(memory_), std::move(window_)});
+  }
+  // Peers read what is given up: all of them have ended that when they come to the rendezvous.
+  streams_.settle();
+  const auto bytes = static_cast<int64_t>(call.make);
+  auto memory = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, device(), group_name_, std::nullopt);
+  auto window = symmetric::rendezvous(memory, group_name_);
+  TORCH_CHECK(window, "group \"", group_name_, "\" made no window of ", bytes, " bytes on ", device());
+  memory_ = std::move(memory);
+  window_ = std::move(window);
+}
+
+void Workspace::enqueue(const FusedStep& step, FusedOperator& op) {
+  const auto peer = static_cast<int>(step.rank), channel = static_cast<int>(step.channel);
+  switch (step.action) {
+    case FusedAction::Mark:
+      return streams_.mark(step.stream, step.mark);
+    case FusedAction::After:
+      return streams_.after(step.stream, step.mark);
+    case FusedAction::Barrier:
+      return streams_.on(step.stream, [&] { window_->barrier(channel, kGroupTimeout); });
+    case FusedAction::Signal:
+      return streams_.on(step.stream, [&] { window_->put_signal(peer, channel, kGroupTimeout); });
+    case FusedAction::Wait:
+      return streams_.on(step.stream, [&] { window_->wait_signal(peer, channel, kGroupTimeout); });
+    case FusedAction::Share:
+    case FusedAction::Fetch:
+    case FusedAction::OwnRows:
+    case FusedAction::Multiply:
+    case FusedAction::Sum:
+      return streams_.on(step.stream, [&] { op.enqueue(step); });
+  }
+}
+
+// All streams meet in the caller's, since what was enqueued until now uses memory that the caller is about to give up.
 void Workspace::abandon() noexcept {
+  core_->fail();
   try {
-    lanes.end();
+    streams_.end();
   } catch (...) {
     // The device serves no one any more; the first failure says why.
   }
 }
 
-void Workspace::grow(size_t bytes, const char* op) {
-  const auto piece = std::max(piece_bytes_, (bytes + kGrain - 1) / kGrain * kGrain);
-  // What is recorded into graphs has pieces of its own; on the CPU nothing is.
-  const size_t pieces = piece > kManyPieces ? 1 : device().is_cpu() ? 2 : 4;
-  if (recorded_) {
-    // Graphs hold its addresses, and use it as before: nobody else does from now on.
-    kept_.push_back({std::move(memory_), std::move(window_)});
-    recorded_ = false;
-  }
-  // Peers read what is given up: all of them have ended that when they come to the rendezvous.
-  lanes.settle();
-  const auto total = times(op, static_cast<int64_t>(piece), static_cast<int64_t>(pieces));
-  auto memory = symmetric::empty_strided_p2p({total}, {1}, at::kByte, device(), group_name_, std::nullopt);
-  auto window = symmetric::rendezvous(memory, group_name_);
-  TORCH_CHECK(window, op, ": group \"", group_name_, "\" made no window of ", total, " bytes on ", device());
-  memory_ = std::move(memory);
-  window_ = std::move(window);
-  piece_bytes_ = piece;
-  pieces_ = pieces;
-  calls_ = {};
-}
-
-at::Tensor Workspace::matrix(int rank, const Turn& turn, size_t bytes, at::IntArrayRef sizes, at::ScalarType dtype) const {
-  const auto offset = static_cast<int64_t>((turn.offset + bytes) / c10::elementSize(dtype));
-  return window_->get_buffer(rank, sizes, dtype, offset);
-}
-
-void Workspace::barrier(Channel channel) const {
-  window_->barrier(static_cast<int>(channel), kGroupTimeout);
-}
-
-void Workspace::put_signal(int peer, Channel channel) const {
-  window_->put_signal(peer, static_cast<int>(channel), kGroupTimeout);
-}
-
-void Workspace::wait_signal(int peer, Channel channel) const {
-  window_->wait_signal(peer, static_cast<int>(channel), kGroupTimeout);
+at::Tensor Workspace::matrix(size_t rank, const FusedCall& call, size_t bytes, at::IntArrayRef sizes, at::ScalarType dtype) const {
+  const auto offset = static_cast<int64_t>((call.offset + bytes) / c10::elementSize(dtype));
+  return window_->get_buffer(static_cast<int>(rank), sizes, dtype, offset);
 }
 
 } // namespace symm

@@ -13,23 +13,23 @@
 #include <optional>
 #include <vector>
 
+#include "symm/src/bridge/fused.rs.h"
+
 namespace symm {
 
-enum class Lane : uint8_t { Main, Pull };
-
-// Lanes of a group's fused products, which serve one call at a time. On the CPU there is but one lane: all is done when it returns, in the
-// order in which it is written.
-class Lanes {
+// Streams of a group's fused products, which serve one call at a time. On the CPU there are none: all is done when it returns, in the order
+// in which it is asked for.
+class CallStreams {
  public:
-  explicit Lanes(at::Device device);
-  ~Lanes();
-  Lanes(const Lanes&) = delete;
-  Lanes& operator=(const Lanes&) = delete;
+  explicit CallStreams(at::Device device);
+  ~CallStreams();
+  CallStreams(const CallStreams&) = delete;
+  CallStreams& operator=(const CallStreams&) = delete;
 
   // Begins a call on the calling thread's stream, behind the call before, whichever stream that was on: the one that was not recorded into
   // a graph, or that of the same capture. Replays of graphs are ordered by those who start them.
   void begin();
-  // Ends it: all lanes have met in the caller's stream.
+  // Ends it: both streams have met in the caller's.
   void end();
   // Returns once the device has done everything.
   void settle() const;
@@ -43,26 +43,25 @@ class Lanes {
   // The caller's `CUstream`; 0 on the CPU.
   size_t handle() const;
 
-  // Mark of what `lane` holds by now.
-  using Mark = size_t;
-  Mark mark(Lane lane);
-  // Makes what is put into `lane` from now on begin after the mark.
-  void after(Lane lane, Mark mark);
+  // Marks what `stream` holds by now; the marks of a call are numbered from 0.
+  void mark(FusedStream stream, size_t number);
+  // Makes what is put into `stream` from now on begin after the mark.
+  void after(FusedStream stream, size_t number);
 
-  // Puts what `body` enqueues into `lane`.
+  // Puts what `body` enqueues into `stream`.
   template <typename Body>
-  void on(Lane lane, const Body& body) {
-    if (lane == Lane::Main || !interface_) {
+  void on(FusedStream stream, const Body& body) {
+    if (stream == FusedStream::Caller || !interface_) {
       body();
       return;
     }
-    const c10::StreamGuard guard(stream(lane));
+    const c10::StreamGuard guard(of(stream));
     body();
   }
 
  private:
-  const c10::Stream& stream(Lane lane) const {
-    return *streams_[static_cast<size_t>(lane)];
+  const c10::Stream& of(FusedStream stream) const {
+    return *streams_[static_cast<size_t>(stream)];
   }
 
   const at::Device device_;
@@ -71,8 +70,9 @@ class Lanes {
   std::array<std::optional<c10::Stream>, 2> streams_;
   // Events of the call; a stream waits for what an event marks at that moment, so that the next call may record them anew.
   std::vector<c10::Event> events_;
-  size_t marks_ = 0;
   uint64_t capture_ = 0;
+  // All that a call's copying stream holds.
+  std::optional<c10::Event> copied_;
   // The end of the last call that was not recorded into a graph.
   std::optional<c10::Event> last_;
   // The end of the last call that was, and in which capture.

@@ -1,4 +1,4 @@
-#include "fused/lanes.hpp"
+#include "fused/streams.hpp"
 
 #include <c10/core/DeviceGuard.h>
 
@@ -7,17 +7,18 @@
 
 namespace symm {
 
-Lanes::Lanes(at::Device device)
+CallStreams::CallStreams(at::Device device)
     : device_(device), interface_(device.is_cpu() ? nullptr : c10::impl::getDeviceGuardImpl(device.type())) {
   if (interface_) {
     // Beside a product that fills the device, what is short must not queue for its turn.
-    streams_[static_cast<size_t>(Lane::Pull)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+    streams_[static_cast<size_t>(FusedStream::Copying)] = interface_->getStreamFromGlobalPool(device_, /*isHighPriority=*/true);
+    copied_.emplace(device_.type());
     last_.emplace(device_.type());
     recorded_.emplace(device_.type());
   }
 }
 
-Lanes::~Lanes() {
+CallStreams::~CallStreams() {
   if (!interface_) {
     return;
   }
@@ -25,6 +26,7 @@ Lanes::~Lanes() {
     // Destroying an event goes back to the thread's device, which would make a context there if it had none.
     const c10::DeviceGuard guard(device_);
     events_.clear();
+    copied_.reset();
     last_.reset();
     recorded_.reset();
   } catch (...) {
@@ -32,58 +34,57 @@ Lanes::~Lanes() {
   }
 }
 
-void Lanes::begin() {
+void CallStreams::begin() {
   if (!interface_) {
     return;
   }
-  marks_ = 0;
-  streams_[static_cast<size_t>(Lane::Main)] = interface_->getStream(device_);
+  streams_[static_cast<size_t>(FusedStream::Caller)] = interface_->getStream(device_);
   capture_ = capture_of(handle());
   // A capture cannot wait for what it does not record.
   if (capture_ == 0) {
-    last_->block(stream(Lane::Main));
+    last_->block(of(FusedStream::Caller));
   } else if (capture_ == recorded_in_) {
-    recorded_->block(stream(Lane::Main));
+    recorded_->block(of(FusedStream::Caller));
   }
 }
 
-void Lanes::end() {
+void CallStreams::end() {
   if (!interface_) {
     return;
   }
-  after(Lane::Main, mark(Lane::Pull));
+  copied_->record(of(FusedStream::Copying));
+  copied_->block(of(FusedStream::Caller));
   if (capture_ == 0) {
-    last_->record(stream(Lane::Main));
+    last_->record(of(FusedStream::Caller));
   } else {
-    recorded_->record(stream(Lane::Main));
+    recorded_->record(of(FusedStream::Caller));
     recorded_in_ = capture_;
   }
 }
 
-void Lanes::settle() const {
+void CallStreams::settle() const {
   if (interface_) {
     interface_->synchronizeDevice(device_.index());
   }
 }
 
-size_t Lanes::handle() const {
-  return interface_ ? native_stream(*interface_, stream(Lane::Main)) : 0;
+size_t CallStreams::handle() const {
+  return interface_ ? native_stream(*interface_, of(FusedStream::Caller)) : 0;
 }
 
-Lanes::Mark Lanes::mark(Lane lane) {
+void CallStreams::mark(FusedStream stream, size_t number) {
   if (!interface_) {
-    return 0;
+    return;
   }
-  if (marks_ == events_.size()) {
+  while (number >= events_.size()) {
     events_.emplace_back(device_.type());
   }
-  events_[marks_].record(stream(lane));
-  return marks_++;
+  events_[number].record(of(stream));
 }
 
-void Lanes::after(Lane lane, Mark mark) {
+void CallStreams::after(FusedStream stream, size_t number) {
   if (interface_) {
-    events_[mark].block(stream(lane));
+    events_.at(number).block(of(stream));
   }
 }
 

@@ -1,0 +1,344 @@
+//! Whole programs of fused products, of all ranks and with both streams of each, are free of races: vector clocks find any two accesses of
+//! which one writes and neither comes before the other. Signals pair up by their order, so what holds for one run holds for all.
+//!
+//! L. Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", 1978; C. Fidge, "Timestamps in Message-Passing Systems
+//! That Preserve the Partial Ordering", 1988.
+
+use super::schedule::{self, Channel, Step, Stream};
+use super::workspace::{Begun, Turn, Workspace};
+use super::{DeviceModel, Product};
+use std::collections::HashMap;
+use std::ops::Range;
+
+const H200: DeviceModel = DeviceModel { processors: 132, flops_per_us: 6e6, link: 370.0, memory: 3500.0 };
+const MIB: usize = 1 << 20;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    Gather,
+    /// So many parts are fetched.
+    Scatter(usize),
+}
+
+/// What all ranks do in the order of their callers' streams.
+#[derive(Clone, Copy, Debug)]
+enum Item {
+    Eager(Op),
+    /// It fails on all ranks, at the first step from this one on that may: those that only signal do not.
+    Failed(Op, usize),
+    /// Replays the graph of this number.
+    Replay(usize),
+}
+
+/// A call of one rank.
+#[derive(Clone)]
+struct Call {
+    op: Op,
+    offset: usize,
+    steps: Vec<Step>,
+}
+
+/// What a rank reads or writes: a part of a piece, or a row of what one call gathers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Place {
+    /// Of the workspace of this rank, at this offset.
+    Piece(usize, usize),
+    /// In the memory of this rank's call of this number, from this other rank.
+    Local(usize, usize, usize),
+}
+
+#[derive(Clone, Debug)]
+struct Access {
+    write: bool,
+    /// Ranks whose parts it touches; a shard may lie where any part does.
+    parts: Range<usize>,
+    timeline: usize,
+    time: usize,
+    what: String,
+}
+
+/// A stream in one call: its steps, how far it is, and what it has seen of every timeline.
+struct Cursor {
+    timeline: usize,
+    steps: Vec<Step>,
+    next: usize,
+    /// Peers that the barrier at hand has told, and heard from.
+    told: usize,
+    heard: usize,
+    clock: Vec<usize>,
+}
+
+impl Cursor {
+    /// A call's stream, which has seen `clock`. The copying stream of each call is one of its own: a graph has no stream.
+    fn new(calls: &[Vec<Call>], number: usize, rank: usize, stream: Stream, clock: &[usize]) -> Self {
+        let call = &calls[number];
+        let timeline = 2 * (number * call.len() + rank) + stream as usize;
+        let steps = call[rank].steps.iter().filter(|step| step.stream() == stream).cloned().collect();
+        let mut clock = clock.to_vec();
+        clock.resize(2 * calls.len() * call.len(), 0);
+        Self { timeline, steps, next: 0, told: 0, heard: 0, clock }
+    }
+
+    fn is_done(&self) -> bool {
+        self.next == self.steps.len()
+    }
+}
+
+/// A rank in the call of this number.
+struct Rank {
+    number: usize,
+    streams: [Cursor; 2],
+    marks: HashMap<usize, Vec<usize>>,
+}
+
+impl Rank {
+    fn new(calls: &[Vec<Call>], number: usize, rank: usize, clock: &[usize]) -> Self {
+        let stream = |stream, clock| Cursor::new(calls, number, rank, stream, clock);
+        Self { number, streams: [stream(Stream::Caller, clock), stream(Stream::Copying, &[])], marks: HashMap::new() }
+    }
+}
+
+struct Run<'a> {
+    n: usize,
+    calls: &'a [Vec<Call>],
+    words: HashMap<(usize, usize, Channel), (bool, Vec<usize>)>,
+    accesses: HashMap<Place, Vec<Access>>,
+}
+
+fn join(clock: &mut [usize], other: &[usize]) {
+    clock.iter_mut().zip(other).for_each(|(own, &other)| *own = (*own).max(other));
+}
+
+impl Run<'_> {
+    /// Tells a peer, if its word is clear.
+    fn put(&mut self, from: usize, to: usize, channel: Channel, clock: &mut [usize]) -> bool {
+        let (set, last) = self.words.entry((from, to, channel)).or_default();
+        if *set {
+            return false;
+        }
+        join(clock, last);
+        (*set, *last) = (true, clock.to_vec());
+        true
+    }
+
+    fn take(&mut self, from: usize, to: usize, channel: Channel, clock: &mut [usize]) -> bool {
+        let (set, last) = self.words.entry((from, to, channel)).or_default();
+        if !*set {
+            return false;
+        }
+        join(clock, last);
+        (*set, *last) = (false, clock.to_vec());
+        true
+    }
+
+    fn touch(&mut self, place: Place, write: bool, parts: Range<usize>, cursor: &Cursor, what: &str) -> Result<(), String> {
+        let before = self.accesses.entry(place).or_default();
+        let overlap = |access: &&Access| access.parts.start < parts.end && parts.start < access.parts.end;
+        let unordered = |access: &&Access| cursor.clock[access.timeline] < access.time;
+        if let Some(other) = before.iter().filter(|access| write || access.write).filter(overlap).find(unordered) {
+            return Err(format!("{what} and {} in {place:?}", other.what));
+        }
+        let time = cursor.clock[cursor.timeline];
+        before.push(Access { write, parts, timeline: cursor.timeline, time, what: what.into() });
+        Ok(())
+    }
+
+    /// Takes a stream's next step, if it can go on.
+    fn step(&mut self, rank: usize, number: usize, cursor: &mut Cursor, marks: &mut HashMap<usize, Vec<usize>>) -> Result<bool, String> {
+        let Some(step) = cursor.steps.get(cursor.next).cloned() else { return Ok(false) };
+        cursor.clock[cursor.timeline] += 1;
+        let Call { op, offset, .. } = self.calls[number][rank];
+        let (n, all) = (self.n, 0..self.n);
+        let what = format!("{step:?} of rank {rank} in call {number}");
+        let local = |from| Place::Local(rank, number, from);
+        match step {
+            Step::Mark(_, mark) => drop(marks.insert(mark, cursor.clock.clone())),
+            Step::After(_, mark) => match marks.get(&mark) {
+                Some(clock) => join(&mut cursor.clock, clock),
+                None => return Ok(false),
+            },
+            Step::Barrier(_, channel) => {
+                let peers: Vec<usize> = (0..n).filter(|&peer| peer != rank).collect();
+                while cursor.told < peers.len() {
+                    if !self.put(rank, peers[cursor.told], channel, &mut cursor.clock) {
+                        return Ok(false);
+                    }
+                    cursor.told += 1;
+                }
+                while cursor.heard < peers.len() {
+                    if !self.take(peers[cursor.heard], rank, channel, &mut cursor.clock) {
+                        return Ok(false);
+                    }
+                    cursor.heard += 1;
+                }
+                (cursor.told, cursor.heard) = (0, 0);
+            }
+            Step::Signal(to) => {
+                if !self.put(rank, to, Channel::Part, &mut cursor.clock) {
+                    return Ok(false);
+                }
+            }
+            Step::Wait(from) => {
+                if !self.take(from, rank, Channel::Part, &mut cursor.clock) {
+                    return Ok(false);
+                }
+            }
+            Step::Share => self.touch(Place::Piece(rank, offset), true, all, cursor, &what)?,
+            Step::Fetch(from) => {
+                let parts = if op == Op::Gather { all.clone() } else { rank..rank + 1 };
+                self.touch(Place::Piece(from, offset), false, parts, cursor, &what)?;
+                self.touch(local(from), true, all, cursor, &what)?;
+            }
+            Step::OwnRows(_) => self.touch(local(rank), true, all, cursor, &what)?,
+            Step::Multiply(ranks) if op == Op::Gather => {
+                for from in ranks.filter(|&from| from != rank) {
+                    assert!(self.accesses.contains_key(&local(from)), "{what} before the shard came");
+                    self.touch(local(from), false, all.clone(), cursor, &what)?;
+                }
+            }
+            Step::Multiply(ranks) => self.touch(Place::Piece(rank, offset), true, ranks, cursor, &what)?,
+            Step::Sum => {
+                for from in 0..n {
+                    let fetched = self.accesses.contains_key(&local(from));
+                    let (place, parts) = if fetched { (local(from), all.clone()) } else { (Place::Piece(from, offset), rank..rank + 1) };
+                    self.touch(place, false, parts, cursor, &what)?;
+                }
+            }
+        }
+        cursor.next += 1;
+        Ok(true)
+    }
+
+    /// Runs all calls on all ranks, as far as each can go in turn; says which accesses are not ordered.
+    fn check(mut self) -> Result<(), String> {
+        let calls = self.calls;
+        let mut ranks: Vec<Rank> = (0..self.n).map(|rank| Rank::new(calls, 0, rank, &[])).collect();
+        let mut moved = true;
+        while std::mem::take(&mut moved) {
+            for (number, rank) in ranks.iter_mut().enumerate() {
+                for stream in &mut rank.streams {
+                    while self.step(number, rank.number, stream, &mut rank.marks)? {
+                        moved = true;
+                    }
+                }
+                if rank.streams.iter().all(Cursor::is_done) && rank.number + 1 < calls.len() {
+                    let [mut clock, copied] = rank.streams.each_ref().map(|stream| stream.clock.clone());
+                    join(&mut clock, &copied);
+                    *rank = Rank::new(calls, rank.number + 1, number, &clock);
+                    moved = true;
+                }
+            }
+        }
+        let stuck = ranks.iter().find(|rank| rank.number + 1 < calls.len() || !rank.streams.iter().all(Cursor::is_done));
+        stuck.map_or(Ok(()), |rank| Err(format!("stuck in call {}", rank.number)))
+    }
+}
+
+/// What decides about turns; a wrong one stands in for it, to show that the check has teeth.
+type Turns = fn(Turn) -> Turn;
+
+/// Runs a program on `n` ranks with graphs that were recorded before, and a workspace for `bytes`.
+fn run(n: usize, bytes: usize, graphs: &[&[Op]], program: &[Item], turns: Turns) -> Result<(), String> {
+    let mut workspaces = vec![Workspace::new(false); n];
+    let mut calls = |op: Op, capture: u64, failed: Option<usize>| -> Vec<Call> {
+        let each = workspaces.iter_mut().enumerate().map(|(rank, workspace)| {
+            let turn = loop {
+                match workspace.begin("test", bytes, capture).expect("served") {
+                    Begun::Turn(turn) => break turns(turn),
+                    Begun::Make(memory) => workspace.made(&memory),
+                }
+            };
+            let mut steps = match op {
+                Op::Gather => {
+                    let plan = super::gather(n, rank, &Product { rows: 512, columns: 1024, depth: 8192, element: 2 }, &H200);
+                    schedule::gather(n, rank, &plan, turn.entry, rank % 2 == 0)
+                }
+                Op::Scatter(pulled) => schedule::scatter(n, rank, pulled, turn.entry),
+            };
+            if let Some(from) = failed {
+                workspace.fail();
+                let may_fail =
+                    |step: &Step| matches!(step, Step::Share | Step::Fetch(_) | Step::OwnRows(_) | Step::Multiply(_) | Step::Sum);
+                let cut = steps.iter().enumerate().position(|(at, step)| at >= from && may_fail(step));
+                steps.truncate(cut.unwrap_or(steps.len()));
+            }
+            Call { op, offset: turn.offset, steps }
+        });
+        each.collect()
+    };
+    // Makes the memory, which a capture may not.
+    let mut all = vec![calls(Op::Gather, 0, None)];
+    let graphs: Vec<Vec<Vec<Call>>> =
+        graphs.iter().enumerate().map(|(graph, ops)| ops.iter().map(|&op| calls(op, graph as u64 + 1, None)).collect()).collect();
+    for &item in program {
+        match item {
+            Item::Eager(op) => all.push(calls(op, 0, None)),
+            Item::Failed(op, from) => all.push(calls(op, 0, Some(from))),
+            Item::Replay(graph) => all.extend(graphs[graph].iter().cloned()),
+        }
+    }
+    Run { n, calls: &all, words: HashMap::new(), accesses: HashMap::new() }.check()
+}
+
+const GRAPHS: [&[Op]; 3] = [&[Op::Gather], &[Op::Scatter(1), Op::Gather, Op::Gather], &[Op::Scatter(0)]];
+
+fn programs(items: &[Item], length: usize) -> Vec<Vec<Item>> {
+    let mut programs = vec![Vec::new()];
+    for _ in 0..length {
+        programs = programs.iter().flat_map(|program| items.iter().map(move |&item| [program.as_slice(), &[item]].concat())).collect();
+    }
+    programs
+}
+
+fn as_it_is(turn: Turn) -> Turn {
+    turn
+}
+
+#[test]
+fn no_program_has_a_race() {
+    use Item::{Eager, Failed, Replay};
+    let items = [
+        Eager(Op::Gather),
+        Eager(Op::Scatter(0)),
+        Eager(Op::Scatter(1)),
+        Failed(Op::Gather, 0),
+        Failed(Op::Scatter(1), 9),
+        Replay(0),
+        Replay(1),
+        Replay(2),
+    ];
+    for (n, length) in [(2, 4), (3, 3), (4, 2)] {
+        for program in programs(&items, length) {
+            for bytes in [MIB, 65 * MIB] {
+                run(n, bytes, &GRAPHS, &program, as_it_is).unwrap_or_else(|race| panic!("{race}: {n} ranks, {bytes} bytes, {program:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_call_may_fail_at_any_step() {
+    for op in [Op::Gather, Op::Scatter(0), Op::Scatter(2)] {
+        for from in 0..24 {
+            for rest in programs(&[Item::Eager(Op::Gather), Item::Eager(Op::Scatter(1))], 3) {
+                let program = [&[Item::Eager(Op::Scatter(0)), Item::Failed(op, from)], rest.as_slice()].concat();
+                run(3, MIB, &[], &program, as_it_is).unwrap_or_else(|race| panic!("{race}: {program:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_turns_are_found() {
+    use Item::{Eager, Failed, Replay};
+    let race = |program: &[Item], turns: Turns| run(2, MIB, &GRAPHS, program, turns).expect_err("a race");
+    // One piece, and no barrier.
+    let found = race(&[Eager(Op::Gather)], |turn| Turn { offset: 0, ..turn });
+    assert!(found.contains("Share of rank") && found.contains("Fetch"), "{found}");
+    race(&[Eager(Op::Scatter(1)), Eager(Op::Scatter(0))], |turn| Turn { offset: 0, ..turn });
+    let unguarded: Turns = |turn| Turn { entry: false, ..turn };
+    // A graph after itself.
+    race(&[Replay(0), Replay(0)], unguarded);
+    // Whoever was not heard from in a failed call still reads what the call before it shared.
+    race(&[Eager(Op::Gather), Failed(Op::Gather, 0), Eager(Op::Gather)], unguarded);
+}

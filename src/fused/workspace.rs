@@ -1,0 +1,204 @@
+//! Which piece of its workspace a call uses, and when that may be written again.
+//!
+//! Peers read a rank's piece until their part of that call ends. Every rank orders what it sends in a call after its reads of earlier
+//! calls, since both of its streams join at a call's end, and in each call it hears from every peer. So a rank that has completed a call
+//! knows that all peers have read what they wanted of every call *before* it. Two consecutive calls therefore use different pieces, and no
+//! barrier is needed at a call's end: writing in call k over the piece of call k - 2 is safe, for call k - 1 has completed on this stream.
+//!
+//! A graph breaks "consecutive": it may be replayed after itself, after another graph, or between eager calls, which the host does not see.
+//! So recorded calls have two pieces of their own, and the first of each capture begins with a barrier of all ranks, after which no peer
+//! reads anything from before. Eager calls alternate between the other two: whatever is replayed between them uses neither. A large
+//! workspace has one piece, and each call begins with the barrier. So does the call after a failed one, in which a rank may not have heard
+//! from every peer.
+//!
+//! `fused::happens_before` checks this for whole programs, `tests/loom.rs` over memory.
+
+use crate::error::{Error, Result};
+
+/// Pieces begin at its multiples, so that a workspace is not made anew for a little more.
+const GRAIN: usize = 2 << 20;
+/// A piece above this is the only one: the barrier that it costs is short beside such a call.
+const MANY_PIECES: usize = 64 << 20;
+
+/// Part of a workspace that one call uses; the same on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// Where it begins, in bytes.
+    pub offset: usize,
+    /// The call must not write before all ranks have come to it.
+    pub entry: bool,
+}
+
+/// Memory that has to be made before a call: a rendezvous of all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// Length in bytes, the same on all ranks.
+    pub bytes: usize,
+    /// Graphs use what was there before, so it has to stay.
+    pub keep: bool,
+    piece: usize,
+    pieces: usize,
+}
+
+/// What a call may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Begun {
+    /// It may use this.
+    Turn(Turn),
+    /// It may ask again once this is there, and [`Workspace::made`] has been told.
+    Make(Memory),
+}
+
+/// The turns of a group's fused products on one device. Every rank has the same calls in the same order, so all find the same.
+#[derive(Clone, Debug)]
+pub struct Workspace {
+    on_host: bool,
+    piece: usize,
+    pieces: usize,
+    eager: usize,
+    recorded: usize,
+    /// Number of the last capture; 0: there was none.
+    capture: u64,
+    /// Graphs use the memory.
+    in_graphs: bool,
+    failed: bool,
+}
+
+impl Workspace {
+    /// A workspace without memory.
+    pub fn new(on_host: bool) -> Self {
+        Self { on_host, piece: 0, pieces: 0, eager: 0, recorded: 0, capture: 0, in_graphs: false, failed: false }
+    }
+
+    /// Begins a call that needs `bytes` of each rank, equally many on all, and is recorded by the capture of this number (0: none). `who` is
+    /// named in errors.
+    ///
+    /// # Errors
+    /// [`Internal`](crate::error::Kind::Internal) if memory has to be made while a graph is recorded;
+    /// [`Value`](crate::error::Kind::Value) if there is no such memory.
+    pub fn begin(&mut self, who: &str, bytes: usize, capture: u64) -> Result<Begun> {
+        if bytes > self.piece {
+            return self.more(who, bytes, capture).map(Begun::Make);
+        }
+        let recorded = capture != 0;
+        self.in_graphs |= recorded;
+        let first = recorded && std::mem::replace(&mut self.capture, capture) != capture;
+        let entry = std::mem::take(&mut self.failed) || first || self.pieces == 1;
+        let (calls, own) = if recorded { (&mut self.recorded, 2) } else { (&mut self.eager, 0) };
+        *calls += 1;
+        let piece = if self.pieces == 1 { 0 } else { own + *calls % 2 };
+        Ok(Begun::Turn(Turn { offset: piece * self.piece, entry }))
+    }
+
+    fn more(&self, who: &str, bytes: usize, capture: u64) -> Result<Memory> {
+        if capture != 0 {
+            return Err(Error::internal(format!(
+                "{who} has {} bytes of workspace and needs {bytes}, which cannot be made while a graph is recorded; \
+                 call it once with these shapes before",
+                self.piece
+            )));
+        }
+        let piece = bytes.checked_next_multiple_of(GRAIN);
+        // On the host nothing is recorded.
+        let pieces = |piece| if piece > MANY_PIECES { 1 } else { if self.on_host { 2 } else { 4 } };
+        let memory = piece.and_then(|piece| Some((piece, piece.checked_mul(pieces(piece))?)));
+        let Some((piece, bytes)) = memory.filter(|&(_, bytes)| isize::try_from(bytes).is_ok()) else {
+            return Err(Error::value(format!("{who} cannot have a workspace of {bytes} bytes")));
+        };
+        Ok(Memory { bytes, keep: self.in_graphs, piece, pieces: pieces(piece) })
+    }
+
+    /// The memory is there, on all ranks: all have ended their reads of what was there before.
+    pub fn made(&mut self, memory: &Memory) {
+        let &Memory { piece, pieces, .. } = memory;
+        *self = Self { piece, pieces, ..Self::new(self.on_host) };
+    }
+
+    /// The call that was begun has failed.
+    pub fn fail(&mut self) {
+        self.failed = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Kind;
+
+    const MIB: usize = 1 << 20;
+
+    fn turn(workspace: &mut Workspace, bytes: usize, capture: u64) -> Turn {
+        loop {
+            match workspace.begin("gather", bytes, capture).expect("served") {
+                Begun::Turn(turn) => return turn,
+                Begun::Make(memory) => workspace.made(&memory),
+            }
+        }
+    }
+
+    fn with(on_host: bool, bytes: usize) -> Workspace {
+        let mut workspace = Workspace::new(on_host);
+        let Ok(Begun::Make(memory)) = workspace.begin("gather", bytes, 0) else { panic!("there is no memory yet") };
+        workspace.made(&memory);
+        workspace
+    }
+
+    #[test]
+    fn eager_calls_alternate_and_graphs_have_pieces_of_their_own() {
+        let mut workspace = with(false, 3 * MIB);
+        let turns = [0, 0, 7, 0, 7, 7, 8, 0].map(|capture| turn(&mut workspace, MIB, capture));
+        let pieces = turns.map(|turn| turn.offset / (4 * MIB));
+        assert_eq!(pieces, [1, 0, 3, 1, 2, 3, 2, 0]);
+        assert_eq!(turns.map(|turn| turn.entry), [false, false, true, false, false, false, true, false]);
+    }
+
+    #[test]
+    fn a_large_workspace_has_one_piece_and_a_barrier() {
+        let mut workspace = Workspace::new(false);
+        let Ok(Begun::Make(memory)) = workspace.begin("gather", 65 * MIB, 0) else { panic!("there is no memory yet") };
+        assert_eq!((memory.bytes, memory.keep), (66 * MIB, false));
+        workspace.made(&memory);
+        let turns = [0, 0, 7, 7].map(|capture| turn(&mut workspace, MIB, capture));
+        assert_eq!(turns, [Turn { offset: 0, entry: true }; 4]);
+    }
+
+    #[test]
+    fn memory_is_made_for_what_runs_and_kept_for_graphs() {
+        for (on_host, bytes, made) in
+            [(true, 1, 4 * MIB), (false, 1, 8 * MIB), (false, 64 * MIB, 256 * MIB), (true, 64 * MIB + 1, 66 * MIB)]
+        {
+            let Ok(Begun::Make(memory)) = Workspace::new(on_host).begin("gather", bytes, 0) else { panic!("there is no memory yet") };
+            assert_eq!((memory.bytes, memory.keep), (made, false), "{bytes}");
+        }
+        let mut workspace = with(false, 1);
+        turn(&mut workspace, 2 * MIB, 5);
+        let Ok(Begun::Make(memory)) = workspace.begin("gather", 2 * MIB + 1, 0) else { panic!("too small") };
+        assert_eq!((memory.bytes, memory.keep), (16 * MIB, true));
+        workspace.made(&memory);
+        // The graph uses the memory before; what is made next may take the place of this one.
+        assert!(matches!(workspace.begin("gather", 5 * MIB, 0), Ok(Begun::Make(Memory { keep: false, .. }))));
+        // A capture that went on meanwhile begins anew, too.
+        assert!(turn(&mut workspace, MIB, 5).entry);
+    }
+
+    #[test]
+    fn what_cannot_be_made_is_refused_and_changes_nothing() {
+        let mut workspace = with(false, 1);
+        let recorded = workspace.begin("scatter", 2 * MIB + 1, 7).expect_err("a graph is recorded");
+        assert_eq!(recorded.kind, Kind::Internal);
+        assert!(recorded.message.starts_with("scatter has 2097152 bytes of workspace and needs 2097153"), "{recorded}");
+        for bytes in [usize::MAX, isize::MAX as usize] {
+            let error = workspace.begin("scatter", bytes, 0).expect_err("no such memory");
+            assert_eq!((error.kind, error.message), (Kind::Value, format!("scatter cannot have a workspace of {bytes} bytes")));
+        }
+        assert_eq!(turn(&mut workspace, 1, 0), turn(&mut with(false, 1), 1, 0));
+    }
+
+    #[test]
+    fn after_a_failure_all_meet_once() {
+        let mut workspace = with(true, 1);
+        turn(&mut workspace, 1, 0);
+        workspace.fail();
+        assert_eq!([0, 0].map(|capture| turn(&mut workspace, 1, capture).entry), [true, false]);
+    }
+}

@@ -1,0 +1,130 @@
+//! The workspace of fused products: what a call writes, peers have read when it is written again, two calls later, without a barrier
+//! between.
+
+use super::endings::Thirty2;
+use super::{Cell, model};
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::thread;
+use symm::error::Result;
+use symm::fused::schedule::{self, Channel, Step};
+use symm::fused::workspace::{Begun, Workspace};
+use symm::fused::{Gather, Shards};
+use symm::rank::Rank;
+use symm::window::signal_host::{Words, meet};
+
+const RANKS: usize = 2;
+const PIECES: usize = 2;
+const BYTES: usize = 1;
+
+/// The workspaces of both ranks, of which a piece has a part for each rank, and their pads.
+struct Memory {
+    parts: [[[Cell; RANKS]; PIECES]; RANKS],
+    words: [[Thirty2; 4]; RANKS],
+}
+
+/// A rank's words of a channel.
+struct Side<'a> {
+    memory: &'a Memory,
+    me: usize,
+    channel: Channel,
+}
+
+impl Words for Side<'_> {
+    type Word = Thirty2;
+    fn peers(&self) -> impl Iterator<Item = Rank> {
+        std::iter::once(Rank(1 - self.me as u32))
+    }
+    fn outward(&self, peer: Rank) -> &Thirty2 {
+        &self.memory.words[peer.index()][self.channel as usize]
+    }
+    fn inward(&self, _: Rank) -> &Thirty2 {
+        &self.memory.words[self.me][self.channel as usize]
+    }
+    fn wait(&self, missing: impl Fn(Rank) -> bool) -> Result<()> {
+        while self.peers().any(&missing) {
+            thread::yield_now();
+        }
+        Ok(())
+    }
+    fn wake(&self) {}
+}
+
+/// As `SignalPads::put` and `SignalPads::wait`: once the word is as the other rank leaves it, it is changed.
+fn change(word: &Thirty2, from: u32, to: u32) {
+    while word.0.load(Ordering::Acquire) != from {
+        thread::yield_now();
+    }
+    word.0.store(to, Ordering::Release);
+}
+
+#[derive(Clone, Copy)]
+enum Op {
+    Gather,
+    Scatter,
+}
+
+/// What `rank` puts into the workspace in a call for `of`.
+fn value(call: usize, rank: usize, of: usize) -> u64 {
+    (100 * call + 10 * rank + of + 1) as u64
+}
+
+/// Runs the calls as `me`, each step when it is enqueued; nothing but the turns and the signals within calls orders the ranks.
+fn run(memory: &Memory, me: usize, ops: &[Op], turns: fn(usize) -> usize) {
+    let peer = 1 - me;
+    let side = |channel| Side { memory, me, channel };
+    let mut workspace = Workspace::new(true);
+    for (call, op) in ops.iter().enumerate() {
+        let turn = loop {
+            match workspace.begin("test", BYTES, 0).unwrap() {
+                Begun::Turn(turn) => break turn,
+                Begun::Make(memory) => workspace.made(&memory),
+            }
+        };
+        let piece = turns(usize::from(turn.offset > 0));
+        let plan = Gather { own_early: false, products: vec![Shards { ranks: peer..peer + 1, arrived: 1 }] };
+        let (steps, from) = match op {
+            Op::Gather => (schedule::gather(RANKS, me, &plan, turn.entry, false), 0),
+            Op::Scatter => (schedule::scatter(RANKS, me, 0, turn.entry), me),
+        };
+        for step in steps {
+            match (step, op) {
+                (Step::Mark(..) | Step::After(..) | Step::OwnRows(_) | Step::Multiply(_), Op::Gather) => {}
+                (Step::Mark(..) | Step::After(..) | Step::OwnRows(_), Op::Scatter) => {}
+                (Step::Barrier(_, channel), _) => meet(&side(channel)).unwrap(),
+                (Step::Signal(to), _) => change(&memory.words[to][Channel::Part as usize], 0, 1),
+                (Step::Wait(_), _) => change(&memory.words[me][Channel::Part as usize], 1, 0),
+                (Step::Share, _) => memory.parts[me][piece][0].write(value(call, me, 0)),
+                (Step::Multiply(ranks), Op::Scatter) => {
+                    memory.parts[me][piece][ranks.start].write(value(call, me, ranks.start));
+                }
+                (Step::Fetch(_) | Step::Sum, _) => assert_eq!(memory.parts[peer][piece][from].read(), value(call, peer, from)),
+            }
+        }
+    }
+}
+
+fn both(preemptions: usize, ops: &'static [Op], turns: fn(usize) -> usize) {
+    model(preemptions, move || {
+        let cells = |_| std::array::from_fn(|_| std::array::from_fn(|_| Cell::new()));
+        let words = |_| std::array::from_fn(|_| Thirty2(AtomicU32::new(0)));
+        let memory = Arc::new(Memory { parts: [0, 1].map(cells), words: [0, 1].map(words) });
+        let other = Arc::clone(&memory);
+        let thread = thread::spawn(move || run(&other, 1, ops, turns));
+        run(&memory, 0, ops, turns);
+        thread.join().unwrap();
+    });
+}
+
+#[test]
+fn two_pieces_suffice_without_a_barrier_at_a_call_s_end() {
+    both(2, &[Op::Gather, Op::Gather, Op::Gather], |piece| piece);
+    both(2, &[Op::Scatter, Op::Scatter, Op::Scatter], |piece| piece);
+    both(2, &[Op::Gather, Op::Scatter, Op::Gather, Op::Scatter], |piece| piece);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn one_piece_does_not() {
+    both(2, &[Op::Gather, Op::Gather], |_| 0);
+}
