@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
 use super::call_state::{Awaited, Barriers, Doing};
+use super::patience::{PATIENCE, now};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
 use crate::op::Op;
@@ -12,6 +13,9 @@ use crate::sync::shared_text::SharedText;
 use crate::sys::core;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// Turns of spinning, some 40 ns each, where other processes have lately taken this one's cores: a peer that runs answers by then.
+const SPINS_SHORT: u32 = 64;
 
 /// Shared by all members.
 #[repr(C, align(128))]
@@ -129,8 +133,9 @@ impl ControlBlock {
     }
 
     /// Turns of spinning before a waiting thread gives its core away.
+    #[inline]
     pub fn spins(&self) -> u32 {
-        self.spins
+        if PATIENCE.is_short(now) { self.spins.min(SPINS_SHORT) } else { self.spins }
     }
 
     /// The group's memory.

@@ -1,7 +1,8 @@
-//! A group's control block: who is there ([`block`]), who waits for whom ([`wait`]), what failed ([`status`]).
+//! A group's control block: who is there ([`block`]), who waits for whom ([`wait`]) and how patiently ([`patience`]), what failed ([`status`]).
 
 mod block;
 mod call_state;
+pub mod patience;
 mod status;
 mod wait;
 

@@ -1,6 +1,7 @@
 //! Waiting for peers: never without a limit, never past a failure or a death.
 
 use super::block::ControlBlock;
+use super::patience::{PATIENCE, now, yield_core};
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
 use crate::sync::last_look::lost;
@@ -68,12 +69,13 @@ impl ControlBlock {
 
     #[inline]
     fn wait(&self, limit: &Limit, about: &dyn Fn() -> String, missing: impl Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
+        let most = self.spins();
         for peer in self.peers() {
             let mut spins = 0;
             while missing(peer) {
                 spins += 1;
                 let hopeless = spins == LOOK_AROUND && self.in_the_way(self.peers().filter(|&peer| missing(peer)));
-                if hopeless || spins > self.spins || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
+                if hopeless || spins > most || (spins % CHECK_EVERY == 0 && self.header().failure.stands()) {
                     return self.wait_slowly(limit, about, &missing, purpose);
                 }
                 std::hint::spin_loop();
@@ -98,8 +100,8 @@ impl ControlBlock {
                 log::warn!("{} has waited {seconds:.1} s in {} for {late}", self.describe(self.rank), about());
             }
             turns += 1;
-            if turns <= YIELDS {
-                std::thread::yield_now();
+            if turns <= YIELDS && !PATIENCE.is_short(now) {
+                yield_core();
             } else {
                 self.sleep(limit.left().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
             }

@@ -7,7 +7,7 @@ use super::frame::{EAGER_BYTES, Frame, Kind};
 use super::matching::{Content, Matching, Posted, Unexpected};
 use crate::coll::call::Span;
 use crate::completion::Completion;
-use crate::control::{ControlBlock, YIELDS};
+use crate::control::{ControlBlock, YIELDS, patience};
 use crate::error::{Error, Result};
 use crate::p2p::message::Message;
 use crate::rank::Rank;
@@ -232,8 +232,8 @@ impl Transfers {
                 continue;
             }
             turns += 1;
-            if turns <= YIELDS {
-                std::thread::yield_now();
+            if turns <= YIELDS && !patience::PATIENCE.is_short(patience::now) {
+                patience::yield_core();
                 continue;
             }
             self.fail_if_lost();
