@@ -36,8 +36,10 @@ test-python: build
 test-python-slow: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python
 
+# Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build
 	$(BIN)/python -m torch_symm.bench
+	$(BIN)/python -m torch_symm.bench --quick --ranks 2 --ops all_reduce,broadcast,all_gather --beside $$(nproc) --json out/bench-beside.json
 
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
 bench-gpu: build

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch_symm.bench import limits, machine, plot, targets
 from torch_symm.bench.__main__ import unusable
+from torch_symm.bench.beside import Beside, running
 from torch_symm.bench.launch import Options, cells
 from torch_symm.bench.ops import DTYPES, OPS
 from torch_symm.bench.pattern import TILE, Pattern, WrongResult
@@ -111,7 +113,9 @@ def test_median_and_p99() -> None:
 
 
 def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
-    options = Options("symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1)
+    options = Options(
+        "symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1, Beside()
+    )
     assert [(cell.size, cell.bytes) for cell in cells(options, 4)] == [(8, 16), (KB, KB), (0, 0)]
 
 
@@ -158,11 +162,43 @@ def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: s
     assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
+@pytest.mark.parametrize(("text", "found"), [("0", Beside()), ("3", Beside(3))])
+def test_what_runs_beside_is_read(text: str, found: Beside) -> None:
+    assert Beside.parse(text) == found
+    assert Beside.parse("loader") == Beside(machine.usable_cores(), loaders=True)
+    for wrong in ("", "-1", "loaders", "2.5"):
+        with pytest.raises(ValueError, match="neither a number of processes nor 'loader'"):
+            Beside.parse(wrong)
+
+
+@pytest.mark.parametrize("beside", [Beside(2), Beside(1, loaders=True)])
+def test_what_runs_beside_is_busy_and_ends(beside: Beside) -> None:
+    def children() -> set[str]:
+        return {
+            child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
+        }
+
+    before = children()
+    with running(beside):
+        mine = children() - before
+        assert len(mine) == beside.count
+        until = time.monotonic() + 20
+        while not all(_cpu_ticks(child) > 5 for child in mine):
+            assert time.monotonic() < until, "they do nothing"
+            time.sleep(0.05)
+    assert not children() & mine
+
+
+def _cpu_ticks(process: str) -> int:
+    """Of the processor's time that a process has had, in its own code."""
+    return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11])
+
+
 @pytest.mark.slow
 def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch_symm.bench", "--backend", BACKEND, "--quick", "--ranks", "2"]
-    command += ["--sizes", "8,20K", "--seconds", "4", "--json", str(path)]
+    command += ["--sizes", "8,20K", "--seconds", "4", "--beside", "1", "--json", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(path.read_text())

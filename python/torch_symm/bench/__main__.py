@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from . import machine, plot
+from .beside import Beside
 from .launch import CopyRate, Options, cells, measure
 from .ops import DTYPES, OPS
 from .record import Row, Run
@@ -47,6 +48,12 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
     parser.add_argument(
         "--dtype", help="comma-separated, of: " + ", ".join(DTYPES) + " (default: f32, and bf16 for all_reduce)"
     )
+    parser.add_argument(
+        "--beside",
+        default="0",
+        metavar="N",
+        help="busy processes beside the ranks, or loader: one per core streams memory",
+    )
     parser.add_argument("--quick", action="store_true", help="few sizes and calls, less than a minute")
     parser.add_argument("--seconds", type=float, help="time to spend, about (default: 480; 35 with --quick)")
     parser.add_argument("--json", type=Path, default=Path("out/bench.json"), help="where to write all figures")
@@ -62,6 +69,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
         listed = given.sizes or (QUICK_SIZES if given.quick else FULL_SIZES)
         sizes = tuple(parse_size(size) for size in listed.split(","))
         worlds = tuple(int(world) for world in given.ranks.split(","))
+        beside = Beside.parse(given.beside)
     except ValueError as error:
         parser.error(str(error))
     if min(worlds) < 2:
@@ -89,6 +97,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
         side_seconds=0.3 if given.quick else 1.5,
         least=10 if given.quick else 20,
         rounds=3 if given.quick else 5,
+        beside=beside,
     )
     return options, Outputs(None if given.no_json else given.json, given.plot, given.draw)
 
@@ -119,6 +128,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{here.date}  {here.cpu}, {here.cores} cores, {load}, torch {here.torch}, commit {here.commit}", flush=True)
     if max(options.worlds) > here.cores:
         print(f"note: {max(options.worlds)} ranks on {here.cores} cores wait for each other's time slices", flush=True)
+    if options.beside.count:
+        print(f"processes beside the ranks: {options.beside}", flush=True)
     started = time.monotonic()
     rows: list[Row] = []
     rates: dict[int, float] = {}

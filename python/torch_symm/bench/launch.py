@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
 from . import rank as rank_process
+from .beside import Beside, running
 from .ops import DTYPES, OPS
 from .record import Cell, Row
 from .timing import SharedTensors
@@ -23,7 +24,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``peer`` None measures the tested backend alone. Times in seconds."""
+    """What to measure, and beside what. ``peer`` None measures the tested backend alone. Times in seconds."""
 
     backend: str
     peer: str | None
@@ -34,6 +35,7 @@ class Options:
     side_seconds: float
     least: int
     rounds: int
+    beside: Beside
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def measure(options: Options) -> Iterator[CopyRate | Row]:
     for world, part in todo:
         done += len(part)
         # Each world gets its share of the whole; time that an earlier one left over goes to the next.
-        yield from _one_world(options, world, part, started + options.seconds * done / max(1, total))
+        with running(options.beside):
+            yield from _one_world(options, world, part, started + options.seconds * done / max(1, total))
 
 
 def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: float) -> Iterator[CopyRate | Row]:

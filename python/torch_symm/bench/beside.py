@@ -1,0 +1,60 @@
+"""Processes beside the ranks that want the cores, too: as data loaders, a notebook's kernel or another job do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .machine import usable_cores
+
+#: What a process does until the one that started it has ended, in whatever way.
+_COMPUTE = """
+while os.getppid() == parent:
+    sum(range(100_000))
+"""
+_STREAM = """
+source, target = bytearray(64 << 20), bytearray(64 << 20)
+while os.getppid() == parent:
+    target[:] = source
+"""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """So many processes, which compute; or stream memory, as data loaders do (``loaders``)."""
+
+    count: int = 0
+    loaders: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Beside:
+        """Reads ``"2"``, or ``"loader"``: one for each core.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if text == "loader":
+            return cls(usable_cores(), loaders=True)
+        if not text.isdecimal():
+            raise ValueError(f"{text!r} is neither a number of processes nor 'loader'")
+        return cls(int(text))
+
+    def __str__(self) -> str:
+        return f"{self.count} that {'stream memory' if self.loaders else 'compute'}"
+
+
+@contextmanager
+def running(beside: Beside) -> Iterator[None]:
+    """Runs them in this process's session, and so in the scheduling group of the ranks that it starts."""
+    code = f"import os\nparent = {os.getpid()}\n{_STREAM if beside.loaders else _COMPUTE}"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(beside.count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
