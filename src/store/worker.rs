@@ -20,7 +20,8 @@ struct Job {
     request: Vec<u8>,
     limit: Duration,
     give_up: Instant,
-    answer: Sender<Result<Reply>>,
+    /// Takes the outcome; `None`: the time was over before the operation began.
+    answer: Sender<Option<Result<Reply>>>,
 }
 
 /// A store that does one operation after another and answers each within its limit, though `store` may not.
@@ -43,8 +44,13 @@ impl Worker {
         Ok(Self { name, jobs: Some(Mutex::new(jobs)), given_up: AtomicUsize::new(0), thread: Some(thread) })
     }
 
-    fn late(&self, request: &Request<'_>, limit: Duration) -> Error {
+    /// Error of an operation that the thread still does, or may do.
+    fn given_up(&self, request: &Request<'_>, limit: Duration) -> Error {
         self.given_up.fetch_add(1, Ordering::Relaxed);
+        self.late(request, limit)
+    }
+
+    fn late(&self, request: &Request<'_>, limit: Duration) -> Error {
         Error::timeout(format!(
             "{} did not answer {:?} within {} ms (timeout): its process is stopped or overloaded",
             self.name,
@@ -57,11 +63,10 @@ impl Worker {
 fn run(store: &dyn Store, queue: &Receiver<Job>) {
     for Job { request, limit, give_up, answer } in queue {
         let left = give_up.saturating_duration_since(Instant::now());
-        if !left.is_zero() {
-            let done = Request::decode(&request).and_then(|request| store.call(&request, Some(limit.min(left))));
-            // Nobody may wait for it any more.
-            let _ = answer.send(done);
-        }
+        let begun = !left.is_zero();
+        let done = begun.then(|| Request::decode(&request).and_then(|request| store.call(&request, Some(limit.min(left)))));
+        // Nobody may wait for it any more.
+        let _ = answer.send(done);
     }
 }
 
@@ -79,15 +84,15 @@ impl Store for Worker {
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
             match done.recv_timeout(left.min(interrupt::LOOK)) {
-                Ok(outcome) => return outcome,
+                Ok(Some(outcome)) => return outcome,
+                // This process was stopped meanwhile, or an operation before this one took all the time.
+                Ok(None) => return Err(self.late(request, limit)),
                 Err(RecvTimeoutError::Timeout) if left > interrupt::LOOK => {
                     interrupt::check().inspect_err(|_| {
                         self.given_up.fetch_add(1, Ordering::Relaxed);
                     })?;
                 }
-                Err(RecvTimeoutError::Timeout) => return Err(self.late(request, limit)),
-                // A job is dropped without an answer where its time was over before it began, or by a panic.
-                Err(RecvTimeoutError::Disconnected) if left.is_zero() => return Err(self.late(request, limit)),
+                Err(RecvTimeoutError::Timeout) => return Err(self.given_up(request, limit)),
                 Err(RecvTimeoutError::Disconnected) => return Err(gone()),
             }
         }
@@ -143,6 +148,20 @@ mod tests {
         assert_eq!(worker.get("a", None).expect("there"), "1");
         let error = worker.wait(&["b"], Some(Duration::from_millis(20))).expect_err("nobody sets it");
         assert!(error.kind == Kind::Timeout && error.message.contains("\"b\""), "{error}");
+    }
+
+    #[test]
+    fn an_operation_whose_time_is_over_is_not_begun_and_answered_all_the_same() {
+        let (store, (jobs, queue), (answer, done)) = (MemoryStore::new(), channel(), channel());
+        let mut request = Vec::new();
+        Request::new(Op::Set, vec!["k"], vec![b"v"]).encode(&mut request);
+        for give_up in [Instant::now(), Instant::now() + Duration::from_secs(5)] {
+            jobs.send(Job { request: request.clone(), limit: Duration::from_secs(1), give_up, answer: answer.clone() }).expect("open");
+        }
+        drop(jobs);
+        run(&store, &queue);
+        assert!(done.recv().expect("answered").is_none(), "the first is late");
+        assert!(done.recv().expect("answered").is_some_and(|outcome| outcome.is_ok()), "the second is not");
     }
 
     #[test]
