@@ -129,12 +129,14 @@ class Supervisor:
         signals: list[tuple[Callable[[], float | None], Callable[[], None]]] = []
         for victim in fault.victims:
 
-            def due(later: float = 0.0, victim: int = victim) -> float | None:
+            def due(victim: int = victim) -> float | None:
                 begun = self.table.get(victim, MARKS[fault.phase])
-                return begun + fault.delay + later if begun else None
+                return begun + fault.delay if begun else None
 
-            def resume(later: float = fault.seconds, due: Callable[[float], float | None] = due) -> float | None:
-                return due(later)
+            def resume(victim: int = victim) -> float | None:
+                # From the signal on, which may have been late: a shorter stop may go unnoticed.
+                struck = self.table.get(victim, STRUCK)
+                return struck + fault.seconds if struck else None
 
             def send(number: int, victim: int = victim) -> None:
                 self.table.mark(victim, STRUCK)
