@@ -1,0 +1,123 @@
+//! What the tests of joining have in common.
+// Each test uses a part of this, as a module of its own.
+#![allow(dead_code)]
+
+use serde_json::Value;
+use std::process::{Child, Command};
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::boot::{JoinSpec, Joined, join};
+use symm::error::{Error, Result};
+use symm::rank::Rank;
+use symm::store::Store;
+use symm::store::memory::MemoryStore;
+use symm::store::request::{Op, Request};
+use symm::store::table::Reply;
+use symm::sys::process;
+
+pub(crate) const SHORT: Duration = Duration::from_millis(400);
+pub(crate) const LONG: Duration = Duration::from_secs(20);
+
+/// One test at a time: they count the descriptors of this process.
+static SERIAL: Mutex<()> = Mutex::new(());
+
+/// Fails at its end if descriptors or watcher threads are left that were not there at its start.
+pub(crate) struct Flat {
+    open: usize,
+    _serial: MutexGuard<'static, ()>,
+}
+
+impl Flat {
+    pub(crate) fn start() -> Self {
+        let serial = SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        Self { open: process::descriptors().1, _serial: serial }
+    }
+}
+
+impl Drop for Flat {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            // A watcher that has not yet taken its name is not seen to end, and ends in a moment.
+            let give_up = Instant::now() + Duration::from_secs(1);
+            while process::descriptors().1 != self.open && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(process::descriptors().1, self.open, "descriptors leaked");
+        }
+    }
+}
+
+pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> JoinSpec<'_> {
+    JoinSpec {
+        group,
+        rank: Rank(rank),
+        size,
+        restart: "0",
+        timeout,
+        segment_bytes: 8192,
+        reserved_bytes: 4096,
+        keep_membership: false,
+        known: None,
+    }
+}
+
+/// The outcomes of `ranks` threads, in their order, each given its number.
+pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl Fn(u32) -> T + Sync) -> Vec<T> {
+    let body = &body;
+    thread::scope(|scope| {
+        let all: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || body(rank))).collect();
+        all.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
+    outcome.as_ref().expect_err("must not join")
+}
+
+/// A store through which one rank shows a changed record to the others, and sees its own as it wrote it.
+pub(crate) struct Doctored<'a> {
+    pub(crate) inner: &'a MemoryStore,
+    pub(crate) from: &'a str,
+    pub(crate) to: &'a str,
+}
+
+fn replace(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    String::from_utf8(bytes.to_vec()).unwrap().replace(from, to).into_bytes()
+}
+
+impl Store for Doctored<'_> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let values: Vec<Vec<u8>> = request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
+        let changed = Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
+        let reply = self.inner.call(&changed, limit)?;
+        if request.op == Op::CompareSet
+            && let Reply::Value(standing) = &reply
+        {
+            return Ok(Reply::Value(replace(standing, self.to, self.from).into()));
+        }
+        Ok(reply)
+    }
+}
+
+/// A record as the rank `rank` of group "g" publishes it, by letting it fail to find the others.
+pub(crate) fn record_of(rank: u32, size: u32) -> Value {
+    let store = MemoryStore::new();
+    join(&store, &spec("g", rank, size, Duration::from_millis(1))).expect_err("alone");
+    let bytes = store.get(&format!("symm/g/0/{rank}"), None).unwrap();
+    let mut record: Value = serde_json::from_slice(&bytes).unwrap();
+    record["failure"] = Value::Null;
+    record
+}
+
+pub(crate) fn put(store: &MemoryStore, rank: u32, record: &Value) {
+    let bytes = serde_json::to_vec(record).unwrap();
+    store.compare_set(&format!("symm/g/0/{rank}"), b"", &bytes).unwrap();
+}
+
+pub(crate) fn sleeper() -> (Child, u64) {
+    let child = Command::new("sleep").arg("60").spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let start = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap();
+    (child, start.parse().unwrap())
+}
