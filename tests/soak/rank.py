@@ -79,8 +79,11 @@ class Round:
     def play(self) -> Outcome:
         program, fault = self.program, self.program.fault
         self.table.put(self.rank, PID, os.getpid())
+        # Before anybody may be stopped, who may then hold the lock of a file for which others wait without a limit.
+        store = open_store(program.store, self._place_of_store("first"), self.rank, program.world, self._limit)
         self.table.meet(self.rank, range(program.world), 1)
-        failure = self._join()
+        failure = self._join(store)
+        del store
         pending: deque[Started] = deque()
         if failure is None:
             if fault.phase != "join":
@@ -94,14 +97,20 @@ class Round:
         self._again()
         return self.outcome
 
-    def _join(self) -> Failure | None:
+    @property
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=self.program.timeout)
+
+    def _place_of_store(self, name: str) -> Path:
+        return self.folder / f"store-{name}"
+
+    def _join(self, store: Any) -> Failure | None:
         """Makes the groups; returns a failure that the fault explains."""
-        program = self.program
-        limit = timedelta(seconds=program.timeout)
+        program, limit = self.program, self._limit
         self.table.mark(self.rank, JOINING)
         began = time.monotonic()
         try:
-            init(program.store, self.folder, "first", self.rank, program.world, limit)
+            init(store, self.rank, program.world, limit)
             self.places.append(self._place(dist.group.WORLD, 0))
             for number, members in enumerate(program.groups[1:], 1):
                 began = time.monotonic()
@@ -325,7 +334,8 @@ class Round:
         self.table.meet(self.rank, members, 5)
         me = members.index(self.rank)
         began = time.monotonic()
-        init("file", self.folder, "again", me, len(members), timedelta(seconds=40))
+        limit = timedelta(seconds=40)
+        init(open_store("file", self._place_of_store("again"), me, len(members), limit), me, len(members), limit)
         self.places.append(Place(dist.group.WORLD, range(len(members)), me, self.device, 40))
         dist.barrier()
         self.outcome.rejoining = time.monotonic() - began
@@ -335,21 +345,21 @@ class Round:
         self.places.clear()
 
 
-def init(store: str, folder: Path, name: str, rank: int, world: int, limit: timedelta) -> None:
-    """The default group, over a store of this kind."""
-    place = folder / f"store-{name}"
-    if store == "url":
-        url = f"symm+file://{place}"
-        dist.init_process_group("symm", init_method=url, rank=rank, world_size=world, timeout=limit)
-        return
-    found: Any
-    if store == "file":
-        found = torch_symm.FileStore(place, world)
-    elif store == "torch":
-        found = dist.FileStore(str(place), world)
-    else:
-        found = torch_symm.TCPStore(f"unix:{place}", 0, world, is_master=rank == 0, timeout=limit)
-    dist.init_process_group("symm", store=found, rank=rank, world_size=world, timeout=limit)
+def open_store(kind: str, place: Path, rank: int, world: int, limit: timedelta) -> Any:
+    """A store of this kind, or the URL of one."""
+    if kind == "url":
+        return f"symm+file://{place}"
+    if kind == "file":
+        return torch_symm.FileStore(place, world)
+    if kind == "torch":
+        return dist.FileStore(str(place), world)
+    return torch_symm.TCPStore(f"unix:{place}", 0, world, is_master=rank == 0, timeout=limit)
+
+
+def init(store: Any, rank: int, world: int, limit: timedelta) -> None:
+    """The default group, over this store."""
+    where = {"init_method" if isinstance(store, str) else "store": store}
+    dist.init_process_group("symm", rank=rank, world_size=world, timeout=limit, **where)
 
 
 def held() -> dict[str, int]:
