@@ -13,7 +13,7 @@ use crate::coll::cuda::agreement::launch_log;
 use crate::coll::plan::Thresholds;
 use crate::completion::{Completion, Observer};
 use crate::config::Config;
-use crate::control::{ControlBlock, Identity};
+use crate::control::{ControlBlock, Identity, Part};
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -48,6 +48,8 @@ pub struct JoinOptions {
     pub is_default: bool,
     /// Limit of joining, and of every later call that brings none; absent: 30 minutes.
     pub timeout: Option<Duration>,
+    /// Place of the group in a larger one on several hosts, if it is a part of one.
+    pub part: Option<Part>,
 }
 
 /// Settings that a user may choose for a group; the same on all its ranks.
@@ -128,7 +130,8 @@ impl Group {
         let thresholds = profile::settings(Device::Cpu, size).map(|measured| measured.thresholds()).unwrap_or_default();
         let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
         let segment = Segment::map_at(joined.segment, joined.addresses)?;
-        let mut made = Self::with_watched(segment, group, rank, members, &joined.members, timeout, tuning)?;
+        let control = control_block(segment, group, rank, members, tuning).named(options.part.clone());
+        let mut made = Self::with_watched(control, &joined.members, timeout, tuning)?;
         made.membership = Mutex::new(joined.membership);
         Ok(made)
     }
@@ -136,21 +139,12 @@ impl Group {
     /// A group in memory that its members already share. `members` in rank order; their processes are not watched.
     pub fn assemble(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, timeout: Duration, tuning: Tuning) -> Result<Self> {
         segment.reserve(0, Layout::new(members.len()).control_bytes(), format_args!("group \"{name}\""))?;
-        Self::with_watched(segment, name, rank, members, &[], timeout, tuning)
+        Self::with_watched(control_block(segment, name, rank, members, tuning), &[], timeout, tuning)
     }
 
-    fn with_watched(
-        segment: Segment,
-        name: &str,
-        rank: Rank,
-        members: Vec<Identity>,
-        watched: &[Member],
-        timeout: Duration,
-        tuning: Tuning,
-    ) -> Result<Self> {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
-        let control = Arc::new(ControlBlock::new(segment, rank, name.into(), members, spins));
+    fn with_watched(control: ControlBlock, watched: &[Member], timeout: Duration, tuning: Tuning) -> Result<Self> {
+        let control = Arc::new(control);
+        let (name, rank) = (control.name(), control.rank());
         let communicator = Arc::<device::Slot>::default();
         let watching = if watched.is_empty() {
             None
@@ -441,6 +435,12 @@ impl Drop for Group {
             self.domains.forget();
         }
     }
+}
+
+fn control_block(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, tuning: Tuning) -> ControlBlock {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
+    ControlBlock::new(segment, rank, name.into(), members, spins)
 }
 
 /// Waits for all members in the shared memory; returns whether every rank may read every other's private memory.

@@ -111,6 +111,7 @@ impl Role {
             global_ranks: Vec::new(),
             is_default: false,
             timeout: Some(timeout),
+            part: None,
         };
         Group::join(store, &options)
     }

@@ -47,6 +47,7 @@ fn rank() {
         global_ranks: Vec::new(),
         is_default: false,
         timeout: Some(Duration::from_secs_f64(seconds)),
+        part: None,
     };
     let say = |text: String| {
         // Straight to the descriptor: the test harness keeps what goes through print.

@@ -103,6 +103,11 @@ impl Layout {
         format!("host {:?} ({})", self.names[host], name_ranks(&self.members[host]))
     }
 
+    /// Name of `host`.
+    pub fn host_name(&self, host: usize) -> &str {
+        &self.names[host]
+    }
+
     /// All hosts but `host`, as messages name them.
     pub fn name_others(&self, host: usize) -> String {
         let others: Vec<String> = (0..self.hosts()).filter(|&other| other != host).map(|other| self.name_host(other)).collect();

@@ -178,6 +178,7 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, rail: cxx::UniquePtr
             global_ranks: spec.global_ranks.clone(),
             is_default: spec.is_default,
             timeout: milliseconds(spec.timeout_ms),
+            part: None,
         };
         let store = TorchStore::new(store);
         let name = store.name()?;

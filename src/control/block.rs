@@ -68,6 +68,15 @@ pub struct Identity {
     pub global: u32,
 }
 
+/// Place of a group that is the part of a larger one on one host, for messages: they name members as the larger group does.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Name of the host.
+    pub host: String,
+    /// Ranks of the members in the larger group.
+    pub ranks: Vec<Rank>,
+}
+
 /// Progress, in words, of the calls of a rank that kernels make.
 pub type Progress = fn(&ControlBlock, Rank) -> String;
 
@@ -79,6 +88,7 @@ pub struct ControlBlock {
     pub(super) rank: Rank,
     pub(super) name: String,
     pub(super) members: Vec<Identity>,
+    part: Option<Part>,
     pub(super) gone: Vec<OnceLock<String>>,
     pub(super) any_gone: AtomicBool,
     /// Progress of calls that kernels make, in words. It is set once kernels wait for peers without looking at this process: a member's
@@ -102,6 +112,7 @@ impl ControlBlock {
             rank,
             name,
             members,
+            part: None,
             gone,
             any_gone: AtomicBool::new(false),
             unattended: OnceLock::new(),
@@ -109,6 +120,11 @@ impl ControlBlock {
             crowded: AtomicU32::new(0),
             warned: AtomicBool::new(false),
         }
+    }
+
+    /// The view, with members named as those of the group that this one is a part of.
+    pub fn named(self, part: Option<Part>) -> Self {
+        Self { part: part.filter(|part| part.ranks.len() == self.members.len()), ..self }
     }
 
     /// Number of this member.
@@ -262,9 +278,18 @@ impl ControlBlock {
         self.members[rank.index()].global
     }
 
-    /// Name of a rank, such as "rank 1 (pid 4711)", with the rank in the default group if that differs.
+    /// Number by which messages name `rank`.
+    pub fn shown(&self, rank: Rank) -> Rank {
+        self.part.as_ref().map_or(rank, |part| part.ranks[rank.index()])
+    }
+
+    /// Name of a rank, such as "rank 1 (pid 4711)", with the rank in the default group if that differs; of a part of a larger group
+    /// "rank 3 (host "b", pid 4711)".
     pub fn describe(&self, rank: Rank) -> String {
         let Identity { pid, global } = self.members[rank.index()];
+        if let Some(Part { host, .. }) = &self.part {
+            return format!("rank {} (host {host:?}, pid {pid})", self.shown(rank));
+        }
         if global == rank.0 { format!("rank {rank} (pid {pid})") } else { format!("rank {rank} (global rank {global}, pid {pid})") }
     }
 

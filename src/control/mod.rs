@@ -6,7 +6,7 @@ pub mod patience;
 mod status;
 mod wait;
 
-pub use block::{ControlBlock, Identity, Progress};
+pub use block::{ControlBlock, Identity, Part, Progress};
 pub use call_state::{Awaited, Barriers, Doing};
 pub use wait::YIELDS;
 

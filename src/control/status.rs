@@ -66,16 +66,17 @@ impl ControlBlock {
 
     /// Reason why `rank` is unable to take part, if it is.
     pub fn absence(&self, rank: Rank) -> Option<String> {
+        let gone = || if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get().cloned() } else { None };
+        self.departure(rank).or_else(gone)
+    }
+
+    /// How `rank` has left the group, if it has.
+    pub fn departure(&self, rank: Rank) -> Option<String> {
         let departed = self.words(rank).departed.load(Ordering::Acquire) != 0;
-        let gone = if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get() } else { None };
-        match (departed, gone) {
-            (true, _) => Some(match self.words(rank).farewell.0.read() {
-                farewell if farewell.is_empty() => "left the group (destroy_process_group or exit)".into(),
-                farewell => format!("left the group after {farewell}"),
-            }),
-            (false, Some(how)) => Some(how.clone()),
-            (false, None) => None,
-        }
+        departed.then(|| match self.words(rank).farewell.0.read() {
+            farewell if farewell.is_empty() => "left the group (destroy_process_group or exit)".into(),
+            farewell => format!("left the group after {farewell}"),
+        })
     }
 
     /// Whether the process of a member is known to have ended.
@@ -106,7 +107,7 @@ impl ControlBlock {
     /// State of a rank's process, such as "rank 1: pid 4711 alive, asleep".
     pub fn process_state(&self, rank: Rank) -> String {
         let pid = self.pid(rank);
-        format!("rank {rank}: pid {pid} {}", process::state(pid).unwrap_or("exited"))
+        format!("rank {}: pid {pid} {}", self.shown(rank), process::state(pid).unwrap_or("exited"))
     }
 
     /// The missing members, each with what its process is doing.
@@ -117,6 +118,7 @@ impl ControlBlock {
             format!("{}, {doing}", self.process_state(*rank))
         };
         let states: Vec<String> = late.iter().map(state).collect();
+        let late: Vec<Rank> = late.into_iter().map(|rank| self.shown(rank)).collect();
         format!("{} ({})", name_ranks(&late), states.join("; "))
     }
 }

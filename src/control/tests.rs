@@ -105,3 +105,19 @@ fn who_leaves_may_say_because_of_what() {
         assert_eq!(controls[0].absence(Rank(1)).as_deref(), Some(expected));
     }
 }
+
+#[test]
+fn a_part_of_a_larger_group_names_members_as_that_does() {
+    let other = control(&[7]);
+    let control = control(&[u32::MAX]).named(Some(Part { host: "b".into(), ranks: vec![Rank(2), Rank(3)] }));
+    let pid = std::process::id();
+    assert_eq!(control.describe(Rank(0)), format!("rank 2 (host \"b\", pid {pid})"));
+    assert_eq!(control.shown(Rank(1)), Rank(3));
+    let late = control.late(&|rank| rank != Rank(0));
+    assert_eq!(late, format!("rank 3 (rank 3: pid {} exited, has begun no collective)", u32::MAX));
+    control.note_gone(Rank(1), "has ended (gone)".into());
+    let dead = control.dead().expect("it has ended");
+    assert_eq!(dead.message, format!("rank 3 (host \"b\", pid {}) of group \"test\" has ended (gone)", u32::MAX));
+    let plain = other.named(Some(Part { host: "b".into(), ranks: vec![Rank(2)] }));
+    assert_eq!(plain.describe(Rank(1)), "rank 1 (pid 7)", "lengths that do not fit are no part");
+}

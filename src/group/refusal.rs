@@ -121,7 +121,7 @@ impl Refusals {
             return;
         }
         let (me, group) = (self.control.describe(self.control.rank()), self.control.name());
-        let ranks: Vec<Rank> = waiting.iter().map(|waiting| waiting.rank).collect();
+        let ranks: Vec<Rank> = waiting.iter().map(|waiting| self.control.shown(waiting.rank)).collect();
         let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
         let text = format!(
             "{me} refused a call and made no other; {who} {wait} for it in {} of group \"{group}\": {}",

@@ -22,7 +22,7 @@ use crate::boot::hosts::{Layout, Question, known, remember};
 use crate::coll::call::{Call, Op};
 use crate::completion::Completion;
 use crate::config::{Config, HostsChoice};
-use crate::control::ControlBlock;
+use crate::control::{ControlBlock, Part};
 use crate::dtype::{DType, ReduceOp};
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
@@ -115,6 +115,7 @@ impl HostsGroup {
             global_ranks: layout.members(host).iter().map(global).collect(),
             is_default: options.is_default,
             timeout: limit.left(),
+            part: Some(Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() }),
         };
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
