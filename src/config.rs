@@ -83,6 +83,8 @@ pub struct Config {
     /// `SYMM_HOSTS`: `refuse` (the default), `gloo` or `auto`: what connects the hosts of a group whose options do not say; the same on all
     /// ranks.
     pub hosts: HostsChoice,
+    /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
+    pub gloo_interface: Option<String>,
     /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
     pub test_host: String,
     /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/guide/trace.md`); absent: a folder of the user's in
@@ -240,6 +242,7 @@ impl Config {
             blocking_wait,
             debug_call_site,
             hosts: hosts.unwrap_or(HostsChoice::Refuse),
+            gloo_interface: set("GLOO_SOCKET_IFNAME"),
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
@@ -293,6 +296,7 @@ mod tests {
             blocking_wait: false,
             debug_call_site: false,
             hosts: HostsChoice::Refuse,
+            gloo_interface: None,
             test_host: String::new(),
             trace_dir: None,
             temporary: "/tmp".into(),
@@ -340,6 +344,7 @@ mod tests {
             temporary: "/scratch".into(),
             debug_call_site: true,
             hosts: HostsChoice::Refuse,
+            gloo_interface: None,
             test_host: String::new(),
         };
         assert_eq!((config, complaints), (expected, 0));

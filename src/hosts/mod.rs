@@ -5,11 +5,12 @@
 //!
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
 //! - [`step`](mod@step): a call under way; [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
-//! - [`shared`](mod@shared): how a failure ends the group on all hosts
+//! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
 mod exchange;
 mod gather;
 mod header;
+mod news;
 pub mod rail;
 mod reduce;
 mod shared;
@@ -35,8 +36,9 @@ use crate::store::until::Until;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
+use news::{Meeting, News, Times};
 use rail::Rail;
-use shared::{News, Shared};
+use shared::{Inner, Shared};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use step::Step;
@@ -103,10 +105,6 @@ impl HostsGroup {
         let rank = Rank(options.rank as u32);
         let (host, local) = (layout.host(rank), layout.local(rank));
         let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
-        let news = News::new(Arc::clone(store), store_name, &options.group);
-        if rank == Rank(0) {
-            news.forget(&worker);
-        }
         let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
         let inner_options = JoinOptions {
             group: options.group.clone(),
@@ -120,8 +118,26 @@ impl HostsGroup {
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
         let until = Until::new(&worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
-        let inner = Group::join(&PrefixStore::new(&prefix, until), &inner_options)?;
+        let inner = Arc::new(Group::join(&PrefixStore::new(&prefix, &until), &inner_options)?);
         inner.set_timeout(timeout);
+        let layout = Arc::new(layout);
+        let meeting = Meeting {
+            store: &until,
+            group: inner.control().name(),
+            prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
+            layout: &layout,
+            me: rank,
+            host: Arc::new(Inner(Arc::downgrade(&inner))),
+            limit: &limit,
+            addresses: None,
+            times: Times::default(),
+        };
+        let news = meeting.meet().map_err(|error| inner.fail(error))?;
+        let failed = |error: Error| {
+            let stands = inner.fail(error);
+            news.tell(&stands);
+            stands
+        };
         let has_rail = local < layout.rails();
         if has_rail {
             let made = match limit.left() {
@@ -131,7 +147,7 @@ impl HostsGroup {
             made.map_err(|error| {
                 let (me, others) = (layout.describe(rank), layout.name_others(host));
                 let text = format!("{me} could not make rail {local} of group \"{}\" to {others}: {}", options.group, error.message);
-                inner.fail(Error { message: text, ..error })
+                failed(Error { message: text, ..error })
             })?;
         }
         let joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
@@ -144,8 +160,8 @@ impl HostsGroup {
     }
 
     /// The group of `inner`, the ranks of this host, and a rail.
-    fn assemble(inner: Group, layout: Layout, rank: Rank, rail: Option<Box<dyn Rail>>, news: News) -> Self {
-        let (inner, layout, shared) = (Arc::new(inner), Arc::new(layout), Arc::new(Shared::new(rail, news)));
+    fn assemble(inner: Arc<Group>, layout: Arc<Layout>, rank: Rank, rail: Option<Box<dyn Rail>>, news: News) -> Self {
+        let shared = Arc::new(Shared::new(rail, news));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
         Self { inner, layout, rank, engine, shared }
@@ -282,13 +298,13 @@ impl HostsGroup {
         if !self.engine.drain(limit) {
             let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
             self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
-        } else if !farewell.is_empty() {
-            let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
-            self.shared.tell(&Error::peer(format!("{me} left group \"{name}\" because of {farewell}")));
         }
         self.inner.leave(limit.saturating_sub(since.elapsed()).max(Duration::from_millis(1)), farewell);
         self.engine.stop();
-        self.shared.release();
+        if let Some(failure) = self.inner.failure() {
+            self.shared.tell(&failure);
+        }
+        self.shared.release(&self.inner.control().departure(Rank(self.layout.local(self.rank) as u32)).unwrap_or_default());
     }
 
     /// Number of collectives asked for.

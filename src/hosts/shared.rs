@@ -1,79 +1,48 @@
 //! How a failure ends a group on all its hosts.
 //!
-//! Inside a host the control block tells everybody at once. A rank that fails then says why in the store, and lets go of its rail; whoever
-//! loses a rail because of that looks into the store, and raises the same.
+//! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
+//! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
 
+use super::news::{Host, News};
 use super::rail::Rail;
-use crate::config::Config;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::store::Store;
-use crate::store::until::Until;
-use crate::store::worker::Worker;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that a rank which has lost a rail waits to hear why.
 const HEAR: Duration = Duration::from_millis(400);
+/// Time after which a rail is taken to be lost because somebody has left, in order or not: a failure that others tell comes sooner.
+const SURE: Duration = Duration::from_millis(150);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Time that a failing call waits until the store has taken why.
-const TOLD: Duration = Duration::from_millis(50);
-/// Time that the store has to take it.
-const TELL: Duration = Duration::from_secs(2);
 /// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// Place in the store where the group's first failure is told.
-#[derive(Clone)]
-pub(super) struct News {
-    store: Arc<dyn Store>,
-    store_name: String,
-    key: String,
-}
+/// The ranks of this host, until their group goes.
+pub(super) struct Inner(pub(super) Weak<Group>);
 
-impl News {
-    pub(super) fn new(store: Arc<dyn Store>, store_name: &str, group: &str) -> Self {
-        let key = format!("symm-news/{group}/{}", Config::get().restart);
-        Self { store, store_name: store_name.into(), key }
+impl Host for Inner {
+    fn failure(&self) -> Option<Error> {
+        let inner = self.0.upgrade()?;
+        // Nobody here needs to run into a death before it ends the group.
+        inner.failure().or_else(|| inner.control().dead().map(|death| inner.fail(death)))
     }
 
-    /// Removes what an earlier group of this name has left.
-    pub(super) fn forget(&self, store: &dyn Store) {
-        // A store that cannot delete has kept it, too: it is read only where a rail is lost.
-        let _ = store.delete(&self.key);
-    }
-
-    fn tell(&self, error: &Error) -> Result<()> {
-        let worker = Worker::new(Arc::clone(&self.store), self.store_name.clone())?;
-        let until = Until::new(&worker, Instant::now() + TELL, "a failure could not be told to the other hosts".into());
-        let text = [&[error.kind as u8], error.message.as_bytes()].concat();
-        until.compare_set(&self.key, b"", &text).map(|_| ())
-    }
-
-    fn hear(&self, inner: &Group, limit: Duration) -> Result<Option<Error>> {
-        let worker = Worker::new(Arc::clone(&self.store), self.store_name.clone())?;
-        let deadline = Instant::now() + limit;
-        let until = Until::new(&worker, deadline, "why a rail was lost could not be read".into());
-        loop {
-            if let Some(failure) = inner.error() {
-                return Ok(Some(failure));
-            }
-            if until.check(&[&self.key])? {
-                let text = until.get(&self.key, None)?;
-                let Some((&code, message)) = text.split_first() else { return Ok(None) };
-                let kind = Kind::from_code(code).unwrap_or(Kind::Peer);
-                return Ok(Some(Error { kind, message: String::from_utf8_lossy(message).into_owned() }));
-            }
-            if Instant::now() >= deadline {
-                return Ok(None);
-            }
-            std::thread::sleep(PAUSE);
+    fn fail(&self, error: Error) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.fail(error);
         }
+    }
+
+    fn departures(&self) -> Vec<(usize, String)> {
+        let inner = self.0.upgrade();
+        let control = inner.as_ref().map(|inner| inner.control());
+        control.map_or_else(Vec::new, |control| control.ranks().filter_map(|rank| Some((rank.index(), control.departure(rank)?))).collect())
     }
 }
 
@@ -100,28 +69,29 @@ impl Shared {
     pub(super) fn fail(&self, inner: &Group, error: Error) -> Error {
         let stands = inner.fail(error);
         if !self.failed.swap(true, Ordering::AcqRel) {
-            self.tell(&stands);
+            self.news.tell(&stands);
             self.let_go(Duration::ZERO);
         }
         stands
     }
 
-    /// Says `error` in the store, unless somebody has said another. Waits for the store for a moment only.
-    pub(super) fn tell(&self, error: &Error) {
-        let (news, error) = (self.news.clone(), error.clone());
-        aside("symm-news", TOLD, move || {
-            if let Err(failure) = news.tell(&error) {
-                log::info!("{failure}");
-            }
-        });
+    /// Tells the other hosts that this one has failed, unless they have been told.
+    pub(super) fn tell(&self, failure: &Error) {
+        self.news.tell(failure);
     }
 
-    /// What has failed on another host, if it is said soon.
-    pub(super) fn news_of_failure(&self, inner: &Group, limit: &Limit) -> Option<Error> {
-        self.news.hear(inner, limit.left().unwrap_or_default().min(HEAR)).unwrap_or_else(|error| {
-            log::info!("{error}");
-            None
-        })
+    /// What has failed on another host, or who has left it, if that is told soon to the rank with this `local` index.
+    pub(super) fn cause(&self, inner: &Group, local: usize, limit: &Limit) -> Option<Error> {
+        let (begun, most) = (Instant::now(), limit.left().unwrap_or_default().min(HEAR));
+        loop {
+            let over = begun.elapsed() >= most;
+            let departure = || if over || begun.elapsed() >= SURE { self.news.departure(local) } else { None };
+            let told = inner.error().or_else(departure);
+            if told.is_some() || over {
+                return told;
+            }
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Whether the caller is the first that leaves.
@@ -129,8 +99,9 @@ impl Shared {
         !self.left.swap(true, Ordering::AcqRel)
     }
 
-    /// Lets go of the rail and waits for its end, for a moment.
-    pub(super) fn release(&self) {
+    /// Tells the other hosts that this rank has left as `how` says, lets go of its rail and waits for the end of that, for a moment.
+    pub(super) fn release(&self, how: &str) {
+        self.news.leave(how);
         self.let_go(RELEASE);
     }
 

@@ -190,9 +190,8 @@ impl Between<'_> {
             ))
         };
         let broken = |error: Error| {
-            // A host that failed says why in the store; it does so before its rails close.
-            let failure = shared.news_of_failure(step.inner, step.limit);
-            failure.unwrap_or_else(|| {
+            // A host says why it failed before its rails close.
+            shared.cause(step.inner, step.local(), step.limit).unwrap_or_else(|| {
                 let others = step.layout.name_others(step.host());
                 let (about, me, local) = (step.about(), step.layout.describe(step.rank), step.local());
                 Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))

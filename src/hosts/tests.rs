@@ -1,8 +1,9 @@
 //! Collectives on several hosts, which are groups of threads, with rails between them that take no lengths that do not fit.
 #![allow(unsafe_code, reason = "the reference is one call of the kernel")]
 
+use super::news::{Meeting, Times};
 use super::rail::{Rail, Transfer};
-use super::shared::News;
+use super::shared::Inner;
 use super::{HostsGroup, Layout};
 use crate::boot::hosts::Placement;
 use crate::coll::call::{Call, Op, Span};
@@ -15,7 +16,9 @@ use crate::mem::layout::Layout as Memory;
 use crate::mem::shm::Segment;
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
+use crate::sync::limit::Limit;
 use crate::sys::host::Host;
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -137,14 +140,15 @@ impl Drop for ThreadRail {
 /// Runs `body` on the ranks of a layout, where rank `r` is on host `hosts[r]`.
 fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
     let place = |&host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
-    let layout = Layout::of(&hosts.iter().map(place).collect::<Vec<_>>());
-    let store: Arc<dyn crate::store::Store> = Arc::new(MemoryStore::default());
+    let layout = Arc::new(Layout::of(&hosts.iter().map(place).collect::<Vec<_>>()));
+    let store = MemoryStore::default();
     let bytes = |host: usize| Memory::new(layout.members(host).len()).total_bytes();
     let files: Vec<_> = (0..layout.hosts()).map(|host| Segment::create(bytes(host)).expect("memfd")).collect();
     let wires: Vec<Arc<Wire>> = (0..layout.rails()).map(|_| Arc::default()).collect();
+    let joined = std::sync::Barrier::new(hosts.len());
     std::thread::scope(|scope| {
         for rank in 0..hosts.len() {
-            let (layout, store, body, wires) = (layout.clone(), Arc::clone(&store), &body, &wires);
+            let (layout, store, body, wires, joined) = (Arc::clone(&layout), &store, &body, &wires, &joined);
             let (host, local) = (layout.host(Rank(rank as u32)), layout.local(Rank(rank as u32)));
             let (file, bytes) = (files[host].try_clone().expect("dup"), bytes(host));
             scope.spawn(move || {
@@ -156,8 +160,14 @@ fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
                     let (wire, own) = (Arc::clone(wire), Mutex::default());
                     Box::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Box<dyn Rail>
                 });
-                let news = News::new(store, "memory", "test");
-                body(&HostsGroup::assemble(inner, layout, Rank(rank as u32), rail, news), rank);
+                let (me, inner) = (Rank(rank as u32), Arc::new(inner));
+                let host = Arc::new(Inner(Arc::downgrade(&inner)));
+                let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
+                let (prefix, times) = ("news".into(), Times::default());
+                let meeting = Meeting { store, group: "test", prefix, layout: &layout, me, host, limit: &limit, addresses, times };
+                let news = meeting.meet().expect("all meet");
+                joined.wait();
+                body(&HostsGroup::assemble(inner, layout, me, rail, news), rank);
             });
         }
     });

@@ -13,7 +13,10 @@ static REGISTERED: AtomicBool = AtomicBool::new(false);
 const FREE: i32 = -1;
 
 /// The descriptors of [`Unshared`]; a list that grows could be caught by a fork while it does.
-static UNSHARED: [AtomicI32; 64] = [const { AtomicI32::new(FREE) }; 64];
+static UNSHARED: [AtomicI32; SLOTS] = [const { AtomicI32::new(FREE) }; SLOTS];
+
+/// Most of them: as many as a hub of 128 hosts has connections, in four groups. A child looks at all, which takes a microsecond.
+const SLOTS: usize = 1024;
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
@@ -47,7 +50,7 @@ pub struct Unshared {
 }
 
 impl Unshared {
-    /// Guards the open file `fd`, which must not be closed before this value is dropped; `None` if 64 of them live.
+    /// Guards the open file `fd`, which must not be closed before this value is dropped; `None` if as many live as there are slots.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
         let generation = generation();
         let take = |slot: &&AtomicI32| slot.compare_exchange(FREE, fd.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed).is_ok();

@@ -4,6 +4,7 @@ pub mod again;
 pub mod core;
 pub mod fork;
 pub mod host;
+pub mod interface;
 pub mod interrupt;
 pub mod lock;
 pub mod private;

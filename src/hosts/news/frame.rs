@@ -1,0 +1,194 @@
+//! Frames of news: a length, a body, and a seal by which its reader knows that it comes from the other end of this very connection.
+
+use crate::error::{Error, Kind, Result};
+use crate::rank::Rank;
+use crate::store::tcp::proof::{HELLO, OPENING};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+/// Random number of a group's hub, which whoever connects to it must know.
+pub(super) type Token = [u8; 16];
+
+/// Bytes before the body: its length.
+const LENGTH: usize = 4;
+/// Bytes behind the body: its seal.
+const SEAL: usize = 32;
+/// Longest text of a message: as much as a control block keeps of a failure.
+const TEXT: usize = 3072;
+/// Longest body.
+const BODY: usize = 1 + 4 + TEXT;
+
+/// Message between two ranks of a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Message {
+    /// The first of a connection: who has made it.
+    Hello(Rank),
+    /// Nothing, but that the sender lives.
+    Alive,
+    /// The failure of the sender's host.
+    Failed(Error),
+    /// A rank has left the group in order, or with an error; a sentence without its begin.
+    Left(Rank, String),
+}
+
+/// `text`, or as much of it as fits.
+fn cut(text: &str) -> &[u8] {
+    let mut bytes = text.len().min(TEXT);
+    while !text.is_char_boundary(bytes) {
+        bytes -= 1;
+    }
+    &text.as_bytes()[..bytes]
+}
+
+impl Message {
+    fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Hello(rank) => [&[1][..], &rank.0.to_le_bytes()].concat(),
+            Self::Alive => vec![2],
+            Self::Failed(error) => [&[3, error.kind as u8], cut(&error.message)].concat(),
+            Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
+        }
+    }
+
+    fn decode(body: &[u8]) -> Option<Self> {
+        let (&kind, rest) = body.split_first()?;
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        match kind {
+            1 => Some(Self::Hello(Rank(u32::from_le_bytes(rest.try_into().ok()?)))),
+            2 => rest.is_empty().then_some(Self::Alive),
+            3 => {
+                let (&code, message) = rest.split_first()?;
+                // Only who aborts itself gets that kind.
+                let kind = Kind::from_code(code).filter(|&kind| kind != Kind::Aborted).unwrap_or(Kind::Peer);
+                Some(Self::Failed(Error { kind, message: text(message) }))
+            }
+            4 => {
+                let (rank, message) = rest.split_first_chunk()?;
+                Some(Self::Left(Rank(u32::from_le_bytes(*rank)), text(message)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// End of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The one that has connected.
+    Caller,
+    /// The hub's.
+    Hub,
+}
+
+/// Key of one connection, with the number of frames that have gone each way: no frame passes for another, or for one of another connection.
+pub(super) struct Sealer {
+    key: [u8; 32],
+    end: End,
+    sent: u64,
+    received: u64,
+}
+
+fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
+    // HMAC takes keys of any length.
+    let keyed = Hmac::<Sha256>::new_from_slice(key);
+    let mut mac = keyed.unwrap_or_else(|_| unreachable!("a key of any length will do"));
+    parts.iter().for_each(|part| mac.update(part));
+    mac
+}
+
+impl Sealer {
+    /// Of the connection that begins with `opening` and `hello`, whose two ends have proven that they know `token`.
+    pub(super) fn new(token: &Token, opening: &[u8; OPENING], hello: &[u8; HELLO], end: End) -> Self {
+        let key = mac(token, &[b"symm news connection", opening, hello]).finalize().into_bytes().into();
+        Self { key, end, sent: 0, received: 0 }
+    }
+
+    fn mac(&self, by: End, number: u64, body: &[u8]) -> Hmac<Sha256> {
+        mac(&self.key, &[&[by as u8], &number.to_le_bytes(), body])
+    }
+
+    /// The frame of `message`, which is to be sent after those made before.
+    pub(super) fn seal(&mut self, message: &Message) -> Vec<u8> {
+        let body = message.encode();
+        let seal = self.mac(self.end, self.sent, &body).finalize().into_bytes();
+        self.sent += 1;
+        [&(body.len() as u32).to_le_bytes()[..], &body, &seal].concat()
+    }
+
+    /// Takes the first frame off `input`; `None` if it has not come whole.
+    ///
+    /// # Errors
+    /// `Network` if the other end did not make it, or not for this place. Nothing of a body is looked at before its seal has held.
+    pub(super) fn open(&mut self, input: &mut Vec<u8>) -> Result<Option<Message>> {
+        let Some((length, _)) = input.split_first_chunk() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > BODY {
+            return Err(Error::network(format!("a frame of {length} bytes")));
+        }
+        let Some(frame) = input.get(LENGTH..LENGTH + length + SEAL) else { return Ok(None) };
+        let (body, seal) = frame.split_at(length);
+        let by = if self.end == End::Hub { End::Caller } else { End::Hub };
+        if self.mac(by, self.received, body).verify_slice(seal).is_err() {
+            return Err(Error::network("a frame with a wrong seal"));
+        }
+        let message = Message::decode(body).ok_or_else(|| Error::network("a frame of an unknown kind"))?;
+        self.received += 1;
+        input.drain(..LENGTH + length + SEAL);
+        Ok(Some(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ends() -> (Sealer, Sealer) {
+        let end = |end| Sealer::new(&[7; 16], &[1; OPENING], &[2; HELLO], end);
+        (end(End::Caller), end(End::Hub))
+    }
+
+    #[test]
+    fn messages_come_back_in_their_order_and_in_no_other() {
+        let (mut caller, mut hub) = ends();
+        let long = "ü".repeat(TEXT);
+        let messages = [
+            Message::Hello(Rank(3)),
+            Message::Alive,
+            Message::Failed(Error::mismatch("ranks disagree")),
+            Message::Left(Rank(2), "left the group".into()),
+        ];
+        let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
+        let mut input = frames.concat();
+        let whole = input.clone();
+        for (message, frame) in messages.iter().zip(&frames) {
+            let mut part = input[..frame.len() - 1].to_vec();
+            assert_eq!(hub.open(&mut part), Ok(None));
+            assert_eq!(hub.open(&mut input).as_ref(), Ok(&Some(message.clone())));
+        }
+        assert_eq!(hub.open(&mut input), Ok(None));
+        assert!(hub.open(&mut whole.clone()).is_err(), "no frame twice");
+        let back = hub.seal(&Message::Failed(Error::aborted(long)));
+        assert!(hub.open(&mut back.clone()).is_err(), "none of one's own");
+        let Ok(Some(Message::Failed(error))) = caller.open(&mut back.clone()) else { panic!("comes back") };
+        assert_eq!((error.kind, error.message.len()), (Kind::Peer, TEXT));
+    }
+
+    #[test]
+    fn nothing_else_is_taken() {
+        let (mut caller, mut hub) = ends();
+        let good = caller.seal(&Message::Hello(Rank(1)));
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x40;
+            // A longer length has its frame wait for more, up to the longest.
+            assert!(hub.open(&mut bad).map_or(true, |message| message.is_none()), "byte {at}");
+        }
+        assert!(hub.open(&mut u32::MAX.to_le_bytes().to_vec()).is_err());
+        let mut other = Sealer::new(&[8; 16], &[1; OPENING], &[2; HELLO], End::Caller);
+        assert!(hub.open(&mut other.seal(&Message::Alive)).is_err());
+        assert_eq!(hub.open(&mut good.clone()), Ok(Some(Message::Hello(Rank(1)))));
+        for body in [&[][..], &[0], &[1], &[1, 0, 0, 0], &[1, 0, 0, 0, 0, 0], &[2, 0], &[3], &[4, 0, 0, 0], &[5]] {
+            assert_eq!(Message::decode(body), None, "{body:?}");
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! How the speakers of a group find each other: the hubs say in the store where they listen, the others connect with them.
+
+use super::connection::Connection;
+use super::frame::{End, Sealer, Token};
+use super::speaker::{Door, SPEAKERS, Speaker, speakers};
+use super::thread::Seat;
+use super::{Host, News, Times, address};
+use crate::boot::hosts::Layout;
+use crate::error::{Error, Result};
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::store::tcp::address::Address;
+use crate::store::tcp::listen::Listeners;
+use crate::store::tcp::proof::{ADMISSION, Introduction, OPENING};
+use crate::sync::limit::Limit;
+use crate::sys::again::retry;
+use crate::sys::interrupt::Interrupts;
+use crate::sys::random;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use serde::{Deserialize, Serialize};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Pauses between two looks: the first, and the longest.
+const PAUSE: Duration = Duration::from_millis(1);
+const PAUSE_MAX: Duration = Duration::from_millis(20);
+/// Time that a hub has for its part of an introduction.
+const INTRODUCTION: Duration = Duration::from_secs(2);
+/// Time to look up the name of this host.
+const RESOLVE: Duration = Duration::from_secs(5);
+/// Most addresses at which a hub may listen.
+const ADDRESSES: usize = 8;
+
+/// Where a hub listens, and what its callers must know: its value in the store.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Entry {
+    pub(super) addresses: Vec<SocketAddr>,
+    pub(super) token: Token,
+}
+
+/// A speaker that is to meet the others of a group.
+pub(in crate::hosts) struct Meeting<'a> {
+    pub(in crate::hosts) store: &'a dyn Store,
+    pub(in crate::hosts) group: &'a str,
+    /// Begin of the hubs' keys: the same for all ranks, and for no other group that is formed at the same time.
+    pub(in crate::hosts) prefix: String,
+    pub(in crate::hosts) layout: &'a Arc<Layout>,
+    pub(in crate::hosts) me: Rank,
+    pub(in crate::hosts) host: Arc<dyn Host>,
+    pub(in crate::hosts) limit: &'a Limit,
+    /// Where a hub listens; absent: where Gloo does.
+    pub(in crate::hosts) addresses: Option<Vec<IpAddr>>,
+    pub(in crate::hosts) times: Times,
+}
+
+/// Key of a hub in the store, until all callers have come, or it gives up.
+struct Key<'a> {
+    store: &'a dyn Store,
+    name: String,
+}
+
+impl Drop for Key<'_> {
+    fn drop(&mut self) {
+        // A store that cannot delete keeps it, and whoever finds it there is refused by whoever listens there.
+        let _ = self.store.delete(&self.name);
+    }
+}
+
+impl Meeting<'_> {
+    /// Returns once this rank, if it is a speaker, is connected with all with whom it is to be: from then on nobody else can be.
+    ///
+    /// # Errors
+    /// `Timeout` names who did not come; what fails on this host meanwhile is an error, too.
+    pub(in crate::hosts) fn meet(self) -> Result<News> {
+        if self.layout.local(self.me) >= SPEAKERS {
+            return Ok(News(Mutex::new(None)));
+        }
+        let seat = if self.layout.host(self.me) == 0 { self.wait_for_callers() } else { self.call_hubs() };
+        seat.map(|seat| News(Mutex::new(Some(seat))))
+    }
+
+    fn speaker(&self, door: Option<Door>) -> Result<Seat> {
+        Seat::new(Speaker::new(self.group, self.layout, self.me, Arc::clone(&self.host), self.times, door))
+    }
+
+    fn key(&self, hub: Rank) -> String {
+        format!("{}/{hub}", self.prefix)
+    }
+
+    /// Fails where waiting on makes no sense.
+    fn check(&self, interrupts: &mut Interrupts) -> Result<()> {
+        interrupts.check()?;
+        self.host.failure().map_or(Ok(()), Err)
+    }
+
+    fn wait_for_callers(&self) -> Result<Seat> {
+        let (me, group) = (self.layout.describe(self.me), self.group);
+        let addresses =
+            self.addresses.clone().map_or_else(|| address::own(Instant::now() + self.limit.left().unwrap_or_default().min(RESOLVE)), Ok)?;
+        let addresses = addresses.into_iter().take(ADDRESSES).map(|ip| SocketAddr::new(ip, 0)).collect();
+        let listeners = Listeners::at(&Address::Inet(addresses))
+            .map_err(|error| Error::config(format!("{me} cannot listen for the other hosts of group \"{group}\": {}", error.message)))?;
+        let addresses = match &listeners.address {
+            Address::Inet(all) => all.clone(),
+            Address::Unix(_) => Vec::new(),
+        };
+        let at = listeners.address.to_string();
+        let token: Token = random::bytes()?;
+        let seat = self.speaker(Some(Door { listeners: Arc::new(listeners), token }))?;
+        let entry = Entry { addresses, token };
+        let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
+        let key = Key { store: self.store, name: self.key(self.me) };
+        self.store.set(&key.name, &entry)?;
+        let (mut pause, mut interrupts) = (PAUSE, Interrupts::new());
+        loop {
+            let missing = seat.with(|speaker| speaker.missing()).unwrap_or_default();
+            if missing.is_empty() {
+                return Ok(seat);
+            }
+            self.check(&mut interrupts)?;
+            let Some(left) = self.limit.left() else {
+                let (missing, seconds): (Vec<String>, _) =
+                    (missing.iter().map(|&rank| self.layout.describe(rank)).collect(), self.limit.waited().as_secs_f64());
+                return Err(Error::timeout(format!(
+                    "{me} listened at {at} for {seconds:.1} s, to join group \"{group}\", and did not hear from {} (timeout); \
+                     GLOO_SOCKET_IFNAME names the network",
+                    missing.join(", ")
+                )));
+            };
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    fn call_hubs(&self) -> Result<Seat> {
+        let seat = self.speaker(None)?;
+        for &hub in speakers(self.layout, 0) {
+            let connection = self.call_hub(hub)?;
+            seat.with(|speaker| speaker.adopt(connection));
+        }
+        Ok(seat)
+    }
+
+    /// A connection with `hub`, however often it must be tried: what stands in the store may be what an earlier group has left.
+    pub(super) fn call_hub(&self, hub: Rank) -> Result<Connection> {
+        let (key, mut pause, mut interrupts) = (self.key(hub), PAUSE, Interrupts::new());
+        let mut reason = "it does not say where it listens".to_owned();
+        loop {
+            self.check(&mut interrupts)?;
+            let Some(left) = self.limit.left() else {
+                let (me, hub, seconds) = (self.layout.describe(self.me), self.layout.describe(hub), self.limit.waited().as_secs_f64());
+                return Err(Error::timeout(format!(
+                    "{me} did not reach {hub} within {seconds:.1} s, to join group \"{}\": {reason} (timeout)",
+                    self.group
+                )));
+            };
+            if self.store.check(&[&key])? {
+                match self.store.get(&key, Some(left)).and_then(|entry| self.introduce(&entry, hub)) {
+                    Ok(connection) => return Ok(connection),
+                    Err(error) => reason = error.message,
+                }
+            }
+            std::thread::sleep(pause.min(left));
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    fn introduce(&self, entry: &[u8], hub: Rank) -> Result<Connection> {
+        let unreadable = |error| Error::network(format!("where it listens cannot be read: {error}"));
+        let Entry { mut addresses, token } = serde_json::from_slice(entry).map_err(unreadable)?;
+        addresses.truncate(ADDRESSES);
+        let mut reasons = Vec::new();
+        let socket = Address::Inet(addresses).connect(|address, errno| reasons.push(format!("{address}: {errno}")));
+        let socket = socket.ok_or_else(|| Error::network(format!("{}; GLOO_SOCKET_IFNAME names the network", reasons.join(", "))))?;
+        let deadline = Instant::now() + INTRODUCTION;
+        let mut opening = [0; OPENING];
+        receive(&socket, &mut opening, deadline)?;
+        let (introduction, hello) = Introduction::answer(&opening, Some(&token))?;
+        transmit(&socket, &hello, deadline)?;
+        let mut admission = [0; ADMISSION];
+        receive(&socket, &mut admission, deadline)?;
+        introduction.admitted(&admission, Some(&token))?;
+        Ok(Connection::made(socket, Sealer::new(&token, &opening, &hello, End::Caller), self.me, hub))
+    }
+}
+
+/// Waits until `socket` can be read or written.
+fn ready(socket: &OwnedFd, flags: PollFlags, deadline: Instant) -> Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let mut fds = [PollFd::new(socket, flags)];
+    match retry(|| poll(&mut fds, Timespec::try_from(left).ok().as_ref())) {
+        Ok(0) => Err(Error::network("what listens there does not answer")),
+        Ok(_) => Ok(()),
+        Err(errno) => Err(Error::network(errno.to_string())),
+    }
+}
+
+pub(super) fn transmit(socket: &OwnedFd, mut bytes: &[u8], deadline: Instant) -> Result<()> {
+    while !bytes.is_empty() {
+        match send(socket, bytes, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+            Ok(count) => bytes = &bytes[count..],
+            Err(Errno::AGAIN | Errno::INTR) => ready(socket, PollFlags::OUT, deadline)?,
+            Err(errno) => return Err(Error::network(errno.to_string())),
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn receive(socket: &OwnedFd, mut into: &mut [u8], deadline: Instant) -> Result<()> {
+    while !into.is_empty() {
+        match recv(socket, &mut *into, RecvFlags::DONTWAIT) {
+            Ok((0, _)) => return Err(Error::network("what listens there has refused this rank")),
+            Ok((count, _)) => into = &mut into[count..],
+            Err(Errno::AGAIN | Errno::INTR) => ready(socket, PollFlags::IN, deadline)?,
+            Err(errno) => return Err(Error::network(errno.to_string())),
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,82 @@
+//! News: what the hosts of a group tell each other besides their calls: that they live, what has failed, who has left.
+//!
+//! The first two ranks of every host, its [speakers](mod@speaker), are connected with those of the first host, the hubs. Whatever one
+//! speaker learns, all learn: whoever knows of a failure tells it once to all with whom it is connected. `docs/design/several-hosts.md` has
+//! a drawing, and who notices what.
+//!
+//! - [`frame`](mod@frame), [`connection`](mod@connection): what is said, and how nobody else can say it
+//! - [`speaker`](mod@speaker): what one rank knows and tells; [`thread`](mod@thread): when it has its turn
+//! - [`meeting`](mod@meeting): how the speakers of a group find each other; [`address`](mod@address): where the hubs listen
+
+mod address;
+mod connection;
+mod frame;
+mod meeting;
+mod speaker;
+#[cfg(test)]
+mod tests;
+mod thread;
+
+use crate::error::Error;
+pub(super) use meeting::Meeting;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use thread::Seat;
+
+/// The ranks of this host, as a speaker sees them.
+pub(super) trait Host: Send + Sync {
+    /// The first failure of the group here; a death that no call has met yet is one.
+    fn failure(&self) -> Option<Error>;
+
+    /// Fails the group here because of `error`, unless it has failed.
+    fn fail(&self, error: Error);
+
+    /// Local indices of the ranks that have left, each with how it has.
+    fn departures(&self) -> Vec<(usize, String)>;
+}
+
+/// Times of a speaker.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Times {
+    /// Time between two signs of life.
+    pub(super) beat: Duration,
+    /// Number of signs that a host may miss.
+    pub(super) beats: u32,
+    /// Time after the end of a connection in which somebody else may say why.
+    pub(super) grace: Duration,
+    /// Time that a caller may take to say who it is.
+    pub(super) hello: Duration,
+}
+
+impl Default for Times {
+    fn default() -> Self {
+        Self { beat: Duration::from_secs(1), beats: 5, grace: Duration::from_millis(100), hello: Duration::from_secs(5) }
+    }
+}
+
+/// Part of this rank in the news of a group, until it is dropped. A rank that is no speaker tells nothing and learns what its host does.
+pub(super) struct News(Mutex<Option<Seat>>);
+
+impl News {
+    /// Tells all other hosts that the group has failed here, unless they have been told.
+    pub(super) fn tell(&self, failure: &Error) {
+        self.with(|speaker| speaker.tell(failure));
+    }
+
+    /// Departure of a rank of another host that was told, as an error: that of `local` index rather than others'.
+    pub(super) fn departure(&self, local: usize) -> Option<Error> {
+        self.with(|speaker| speaker.departure(local)).flatten()
+    }
+
+    /// Tells all other hosts that this rank has left, and ends its connections.
+    pub(super) fn leave(&self, how: &str) {
+        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(seat) = seat {
+            seat.with(|speaker| speaker.leave(how));
+        }
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut speaker::Speaker) -> T) -> Option<T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.with(work)
+    }
+}

@@ -1,0 +1,302 @@
+//! Speaker: a rank that tells other hosts what happens on its own, and its host what happens on others.
+
+use super::connection::Connection;
+use super::frame::{Message, Token};
+use super::{Host, Times};
+use crate::boot::hosts::Layout;
+use crate::error::Error;
+use crate::rank::Rank;
+use crate::store::tcp::listen::Listeners;
+use rustix::event::PollFlags;
+use rustix::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use rustix::io::Errno;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Ranks of each host that speak for it: the second in case the first dies.
+pub(super) const SPEAKERS: usize = 2;
+/// Callers at once that have not said who they are; the oldest goes first.
+pub(super) const UNIDENTIFIED: usize = 64;
+
+/// Ranks that speak for `host`.
+pub(super) fn speakers(layout: &Layout, host: usize) -> &[Rank] {
+    let members = layout.members(host);
+    &members[..members.len().min(SPEAKERS)]
+}
+
+/// Door of a hub, as long as not all callers have come.
+pub(super) struct Door {
+    pub(super) listeners: Arc<Listeners>,
+    pub(super) token: Token,
+}
+
+/// A connection that has ended without a word.
+struct Lost {
+    peer: Rank,
+    why: String,
+    /// Time until which somebody else may say more of it.
+    due: Instant,
+}
+
+/// Part of one rank in the news of a group. It knows all that it is told; what it does with it takes no time.
+pub(super) struct Speaker {
+    pub(super) group: String,
+    pub(super) layout: Arc<Layout>,
+    pub(super) me: Rank,
+    pub(super) host: Arc<dyn Host>,
+    pub(super) times: Times,
+    pub(super) door: Option<Door>,
+    connections: Vec<Connection>,
+    /// Whether the failure of this host was told.
+    told: bool,
+    /// Ranks that have left, and how.
+    left: BTreeMap<Rank, String>,
+    lost: Vec<Lost>,
+    next_beat: Instant,
+}
+
+impl Speaker {
+    pub(super) fn new(group: &str, layout: &Arc<Layout>, me: Rank, host: Arc<dyn Host>, times: Times, door: Option<Door>) -> Self {
+        Self {
+            group: group.into(),
+            layout: Arc::clone(layout),
+            me,
+            host,
+            times,
+            door,
+            connections: Vec::new(),
+            told: false,
+            left: BTreeMap::new(),
+            lost: Vec::new(),
+            next_beat: Instant::now() + times.beat,
+        }
+    }
+
+    /// Takes over a connection to a hub.
+    pub(super) fn adopt(&mut self, connection: Connection) {
+        self.connections.push(connection);
+        self.flush();
+    }
+
+    /// Speakers of other hosts that a hub still waits for.
+    pub(super) fn missing(&self) -> Vec<Rank> {
+        let own = self.layout.host(self.me);
+        let others = (0..self.layout.hosts()).filter(|&host| own == 0 && host != own);
+        let here = |rank: &Rank| self.connections.iter().any(|connection| connection.peer() == Some(*rank));
+        others.flat_map(|host| speakers(&self.layout, host)).copied().filter(|rank| !here(rank)).collect()
+    }
+
+    /// Departure of a rank of another host, if one has been told: that of `local` index rather than others'.
+    pub(super) fn departure(&self, local: usize) -> Option<Error> {
+        let own = self.layout.host(self.me);
+        let mut others = self.left.iter().filter(|(rank, _)| self.layout.host(**rank) != own);
+        let nearest = others.clone().find(|(rank, _)| self.layout.local(**rank) == local);
+        let (rank, how) = nearest.or_else(|| others.next())?;
+        Some(Error::peer(format!("{} of group \"{}\" {how}", self.layout.describe(*rank), self.group)))
+    }
+
+    /// Descriptors to be polled.
+    pub(super) fn descriptors(&self, found: &mut Vec<(Descriptor, PollFlags)>) {
+        if let Some(door) = &self.door {
+            found.extend((0..door.listeners.sockets.len()).map(|at| (Descriptor::Door(Arc::clone(&door.listeners), at), PollFlags::IN)));
+        }
+        found.extend(self.connections.iter().map(|connection| {
+            let output = if connection.unsent() { PollFlags::OUT } else { PollFlags::empty() };
+            (Descriptor::Connection(Arc::clone(connection.socket())), PollFlags::IN | output)
+        }));
+    }
+
+    /// Tells everybody, once, that this host has failed.
+    pub(super) fn tell(&mut self, failure: &Error) {
+        if !std::mem::replace(&mut self.told, true) {
+            self.broadcast(&Message::Failed(failure.clone()));
+        }
+    }
+
+    /// Notes that `rank` has left, and tells everybody, once.
+    pub(super) fn tell_left(&mut self, rank: Rank, how: &str) {
+        if let Entry::Vacant(entry) = self.left.entry(rank) {
+            entry.insert(how.into());
+            self.broadcast(&Message::Left(rank, how.into()));
+        }
+    }
+
+    /// Tells everybody, once, which ranks of this host have left.
+    pub(super) fn tell_departures(&mut self, departures: &[(usize, String)]) {
+        let (layout, own) = (Arc::clone(&self.layout), self.layout.host(self.me));
+        for (local, how) in departures {
+            self.tell_left(layout.members(own)[*local], how);
+        }
+    }
+
+    /// Says that this rank has left, and ends its connections.
+    pub(super) fn leave(&mut self, how: &str) {
+        self.tell_left(self.me, how);
+        self.door = None;
+        self.connections.drain(..).for_each(Connection::close);
+    }
+
+    fn broadcast(&mut self, message: &Message) {
+        self.connections.iter_mut().for_each(|connection| connection.queue(message));
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        self.connections.iter_mut().for_each(Connection::write);
+    }
+
+    fn lose(&mut self, ended: &Connection, why: String) {
+        let Some(peer) = ended.peer() else {
+            log::debug!("{}: a caller was refused: {why}", self.group);
+            return;
+        };
+        // Only another speaker of its host can know more.
+        let alone = speakers(&self.layout, self.layout.host(peer)).len() == 1;
+        let due = Instant::now() + if alone { Duration::ZERO } else { self.times.grace };
+        self.lost.push(Lost { peer, why, due });
+    }
+
+    /// Does what is due, with those of its descriptors that are `ready`: returns what has failed, of which the host is to be told.
+    pub(super) fn turn(&mut self, ready: &HashSet<RawFd>) -> Option<Error> {
+        self.accept(ready);
+        let heard = self.read(ready);
+        let mut failure = None;
+        for message in heard {
+            match message {
+                Message::Failed(error) => failure = failure.or(Some(error)),
+                // Others may not be connected with it.
+                Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
+                Message::Left(..) | Message::Hello(_) | Message::Alive => {}
+            }
+        }
+        let now = Instant::now();
+        if now >= self.next_beat {
+            self.next_beat = now + self.times.beat;
+            self.connections.iter_mut().for_each(|connection| connection.missed += 1);
+            self.broadcast(&Message::Alive);
+        }
+        self.flush();
+        let failure = failure.or_else(|| self.ended(now)).or_else(|| self.silent(now));
+        // Others first: once this host has failed, its program may end the process.
+        failure.inspect(|error| self.tell(error))
+    }
+
+    /// The first lost connection of which nobody has said more.
+    fn ended(&mut self, now: Instant) -> Option<Error> {
+        self.lost.retain(|lost| !self.left.contains_key(&lost.peer));
+        let at = self.lost.iter().position(|lost| lost.due <= now)?;
+        let lost = self.lost.swap_remove(at);
+        let (layout, me, group) = (&self.layout, self.layout.describe(self.me), &self.group);
+        let host = layout.host(lost.peer);
+        let others = speakers(layout, host).iter().filter(|&&rank| rank != lost.peer);
+        let mut others = others.filter(|rank| !self.left.contains_key(rank)).peekable();
+        let all = others.peek().is_some() && others.all(|&rank| self.lost.iter().any(|lost| lost.peer == rank));
+        let why = &lost.why;
+        Some(Error::peer(if all {
+            format!("{} of group \"{group}\" is gone: all its connections with {me} have ended ({why})", layout.name_host(host))
+        } else {
+            format!("{} of group \"{group}\" is gone: its connection with {me} has ended ({why})", layout.describe(lost.peer))
+        }))
+    }
+
+    /// A host of which nothing has come for too long, on any connection.
+    fn silent(&self, now: Instant) -> Option<Error> {
+        let limit = self.times.beat * self.times.beats;
+        let silent =
+            |connection: &&Connection| connection.missed >= self.times.beats && now.saturating_duration_since(connection.heard) >= limit;
+        let of = |host: usize| {
+            let of_host = move |connection: &&Connection| connection.peer().is_some_and(|peer| self.layout.host(peer) == host);
+            self.connections.iter().filter(of_host)
+        };
+        let lost = |host: usize| self.lost.iter().any(|lost| self.layout.host(lost.peer) == host);
+        let host = (0..self.layout.hosts()).find(|&host| of(host).next().is_some() && of(host).all(|one| silent(&one)) && !lost(host))?;
+        let seconds = of(host).map(|connection| now.saturating_duration_since(connection.heard)).min().unwrap_or_default().as_secs_f64();
+        let (host, group) = (self.layout.name_host(host), &self.group);
+        Some(Error::peer(format!("{host} of group \"{group}\" has not answered for {seconds:.1} s")))
+    }
+
+    fn read(&mut self, ready: &HashSet<RawFd>) -> Vec<Message> {
+        let token = self.door.as_ref().map(|door| door.token);
+        let hello = self.times.hello;
+        let expected = if self.door.is_some() { self.missing() } else { Vec::new() };
+        let mut heard = Vec::new();
+        let mut read = |connection: &mut Connection| {
+            if connection.peer().is_none() && connection.heard.elapsed() > hello {
+                return Err(Error::network("it did not say who it is"));
+            }
+            if !ready.contains(&connection.socket().as_raw_fd()) {
+                return Ok(());
+            }
+            connection.read(token.as_ref(), |connection, message| {
+                match (connection.peer(), &message) {
+                    (None, Message::Hello(rank)) if expected.contains(rank) => connection.meet(*rank),
+                    (None, _) | (Some(_), Message::Hello(_)) => return Err(Error::network("it is not expected")),
+                    (Some(_), _) => heard.push(message),
+                }
+                Ok(())
+            })
+        };
+        let mut at = 0;
+        while let Some(connection) = self.connections.get_mut(at) {
+            match read(connection) {
+                Ok(()) => at += 1,
+                Err(error) => {
+                    let ended = self.connections.swap_remove(at);
+                    self.lose(&ended, error.message);
+                    ended.close();
+                }
+            }
+        }
+        if self.door.is_some() && self.missing().is_empty() {
+            // All have come: nobody else can from now on.
+            self.door = None;
+            self.connections.retain(|connection| connection.peer().is_some());
+        }
+        heard
+    }
+
+    fn accept(&mut self, ready: &HashSet<RawFd>) {
+        let Some(door) = &self.door else { return };
+        let listeners = Arc::clone(&door.listeners);
+        for socket in listeners.sockets.iter().filter(|socket| ready.contains(&socket.as_raw_fd())) {
+            for _ in 0..UNIDENTIFIED {
+                let accepted = match listeners.accept(socket) {
+                    Ok(accepted) => Connection::accepted(accepted),
+                    Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                    Err(errno) => {
+                        if errno != Errno::AGAIN {
+                            log::debug!("{}: a caller was not accepted: {errno}", self.group);
+                        }
+                        break;
+                    }
+                };
+                let Ok(accepted) = accepted else { break };
+                let mut unidentified = (0..self.connections.len()).filter(|&at| self.connections[at].peer().is_none());
+                if unidentified.clone().count() >= UNIDENTIFIED
+                    && let Some(oldest) = unidentified.next()
+                {
+                    self.connections.remove(oldest).close();
+                }
+                self.connections.push(accepted);
+            }
+        }
+    }
+}
+
+/// A descriptor that lives while it is polled.
+pub(super) enum Descriptor {
+    Door(Arc<Listeners>, usize),
+    Connection(Arc<OwnedFd>),
+}
+
+impl Descriptor {
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        use rustix::fd::AsFd;
+        match self {
+            Self::Door(listeners, at) => listeners.sockets[*at].as_fd(),
+            Self::Connection(socket) => socket.as_fd(),
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! Speakers of several hosts, which are threads of one process, over loopback.
+
+use super::connection::Connection;
+use super::frame::{End, Message, Sealer};
+use super::meeting::{Entry, receive, transmit};
+use super::speaker::{SPEAKERS, UNIDENTIFIED};
+use super::{Host, Meeting, News, Times};
+use crate::boot::hosts::{Layout, Placement};
+use crate::error::{Error, Kind, Result};
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::store::memory::MemoryStore;
+use crate::store::tcp::address::Address;
+use crate::store::tcp::listen::Listeners;
+use crate::store::tcp::proof::{ADMISSION, Introduction, OPENING};
+use crate::sync::limit::Limit;
+use rustix::fd::OwnedFd;
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+const LAYOUTS: [&[u8]; 5] = [&[0, 0, 1, 1], &[0, 1, 2], &[0, 0, 0, 1], &[0, 1, 1, 1], &[0, 0, 1, 2, 2]];
+
+/// Short, but for hosts that only wait for others' turns.
+const QUICK: Times =
+    Times { beat: Duration::from_millis(100), beats: 5, grace: Duration::from_millis(60), hello: Duration::from_millis(300) };
+
+/// What the ranks of a host share.
+#[derive(Default)]
+struct Shared {
+    failure: Mutex<Option<Error>>,
+    departures: Mutex<HashMap<usize, String>>,
+}
+
+impl Host for Shared {
+    fn failure(&self) -> Option<Error> {
+        self.failure.lock().expect("no panic").clone()
+    }
+
+    fn fail(&self, error: Error) {
+        self.failure.lock().expect("no panic").get_or_insert(error);
+    }
+
+    fn departures(&self) -> Vec<(usize, String)> {
+        self.departures.lock().expect("no panic").iter().map(|(local, how)| (*local, how.clone())).collect()
+    }
+}
+
+/// A group whose speakers meet through a store.
+struct Job {
+    layout: Arc<Layout>,
+    hosts: Vec<Arc<Shared>>,
+    store: MemoryStore,
+    times: Times,
+}
+
+impl Job {
+    fn new(hosts: &[u8], times: Times) -> Self {
+        let place = |(pid, &host): (u32, &u8)| Placement {
+            host: crate::sys::host::Host { boot: host.to_string(), ..Default::default() },
+            name: format!("node{host}"),
+            pid,
+        };
+        let layout = Layout::of(&(100..).zip(hosts).map(place).collect::<Vec<_>>());
+        Self {
+            hosts: (0..layout.hosts()).map(|_| Arc::default()).collect(),
+            layout: Arc::new(layout),
+            store: MemoryStore::default(),
+            times,
+        }
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        (0..self.layout.size() as u32).map(Rank)
+    }
+
+    fn host(&self, rank: Rank) -> &Arc<Shared> {
+        &self.hosts[self.layout.host(rank)]
+    }
+
+    fn meeting<'a>(&'a self, rank: Rank, limit: &'a Limit) -> Meeting<'a> {
+        Meeting {
+            store: &self.store,
+            group: "test",
+            prefix: "news".into(),
+            layout: &self.layout,
+            me: rank,
+            host: self.host(rank).clone(),
+            limit,
+            addresses: Some(vec![Ipv4Addr::LOCALHOST.into()]),
+            times: self.times,
+        }
+    }
+
+    fn meet_within(&self, rank: Rank, time: Duration) -> Result<News> {
+        self.meeting(rank, &Limit::from(Instant::now(), time)).meet()
+    }
+
+    /// The news of `ranks`, once all have met.
+    fn meet(&self, ranks: impl IntoIterator<Item = Rank>) -> Vec<(Rank, News)> {
+        std::thread::scope(|scope| {
+            let meet = |rank| (rank, scope.spawn(move || self.meet_within(rank, Duration::from_secs(20))));
+            let all: Vec<_> = ranks.into_iter().map(meet).collect();
+            all.into_iter().map(|(rank, met)| (rank, met.join().expect("no panic").expect("all meet"))).collect()
+        })
+    }
+
+    /// The failure of each host, once all that are not `but` have one, and how long that took.
+    fn failures(&self, but: Option<usize>) -> (Vec<Option<Error>>, Duration) {
+        let begun = Instant::now();
+        loop {
+            let found: Vec<Option<Error>> = self.hosts.iter().map(|host| host.failure()).collect();
+            if found.iter().enumerate().all(|(host, failure)| failure.is_some() || but == Some(host)) {
+                return (found, begun.elapsed());
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{found:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn address(&self, hub: Rank) -> Entry {
+        let entry = self.store.get(&format!("news/{hub}"), Some(Duration::from_secs(20))).expect("it listens");
+        serde_json::from_slice(&entry).expect("an entry")
+    }
+
+    fn connect(&self, hub: Rank) -> (OwnedFd, Entry) {
+        let entry = self.address(hub);
+        let socket = Address::Inet(entry.addresses.clone()).connect(|_, _| {}).expect("it listens");
+        (socket, entry)
+    }
+}
+
+/// First words of a caller that knows the token.
+type Words = dyn Fn(&mut Sealer) -> Vec<u8>;
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(10)
+}
+
+/// Whether the other end closes `socket`, whatever it sends before.
+fn is_closed(socket: &OwnedFd) -> bool {
+    let mut byte = [0];
+    while receive(socket, &mut byte, Instant::now() + Duration::from_secs(3)).is_ok() {}
+    receive(socket, &mut byte, Instant::now()).expect_err("nothing comes").message != "what listens there does not answer"
+}
+
+#[test]
+fn a_failure_reaches_every_host_and_the_first_stands() {
+    for hosts in LAYOUTS {
+        for culprit in 0..usize::from(*hosts.iter().max().expect("ranks")) {
+            let job = Job::new(hosts, Times::default());
+            let news = job.meet(job.ranks());
+            assert_eq!(job.store.num_keys(), Ok(0), "the hubs' keys are gone");
+            // Told by nobody: its speakers notice.
+            let error = Error::mismatch(format!("host {culprit} has failed"));
+            job.hosts[culprit].fail(error.clone());
+            let (failures, took) = job.failures(None);
+            assert!(failures.iter().all(|failure| failure.as_ref() == Some(&error)), "{failures:?}");
+            assert!(took < Duration::from_secs(1), "{took:?}");
+            job.hosts.iter().for_each(|host| host.fail(Error::peer("a later one")));
+            news[0].1.tell(&Error::peer("a later one"));
+            assert_eq!(job.failures(None).0, failures);
+        }
+    }
+}
+
+#[test]
+fn who_leaves_is_known_to_all_and_fails_nobody() {
+    for hosts in LAYOUTS {
+        let job = Job::new(hosts, QUICK);
+        let mut news = job.meet(job.ranks());
+        // The last rank, which need not be a speaker, and then the hub.
+        let last = Rank(hosts.len() as u32 - 1);
+        let local = job.layout.local(last);
+        job.host(last).departures.lock().expect("no panic").insert(local, "left the group".into());
+        news.pop().expect("ranks").1.leave("left the group");
+        let text = format!("{} of group \"test\" left the group", job.layout.describe(last));
+        let begun = Instant::now();
+        for (rank, news) in news.iter().filter(|(rank, _)| job.layout.host(*rank) != job.layout.host(last)) {
+            if job.layout.local(*rank) >= SPEAKERS {
+                continue;
+            }
+            while news.departure(local).is_none_or(|told| told.message != text) {
+                assert!(begun.elapsed() < Duration::from_secs(10), "rank {rank}: {:?}", news.departure(local));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        news.remove(0).1.leave("left the group");
+        std::thread::sleep(QUICK.beat * 8);
+        assert!(job.hosts.iter().all(|host| host.failure().is_none()), "{:?}", job.hosts[0].failure());
+    }
+}
+
+#[test]
+fn the_end_of_a_connection_is_the_end_of_its_rank() {
+    for hosts in LAYOUTS {
+        for victim in 0..hosts.len() as u32 {
+            let job = Job::new(hosts, QUICK);
+            let (victim, host) = (Rank(victim), job.layout.host(Rank(victim)));
+            if job.layout.local(victim) >= SPEAKERS {
+                continue;
+            }
+            let mut news = job.meet(job.ranks());
+            let at = news.iter().position(|(rank, _)| *rank == victim).expect("is there");
+            // Its process ends, and its connections do.
+            drop(news.remove(at));
+            let alone = job.layout.members(host).len() == 1;
+            let (failures, took) = job.failures(alone.then_some(host));
+            assert!(took >= if alone { Duration::ZERO } else { QUICK.grace / 2 } && took < Duration::from_secs(2), "{took:?}");
+            let begin = format!("{} of group \"test\" is gone: its connection with rank ", job.layout.describe(victim));
+            for failure in failures.iter().flatten() {
+                assert!(failure.kind == Kind::Peer && failure.message.starts_with(&begin), "{failure}");
+            }
+        }
+    }
+}
+
+#[test]
+fn somebody_who_knows_more_is_waited_for() {
+    let patient = Times { grace: Duration::from_secs(20), ..Times::default() };
+    for victim in [0, 2] {
+        let job = Job::new(&[0, 0, 1, 1], patient);
+        let mut news = job.meet(job.ranks());
+        let host = job.layout.host(Rank(victim));
+        drop(news.remove(victim as usize));
+        std::thread::sleep(Duration::from_millis(50));
+        let error = Error::peer("killed by signal 9");
+        job.hosts[host].fail(error.clone());
+        let (failures, took) = job.failures(None);
+        assert!(failures.iter().all(|failure| failure.as_ref() == Some(&error)) && took < Duration::from_secs(1), "{failures:?}");
+    }
+}
+
+#[test]
+fn a_host_without_signs_of_life_is_named() {
+    let job = Job::new(&[0, 1, 2], QUICK);
+    let limit = Limit::from(Instant::now(), Duration::from_secs(20));
+    std::thread::scope(|scope| {
+        let others = scope.spawn(|| job.meet([Rank(0), Rank(2)]));
+        let mut silent = job.meeting(Rank(1), &limit).call_hub(Rank(0)).expect("the hub answers");
+        silent.write();
+        let news = others.join().expect("no panic");
+        let (failures, took) = job.failures(Some(1));
+        assert!(took > QUICK.beat * 4 && took < QUICK.beat * 20, "{took:?}");
+        for failure in [&failures[0], &failures[2]].into_iter().flatten() {
+            assert!(failure.message.starts_with("host \"node1\" (rank 1) of group \"test\" has not answered for 0."), "{failure}");
+        }
+        drop(news);
+    });
+}
+
+#[test]
+fn a_silent_hub_is_named_too() {
+    let job = Job::new(&[0, 1, 2], QUICK);
+    let listeners = Listeners::at(&Address::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
+    let Address::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
+    let entry = Entry { addresses, token: [5; 16] };
+    // What an earlier group has left in the store is no place to stay at.
+    let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16] };
+    job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");
+    std::thread::scope(|scope| {
+        let callers = scope.spawn(|| job.meet([Rank(1), Rank(2)]));
+        std::thread::sleep(Duration::from_millis(30));
+        job.store.set("news/0", &serde_json::to_vec(&entry).expect("written")).expect("set");
+        let mut accepted: Vec<Connection> = Vec::new();
+        let begun = Instant::now();
+        let mut met = 0;
+        while met < 2 {
+            assert!(begun.elapsed() < Duration::from_secs(20));
+            accepted.extend(listeners.accept(&listeners.sockets[0]).ok().map(|socket| Connection::accepted(socket).expect("random")));
+            for connection in &mut accepted {
+                let hello = |_: &mut Connection, message: Message| {
+                    met += usize::from(matches!(message, Message::Hello(_)));
+                    Ok(())
+                };
+                connection.read(Some(&entry.token), hello).expect("they stay");
+                connection.write();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let news = callers.join().expect("no panic");
+        let (failures, took) = job.failures(Some(0));
+        assert!(took > QUICK.beat * 3 && took < QUICK.beat * 20, "{took:?}");
+        for failure in failures.iter().flatten() {
+            assert!(failure.message.starts_with("host \"node0\" (rank 0) of group \"test\" has not answered for 0."), "{failure}");
+        }
+        drop(news);
+    });
+}
+
+#[test]
+fn unidentified_callers_are_refused_and_nobody_waits_for_them() {
+    let job = Job::new(&[0, 1], QUICK);
+    std::thread::scope(|scope| {
+        let hub = scope.spawn(|| job.meet([Rank(0)]));
+        let hub_rank = Rank(0);
+        let (silent, entry) = job.connect(hub_rank);
+        let (garbled, _) = job.connect(hub_rank);
+        transmit(&garbled, b"GET / HTTP/1.1\r\n\r\n", soon()).expect("sent");
+        assert!(is_closed(&garbled), "another protocol");
+        let introduce = |token: &[u8; 16], speak: &Words| {
+            let (socket, _) = job.connect(hub_rank);
+            let mut opening = [0; OPENING];
+            receive(&socket, &mut opening, soon()).expect("it opens");
+            let (introduction, hello) = Introduction::answer(&opening, Some(token)).expect("it wants a proof");
+            transmit(&socket, &hello, soon()).expect("sent");
+            let mut admission = [0; ADMISSION];
+            receive(&socket, &mut admission, soon())?;
+            introduction.admitted(&admission, Some(token))?;
+            let mut sealer = Sealer::new(token, &opening, &hello, End::Caller);
+            transmit(&socket, &speak(&mut sealer), soon()).expect("sent");
+            if is_closed(&socket) { Err(Error::network("closed")) } else { Ok(()) }
+        };
+        let hello = |sealer: &mut Sealer| sealer.seal(&Message::Hello(Rank(1)));
+        assert!(introduce(&[0; 16], &hello).is_err(), "a wrong token");
+        let wrong: [&Words; 6] = [
+            &|sealer| sealer.seal(&Message::Hello(Rank(0))),
+            &|sealer| sealer.seal(&Message::Hello(Rank(77))),
+            &|sealer| sealer.seal(&Message::Failed(Error::peer("mine"))),
+            &|_| u32::MAX.to_le_bytes().to_vec(),
+            &|_| vec![5; 100],
+            &|_| Vec::new(),
+        ];
+        for (which, speak) in wrong.iter().enumerate() {
+            assert!(introduce(&entry.token, speak).is_err(), "{which}");
+        }
+        assert!(is_closed(&silent), "it had its time");
+        let many: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| job.connect(hub_rank).0).collect();
+        let caller = job.meet([Rank(1)]);
+        let hub = hub.join().expect("no panic");
+        assert!(Address::Inet(entry.addresses).connect(|_, _| {}).is_none(), "nobody listens any more");
+        assert!(many.iter().all(is_closed));
+        assert!(job.hosts.iter().all(|host| host.failure().is_none()));
+        drop((caller, hub));
+    });
+}
+
+#[test]
+fn whoever_does_not_come_is_named() {
+    let job = Job::new(&[0, 1, 1, 1], QUICK);
+    std::thread::scope(|scope| {
+        let hub = scope.spawn(|| job.meet_within(Rank(0), Duration::from_millis(300)).err().expect("one is missing"));
+        let caller = job.meet_within(Rank(2), Duration::from_secs(10)).expect("the hub is there");
+        let error = hub.join().expect("no panic");
+        assert!(
+            error.kind == Kind::Timeout && error.message.contains("did not hear from rank 1 (host \"node1\", pid 101) (timeout)"),
+            "{error}"
+        );
+        assert_eq!(job.store.num_keys(), Ok(0));
+        drop(caller);
+    });
+    let job = Job::new(&[0, 1], QUICK);
+    let error = job.meet_within(Rank(1), Duration::from_millis(100)).err().expect("nobody listens");
+    assert!(error.message.contains("did not reach rank 0 (host \"node0\", pid 100) within 0.1 s"), "{error}");
+    job.hosts[0].fail(Error::peer("a rank of this host is dead"));
+    let error = job.meet_within(Rank(0), Duration::from_secs(20)).err().expect("it makes no sense");
+    assert_eq!(error.message, "a rank of this host is dead");
+}

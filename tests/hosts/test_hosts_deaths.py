@@ -1,0 +1,227 @@
+"""Deaths on several hosts: whoever survives hears of them at once, also while it calls nothing, and by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from machines import NAMES, hosts_of, run_hosts
+from test_groups import assert_nothing_left, resources
+
+#: Seconds in which all survivors know; 0.2 is what is promised where cores are free.
+SOON = 0.5
+
+
+def backend() -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def failed() -> bool:
+    return "SUCCESS" not in str(backend().get_error())
+
+
+def hear(deadline: float = 15) -> float:
+    """The time when this rank has heard of a failure, without a call."""
+    until = time.monotonic() + deadline
+    while not failed():
+        assert time.monotonic() < until, "nobody has told"
+        time.sleep(0.001)
+    return time.monotonic()
+
+
+def call_until_it_fails() -> tuple[str, float]:
+    """What a call says that must fail, and when it did."""
+    with pytest.raises(torch_symm.SymmPeerError) as caught:
+        while True:
+            dist.all_reduce(torch.ones(4))
+    return str(caught.value), time.monotonic()
+
+
+def note(name: str, text: object) -> None:
+    path: Path = ranks.scratch / f"{name}-"
+    path.write_text(str(text))
+    path.rename(ranks.scratch / name)
+
+
+def noted(name: str) -> str:
+    deadline = time.monotonic() + 20
+    while not (ranks.scratch / name).exists():
+        assert time.monotonic() < deadline, name
+        time.sleep(0.001)
+    return (ranks.scratch / name).read_text()
+
+
+def die(rank: int, world_size: int, victim: int, calling: bool, child: bool) -> tuple[str, float, int] | None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank == victim:
+        # By then all others wait in their call, or do nothing.
+        time.sleep(0.3)
+        if child and os.fork() == 0:
+            time.sleep(4)
+            os._exit(0)
+        note("died", f"{time.monotonic()} {os.getpid()}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if calling:
+        text, moment = call_until_it_fails()
+    else:
+        moment = hear()
+        begun = time.monotonic()
+        text, raised = call_until_it_fails()
+        assert raised - begun < SOON, "later calls raise at once"
+    died, pid = noted("died").split()
+    return text, moment - float(died), int(pid)
+
+
+DEATHS = [
+    ((2, 2), 0),
+    ((2, 2), 1),
+    ((2, 2), 2),
+    ((2, 2), 3),
+    ((3, 1), 0),
+    ((3, 1), 2),
+    ((3, 1), 3),
+    ((1, 1, 1), 0),
+    ((1, 1, 1), 1),
+]
+
+
+@pytest.mark.parametrize("calling", [False, True], ids=["idle", "calling"])
+@pytest.mark.parametrize(("layout", "victim"), DEATHS, ids=str)
+def test_a_death_is_heard_of_on_all_hosts(layout: tuple[int, ...], victim: int, calling: bool) -> None:
+    results = run_hosts(die, layout, victim, calling, False, expect_killed=[victim])
+    check(results, layout, victim)
+
+
+def check(results: ranks.Results, layout: tuple[int, ...], victim: int) -> None:
+    heard = [result for rank, result in enumerate(results) if rank != victim]
+    host = hosts_of(layout)[victim]
+    for text, seconds, pid in heard:
+        assert f'rank {victim} (host "{NAMES[host]}", pid {pid})' in text, text
+        # Who shares the host with the dead knows how it ended.
+        assert ("killed by signal 9 (SIGKILL)" if layout[host] > 1 else "is gone") in text, text
+        assert seconds < SOON, f"{seconds:.3f} s: {text}"
+    times = ", ".join(f"{1000 * seconds:.0f}" for _, seconds, _ in heard)
+    print(f"{layout}: rank {victim} died; others heard after {times} ms: {heard[-1][0]}")
+
+
+def test_a_child_of_the_dead_hides_nothing() -> None:
+    check(run_hosts(die, (1, 1, 1), 1, False, True, expect_killed=[1]), (1, 1, 1), 1)
+
+
+def stop_host(rank: int, world_size: int) -> tuple[str, float] | None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank >= 2:
+        note(f"stopped-{rank}", f"{time.monotonic()} {os.getpid()}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    moment = hear()
+    text, _ = call_until_it_fails()
+    stopped = [noted(f"stopped-{other}").split() for other in (2, 3)]
+    ranks.meet("heard", rank, 2)
+    if rank == 0:
+        for _, pid in stopped:
+            os.kill(int(pid), signal.SIGKILL)
+    return text, moment - max(float(at) for at, _ in stopped)
+
+
+def test_a_host_that_says_nothing_is_named() -> None:
+    for text, seconds in run_hosts(stop_host, (2, 2), expect_killed=[2, 3])[:2]:
+        assert re.search(r'host "b" \(ranks 2 and 3\) of group ".*" has not answered for 5\.\d s', text), text
+        assert 3.9 < seconds < 7, text
+
+
+def stop_leader(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank == 3:
+        leader = int(noted("leader"))
+        time.sleep(6.5)
+        os.kill(leader, signal.SIGCONT)
+    elif rank == 2:
+        note("leader", os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    assert bool((tensor == 4).all())
+
+
+def test_a_stopped_rank_is_no_dead_one() -> None:
+    run_hosts(stop_leader, (2, 2))
+
+
+def abort(rank: int, world_size: int, culprit: int) -> tuple[str, float, int] | None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank == culprit:
+        time.sleep(0.3)
+        note("aborted", f"{time.monotonic()} {os.getpid()}")
+        backend().abort()
+        return None
+    text, moment = call_until_it_fails()
+    at, pid = noted("aborted").split()
+    return text, moment - float(at), int(pid)
+
+
+@pytest.mark.parametrize(("layout", "culprit"), [((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)], ids=str)
+def test_an_abort_releases_calls_on_other_hosts(layout: tuple[int, ...], culprit: int) -> None:
+    results = run_hosts(abort, layout, culprit)
+    heard = [result for rank, result in enumerate(results) if rank != culprit]
+    for text, seconds, pid in heard:
+        assert f'rank {culprit} (host "{NAMES[hosts_of(layout)[culprit]]}", pid {pid}) aborted group' in text, text
+        assert seconds < 1, text
+    print(f"{layout}: others raise after {', '.join(f'{1000 * seconds:.0f}' for _, seconds, _ in heard)} ms")
+
+
+def leave_early(rank: int, world_size: int) -> str | None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank >= 2:
+        dist.destroy_process_group()
+        ranks.meet("gone", rank, world_size)
+        ranks.meet("over", rank, world_size)
+        return None
+    ranks.meet("gone", rank, world_size)
+    time.sleep(0.5)
+    assert not failed(), "who leaves in order fails nobody"
+    text, _ = call_until_it_fails()
+    ranks.meet("over", rank, world_size)
+    return text
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (2, 1, 1)], ids=str)
+def test_who_leaves_in_order_is_named_by_the_next_call_only(layout: tuple[int, ...]) -> None:
+    for text in run_hosts(leave_early, layout)[:2]:
+        assert re.search(r'rank [23] \(host "[bc]", pid \d+\) of group ".*" left the group', text), text
+
+
+def come_and_go(rank: int, world_size: int) -> None:
+    for _ in range(2):
+        dist.destroy_process_group(dist.new_group())
+    before = resources()
+    groups = [dist.new_group() for _ in range(5)]
+    for group in groups:
+        dist.all_reduce(torch.ones(4), group=group)
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group, groups
+    assert_nothing_left(before)
+    dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 3
+    while any(name.startswith("thread symm-") for name in resources()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(name.startswith("thread symm-") for name in resources()), resources()
+
+
+def test_groups_leave_no_thread_and_no_descriptor() -> None:
+    run_hosts(come_and_go, (2, 2))
