@@ -46,6 +46,23 @@ class RailHandle {
   virtual Status wait(int64_t limit_ms) const noexcept = 0;
 };
 
+// Backends of two ranks on different hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/messages/links.rs.
+class LinksHandle {
+ public:
+  virtual ~LinksHandle() = default;
+  virtual Status make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept = 0;
+  virtual Status send(
+      uint32_t peer,
+      rust::Slice<const uint8_t> frame,
+      int32_t lane,
+      rust::Slice<const uint8_t> payload) const noexcept = 0;
+  virtual void confirm(uint32_t peer, uint64_t sends) const noexcept = 0;
+  virtual Status listen(uint32_t peer, int32_t lane, size_t bytes) const noexcept = 0;
+  virtual Status wait(uint32_t peer, int32_t lane) const noexcept = 0;
+  virtual Status take(uint32_t peer, int32_t lane, rust::Slice<uint8_t> into) const noexcept = 0;
+  virtual void close(uint32_t peer) const noexcept = 0;
+};
+
 // Python's signals. What its function guarantees stands in src/bridge.rs.
 class InterruptHandle {
  public:

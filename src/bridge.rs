@@ -234,6 +234,16 @@ pub mod ffi {
         fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
         fn broadcast(self: &RailHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
         fn wait(self: &RailHandle, limit_ms: i64) -> Status;
+        /// Backends of two ranks on different hosts. `hosts::messages::links` says what its functions do; they never throw. `wait`: kind 5
+        /// once the link has been closed.
+        type LinksHandle;
+        fn make(self: &LinksHandle, peer: u32, name: &str, second: bool, timeout_ms: i64) -> Status;
+        fn send(self: &LinksHandle, peer: u32, frame: &[u8], lane: i32, payload: &[u8]) -> Status;
+        fn confirm(self: &LinksHandle, peer: u32, sends: u64);
+        fn listen(self: &LinksHandle, peer: u32, lane: i32, bytes: usize) -> Status;
+        fn wait(self: &LinksHandle, peer: u32, lane: i32) -> Status;
+        fn take(self: &LinksHandle, peer: u32, lane: i32, into: &mut [u8]) -> Status;
+        fn close(self: &LinksHandle, peer: u32);
         /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
@@ -304,7 +314,7 @@ pub mod ffi {
         fn own_profiles() -> Vec<u8>;
         type GroupHandle;
         /// Joins a group through `store`, and `rail` where it is on several hosts. On failure `status` says why and `group` is dead.
-        fn join(store: UniquePtr<StoreHandle>, rail: UniquePtr<RailHandle>, spec: &JoinSpec) -> Joined;
+        fn join(store: UniquePtr<StoreHandle>, rail: UniquePtr<RailHandle>, links: UniquePtr<LinksHandle>, spec: &JoinSpec) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
@@ -430,6 +440,7 @@ mod cuda;
 mod fused;
 mod group;
 mod kernels;
+mod links;
 mod load;
 mod memory;
 mod native_store;

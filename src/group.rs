@@ -210,7 +210,8 @@ impl Group {
         self.recorded(false, &message, completion, |timeout, completion| self.transfers.recv(message, timeout, completion))
     }
 
-    fn recorded(
+    /// Starts a message as `start` does, if the group lives, and keeps it in the record.
+    pub fn recorded(
         &self,
         send: bool,
         message: &Message,

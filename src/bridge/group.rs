@@ -1,5 +1,6 @@
 //! A group, as C++ holds it.
 
+use super::links::BackendLinks;
 use super::rail::BackendRail;
 use super::torch_store::TorchStore;
 use super::{ffi, from_cpp, guarded, milliseconds, started};
@@ -168,7 +169,12 @@ impl GroupHandle {
     }
 }
 
-pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, rail: cxx::UniquePtr<ffi::RailHandle>, spec: &ffi::JoinSpec) -> ffi::Joined {
+pub(super) fn join(
+    store: cxx::UniquePtr<ffi::StoreHandle>,
+    rail: cxx::UniquePtr<ffi::RailHandle>,
+    links: cxx::UniquePtr<ffi::LinksHandle>,
+    spec: &ffi::JoinSpec,
+) -> ffi::Joined {
     let mut group = Err(Error::internal("the group was never joined"));
     let status = guarded(|| {
         let options = JoinOptions {
@@ -188,8 +194,8 @@ pub(super) fn join(store: cxx::UniquePtr<ffi::StoreHandle>, rail: cxx::UniquePtr
             HostsChoice::Gloo => hosts::find(&store, &name, &options).and_then(|found| match found {
                 None => join_on_one_host(&store, name, &options),
                 Some(layout) => {
-                    let rail = BackendRail::new(rail);
-                    HostsGroup::join(&store, &name, &options, layout, rail).map(Kind::SeveralHosts)
+                    let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
+                    HostsGroup::join(&store, &name, &options, layout, rail, links).map(Kind::SeveralHosts)
                 }
             }),
         };

@@ -24,14 +24,14 @@ impl BackendRail {
     }
 }
 
-fn outcome(status: Status) -> Result<()> {
+pub(super) fn outcome(status: Status) -> Result<()> {
     match Kind::from_code(status.kind.repr) {
         None => Ok(()),
         Some(kind) => Err(Error { kind, message: status.message }),
     }
 }
 
-fn milliseconds(time: Duration) -> i64 {
+pub(super) fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 

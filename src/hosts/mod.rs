@@ -5,11 +5,13 @@
 //!
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
 //! - [`step`](mod@step): a call under way; [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
+//! - [`messages`](mod@messages): sends and receives between hosts
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
 mod exchange;
 mod gather;
 mod header;
+pub mod messages;
 mod news;
 pub mod rail;
 mod reduce;
@@ -36,10 +38,12 @@ use crate::store::until::Until;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
+use messages::links::Links;
+use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times};
 use rail::Rail;
 use shared::{Inner, Shared};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use step::Step;
 
@@ -50,6 +54,29 @@ pub struct HostsGroup {
     rank: Rank,
     engine: Arc<Engine<Runner>>,
     shared: Arc<Shared>,
+    /// Messages between hosts, where there are links for them.
+    messages: OnceLock<Arc<Messages>>,
+}
+
+/// What messages between hosts know of their group.
+struct Whole {
+    inner: Arc<Group>,
+    layout: Arc<Layout>,
+    shared: Arc<Shared>,
+}
+
+impl Around for Whole {
+    fn error(&self) -> Option<Error> {
+        self.inner.error()
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        self.shared.fail(&self.inner, error)
+    }
+
+    fn cause(&self, peer: Rank) -> Option<Error> {
+        self.shared.cause(&self.inner, self.layout.local(peer), &Limit::from(Instant::now(), Duration::MAX))
+    }
 }
 
 /// Runs a group's collectives, one at a time.
@@ -92,13 +119,15 @@ impl Run for Runner {
 }
 
 impl HostsGroup {
-    /// Joins the group that `options` name, whose ranks are where `layout` says: on several hosts. `rail` is this rank's, if it gets one.
+    /// Joins the group that `options` name, whose ranks are where `layout` says: on several hosts. `rail` is this rank's, if it gets one;
+    /// `links` carry its messages to ranks of other hosts.
     pub fn join(
         store: &Arc<dyn Store>,
         store_name: &str,
         options: &JoinOptions,
         layout: Layout,
         rail: impl Rail + 'static,
+        links: impl Links + 'static,
     ) -> Result<Self> {
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
         let limit = Limit::from(Instant::now(), timeout);
@@ -151,6 +180,7 @@ impl HostsGroup {
             })?;
         }
         let joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
+        joined.send_by(Arc::new(links), Arc::clone(store));
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![barrier(None)], limit.left())?;
         if options.is_default {
@@ -164,7 +194,14 @@ impl HostsGroup {
         let shared = Arc::new(Shared::new(rail, news));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
-        Self { inner, layout, rank, engine, shared }
+        Self { inner, layout, rank, engine, shared, messages: OnceLock::new() }
+    }
+
+    /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
+    fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>) {
+        let whole = Whole { inner: Arc::clone(&self.inner), layout: Arc::clone(&self.layout), shared: Arc::clone(&self.shared) };
+        let names = Names { layout: Arc::clone(&self.layout), me: self.rank, group: self.inner.control().name().to_owned() };
+        let _ = self.messages.set(Messages::new(links, Box::new(whole), store, names));
     }
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
@@ -185,29 +222,52 @@ impl HostsGroup {
         calls.iter().try_for_each(|call| call.validate(self.rank, self.layout.size()))
     }
 
-    /// Starts a send to a rank of this host.
+    /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
+        if let Some((peer, messages)) = self.far(&message) {
+            return self
+                .inner
+                .recorded(true, &message, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
+        }
         let (message, completion) = self.on_this_host("send", message, completion)?;
         self.inner.send(message, completion)
     }
 
-    /// Starts a receive from a rank of this host.
+    /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
+        if let Some((peer, messages)) = self.far(&message) {
+            return self
+                .inner
+                .recorded(false, &message, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
+        }
         let (message, completion) = self.on_this_host("recv", message, completion)?;
         self.inner.recv(message, completion)
+    }
+
+    /// The other rank of a message between hosts, and what carries it.
+    fn far(&self, message: &Message) -> Option<(Rank, &Arc<Messages>)> {
+        let away = |peer: &Rank| peer.index() < self.layout.size() && self.layout.host(*peer) != self.layout.host(self.rank);
+        Some((message.peer.filter(away)?, self.messages.get()?))
     }
 
     /// `message` and `completion` in the numbers of this host's ranks.
     fn on_this_host(&self, what: &str, message: Message, completion: Completion) -> Result<(Message, Completion)> {
         let host = self.layout.host(self.rank);
-        let near = message.peer.filter(|&peer| peer.index() < self.layout.size() && self.layout.host(peer) == host);
-        let Some(peer) = near else {
-            let peer = message.peer.map_or_else(|| "any rank".into(), |peer| self.layout.describe(peer));
-            let me = self.layout.describe(self.rank);
+        let me = || self.layout.describe(self.rank);
+        let Some(peer) = message.peer else {
+            let name = self.inner.control().name();
             return Err(Error::not_implemented(format!(
-                "{what}: {me} and {peer} are on different hosts, between which symm sends no messages yet"
+                "{what}: {} cannot receive from any rank of group \"{name}\", which is on several hosts; name the source",
+                me()
             )));
         };
+        if peer.index() >= self.layout.size() {
+            return Err(Error::value(format!("rank {peer} is outside the group of {} ranks", self.layout.size())));
+        }
+        if self.layout.host(peer) != host {
+            let peer = self.layout.describe(peer);
+            return Err(Error::not_implemented(format!("{what}: nothing carries messages between {} and {peer}", me())));
+        }
         let peer = Some(Rank(self.layout.local(peer) as u32));
         let layout = Arc::clone(&self.layout);
         let member = move |local: Rank| layout.members(host)[local.index()];
@@ -217,7 +277,11 @@ impl HostsGroup {
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
-        if ticket & p2p::TICKET_BIT != 0 { self.inner.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
+        match self.messages.get() {
+            _ if ticket & p2p::TICKET_BIT != 0 => self.inner.wait(ticket, timeout),
+            Some(messages) if ticket & messages::TICKET_BIT != 0 => messages.wait(ticket, timeout),
+            Some(_) | None => self.engine.wait(ticket, timeout),
+        }
     }
 
     /// Moves transfers along without blocking.
@@ -285,6 +349,9 @@ impl HostsGroup {
     pub fn abort(&self) {
         self.inner.abort();
         if let Some(failure) = self.inner.control().failure() {
+            if let Some(messages) = self.messages.get() {
+                messages.close(&failure);
+            }
             self.shared.fail(&self.inner, failure);
         }
     }
@@ -298,6 +365,9 @@ impl HostsGroup {
         if !self.engine.drain(limit) {
             let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
             self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
+        }
+        if let Some(messages) = self.messages.get() {
+            messages.leave(limit.saturating_sub(since.elapsed()));
         }
         self.inner.leave(limit.saturating_sub(since.elapsed()).max(Duration::from_millis(1)), farewell);
         self.engine.stop();

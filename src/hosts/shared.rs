@@ -115,7 +115,7 @@ impl Shared {
 }
 
 /// Runs `work` on a thread of its own, and waits for its end for at most `limit`.
-fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
+pub(super) fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
     let (done, ended) = channel();
     let thread = thread::spawn(name, None, move || {
         work();

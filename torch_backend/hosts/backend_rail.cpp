@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "errors.hpp"
-#include "symm/src/bridge.rs.h"
 
 namespace symm {
 
@@ -22,21 +21,6 @@ MakeBackend& make_backend() {
 
 Status failed(Kind kind, const std::string& why) {
   return {kind, rust::String::lossy(why)};
-}
-
-// What `body` has thrown, as a backend's failure: whatever it is, the other hosts cannot be reached by it any more.
-template <typename Body>
-Status attempted(Body&& body) {
-  try {
-    body();
-    return {Kind::None, {}};
-  } catch (const c10::Error& error) {
-    return failed(Kind::Peer, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return failed(Kind::Peer, error.what());
-  } catch (...) {
-    return failed(Kind::Peer, "an unknown exception");
-  }
 }
 
 std::vector<int64_t> lengths(rust::Slice<const size_t> bytes) {
@@ -57,12 +41,33 @@ void make_backends_with(MakeBackend make) {
   make_backend() = std::move(make);
 }
 
+Status backend_failure() noexcept {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return failed(Kind::Peer, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return failed(Kind::Peer, error.what());
+  } catch (...) {
+    return failed(Kind::Peer, "an unknown exception");
+  }
+}
+
+c10::intrusive_ptr<::c10d::Backend> made_backend(
+    const std::string& group,
+    const std::string& name,
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout) {
+  const auto prefixed = c10::make_intrusive<::c10d::PrefixStore>(name, store);
+  return make_backend()(group + "/" + name, prefixed, rank, size, timeout);
+}
+
 Status BackendRail::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
   return attempted([&] {
-    const std::string prefix(name);
-    const auto store = c10::make_intrusive<::c10d::PrefixStore>(prefix, store_);
     const auto timeout = std::chrono::milliseconds(timeout_ms);
-    backend_ = make_backend()(group_ + "/" + prefix, store, static_cast<int>(host), static_cast<int>(hosts), timeout);
+    backend_ = made_backend(group_, std::string(name), store_, static_cast<int>(host), static_cast<int>(hosts), timeout);
     hosts_ = hosts;
   });
 }

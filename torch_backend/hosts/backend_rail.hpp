@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "symm/src/bridge.rs.h"
 #include "symm_bridge.hpp"
 
 namespace symm {
@@ -21,6 +22,29 @@ using MakeBackend = std::function<c10::intrusive_ptr<::c10d::Backend>(
 
 // Sets what makes backends between hosts. Headers of Gloo and NCCL are in no wheel of torch: Python makes them.
 void make_backends_with(MakeBackend make);
+
+// A backend that joins `name` of the group `group`; throws what Python or the backend throws.
+c10::intrusive_ptr<::c10d::Backend> made_backend(
+    const std::string& group,
+    const std::string& name,
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout);
+
+// Status of the exception under way, as a backend's failure: whatever it is, the other hosts cannot be reached by it any more.
+Status backend_failure() noexcept;
+
+// Outcome of `body`.
+template <typename Body>
+Status attempted(Body&& body) noexcept {
+  try {
+    body();
+    return {Kind::None, {}};
+  } catch (...) {
+    return backend_failure();
+  }
+}
 
 // One rail: bytes go through a tensor of its own, which a transfer that was given up keeps alive as long as the backend uses it.
 class BackendRail final : public RailHandle {

@@ -10,6 +10,7 @@
 
 #include "errors.hpp"
 #include "fused/workspace.hpp"
+#include "hosts/backend_links.hpp"
 #include "hosts/backend_rail.hpp"
 #include "store/store.hpp"
 
@@ -57,7 +58,11 @@ Group join_group(
   spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
   spec.between_hosts = options.between_hosts;
-  auto joined = join(std::make_unique<TorchStore>(store), std::make_unique<BackendRail>(options.group_name, store), spec);
+  auto joined = join(
+      std::make_unique<TorchStore>(store),
+      std::make_unique<BackendRail>(options.group_name, store),
+      std::make_unique<BackendLinks>(options.group_name, store),
+      spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
   auto& all = living();

@@ -1,0 +1,65 @@
+//! Backends of torch as links.
+#![allow(unsafe_code, reason = "objects that C++ hands over")]
+
+use super::ffi::LinksHandle;
+use super::rail::{milliseconds, outcome};
+use crate::error::{Error, Kind, Result};
+use crate::hosts::messages::links::{Lane, Links};
+use crate::rank::Rank;
+use std::time::Duration;
+
+/// One `c10d::Backend` for each peer.
+pub(super) struct BackendLinks(cxx::UniquePtr<LinksHandle>);
+
+// SAFETY: a c10d::Backend may be used from any thread; LinksHandle keeps nothing that belongs to one.
+unsafe impl Send for BackendLinks {}
+// SAFETY: LinksHandle locks what it keeps of a peer.
+unsafe impl Sync for BackendLinks {}
+
+impl BackendLinks {
+    pub(super) fn new(backends: cxx::UniquePtr<LinksHandle>) -> Self {
+        Self(backends)
+    }
+
+    fn handle(&self) -> Result<&LinksHandle> {
+        self.0.as_ref().ok_or_else(|| Error::internal("there are no backends"))
+    }
+}
+
+impl Links for BackendLinks {
+    fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
+        outcome(self.handle()?.make(peer.0, name, second, milliseconds(timeout)))
+    }
+
+    fn send(&self, peer: Rank, frame: &[u8], lane: Lane, payload: &[u8]) -> Result<()> {
+        outcome(self.handle()?.send(peer.0, frame, lane as i32, payload))
+    }
+
+    fn confirm(&self, peer: Rank, sends: u64) {
+        if let Ok(handle) = self.handle() {
+            handle.confirm(peer.0, sends);
+        }
+    }
+
+    fn listen(&self, peer: Rank, lane: Lane, bytes: usize) -> Result<()> {
+        outcome(self.handle()?.listen(peer.0, lane as i32, bytes))
+    }
+
+    fn wait(&self, peer: Rank, lane: Lane) -> Result<bool> {
+        match outcome(self.handle()?.wait(peer.0, lane as i32)) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind == Kind::Aborted => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn take(&self, peer: Rank, lane: Lane, into: &mut [u8]) -> Result<()> {
+        outcome(self.handle()?.take(peer.0, lane as i32, into))
+    }
+
+    fn close(&self, peer: Rank) {
+        if let Ok(handle) = self.handle() {
+            handle.close(peer.0);
+        }
+    }
+}

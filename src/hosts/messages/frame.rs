@@ -1,0 +1,155 @@
+//! Frame: what one rank says to another between hosts. All have one length; a backend may end the process where lengths differ.
+
+use super::links::Lane;
+
+/// Kind of a frame.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A whole message of up to [`SHORT`] bytes.
+    Eager = 1,
+    /// A longer message can be had.
+    Offer = 2,
+    /// The receiver has room for the piece of an offered message that begins at `value`.
+    Request = 3,
+    /// That piece.
+    Piece = 4,
+    /// Nothing but what the receiver has read.
+    Credit = 5,
+    /// The sender leaves once it hears that this was read.
+    Bye = 6,
+}
+
+/// Head of a frame. What follows is the message itself as far as it fits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub(super) kind: Kind,
+    /// torch's code of the element type.
+    pub(super) dtype: u8,
+    pub(super) tag: i32,
+    /// Number of the message, counted by its sender.
+    pub(super) id: u64,
+    /// Length of the message.
+    pub(super) bytes: u64,
+    /// Offset in it.
+    pub(super) value: u64,
+    /// Frames that this rank has read from the other.
+    pub(super) read: u64,
+    /// Bytes of short messages of the other that have found their receives here.
+    pub(super) matched: u64,
+}
+
+/// Length of a frame.
+pub(super) const FRAME: usize = 1024;
+/// Length of its head.
+const HEAD: usize = 48;
+/// Longest message that one frame holds.
+const INLINE: usize = FRAME - HEAD;
+/// Longest message that is sent before anybody asks for it.
+pub(super) const SHORT: usize = 64 << 10;
+/// Length of a piece of a long message; the last one may be shorter.
+pub(super) const PIECE: usize = 1 << 20;
+
+impl Frame {
+    /// A frame of no message.
+    pub(super) const fn bare(kind: Kind) -> Self {
+        Self { kind, dtype: 0, tag: 0, id: 0, bytes: 0, value: 0, read: 0, matched: 0 }
+    }
+
+    /// The frame with as much of `payload` as it holds, and the lane for the whole payload if that is not all.
+    pub(super) fn encode(&self, payload: &[u8]) -> ([u8; FRAME], Option<Lane>) {
+        let mut bytes = [0; FRAME];
+        bytes[0] = self.kind as u8;
+        bytes[1] = self.dtype;
+        bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
+        let words = [self.id, self.bytes, self.value, self.read, self.matched];
+        bytes[8..HEAD].chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        let lane = self.lane();
+        if lane.is_none() {
+            bytes[HEAD..HEAD + payload.len()].copy_from_slice(payload);
+        }
+        (bytes, lane)
+    }
+
+    /// The head of a frame; `None` if it makes no sense.
+    pub(super) fn decode(bytes: &[u8; FRAME]) -> Option<Self> {
+        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye];
+        let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
+        let word = |place: usize| Some(u64::from_le_bytes(bytes[8 + 8 * place..16 + 8 * place].try_into().ok()?));
+        let frame = Self {
+            kind,
+            dtype: bytes[1],
+            tag: i32::from_le_bytes(bytes[4..8].try_into().ok()?),
+            id: word(0)?,
+            bytes: word(1)?,
+            value: word(2)?,
+            read: word(3)?,
+            matched: word(4)?,
+        };
+        let sensible = match kind {
+            Kind::Eager => frame.bytes <= SHORT as u64,
+            Kind::Offer => true,
+            Kind::Request | Kind::Piece => frame.value < frame.bytes && frame.value.is_multiple_of(PIECE as u64),
+            Kind::Credit | Kind::Bye => true,
+        };
+        sensible.then_some(frame)
+    }
+
+    /// Length of what comes with the frame.
+    pub(super) fn payload(&self) -> usize {
+        match self.kind {
+            Kind::Eager => self.bytes as usize,
+            Kind::Piece => piece(self.bytes, self.value),
+            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => 0,
+        }
+    }
+
+    /// Lane of what comes with the frame; `None`: it is in the frame.
+    pub(super) fn lane(&self) -> Option<Lane> {
+        match self.kind {
+            Kind::Eager => (self.payload() > INLINE).then_some(Lane::Short),
+            Kind::Piece => Some(Lane::Piece),
+            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => None,
+        }
+    }
+
+    /// What is in the frame itself.
+    pub(super) fn inline<'a>(&self, bytes: &'a [u8; FRAME]) -> &'a [u8] {
+        &bytes[HEAD..HEAD + self.payload().min(INLINE)]
+    }
+}
+
+/// Length of the piece at `offset` of a message of `bytes`.
+pub(super) fn piece(bytes: u64, offset: u64) -> usize {
+    bytes.saturating_sub(offset).min(PIECE as u64) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_back_as_they_were_and_nonsense_does_not() {
+        let frame = Frame { kind: Kind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0, read: 9, matched: u64::MAX };
+        let (bytes, lane) = frame.encode(&[1, 2, 3]);
+        assert_eq!((Frame::decode(&bytes), lane), (Some(frame), None));
+        assert_eq!(frame.inline(&bytes), [1, 2, 3]);
+        let long = Frame { bytes: INLINE as u64 + 1, ..frame };
+        assert_eq!(long.encode(&[0; INLINE + 1]).1, Some(Lane::Short));
+        assert_eq!(Frame { bytes: INLINE as u64, ..frame }.encode(&[5; INLINE]).1, None);
+        let piece = Frame { kind: Kind::Piece, bytes: PIECE as u64 + 5, value: PIECE as u64, ..frame };
+        assert_eq!((piece.payload(), piece.lane()), (5, Some(Lane::Piece)));
+        for wrong in [Frame { bytes: SHORT as u64 + 1, ..frame }, Frame { value: 1, ..piece }, Frame { value: 2 * PIECE as u64, ..piece }] {
+            assert_eq!(Frame::decode(&Frame { kind: wrong.kind, ..wrong }.encode_head()), None, "{wrong:?}");
+        }
+        assert_eq!(Frame::decode(&[0; FRAME]), None);
+    }
+
+    impl Frame {
+        fn encode_head(&self) -> [u8; FRAME] {
+            let mut bytes = Self { kind: Kind::Credit, ..*self }.encode(&[]).0;
+            bytes[0] = self.kind as u8;
+            bytes
+        }
+    }
+}

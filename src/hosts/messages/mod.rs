@@ -1,0 +1,435 @@
+//! Messages between ranks of different hosts, by backends of two ranks each.
+//!
+//! Two ranks connect once both have begun a message with each other: a thread of the pair meets the peer through the store, makes the
+//! [`links`] and then reads what comes. Nobody else waits for a peer. Short messages are sent at once; of long ones the receiver asks for
+//! a piece after the other, as it has room. What is under way is a table; `docs/design/several-hosts.md` shows the steps.
+
+mod frame;
+pub mod links;
+mod pair;
+#[cfg(test)]
+mod tests;
+
+use super::shared::aside;
+use crate::boot::hosts::Layout;
+use crate::completion::Completion;
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::p2p::Message;
+use crate::rank::Rank;
+use crate::store::Store;
+use crate::sync::limit::Limit;
+use crate::sys::interrupt::{self, Interrupts};
+use crate::sys::{fork, thread};
+use frame::{FRAME, Frame};
+use links::{Lane, Links};
+use pair::{Open, Pair, Phase};
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+/// Tickets of messages between hosts have this bit, no others do.
+pub(super) const TICKET_BIT: u64 = 1 << 62;
+
+/// Time between two looks at the group and at deadlines while messages are open.
+const LOOK: Duration = Duration::from_millis(20);
+/// Pauses between two looks for a peer in the store.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
+/// Time in which two ranks that have found each other connect.
+const CONNECT: Duration = Duration::from_secs(30);
+/// Frames that may come before this rank has read the first.
+const DEPTH: usize = 8;
+/// Time that leaving waits for peers to read what was sent, and again for connections to end.
+const RELEASE: Duration = Duration::from_secs(1);
+
+/// What messages know of the group around them.
+pub(super) trait Around: Send + Sync {
+    /// The first failure, or the death of a rank of this host.
+    fn error(&self) -> Option<Error>;
+    /// Fails the group; returns the failure that stands.
+    fn fail(&self, error: Error) -> Error;
+    /// Reason why the connection to a rank was lost, if it is told soon.
+    fn cause(&self, peer: Rank) -> Option<Error>;
+}
+
+/// What error messages name.
+pub(super) struct Names {
+    pub(super) layout: Arc<Layout>,
+    pub(super) me: Rank,
+    pub(super) group: String,
+}
+
+struct Finished {
+    ticket: u64,
+    completion: Completion,
+    outcome: Result<()>,
+    source: Option<Rank>,
+}
+
+/// A rank's messages with ranks of other hosts.
+pub(super) struct Messages {
+    links: Arc<dyn Links>,
+    around: Box<dyn Around>,
+    store: Arc<dyn Store>,
+    names: Names,
+    state: Mutex<State>,
+    /// Threads sleep on it that wait for messages, peers or threads.
+    changed: Condvar,
+    /// The thread that looks at deadlines sleeps on it.
+    begun: Condvar,
+    generation: u64,
+}
+
+#[derive(Default)]
+struct State {
+    pairs: BTreeMap<Rank, Pair>,
+    /// Tickets whose completion has not been called.
+    open: BTreeSet<u64>,
+    next: u64,
+    /// Why no message begins any more.
+    closed: Option<Error>,
+    leaving: bool,
+    threads: Vec<ThreadId>,
+    looked_after: bool,
+    /// The thread that looks at deadlines has nothing to do.
+    parked: bool,
+}
+
+impl Messages {
+    pub(super) fn new(links: Arc<dyn Links>, around: Box<dyn Around>, store: Arc<dyn Store>, names: Names) -> Arc<Self> {
+        let (changed, begun, generation) = (Condvar::new(), Condvar::new(), fork::generation());
+        Arc::new(Self { links, around, store, names, state: Mutex::default(), changed, begun, generation })
+    }
+
+    /// Starts a send to `peer`.
+    pub(super) fn send(self: &Arc<Self>, peer: Rank, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+        self.start(peer, message, timeout, completion, |this, pair, open, finished| pair.send(open, &*this.links, finished))
+    }
+
+    /// Starts a receive from `peer`.
+    pub(super) fn recv(self: &Arc<Self>, peer: Rank, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+        self.start(peer, message, timeout, completion, |this, pair, open, finished| pair.recv(open, &*this.links, &this.names, finished))
+    }
+
+    fn start(
+        self: &Arc<Self>,
+        peer: Rank,
+        message: Message,
+        timeout: Duration,
+        completion: Completion,
+        add: impl FnOnce(&Self, &mut Pair, Open, &mut Vec<Finished>) -> Result<()>,
+    ) -> Result<u64> {
+        let mut state = self.lock();
+        if let Some(error) = &state.closed {
+            return Err(error.clone());
+        }
+        if !state.looked_after {
+            self.spawn(&mut state, "symm-messages", Self::look_after)?;
+            state.looked_after = true;
+        }
+        if !state.pairs.contains_key(&peer) {
+            self.spawn(&mut state, "symm-message", move |this| this.serve(peer))?;
+        }
+        let ticket = TICKET_BIT | state.next;
+        state.next += 1;
+        state.open.insert(ticket);
+        let open = Open { ticket, message, limit: Limit::from(Instant::now(), timeout), completion };
+        let mut finished = Vec::new();
+        let pair = state.pairs.entry(peer).or_insert_with(|| Pair::new(peer));
+        let added = add(self, pair, open, &mut finished);
+        if std::mem::take(&mut state.parked) {
+            self.begun.notify_all();
+        }
+        drop(state);
+        self.settle(finished);
+        if let Err(error) = added {
+            self.lose(peer, error);
+        }
+        Ok(ticket)
+    }
+
+    fn spawn(self: &Arc<Self>, state: &mut State, name: &str, work: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
+        let this = Arc::clone(self);
+        let thread = thread::spawn(name, None, move || {
+            let panicked = catch_unwind(AssertUnwindSafe(|| work(&this))).err();
+            if let Some(panic) = panicked {
+                this.fail(Error::panicked(&this.names.layout.describe(this.names.me), &*panic));
+            }
+            this.lock().threads.retain(|&thread| thread != std::thread::current().id());
+            this.changed.notify_all();
+        });
+        let thread = thread.map_err(|error| Error::internal(format!("starting a thread for messages between hosts: {error}")))?;
+        state.threads.push(thread.thread().id());
+        Ok(())
+    }
+
+    /// Returns once the completion of `ticket` has been called.
+    pub(super) fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        let (since, mut interrupts) = (Instant::now(), Interrupts::new());
+        loop {
+            interrupts.check()?;
+            let state = self.lock();
+            if !state.open.contains(&ticket) {
+                return Ok(());
+            }
+            let left = limit.map_or(interrupt::LOOK, |limit| limit.saturating_sub(since.elapsed()).min(interrupt::LOOK));
+            if left.is_zero() {
+                let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
+                return Err(Error::wait_timeout(text));
+            }
+            drop(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // What panics under the lock fails the group.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls completions, without the lock.
+    fn settle(&self, finished: Vec<Finished>) {
+        if finished.is_empty() {
+            return;
+        }
+        let tickets: Vec<u64> = finished.iter().map(|finished| finished.ticket).collect();
+        for Finished { completion, outcome, source, .. } in finished {
+            completion.call(outcome, source);
+        }
+        let mut state = self.lock();
+        for ticket in tickets {
+            state.open.remove(&ticket);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Meets `peer`, and does what it asks for until the connection ends.
+    fn serve(&self, peer: Rank) {
+        if let Err(error) = self.meet(peer).and_then(|met| if met { self.listen(peer) } else { Ok(()) }) {
+            self.lose(peer, error);
+        }
+    }
+
+    /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
+    fn meet(&self, peer: Rank) -> Result<bool> {
+        let Names { me, group, .. } = &self.names;
+        let name = format!("symm-pair/{}-{}", peer.min(*me), peer.max(*me));
+        let key = |rank: Rank| format!("{name}/{group}/{}/{rank}", Config::get().restart);
+        self.store.set(&key(*me), b"1")?;
+        let mut pause = PAUSE.0;
+        let met = loop {
+            if self.lock().closed.is_some() {
+                break Ok(false);
+            }
+            if self.store.check(&[&key(peer)])? {
+                break self.links.make(peer, &name, *me > peer, CONNECT).map(|()| true);
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSE.1);
+        };
+        // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
+        let _ = self.store.delete(&key(*me));
+        if !met? {
+            return Ok(false);
+        }
+        for _ in 0..DEPTH {
+            self.links.listen(peer, Lane::Frame, FRAME)?;
+        }
+        let (mut state, mut finished) = (self.lock(), Vec::new());
+        let begun = match state.pairs.get_mut(&peer) {
+            Some(pair) => pair.begin(&*self.links, &mut finished),
+            None => Ok(()),
+        };
+        let closed = state.closed.is_some();
+        drop(state);
+        self.settle(finished);
+        if closed {
+            // Whoever closed the group has found no connection.
+            self.links.close(peer);
+        }
+        begun.map(|()| !closed)
+    }
+
+    /// Reads what `peer` says until the connection ends.
+    fn listen(&self, peer: Rank) -> Result<()> {
+        loop {
+            let mut bytes = [0; FRAME];
+            if !self.links.wait(peer, Lane::Frame)? {
+                return Ok(());
+            }
+            self.links.take(peer, Lane::Frame, &mut bytes)?;
+            self.links.listen(peer, Lane::Frame, FRAME)?;
+            let described = || self.names.layout.describe(peer);
+            let frame = Frame::decode(&bytes);
+            let frame = frame.ok_or_else(|| Error::internal(format!("{} sent a frame that makes no sense", described())))?;
+            let mut short: Box<[u8]> = frame.inline(&bytes).into();
+            match frame.lane() {
+                Some(Lane::Short) => {
+                    short = vec![0; frame.payload()].into();
+                    self.links.listen(peer, Lane::Short, short.len())?;
+                    if !self.links.wait(peer, Lane::Short)? {
+                        return Ok(());
+                    }
+                    self.links.take(peer, Lane::Short, &mut short)?;
+                }
+                Some(Lane::Piece) => {
+                    if !self.links.wait(peer, Lane::Piece)? {
+                        return Ok(());
+                    }
+                }
+                Some(Lane::Frame) | None => {}
+            }
+            let (mut state, mut finished) = (self.lock(), Vec::new());
+            if state.closed.is_some() {
+                return Ok(());
+            }
+            let Some(pair) = state.pairs.get_mut(&peer) else { return Ok(()) };
+            let reacted = pair.react(frame, short, &*self.links, &self.names, &mut finished);
+            let leaving = state.leaving;
+            drop(state);
+            self.settle(finished);
+            if leaving {
+                self.changed.notify_all();
+            }
+            reacted?;
+        }
+    }
+
+    /// The connection to `peer` has ended because of `error`, or is to. That fails the group if a message needs it, now or later.
+    fn lose(&self, peer: Rank, error: Error) {
+        let (me, whom) = (self.names.layout.describe(self.names.me), self.names.layout.describe(peer));
+        let mut state = self.lock();
+        if state.closed.is_some() {
+            return;
+        }
+        let Some(pair) = state.pairs.get_mut(&peer) else { return };
+        if let Phase::Lost(first) = &pair.phase {
+            let first = first.clone();
+            drop(state);
+            self.fail(first);
+            return;
+        }
+        let broken = matches!(error.kind, Kind::Peer | Kind::Network);
+        let urgent = pair.most_urgent().map(|(_, name, open)| (self.about(name, open), open.limit.waited().as_secs_f32()));
+        let cause = match &urgent {
+            Some((what, seconds)) if broken => {
+                Error::peer(format!("{me} lost its connection to {whom} after {seconds:.1} s in {what}: {}", error.message))
+            }
+            _ if !broken => error,
+            Some(_) | None => {
+                let group = &self.names.group;
+                Error { message: format!("{me} has lost its connection to {whom} in group \"{group}\": {}", error.message), ..error }
+            }
+        };
+        pair.phase = Phase::Lost(cause.clone());
+        drop(state);
+        self.changed.notify_all();
+        // A mismatch has ended its own message already.
+        if urgent.is_some() || !broken {
+            let told = if broken { self.around.cause(peer) } else { None };
+            self.fail(told.unwrap_or(cause));
+        }
+    }
+
+    fn about(&self, name: &str, open: &Open) -> String {
+        let Message { span, tag, dtype, .. } = open.message;
+        format!("{name}({} bytes, {}, tag {tag}) of group \"{}\"", span.bytes, dtype.name(), self.names.group)
+    }
+
+    /// Looks at the group and at deadlines while messages are open.
+    fn look_after(&self) {
+        let mut state = self.lock();
+        while state.closed.is_none() {
+            if state.open.is_empty() {
+                state.parked = true;
+                state = self.begun.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let urgent = state.pairs.values().filter_map(|pair| Some((pair, pair.most_urgent()?))).min_by_key(|(_, (left, ..))| *left);
+            let late = match &urgent {
+                Some((pair, (left, name, open))) if left.is_zero() => Some(self.late(pair, name, open)),
+                Some(_) | None => None,
+            };
+            let pause = urgent.map_or(LOOK, |(_, (left, ..))| left.min(LOOK));
+            drop(state);
+            if let Some(error) = self.around.error() {
+                self.close(&error);
+            } else if let Some(late) = late {
+                self.fail(late);
+            }
+            state = self.lock();
+            if state.closed.is_none() {
+                state = self.begun.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    fn late(&self, pair: &Pair, name: &str, open: &Open) -> Error {
+        let (me, peer) = (self.names.layout.describe(self.names.me), self.names.layout.describe(pair.peer));
+        let state = match (&pair.phase, name) {
+            (Phase::Meeting, _) => "which has begun no message with it",
+            (Phase::Open | Phase::Lost(_), "send") => "which did not receive it",
+            (Phase::Open | Phase::Lost(_), _) => "which did not send it",
+        };
+        let (what, seconds) = (self.about(name, open), open.limit.waited().as_secs_f32());
+        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {peer}, {state}"))
+    }
+
+    fn fail(&self, error: Error) {
+        let stands = self.around.fail(error);
+        self.close(&stands);
+    }
+
+    /// Ends everything with `error`; no message begins any more.
+    pub(super) fn close(&self, error: &Error) {
+        self.end(error, Duration::ZERO);
+    }
+
+    fn end(&self, error: &Error, limit: Duration) {
+        let mut state = self.lock();
+        let error = state.closed.get_or_insert_with(|| error.clone()).clone();
+        let finished = state.pairs.values_mut().flat_map(Pair::take_all).map(|open| open.fails(&error)).collect();
+        let peers: Vec<Rank> = state.pairs.keys().copied().collect();
+        drop(state);
+        self.begun.notify_all();
+        self.settle(finished);
+        self.changed.notify_all();
+        if !peers.is_empty() {
+            let links = Arc::clone(&self.links);
+            aside("symm-message-end", limit, move || peers.into_iter().for_each(|peer| links.close(peer)));
+        }
+    }
+
+    /// Leaves once peers have read what was sent, or `limit` has passed; what is open then fails.
+    pub(super) fn leave(&self, limit: Duration) {
+        if self.generation != fork::generation() {
+            return;
+        }
+        let (deadline, failed) = (Instant::now() + limit.min(RELEASE), self.around.error().is_some());
+        let mut state = self.lock();
+        if state.closed.is_none() && !failed {
+            state.leaving = true;
+            for pair in state.pairs.values_mut().filter(|pair| matches!(pair.phase, Phase::Open)) {
+                // A connection that has just ended has nobody who reads.
+                let _ = pair.say_bye(&*self.links);
+            }
+            let unread = |pair: &Pair| matches!(pair.phase, Phase::Open) && pair.confirmed < pair.sent;
+            while state.pairs.values().any(unread) && state.closed.is_none() {
+                let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+                state = self.changed.wait_timeout(state, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+        drop(state);
+        let group = &self.names.group;
+        self.end(&Error::aborted(format!("group \"{group}\" was destroyed before this transfer was complete")), RELEASE);
+        let deadline = Instant::now() + RELEASE;
+        let mut state = self.lock();
+        // A completion may drop the last handle of the group on one of these threads.
+        while state.threads.iter().any(|&thread| thread != std::thread::current().id()) {
+            let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! Pair: this rank and one of another host, the messages between them, and what each frame does to these.
+#![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
+
+use super::frame::{Frame, Kind, PIECE, SHORT, piece};
+use super::links::{Lane, Links};
+use super::{Finished, Names};
+use crate::coll::call::Span;
+use crate::completion::Completion;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::p2p::Message;
+use crate::rank::Rank;
+use crate::sync::limit::Limit;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::time::Duration;
+
+/// Bytes of short messages that may wait at their receiver; what is sent beyond is offered.
+const BACKLOG: u64 = 4 << 20;
+/// Bytes that a short message takes there beside its own.
+const FOOTPRINT: u64 = 64;
+/// Pieces of long messages that a receiver has room for at once.
+const WINDOW: usize = 4;
+/// Frames, and bytes of short messages, after which a receiver says that it has read and matched them.
+const CREDIT: (u64, u64) = (64, BACKLOG / 4);
+
+/// State of the connection.
+pub(super) enum Phase {
+    /// Not made yet: the peer may not have begun a message with this rank.
+    Meeting,
+    Open,
+    Lost(Error),
+}
+
+/// A send or receive that is not complete.
+pub(super) struct Open {
+    pub(super) ticket: u64,
+    pub(super) message: Message,
+    pub(super) limit: Limit,
+    pub(super) completion: Completion,
+}
+
+struct Sending {
+    open: Open,
+    /// Flag of a message of which the peer knows.
+    started: bool,
+    /// Bytes that have been sent.
+    next: usize,
+}
+
+/// A message that nobody here has asked for.
+struct Unexpected {
+    tag: i32,
+    dtype: u8,
+    bytes: u64,
+    content: Content,
+}
+
+enum Content {
+    Short(Box<[u8]>),
+    Offer(u64),
+}
+
+/// A message that comes in pieces.
+struct Stream {
+    open: Open,
+    id: u64,
+    asked: usize,
+    got: usize,
+}
+
+pub(super) struct Pair {
+    pub(super) peer: Rank,
+    pub(super) phase: Phase,
+    sends: BTreeMap<u64, Sending>,
+    posted: VecDeque<Open>,
+    unexpected: VecDeque<Unexpected>,
+    streams: VecDeque<Stream>,
+    /// Pieces that were asked for and have not come.
+    awaited: usize,
+    /// Frames sent, and how many of them the peer has read.
+    pub(super) sent: u64,
+    pub(super) confirmed: u64,
+    /// Frames read, and what the peer knows of that.
+    read: u64,
+    told_read: u64,
+    /// Bytes of short messages sent, and how many of them have found their receives.
+    short: u64,
+    short_matched: u64,
+    /// Bytes of short messages that have found their receives here, and what the peer knows of that.
+    matched: u64,
+    told_matched: u64,
+}
+
+/// Bytes of a message that is not complete.
+fn bytes<'a>(span: Span, range: Range<usize>) -> &'a [u8] {
+    assert!(range.end <= span.bytes, "outside the message");
+    if range.is_empty() {
+        return &[];
+    }
+    // SAFETY: inside the span (checked above), which its owner leaves alone until the completion: it is called after the last use of this.
+    unsafe { std::slice::from_raw_parts(span.ptr().add(range.start), range.len()) }
+}
+
+/// Bytes of a receive that is not complete.
+fn bytes_mut<'a>(span: Span, range: Range<usize>) -> &'a mut [u8] {
+    assert!(range.end <= span.bytes, "outside the message");
+    if range.is_empty() {
+        return &mut [];
+    }
+    // SAFETY: as for `bytes`; one receive has each byte, and one thread at a time fills it, with the state locked.
+    unsafe { std::slice::from_raw_parts_mut(span.ptr().add(range.start), range.len()) }
+}
+
+impl Pair {
+    pub(super) fn new(peer: Rank) -> Self {
+        Self {
+            peer,
+            phase: Phase::Meeting,
+            sends: BTreeMap::new(),
+            posted: VecDeque::new(),
+            unexpected: VecDeque::new(),
+            streams: VecDeque::new(),
+            awaited: 0,
+            sent: 0,
+            confirmed: 0,
+            read: 0,
+            told_read: 0,
+            short: 0,
+            short_matched: 0,
+            matched: 0,
+            told_matched: 0,
+        }
+    }
+
+    /// What is not complete: send or receive.
+    fn pending(&self) -> impl Iterator<Item = (&'static str, &Open)> {
+        let receives = self.posted.iter().chain(self.streams.iter().map(|stream| &stream.open)).map(|open| ("recv", open));
+        receives.chain(self.sends.values().map(|send| ("send", &send.open)))
+    }
+
+    /// The message whose deadline is the next, with the time that is left; zero: it has passed.
+    pub(super) fn most_urgent(&self) -> Option<(Duration, &'static str, &Open)> {
+        let left = self.pending().map(|(name, open)| (open.limit.left().unwrap_or_default(), name, open));
+        left.min_by_key(|(left, ..)| *left)
+    }
+
+    /// Takes everything that is not complete.
+    pub(super) fn take_all(&mut self) -> Vec<Open> {
+        let sends = std::mem::take(&mut self.sends).into_values().map(|send| send.open);
+        let streams = std::mem::take(&mut self.streams).into_iter().map(|stream| stream.open);
+        sends.chain(streams).chain(std::mem::take(&mut self.posted)).collect()
+    }
+
+    /// Says `frame`, with what this rank has read and matched.
+    fn say(&mut self, links: &dyn Links, frame: Frame, payload: &[u8]) -> Result<()> {
+        let (frame, lane) = Frame { read: self.read, matched: self.matched, ..frame }.encode(payload);
+        (self.told_read, self.told_matched) = (self.read, self.matched);
+        self.sent += 1;
+        let apart = lane.map_or(&[][..], |_| payload);
+        links.send(self.peer, &frame, lane.unwrap_or(Lane::Frame), apart)
+    }
+
+    /// Tells the peer that this rank leaves.
+    pub(super) fn say_bye(&mut self, links: &dyn Links) -> Result<()> {
+        self.say(links, Frame::bare(Kind::Bye), &[])
+    }
+
+    /// Begins the sends that came before the connection.
+    pub(super) fn begin(&mut self, links: &dyn Links, finished: &mut Vec<Finished>) -> Result<()> {
+        self.phase = Phase::Open;
+        let waiting: Vec<u64> = self.sends.keys().copied().collect();
+        waiting.into_iter().try_for_each(|id| self.start(id, links, finished))
+    }
+
+    /// Adds a send.
+    pub(super) fn send(&mut self, open: Open, links: &dyn Links, finished: &mut Vec<Finished>) -> Result<()> {
+        let id = open.ticket;
+        self.sends.insert(id, Sending { open, started: false, next: 0 });
+        match &self.phase {
+            Phase::Meeting => Ok(()),
+            Phase::Open => self.start(id, links, finished),
+            Phase::Lost(cause) => Err(cause.clone()),
+        }
+    }
+
+    fn start(&mut self, id: u64, links: &dyn Links, finished: &mut Vec<Finished>) -> Result<()> {
+        let Some(send) = self.sends.get_mut(&id).filter(|send| !send.started) else { return Ok(()) };
+        send.started = true;
+        let Message { tag, dtype, span, .. } = send.open.message;
+        let cost = span.bytes as u64 + FOOTPRINT;
+        // There is nothing to ask for in an empty one.
+        let short = span.bytes <= SHORT && (span.bytes == 0 || self.short - self.short_matched + cost <= BACKLOG);
+        let kind = if short { Kind::Eager } else { Kind::Offer };
+        let frame = Frame { dtype: dtype as u8, tag, id, bytes: span.bytes as u64, ..Frame::bare(kind) };
+        if !short {
+            return self.say(links, frame, &[]);
+        }
+        self.short += cost;
+        self.say(links, frame, bytes(span, 0..span.bytes))?;
+        finished.extend(self.sends.remove(&id).map(|send| send.open.ends(Ok(()), None)));
+        Ok(())
+    }
+
+    /// Adds a receive.
+    pub(super) fn recv(&mut self, open: Open, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+        let place = self.unexpected.iter().position(|message| message.tag == open.message.tag);
+        match place.and_then(|place| self.unexpected.remove(place)) {
+            Some(message) => self.deliver(open, message, links, names, finished)?,
+            None => self.posted.push_back(open),
+        }
+        match &self.phase {
+            Phase::Meeting | Phase::Open => Ok(()),
+            Phase::Lost(_) if self.posted.is_empty() && self.streams.is_empty() => Ok(()),
+            Phase::Lost(cause) => Err(cause.clone()),
+        }
+    }
+
+    /// Gives a message to its receive.
+    fn deliver(&mut self, open: Open, message: Unexpected, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+        let Message { span, dtype, tag, .. } = open.message;
+        if message.bytes != span.bytes as u64 {
+            let sent = DType::from_torch(i32::from(message.dtype)).map_or("unknown", DType::name);
+            let (peer, me, group) = (names.layout.describe(self.peer), names.layout.describe(names.me), &names.group);
+            let error = Error::mismatch(format!(
+                "{peer} sent {} bytes ({sent}, tag {tag}) to {me} in group \"{group}\", whose recv expects {} ({})",
+                message.bytes,
+                span.bytes,
+                dtype.name()
+            ));
+            finished.push(open.ends(Err(error.clone()), None));
+            return Err(error);
+        }
+        match message.content {
+            Content::Short(short) => {
+                bytes_mut(span, 0..span.bytes).copy_from_slice(&short);
+                self.matched += message.bytes + FOOTPRINT;
+                finished.push(open.ends(Ok(()), Some(self.peer)));
+                self.give_credit(links)
+            }
+            Content::Offer(id) => {
+                self.streams.push_back(Stream { open, id, asked: 0, got: 0 });
+                self.ask(links)
+            }
+        }
+    }
+
+    /// Asks for the next pieces of long messages, the oldest first, as far as there is room.
+    fn ask(&mut self, links: &dyn Links) -> Result<()> {
+        while self.awaited < WINDOW && matches!(self.phase, Phase::Open) {
+            let next = self.streams.iter_mut().find(|stream| stream.asked < stream.open.message.span.bytes);
+            let Some(Stream { open, id, asked, .. }) = next else { break };
+            let (id, bytes, value) = (*id, open.message.span.bytes as u64, *asked as u64);
+            let length = piece(bytes, value);
+            *asked += length;
+            self.awaited += 1;
+            links.listen(self.peer, Lane::Piece, length)?;
+            self.say(links, Frame { id, bytes, value, ..Frame::bare(Kind::Request) }, &[])?;
+        }
+        Ok(())
+    }
+
+    fn give_credit(&mut self, links: &dyn Links) -> Result<()> {
+        let due = self.read - self.told_read >= CREDIT.0 || self.matched - self.told_matched >= CREDIT.1;
+        if due && matches!(self.phase, Phase::Open) { self.say(links, Frame::bare(Kind::Credit), &[]) } else { Ok(()) }
+    }
+
+    /// Does what `frame` of the peer asks for. `short` is the message of an eager one; a piece lies ready in its lane.
+    pub(super) fn react(
+        &mut self,
+        frame: Frame,
+        short: Box<[u8]>,
+        links: &dyn Links,
+        names: &Names,
+        finished: &mut Vec<Finished>,
+    ) -> Result<()> {
+        self.read += 1;
+        let credible = (self.confirmed..=self.sent).contains(&frame.read) && (self.short_matched..=self.short).contains(&frame.matched);
+        if !credible {
+            return Err(self.nonsense(names, frame));
+        }
+        if frame.read > self.confirmed {
+            self.confirmed = frame.read;
+            links.confirm(self.peer, frame.read);
+        }
+        self.short_matched = frame.matched;
+        match frame.kind {
+            Kind::Eager | Kind::Offer => {
+                let content = if frame.kind == Kind::Eager { Content::Short(short) } else { Content::Offer(frame.id) };
+                let message = Unexpected { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content };
+                let place = self.posted.iter().position(|open| open.message.tag == frame.tag);
+                match place.and_then(|place| self.posted.remove(place)) {
+                    Some(open) => self.deliver(open, message, links, names, finished)?,
+                    None => self.unexpected.push_back(message),
+                }
+            }
+            Kind::Request => self.serve(frame, links, names, finished)?,
+            Kind::Piece => self.fill(frame, links, names, finished)?,
+            Kind::Credit => {}
+            Kind::Bye => return self.say(links, Frame::bare(Kind::Credit), &[]),
+        }
+        self.give_credit(links)
+    }
+
+    /// Sends the piece that the peer has asked for. The send is complete with its last one.
+    fn serve(&mut self, frame: Frame, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+        let fits =
+            |send: &&mut Sending| send.started && (send.next as u64, send.open.message.span.bytes as u64) == (frame.value, frame.bytes);
+        let Some(send) = self.sends.get_mut(&frame.id).filter(fits) else { return Err(self.nonsense(names, frame)) };
+        let (span, begin) = (send.open.message.span, send.next);
+        send.next += piece(frame.bytes, frame.value);
+        let end = send.next;
+        self.say(
+            links,
+            Frame { id: frame.id, bytes: frame.bytes, value: frame.value, ..Frame::bare(Kind::Piece) },
+            bytes(span, begin..end),
+        )?;
+        if end == span.bytes {
+            finished.extend(self.sends.remove(&frame.id).map(|send| send.open.ends(Ok(()), None)));
+        }
+        Ok(())
+    }
+
+    /// Puts a piece in its place. The receive is complete with its last one.
+    fn fill(&mut self, frame: Frame, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+        let fits = |stream: &Stream| {
+            stream.id == frame.id
+                && stream.got < stream.asked
+                && (stream.got as u64, stream.open.message.span.bytes as u64) == (frame.value, frame.bytes)
+        };
+        let Some(place) = self.streams.iter().position(fits) else { return Err(self.nonsense(names, frame)) };
+        let stream = &mut self.streams[place];
+        let (span, begin) = (stream.open.message.span, stream.got);
+        stream.got += piece(frame.bytes, frame.value);
+        let end = stream.got;
+        self.awaited -= 1;
+        links.take(self.peer, Lane::Piece, bytes_mut(span, begin..end))?;
+        if end == span.bytes {
+            finished.extend(self.streams.remove(place).map(|stream| stream.open.ends(Ok(()), Some(self.peer))));
+            // Its sender keeps the staging of pieces until it hears that they were read.
+            self.say(links, Frame::bare(Kind::Credit), &[])?;
+        }
+        self.ask(links)
+    }
+
+    fn nonsense(&self, names: &Names, frame: Frame) -> Error {
+        let (peer, group) = (names.layout.describe(self.peer), &names.group);
+        Error::internal(format!("{peer} sent a frame that makes no sense in group \"{group}\": {frame:?}"))
+    }
+}
+
+impl Open {
+    fn ends(self, outcome: Result<()>, source: Option<Rank>) -> Finished {
+        Finished { ticket: self.ticket, completion: self.completion, outcome, source }
+    }
+
+    pub(super) fn fails(self, error: &Error) -> Finished {
+        self.ends(Err(error.clone()), None)
+    }
+}
+
+const _: () = assert!(SHORT < PIECE && SHORT as u64 + FOOTPRINT <= BACKLOG);

@@ -1,0 +1,427 @@
+//! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
+
+use super::links::{Lane, Links};
+use super::{Around, Messages, Names, TICKET_BIT};
+use crate::boot::hosts::{Layout, Placement};
+use crate::coll::call::Span;
+use crate::completion::Completion;
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+use crate::p2p::Message;
+use crate::rank::Rank;
+use crate::store::memory::MemoryStore;
+use crate::sys::host::Host;
+use std::collections::{HashMap, VecDeque};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What is on its way from one rank to another on a lane.
+#[derive(Default)]
+struct Wire {
+    sent: VecDeque<Vec<u8>>,
+    listening: VecDeque<usize>,
+}
+
+/// All connections of a test.
+#[derive(Default)]
+struct Net {
+    wires: Mutex<Wires>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Wires {
+    wires: HashMap<(Rank, Rank, usize), Wire>,
+    made: Vec<(Rank, Rank)>,
+    closed: Vec<(Rank, Rank)>,
+    /// Ranks whose bytes do not arrive any more.
+    cut: Vec<Rank>,
+}
+
+struct ThreadLinks {
+    net: Arc<Net>,
+    me: Rank,
+}
+
+impl ThreadLinks {
+    fn lock(&self) -> MutexGuard<'_, Wires> {
+        self.net.wires.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sleep<'a>(&self, wires: MutexGuard<'a, Wires>) -> MutexGuard<'a, Wires> {
+        self.net.changed.wait_timeout(wires, Duration::from_secs(1)).unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+impl Links for ThreadLinks {
+    fn make(&self, peer: Rank, name: &str, second: bool, _timeout: Duration) -> Result<()> {
+        assert_eq!((name, second), (format!("symm-pair/{}-{}", peer.min(self.me), peer.max(self.me)).as_str(), self.me > peer));
+        let mut wires = self.lock();
+        wires.made.push((self.me, peer));
+        self.net.changed.notify_all();
+        while !wires.made.contains(&(peer, self.me)) {
+            wires = self.sleep(wires);
+        }
+        Ok(())
+    }
+
+    fn send(&self, peer: Rank, frame: &[u8], lane: Lane, payload: &[u8]) -> Result<()> {
+        let mut wires = self.lock();
+        if wires.closed.contains(&(peer, self.me)) {
+            return Err(Error::peer("connection closed"));
+        }
+        if !wires.cut.contains(&self.me) {
+            wires.wires.entry((self.me, peer, Lane::Frame as usize)).or_default().sent.push_back(frame.to_vec());
+            if !payload.is_empty() {
+                wires.wires.entry((self.me, peer, lane as usize)).or_default().sent.push_back(payload.to_vec());
+            }
+        }
+        self.net.changed.notify_all();
+        Ok(())
+    }
+
+    fn confirm(&self, _peer: Rank, _sends: u64) {}
+
+    fn listen(&self, peer: Rank, lane: Lane, bytes: usize) -> Result<()> {
+        self.lock().wires.entry((peer, self.me, lane as usize)).or_default().listening.push_back(bytes);
+        Ok(())
+    }
+
+    fn wait(&self, peer: Rank, lane: Lane) -> Result<bool> {
+        let mut wires = self.lock();
+        loop {
+            if wires.closed.contains(&(self.me, peer)) {
+                return Ok(false);
+            }
+            let wire = wires.wires.entry((peer, self.me, lane as usize)).or_default();
+            let listening = *wire.listening.front().expect("something is listened for");
+            if let Some(sent) = wire.sent.front() {
+                assert_eq!(sent.len(), listening, "Gloo would end the process");
+                return Ok(true);
+            }
+            if wires.closed.contains(&(peer, self.me)) {
+                return Err(Error::peer("connection closed"));
+            }
+            wires = self.sleep(wires);
+        }
+    }
+
+    fn take(&self, peer: Rank, lane: Lane, into: &mut [u8]) -> Result<()> {
+        let mut wires = self.lock();
+        let wire = wires.wires.entry((peer, self.me, lane as usize)).or_default();
+        wire.listening.pop_front().expect("it is listened for");
+        into.copy_from_slice(&wire.sent.pop_front().expect("it has come"));
+        Ok(())
+    }
+
+    fn close(&self, peer: Rank) {
+        self.lock().closed.push((self.me, peer));
+        self.net.changed.notify_all();
+    }
+}
+
+/// The group of one rank.
+#[derive(Default)]
+struct Failure(Mutex<Option<Error>>);
+
+struct Group(Arc<Failure>);
+
+impl Around for Group {
+    fn error(&self) -> Option<Error> {
+        self.0.0.lock().expect("no panic").clone()
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        self.0.0.lock().expect("no panic").get_or_insert(error).clone()
+    }
+
+    fn cause(&self, _peer: Rank) -> Option<Error> {
+        self.error()
+    }
+}
+
+/// One rank in a test.
+struct Member {
+    messages: Arc<Messages>,
+    failure: Arc<Failure>,
+    net: Arc<Net>,
+    me: u32,
+}
+
+type Outcome = (Result<()>, Option<Rank>);
+
+impl Member {
+    fn start(&self, send: bool, peer: u32, tag: i32, data: &mut [u8], seconds: f64) -> Result<(u64, Receiver<Outcome>)> {
+        let (told, outcome) = channel();
+        let completion = Completion::new(move |outcome, source| told.send((outcome, source)).expect("somebody waits"));
+        let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
+        let message = Message { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None };
+        let (timeout, peer) = (Duration::from_secs_f64(seconds), Rank(peer));
+        let ticket = if send {
+            self.messages.send(peer, message, timeout, completion)
+        } else {
+            self.messages.recv(peer, message, timeout, completion)
+        };
+        Ok((ticket?, outcome))
+    }
+
+    fn finish(&self, (ticket, outcome): (u64, Receiver<Outcome>)) -> Outcome {
+        assert_ne!(ticket & TICKET_BIT, 0);
+        self.messages.wait(ticket, Some(Duration::from_secs(60))).expect("ends");
+        outcome.try_recv().expect("was told before wait returned")
+    }
+
+    fn isend(&self, peer: u32, tag: i32, data: &mut [u8]) -> (u64, Receiver<Outcome>) {
+        self.start(true, peer, tag, data, 60.0).expect("starts")
+    }
+
+    fn send(&self, peer: u32, tag: i32, data: &mut [u8]) {
+        let started = self.isend(peer, tag, data);
+        assert_eq!(self.finish(started), (Ok(()), None));
+    }
+
+    fn recv(&self, peer: u32, tag: i32, bytes: usize) -> Vec<u8> {
+        let mut data = vec![0xee; bytes];
+        let started = self.start(false, peer, tag, &mut data, 60.0).expect("starts");
+        assert_eq!(self.finish(started), (Ok(()), Some(Rank(peer))));
+        data
+    }
+}
+
+/// Runs `body` on ranks that are on `size` hosts; they leave in order afterwards.
+fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
+    let place = |rank: u32| Placement { host: Host { boot: rank.to_string(), ..Host::default() }, name: format!("node{rank}"), pid: 7 };
+    let layout = Arc::new(Layout::of(&(0..size).map(place).collect::<Vec<_>>()));
+    let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));
+    std::thread::scope(|scope| {
+        for me in 0..size {
+            let (layout, net, store, body) = (Arc::clone(&layout), Arc::clone(&net), Arc::clone(&store), &body);
+            scope.spawn(move || {
+                let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
+                let failure = Arc::<Failure>::default();
+                let names = Names { layout, me: Rank(me), group: "test".into() };
+                let messages = Messages::new(links, Box::new(Group(Arc::clone(&failure))), store, names);
+                body(&Member { messages: Arc::clone(&messages), failure, net, me });
+                messages.leave(Duration::from_secs(5));
+                assert!(messages.lock().threads.is_empty(), "all threads have ended");
+            });
+        }
+    });
+}
+
+fn data(seed: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (seed * 31 + at + (at >> 8) * 7 + (at >> 16) * 13) as u8).collect()
+}
+
+/// Nothing, one frame, frame and payload, offers, several pieces.
+const LENGTHS: [usize; 8] = [0, 1, 976, 977, 65_536, 65_537, 1_048_577, 7_340_035];
+
+#[test]
+fn every_length_comes_as_it_was() {
+    on_ranks(2, |member| {
+        for (seed, bytes) in LENGTHS.into_iter().enumerate() {
+            if member.me == 0 {
+                member.send(1, 5, &mut data(seed, bytes));
+            } else {
+                assert!(member.recv(0, 5, bytes) == data(seed, bytes), "{bytes} bytes");
+            }
+        }
+    });
+}
+
+#[test]
+fn both_ranks_send_first() {
+    on_ranks(2, |member| {
+        for bytes in LENGTHS {
+            let other = 1 - member.me;
+            let mut own = data(member.me as usize, bytes);
+            let sent = member.isend(other, 0, &mut own);
+            assert!(member.recv(other, 0, bytes) == data(other as usize, bytes), "{bytes} bytes");
+            assert_eq!(member.finish(sent), (Ok(()), None));
+        }
+        // Short ones need nobody who receives.
+        let other = 1 - member.me;
+        member.send(other, 1, &mut [member.me as u8; 600]);
+        assert_eq!(member.recv(other, 1, 600), [other as u8; 600]);
+    });
+}
+
+#[test]
+fn rings_in_which_everybody_sends_first_go_round() {
+    on_ranks(4, |member| {
+        let (next, before) = ((member.me + 1) % 4, (member.me + 3) % 4);
+        for round in 0..10 {
+            for bytes in [8, 3_000_000] {
+                let mut own = data(round + member.me as usize, bytes);
+                let sent = member.isend(next, round as i32, &mut own);
+                assert!(member.recv(before, round as i32, bytes) == data(round + before as usize, bytes));
+                assert_eq!(member.finish(sent), (Ok(()), None));
+            }
+        }
+    });
+}
+
+#[test]
+fn tags_may_be_received_in_any_order_and_equal_ones_keep_theirs() {
+    on_ranks(2, |member| {
+        let lengths = [70_000, 30, 2_000_000, 5];
+        if member.me == 0 {
+            let mut all: Vec<Vec<u8>> = (0..12).map(|number| data(number, lengths[number % 4])).collect();
+            let sent: Vec<_> = all.iter_mut().enumerate().map(|(number, data)| member.isend(1, number as i32 % 4, data)).collect();
+            sent.into_iter().for_each(|sent| assert_eq!(member.finish(sent), (Ok(()), None)));
+        } else {
+            for (number, tag) in [3, 2, 1, 0].into_iter().flat_map(|tag| [(tag, tag), (tag + 4, tag), (tag + 8, tag)]) {
+                assert!(member.recv(0, tag as i32, lengths[tag]) == data(number, lengths[tag]), "message {number} of tag {tag}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_flood_that_nobody_receives_yet_is_held_back_and_comes_later() {
+    on_ranks(2, |member| {
+        const COUNT: usize = 200;
+        if member.me == 0 {
+            let mut all: Vec<Vec<u8>> = (0..COUNT).map(|number| data(number, 60_000)).collect();
+            let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
+            let mut word = [0];
+            member.send(1, 1, &mut word);
+            let open = member.messages.lock().open.len();
+            assert!((100..COUNT).contains(&open), "{open} wait for a receive: 4 MiB are on their way");
+            member.send(1, 2, &mut word);
+            sent.into_iter().for_each(|sent| assert_eq!(member.finish(sent), (Ok(()), None)));
+        } else {
+            member.recv(0, 1, 1);
+            member.recv(0, 2, 1);
+            (0..COUNT).for_each(|number| assert!(member.recv(0, 0, 60_000) == data(number, 60_000), "message {number}"));
+        }
+    });
+}
+
+#[test]
+fn lengths_that_differ_are_an_error_at_the_receiver() {
+    for bytes in [4, 5000, 3_000_000] {
+        on_ranks(2, |member| {
+            if member.me == 0 {
+                let mut own = data(0, bytes);
+                let sent = member.isend(1, 3, &mut own);
+                let (outcome, _) = member.finish(sent);
+                // A short one has left its sender by then.
+                assert!(if bytes > 65_536 { outcome.is_err() } else { outcome.is_ok() }, "{outcome:?}");
+            } else {
+                let mut into = vec![0xee; bytes + 4];
+                let started = member.start(false, 0, 3, &mut into, 60.0).expect("starts");
+                let error = member.finish(started).0.expect_err("they differ");
+                assert_eq!(error.kind, Kind::Mismatch, "{error}");
+                let text = format!(
+                    "rank 0 (host \"node0\", pid 7) sent {bytes} bytes (uint8, tag 3) to rank 1 (host \"node1\", pid 7) in group \"test\", \
+                     whose recv expects {} (uint8)",
+                    bytes + 4
+                );
+                assert_eq!(error.message, text);
+                assert!(into.iter().all(|&byte| byte == 0xee), "nothing was written");
+                assert_eq!(member.failure.0.lock().expect("no panic").as_ref(), Some(&error), "the group has failed");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_deadline_names_the_peer_and_ends_the_group() {
+    on_ranks(2, |member| {
+        if member.me == 1 {
+            std::thread::sleep(Duration::from_millis(600));
+            return;
+        }
+        let (begun, mut into) = (Instant::now(), [0xee; 12]);
+        let started = member.start(false, 1, 9, &mut into, 0.2).expect("starts");
+        let error = member.finish(started).0.expect_err("nobody comes");
+        let took = begun.elapsed();
+        assert_eq!(error.kind, Kind::Timeout, "{error}");
+        let text = "s until its timeout in recv(12 bytes, uint8, tag 9) of group \"test\" for rank 1 (host \"node1\", pid 7), \
+                    which has begun no message with it";
+        assert!(error.message.ends_with(text), "{error}");
+        assert!((200..500).contains(&took.as_millis()), "{took:?}");
+        let again = member.start(true, 1, 0, &mut into, 5.0).expect_err("it has failed");
+        assert_eq!(again, error);
+    });
+}
+
+#[test]
+fn after_a_late_message_nothing_reaches_its_tensor() {
+    on_ranks(2, |member| {
+        member.send(1 - member.me, 0, &mut [1]);
+        member.recv(1 - member.me, 0, 1);
+        if member.me == 1 {
+            member.net.wires.lock().expect("no panic").cut.push(Rank(1));
+            let mut own = data(1, 3_000_000);
+            let sent = member.isend(0, 4, &mut own);
+            assert!(member.finish(sent).0.is_err(), "the other has closed the connection");
+            return;
+        }
+        let mut into = vec![0xee; 3_000_000];
+        let started = member.start(false, 1, 4, &mut into, 0.2).expect("starts");
+        let error = member.finish(started).0.expect_err("nothing comes");
+        assert!(error.message.ends_with("for rank 1 (host \"node1\", pid 7), which did not send it"), "{error}");
+        assert!(into.iter().all(|&byte| byte == 0xee));
+    });
+}
+
+#[test]
+fn abort_and_the_groups_failure_release_who_waits() {
+    for by_failure in [false, true] {
+        on_ranks(2, |member| {
+            if member.me == 1 {
+                std::thread::sleep(Duration::from_millis(400));
+                return;
+            }
+            let mut into = [0; 4];
+            let started = member.start(false, 1, 0, &mut into, 60.0).expect("starts");
+            let begun = Instant::now();
+            let error = Error::aborted("it is over");
+            if by_failure {
+                *member.failure.0.lock().expect("no panic") = Some(error.clone());
+            } else {
+                member.messages.close(&error);
+            }
+            assert_eq!(member.finish(started).0, Err(error));
+            assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
+        });
+    }
+}
+
+#[test]
+fn who_leaves_has_been_read_and_who_needs_it_then_hears_of_it() {
+    on_ranks(2, |member| {
+        if member.me == 0 {
+            (0..20).for_each(|number| member.send(1, 0, &mut data(number, 1000 * number)));
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        (0..20).for_each(|number| assert!(member.recv(0, 0, 1000 * number) == data(number, 1000 * number)));
+        let mut into = [0; 4];
+        let started = member.start(false, 0, 0, &mut into, 60.0).expect("starts");
+        let error = member.finish(started).0.expect_err("nobody is there");
+        assert_eq!(error.kind, Kind::Peer, "{error}");
+        assert!(error.message.contains("lost its connection to rank 0 (host \"node0\", pid 7)"), "{error}");
+    });
+}
+
+#[test]
+fn a_wait_may_end_before_its_message() {
+    on_ranks(2, |member| {
+        if member.me == 0 {
+            let mut into = [0; 4];
+            let (ticket, outcome) = member.start(false, 1, 0, &mut into, 60.0).expect("starts");
+            let error = member.messages.wait(ticket, Some(Duration::from_millis(50))).expect_err("nothing has come");
+            assert_eq!(error.kind, Kind::WaitTimeout);
+            member.send(1, 1, &mut [0]);
+            assert_eq!(member.finish((ticket, outcome)), (Ok(()), Some(Rank(1))));
+            assert_eq!(into, [7; 4]);
+        } else {
+            member.recv(0, 1, 1);
+            member.send(0, 0, &mut [7; 4]);
+        }
+    });
+}

@@ -1,0 +1,44 @@
+// Backends of somebody else's, such as Gloo, between two ranks each: the core's links between hosts.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "hosts/backend_rail.hpp"
+#include "symm_bridge.hpp"
+
+namespace symm {
+
+struct Link;
+
+// All bytes go through tensors of its own, which a transfer that was given up keeps alive as long as the backend uses them.
+class BackendLinks final : public LinksHandle {
+ public:
+  BackendLinks(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+
+  Status make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept override;
+  Status send(uint32_t peer, rust::Slice<const uint8_t> frame, int32_t lane, rust::Slice<const uint8_t> payload)
+      const noexcept override;
+  void confirm(uint32_t peer, uint64_t sends) const noexcept override;
+  Status listen(uint32_t peer, int32_t lane, size_t bytes) const noexcept override;
+  Status wait(uint32_t peer, int32_t lane) const noexcept override;
+  Status take(uint32_t peer, int32_t lane, rust::Slice<uint8_t> into) const noexcept override;
+  void close(uint32_t peer) const noexcept override;
+
+ private:
+  // Link to `peer`; throws where there is none.
+  std::shared_ptr<Link> link(uint32_t peer) const;
+
+  std::string group_;
+  c10::intrusive_ptr<::c10d::Store> store_;
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  mutable std::map<uint32_t, std::shared_ptr<Link>> links_;
+};
+
+} // namespace symm
