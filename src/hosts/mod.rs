@@ -180,7 +180,7 @@ impl HostsGroup {
             })?;
         }
         let joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
-        joined.send_by(Arc::new(links), Arc::clone(store));
+        joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![barrier(None)], limit.left())?;
         if options.is_default {
@@ -198,9 +198,9 @@ impl HostsGroup {
     }
 
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
-    fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>) {
+    fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>, globals: Vec<i32>) {
         let whole = Whole { inner: Arc::clone(&self.inner), layout: Arc::clone(&self.layout), shared: Arc::clone(&self.shared) };
-        let names = Names { layout: Arc::clone(&self.layout), me: self.rank, group: self.inner.control().name().to_owned() };
+        let names = Names { layout: Arc::clone(&self.layout), me: self.rank, group: self.inner.control().name().to_owned(), globals };
         let _ = self.messages.set(Messages::new(links, Box::new(whole), store, names));
     }
 
@@ -225,9 +225,10 @@ impl HostsGroup {
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
+            let far = Some(messages.global(peer));
             return self
                 .inner
-                .recorded(true, &message, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
+                .recorded(true, &message, far, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
         }
         let (message, completion) = self.on_this_host("send", message, completion)?;
         self.inner.send(message, completion)
@@ -236,9 +237,10 @@ impl HostsGroup {
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
+            let far = Some(messages.global(peer));
             return self
                 .inner
-                .recorded(false, &message, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
+                .recorded(false, &message, far, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
         }
         let (message, completion) = self.on_this_host("recv", message, completion)?;
         self.inner.recv(message, completion)

@@ -71,6 +71,8 @@ pub(super) struct Entry {
     pub(super) sequence: u64,
     pub(super) place: Target,
     pub(super) asynchronous: bool,
+    /// The peer is on another host: its number is that in the default group.
+    pub(super) far: bool,
     pub(super) timeout_ms: u64,
     /// Readings of `clock::now`; 0: not yet.
     pub(super) created: u64,
@@ -91,6 +93,7 @@ impl Entry {
         sequence: 0,
         place: Target::Host,
         asynchronous: false,
+        far: false,
         timeout_ms: 0,
         created: 0,
         started: 0,

@@ -152,11 +152,20 @@ impl Recorder {
 
     /// Notes a send or receive that begins now; returns its number.
     pub fn message(&self, send: bool, message: &Message, timeout: Duration, place: Target) -> u64 {
+        self.add_message(send, message, timeout, place, false)
+    }
+
+    /// Notes, as `message` does, one with a rank of another host; its peer is a global rank.
+    pub fn far_message(&self, send: bool, message: &Message, timeout: Duration) -> u64 {
+        self.add_message(send, message, timeout, Target::Host, true)
+    }
+
+    fn add_message(&self, send: bool, message: &Message, timeout: Duration, place: Target, far: bool) -> u64 {
         let (number, created) = (self.journal.ring.take(1), clock::now());
         let sequence = self.messages.fetch_add(1, Ordering::Relaxed) + 1;
         let (group, asynchronous, timeout_ms) = (self.group, true, milliseconds(timeout));
         let entry = Entry::of_message(send, message);
-        let entry = Entry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, ..entry };
+        let entry = Entry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, far, ..entry };
         self.journal.ring.put(Entry { state: State::Started, ..entry });
         number
     }
@@ -209,6 +218,7 @@ impl Observer for Recorder {
             entry.end(outcome, at);
             if let What::Receive { peer, .. } = &mut entry.what
                 && source.is_some()
+                && !entry.far
             {
                 *peer = source;
             }

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +151,136 @@ def test_a_pipeline_over_hosts_has_the_values_of_one_host() -> None:
     here = ranks.run_ranks(pipeline, 4)
     there = run_hosts(pipeline, (2, 2))
     assert there[0] == there[3] and there[0] == pytest.approx(here[0], rel=1e-5)
+
+
+def traffic(rank: int, world_size: int) -> None:
+    """Messages of all lengths between random ranks, awaited in any order, with a collective beside them."""
+    plan = random.Random(5)
+    for turn in range(6):
+        messages = []
+        for number in range(40):
+            source, destination = plan.sample(range(world_size), 2)
+            messages.append(
+                (number, source, destination, plan.randrange(3), plan.choice([0, 3, 900, 5000, 70_000, 2_000_000]))
+            )
+        mine = [message for message in messages if rank in message[1:3]]
+        works = []
+        for number, source, destination, tag, count in sorted(
+            mine, key=lambda message: (message[1] == rank) != (rank % 2 == 0)
+        ):
+            value = (number * 7 + turn) % 251
+            if source == rank:
+                tensor = torch.full((count,), value, dtype=torch.uint8)
+                works.append((dist.isend(tensor, destination, tag=tag), tensor, value))
+            else:
+                tensor = torch.full((count,), 255, dtype=torch.uint8)
+                works.append((dist.irecv(tensor, source, tag=tag), tensor, value))
+        ones = torch.ones(10)
+        collective = dist.all_reduce(ones, async_op=True)
+        random.Random(rank).shuffle(works)
+        for work, tensor, value in works:
+            assert work is not None
+            work.wait()
+            assert bool((tensor == value).all())
+        assert collective is not None
+        collective.wait()
+        assert ones[0].item() == world_size
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=str)
+def test_random_traffic_beside_collectives(layout: tuple[int, ...]) -> None:
+    run_hosts(traffic, layout)
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def threads(rank: int, world_size: int) -> None:
+    dist.barrier()
+    joined = held()
+    group = dist.new_group()
+    both = held()
+    peer = (rank + 2) % 4
+    for _ in range(3):
+        sent = dist.isend(torch.ones(5), peer, group=group)
+        dist.recv(torch.zeros(5), peer, group=group)
+        assert sent is not None
+        sent.wait()
+    used = held()
+    # The thread that looks at deadlines, one for the peer, and Gloo's three.
+    assert used[0] - both[0] <= 5, (joined, both, used)
+    del sent
+    begun = time.monotonic()
+    dist.destroy_process_group(group)
+    assert time.monotonic() - begun < 0.9
+    del group
+    deadline = time.monotonic() + 5
+    while held() > joined and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert held() <= joined, (joined, both, used)
+
+
+def test_messages_need_few_threads_and_leave_nothing_behind() -> None:
+    run_hosts(threads, (2, 2))
+
+
+def stopped(rank: int, world_size: int) -> None:
+    got = torch.zeros(300_000)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+        dist.recv(got, 1)
+        assert bool((got == 3).all())
+        return
+    dist.recv(got[:1], 0)
+    child = os.fork()
+    if child == 0:
+        time.sleep(1.5)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    dist.send(torch.full((300_000,), 3.0), 0)
+    os.waitpid(child, 0)
+
+
+def test_a_peer_that_was_stopped_goes_on() -> None:
+    run_hosts(stopped, (1, 1))
+
+
+def anew(rank: int, world_size: int) -> None:
+    with contextlib.suppress(dist.DistBackendError):
+        if rank == 0:
+            dist.recv(torch.zeros(2), 1)
+        else:
+            dist.send(torch.zeros(3), 0)
+            dist.barrier()
+    ranks.meet("failed", rank, world_size)
+    dist.destroy_process_group()
+    ranks.init(rank, world_size, name="again")
+    got = torch.zeros(2)
+    dist.send(torch.ones(2), 0) if rank else dist.recv(got, 1)
+    assert rank or got.tolist() == [1, 1]
+
+
+def test_a_new_group_serves_after_a_failure() -> None:
+    run_hosts(anew, (1, 1))
+
+
+def recorded(rank: int, world_size: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank not in (1, 2):
+        return
+    peer = 3 - rank
+    dist.send(torch.ones(2), peer, group=group, tag=6) if rank == 1 else dist.recv(
+        torch.ones(2), peer, group=group, tag=6
+    )
+    dump = json.loads(Path(torch_symm.dump_trace()).read_text())
+    calls = [call for call in dump["calls"] if call["op"] in ("send", "recv")]
+    assert [(call["peer"], call["far"], call["tag"], call["state"]) for call in calls] == [(peer, True, 6, "completed")]
+
+
+def test_the_trace_names_the_peer_by_its_global_rank() -> None:
+    run_hosts(recorded, (2, 2))
 
 
 def subgroup(rank: int, world_size: int) -> None:

@@ -29,6 +29,8 @@ class Call:
     elements: int
     itemsize: int
     peer: int | None
+    #: The peer is on another host; its number is that in the default group.
+    far: bool
     even: bool
     bytes_in: int
     bytes_out: int
@@ -193,6 +195,7 @@ def _call(data: dict[str, Any]) -> Call:
         elements=elements,
         itemsize=max(1, int(data["itemsize"])),
         peer=_number(data["peer"]),
+        far=bool(data.get("far")),
         even=bool(data["even"]),
         bytes_in=bytes_in,
         bytes_out=bytes_out,

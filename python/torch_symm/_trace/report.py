@@ -157,7 +157,7 @@ def _messages(group: Group) -> Iterator[str]:
         for call in view.calls:
             if not call.message or call.state == "completed" or (call.cuda and call.state == "started"):
                 continue
-            other = "any rank" if call.peer is None else f"rank {call.peer}"
+            other = "any rank" if call.peer is None else f"{'global ' if call.far else ''}rank {call.peer}"
             way = "to" if call.op == "send" else "from"
             how = f"{call.outcome} after" if call.state == "failed" else "under way for"
             yield f"rank {rank}: {call.text} {way} {other}: {how} {_seconds(call, view):.1f} s"

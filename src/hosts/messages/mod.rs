@@ -59,6 +59,8 @@ pub(super) struct Names {
     pub(super) layout: Arc<Layout>,
     pub(super) me: Rank,
     pub(super) group: String,
+    /// Ranks of the members in the default group; empty: the same as here.
+    pub(super) globals: Vec<i32>,
 }
 
 struct Finished {
@@ -101,6 +103,11 @@ impl Messages {
     pub(super) fn new(links: Arc<dyn Links>, around: Box<dyn Around>, store: Arc<dyn Store>, names: Names) -> Arc<Self> {
         let (changed, begun, generation) = (Condvar::new(), Condvar::new(), fork::generation());
         Arc::new(Self { links, around, store, names, state: Mutex::default(), changed, begun, generation })
+    }
+
+    /// The number of `rank` in the default group.
+    pub(super) fn global(&self, rank: Rank) -> Rank {
+        self.names.globals.get(rank.index()).map_or(rank, |&global| Rank(global as u32))
     }
 
     /// Starts a send to `peer`.
@@ -167,6 +174,7 @@ impl Messages {
 
     /// Returns once the completion of `ticket` has been called.
     pub(super) fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        self.check_process()?;
         let (since, mut interrupts) = (Instant::now(), Interrupts::new());
         loop {
             interrupts.check()?;
@@ -387,7 +395,17 @@ impl Messages {
         self.end(error, Duration::ZERO);
     }
 
+    /// A forked child has none of the threads, and its copy of the lock may be held for ever.
+    fn check_process(&self) -> Result<()> {
+        let ours = self.generation == fork::generation();
+        let group = &self.names.group;
+        if ours { Ok(()) } else { Err(Error::config(format!("group \"{group}\" was made by another process, of which this is a child"))) }
+    }
+
     fn end(&self, error: &Error, limit: Duration) {
+        if self.check_process().is_err() {
+            return;
+        }
         let mut state = self.lock();
         let error = state.closed.get_or_insert_with(|| error.clone()).clone();
         let finished = state.pairs.values_mut().flat_map(Pair::take_all).map(|open| open.fails(&error)).collect();
@@ -404,7 +422,7 @@ impl Messages {
 
     /// Leaves once peers have read what was sent, or `limit` has passed; what is open then fails.
     pub(super) fn leave(&self, limit: Duration) {
-        if self.generation != fork::generation() {
+        if self.check_process().is_err() {
             return;
         }
         let (deadline, failed) = (Instant::now() + limit.min(RELEASE), self.around.error().is_some());
@@ -415,8 +433,7 @@ impl Messages {
                 // A connection that has just ended has nobody who reads.
                 let _ = pair.say_bye(&*self.links);
             }
-            let unread = |pair: &Pair| matches!(pair.phase, Phase::Open) && pair.confirmed < pair.sent;
-            while state.pairs.values().any(unread) && state.closed.is_none() {
+            while state.pairs.values().any(Pair::is_unread) && state.closed.is_none() {
                 let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
                 state = self.changed.wait_timeout(state, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner).0;
             }

@@ -79,8 +79,10 @@ pub(super) struct Pair {
     /// Pieces that were asked for and have not come.
     awaited: usize,
     /// Frames sent, and how many of them the peer has read.
-    pub(super) sent: u64,
-    pub(super) confirmed: u64,
+    sent: u64,
+    confirmed: u64,
+    /// How many there were when this rank said that it leaves.
+    last: u64,
     /// Frames read, and what the peer knows of that.
     read: u64,
     told_read: u64,
@@ -124,6 +126,7 @@ impl Pair {
             awaited: 0,
             sent: 0,
             confirmed: 0,
+            last: 0,
             read: 0,
             told_read: 0,
             short: 0,
@@ -163,7 +166,14 @@ impl Pair {
 
     /// Tells the peer that this rank leaves.
     pub(super) fn say_bye(&mut self, links: &dyn Links) -> Result<()> {
-        self.say(links, Frame::bare(Kind::Bye), &[])
+        let said = self.say(links, Frame::bare(Kind::Bye), &[]);
+        self.last = self.sent;
+        said
+    }
+
+    /// Whether the peer is there and has not read yet that this rank leaves. It need not read what this rank answers meanwhile.
+    pub(super) fn is_unread(&self) -> bool {
+        matches!(self.phase, Phase::Open) && self.confirmed < self.last
     }
 
     /// Begins the sends that came before the connection.

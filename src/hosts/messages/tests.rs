@@ -200,10 +200,12 @@ fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
             scope.spawn(move || {
                 let links = Arc::new(ThreadLinks { net: Arc::clone(&net), me: Rank(me) });
                 let failure = Arc::<Failure>::default();
-                let names = Names { layout, me: Rank(me), group: "test".into() };
+                let names = Names { layout, me: Rank(me), group: "test".into(), globals: Vec::new() };
                 let messages = Messages::new(links, Box::new(Group(Arc::clone(&failure))), store, names);
                 body(&Member { messages: Arc::clone(&messages), failure, net, me });
+                let begun = Instant::now();
                 messages.leave(Duration::from_secs(5));
+                assert!(begun.elapsed() < Duration::from_millis(900), "leaving has waited for nothing: {:?}", begun.elapsed());
                 assert!(messages.lock().threads.is_empty(), "all threads have ended");
             });
         }
