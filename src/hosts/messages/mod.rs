@@ -150,10 +150,11 @@ impl Messages {
             self.begun.notify_all();
         }
         drop(state);
-        self.settle(finished);
+        // The group has failed by the time that anybody hears of it.
         if let Err(error) = added {
             self.lose(peer, error);
         }
+        self.settle(finished);
         Ok(ticket)
     }
 
@@ -297,11 +298,14 @@ impl Messages {
             let reacted = pair.react(frame, short, &*self.links, &self.names, &mut finished);
             let leaving = state.leaving;
             drop(state);
+            let failed = reacted.map_err(|error| self.lose(peer, error)).is_err();
             self.settle(finished);
+            if failed {
+                return Ok(());
+            }
             if leaving {
                 self.changed.notify_all();
             }
-            reacted?;
         }
     }
 
