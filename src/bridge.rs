@@ -238,11 +238,11 @@ pub mod ffi {
         /// once the link has been closed.
         type LinksHandle;
         fn make(self: &LinksHandle, peer: u32, name: &str, second: bool, timeout_ms: i64) -> Status;
-        fn send(self: &LinksHandle, peer: u32, frame: &[u8], lane: i32, payload: &[u8]) -> Status;
+        fn send(self: &LinksHandle, peer: u32, frame: &[u8], traffic: i32, payload: &[u8]) -> Status;
         fn confirm(self: &LinksHandle, peer: u32, sends: u64);
-        fn listen(self: &LinksHandle, peer: u32, lane: i32, bytes: usize) -> Status;
-        fn wait(self: &LinksHandle, peer: u32, lane: i32) -> Status;
-        fn take(self: &LinksHandle, peer: u32, lane: i32, into: &mut [u8]) -> Status;
+        fn listen(self: &LinksHandle, peer: u32, traffic: i32, bytes: usize) -> Status;
+        fn wait(self: &LinksHandle, peer: u32, traffic: i32) -> Status;
+        fn take(self: &LinksHandle, peer: u32, traffic: i32, into: &mut [u8]) -> Status;
         fn close(self: &LinksHandle, peer: u32);
         /// Handle of Python's signals.
         type InterruptHandle;

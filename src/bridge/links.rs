@@ -4,7 +4,7 @@
 use super::ffi::LinksHandle;
 use super::rail::{milliseconds, outcome};
 use crate::error::{Error, Kind, Result};
-use crate::hosts::messages::links::{Lane, Links};
+use crate::hosts::messages::links::{Links, Traffic};
 use crate::rank::Rank;
 use std::time::Duration;
 
@@ -31,8 +31,8 @@ impl Links for BackendLinks {
         outcome(self.handle()?.make(peer.0, name, second, milliseconds(timeout)))
     }
 
-    fn send(&self, peer: Rank, frame: &[u8], lane: Lane, payload: &[u8]) -> Result<()> {
-        outcome(self.handle()?.send(peer.0, frame, lane as i32, payload))
+    fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
+        outcome(self.handle()?.send(peer.0, frame, traffic as i32, payload))
     }
 
     fn confirm(&self, peer: Rank, sends: u64) {
@@ -41,20 +41,20 @@ impl Links for BackendLinks {
         }
     }
 
-    fn listen(&self, peer: Rank, lane: Lane, bytes: usize) -> Result<()> {
-        outcome(self.handle()?.listen(peer.0, lane as i32, bytes))
+    fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
+        outcome(self.handle()?.listen(peer.0, traffic as i32, bytes))
     }
 
-    fn wait(&self, peer: Rank, lane: Lane) -> Result<bool> {
-        match outcome(self.handle()?.wait(peer.0, lane as i32)) {
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<bool> {
+        match outcome(self.handle()?.wait(peer.0, traffic as i32)) {
             Ok(()) => Ok(true),
             Err(error) if error.kind == Kind::Aborted => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    fn take(&self, peer: Rank, lane: Lane, into: &mut [u8]) -> Result<()> {
-        outcome(self.handle()?.take(peer.0, lane as i32, into))
+    fn take(&self, peer: Rank, traffic: Traffic, into: &mut [u8]) -> Result<()> {
+        outcome(self.handle()?.take(peer.0, traffic as i32, into))
     }
 
     fn close(&self, peer: Rank) {

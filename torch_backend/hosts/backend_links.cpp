@@ -36,15 +36,15 @@ struct Link {
   // Calls of `send` that have not been confirmed, the oldest first, and how many have been.
   std::deque<std::vector<Staged>> sends;
   uint64_t confirmed = 0;
-  // What is listened for, by lane, the oldest first.
+  // What is listened for, by class of traffic, the oldest first.
   std::array<std::deque<Staged>, 3> listening;
 
   // Hands over a copy of `bytes`. mutex must be held.
-  Staged send(rust::Slice<const uint8_t> bytes, int32_t lane) {
+  Staged send(rust::Slice<const uint8_t> bytes, int32_t traffic) {
     Staged part{staged(bytes.size()), nullptr};
     std::memcpy(part.staging.data_ptr(), bytes.data(), bytes.size());
     std::vector<at::Tensor> tensors{part.staging};
-    part.work = backend->send(tensors, other, lane);
+    part.work = backend->send(tensors, other, traffic);
     return part;
   }
 
@@ -75,7 +75,7 @@ Status BackendLinks::make(uint32_t peer, rust::Str name, bool second, int64_t ti
 Status BackendLinks::send(
     uint32_t peer,
     rust::Slice<const uint8_t> frame,
-    int32_t lane,
+    int32_t traffic,
     rust::Slice<const uint8_t> payload) const noexcept {
   return attempted([&] {
     const auto link = this->link(peer);
@@ -84,7 +84,7 @@ Status BackendLinks::send(
     std::vector<Staged> parts;
     parts.push_back(link->send(frame, 0));
     if (!payload.empty()) {
-      parts.push_back(link->send(payload, lane));
+      parts.push_back(link->send(payload, traffic));
     }
     link->sends.push_back(std::move(parts));
   });
@@ -101,19 +101,19 @@ void BackendLinks::confirm(uint32_t peer, uint64_t sends) const noexcept {
   });
 }
 
-Status BackendLinks::listen(uint32_t peer, int32_t lane, size_t bytes) const noexcept {
+Status BackendLinks::listen(uint32_t peer, int32_t traffic, size_t bytes) const noexcept {
   return attempted([&] {
     const auto link = this->link(peer);
     const std::lock_guard<std::mutex> lock(link->mutex);
     link->check_open();
     Staged part{staged(bytes), nullptr};
     std::vector<at::Tensor> tensors{part.staging};
-    part.work = link->backend->recv(tensors, link->other, lane);
-    link->listening.at(static_cast<size_t>(lane)).push_back(std::move(part));
+    part.work = link->backend->recv(tensors, link->other, traffic);
+    link->listening.at(static_cast<size_t>(traffic)).push_back(std::move(part));
   });
 }
 
-Status BackendLinks::wait(uint32_t peer, int32_t lane) const noexcept {
+Status BackendLinks::wait(uint32_t peer, int32_t traffic) const noexcept {
   bool closed = false;
   const auto status = attempted([&] {
     const auto link = this->link(peer);
@@ -124,8 +124,8 @@ Status BackendLinks::wait(uint32_t peer, int32_t lane) const noexcept {
       if (closed) {
         return;
       }
-      const auto& listening = link->listening.at(static_cast<size_t>(lane));
-      TORCH_CHECK(!listening.empty(), "nothing is listened for in lane ", lane);
+      const auto& listening = link->listening.at(static_cast<size_t>(traffic));
+      TORCH_CHECK(!listening.empty(), "nothing is listened for of class ", traffic);
       work = listening.front().work;
     }
     try {
@@ -142,12 +142,12 @@ Status BackendLinks::wait(uint32_t peer, int32_t lane) const noexcept {
   return closed ? Status{Kind::Aborted, "the connection has been closed"} : status;
 }
 
-Status BackendLinks::take(uint32_t peer, int32_t lane, rust::Slice<uint8_t> into) const noexcept {
+Status BackendLinks::take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept {
   return attempted([&] {
     const auto link = this->link(peer);
     const std::lock_guard<std::mutex> lock(link->mutex);
-    auto& listening = link->listening.at(static_cast<size_t>(lane));
-    TORCH_CHECK(!listening.empty(), "nothing has come in lane ", lane);
+    auto& listening = link->listening.at(static_cast<size_t>(traffic));
+    TORCH_CHECK(!listening.empty(), "nothing has come of class ", traffic);
     const auto& staging = listening.front().staging;
     TORCH_CHECK(static_cast<size_t>(staging.numel()) == into.size(), staging.numel(), " bytes have come, not ", into.size());
     std::memcpy(into.data(), staging.data_ptr(), into.size());
@@ -176,8 +176,8 @@ void BackendLinks::close(uint32_t peer) const noexcept {
       listening.swap(link->listening);
       backend = std::move(link->backend);
     }
-    for (const auto& lane : listening) {
-      for (const auto& part : lane) {
+    for (const auto& traffic : listening) {
+      for (const auto& part : traffic) {
         part.work->abort();
       }
     }

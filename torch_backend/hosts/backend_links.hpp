@@ -22,12 +22,12 @@ class BackendLinks final : public LinksHandle {
   BackendLinks(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
 
   Status make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept override;
-  Status send(uint32_t peer, rust::Slice<const uint8_t> frame, int32_t lane, rust::Slice<const uint8_t> payload)
+  Status send(uint32_t peer, rust::Slice<const uint8_t> frame, int32_t traffic, rust::Slice<const uint8_t> payload)
       const noexcept override;
   void confirm(uint32_t peer, uint64_t sends) const noexcept override;
-  Status listen(uint32_t peer, int32_t lane, size_t bytes) const noexcept override;
-  Status wait(uint32_t peer, int32_t lane) const noexcept override;
-  Status take(uint32_t peer, int32_t lane, rust::Slice<uint8_t> into) const noexcept override;
+  Status listen(uint32_t peer, int32_t traffic, size_t bytes) const noexcept override;
+  Status wait(uint32_t peer, int32_t traffic) const noexcept override;
+  Status take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept override;
   void close(uint32_t peer) const noexcept override;
 
  private:

@@ -1,6 +1,6 @@
 //! Frame: what one rank says to another between hosts. All have one length; a backend may end the process where lengths differ.
 
-use super::links::Lane;
+use super::links::Traffic;
 
 /// Kind of a frame.
 #[repr(u8)]
@@ -56,19 +56,19 @@ impl Frame {
         Self { kind, dtype: 0, tag: 0, id: 0, bytes: 0, value: 0, read: 0, matched: 0 }
     }
 
-    /// The frame with as much of `payload` as it holds, and the lane for the whole payload if that is not all.
-    pub(super) fn encode(&self, payload: &[u8]) -> ([u8; FRAME], Option<Lane>) {
+    /// The frame with as much of `payload` as it holds, and the class of traffic for the whole payload if that is not all.
+    pub(super) fn encode(&self, payload: &[u8]) -> ([u8; FRAME], Option<Traffic>) {
         let mut bytes = [0; FRAME];
         bytes[0] = self.kind as u8;
         bytes[1] = self.dtype;
         bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
         let words = [self.id, self.bytes, self.value, self.read, self.matched];
         bytes[8..HEAD].chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
-        let lane = self.lane();
-        if lane.is_none() {
+        let traffic = self.traffic();
+        if traffic.is_none() {
             bytes[HEAD..HEAD + payload.len()].copy_from_slice(payload);
         }
-        (bytes, lane)
+        (bytes, traffic)
     }
 
     /// The head of a frame; `None` if it makes no sense.
@@ -104,11 +104,11 @@ impl Frame {
         }
     }
 
-    /// Lane of what comes with the frame; `None`: it is in the frame.
-    pub(super) fn lane(&self) -> Option<Lane> {
+    /// Class of traffic of what comes with the frame; `None`: it is in the frame.
+    pub(super) fn traffic(&self) -> Option<Traffic> {
         match self.kind {
-            Kind::Eager => (self.payload() > INLINE).then_some(Lane::Short),
-            Kind::Piece => Some(Lane::Piece),
+            Kind::Eager => (self.payload() > INLINE).then_some(Traffic::Short),
+            Kind::Piece => Some(Traffic::Piece),
             Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => None,
         }
     }
@@ -131,14 +131,14 @@ mod tests {
     #[test]
     fn frames_come_back_as_they_were_and_nonsense_does_not() {
         let frame = Frame { kind: Kind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0, read: 9, matched: u64::MAX };
-        let (bytes, lane) = frame.encode(&[1, 2, 3]);
-        assert_eq!((Frame::decode(&bytes), lane), (Some(frame), None));
+        let (bytes, traffic) = frame.encode(&[1, 2, 3]);
+        assert_eq!((Frame::decode(&bytes), traffic), (Some(frame), None));
         assert_eq!(frame.inline(&bytes), [1, 2, 3]);
         let long = Frame { bytes: INLINE as u64 + 1, ..frame };
-        assert_eq!(long.encode(&[0; INLINE + 1]).1, Some(Lane::Short));
+        assert_eq!(long.encode(&[0; INLINE + 1]).1, Some(Traffic::Short));
         assert_eq!(Frame { bytes: INLINE as u64, ..frame }.encode(&[5; INLINE]).1, None);
         let piece = Frame { kind: Kind::Piece, bytes: PIECE as u64 + 5, value: PIECE as u64, ..frame };
-        assert_eq!((piece.payload(), piece.lane()), (5, Some(Lane::Piece)));
+        assert_eq!((piece.payload(), piece.traffic()), (5, Some(Traffic::Piece)));
         for wrong in [Frame { bytes: SHORT as u64 + 1, ..frame }, Frame { value: 1, ..piece }, Frame { value: 2 * PIECE as u64, ..piece }] {
             assert_eq!(Frame::decode(&Frame { kind: wrong.kind, ..wrong }.encode_head()), None, "{wrong:?}");
         }

@@ -22,7 +22,7 @@ use crate::sync::limit::Limit;
 use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::{fork, thread};
 use frame::{FRAME, Frame};
-use links::{Lane, Links};
+use links::{Links, Traffic};
 use pair::{Open, Pair, Phase};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -244,7 +244,7 @@ impl Messages {
             return Ok(false);
         }
         for _ in 0..DEPTH {
-            self.links.listen(peer, Lane::Frame, FRAME)?;
+            self.links.listen(peer, Traffic::Frame, FRAME)?;
         }
         let (mut state, mut finished) = (self.lock(), Vec::new());
         let begun = match state.pairs.get_mut(&peer) {
@@ -265,30 +265,30 @@ impl Messages {
     fn listen(&self, peer: Rank) -> Result<()> {
         loop {
             let mut bytes = [0; FRAME];
-            if !self.links.wait(peer, Lane::Frame)? {
+            if !self.links.wait(peer, Traffic::Frame)? {
                 return Ok(());
             }
-            self.links.take(peer, Lane::Frame, &mut bytes)?;
-            self.links.listen(peer, Lane::Frame, FRAME)?;
+            self.links.take(peer, Traffic::Frame, &mut bytes)?;
+            self.links.listen(peer, Traffic::Frame, FRAME)?;
             let described = || self.names.layout.describe(peer);
             let frame = Frame::decode(&bytes);
             let frame = frame.ok_or_else(|| Error::internal(format!("{} sent a frame that makes no sense", described())))?;
             let mut short: Box<[u8]> = frame.inline(&bytes).into();
-            match frame.lane() {
-                Some(Lane::Short) => {
+            match frame.traffic() {
+                Some(Traffic::Short) => {
                     short = vec![0; frame.payload()].into();
-                    self.links.listen(peer, Lane::Short, short.len())?;
-                    if !self.links.wait(peer, Lane::Short)? {
+                    self.links.listen(peer, Traffic::Short, short.len())?;
+                    if !self.links.wait(peer, Traffic::Short)? {
                         return Ok(());
                     }
-                    self.links.take(peer, Lane::Short, &mut short)?;
+                    self.links.take(peer, Traffic::Short, &mut short)?;
                 }
-                Some(Lane::Piece) => {
-                    if !self.links.wait(peer, Lane::Piece)? {
+                Some(Traffic::Piece) => {
+                    if !self.links.wait(peer, Traffic::Piece)? {
                         return Ok(());
                     }
                 }
-                Some(Lane::Frame) | None => {}
+                Some(Traffic::Frame) | None => {}
             }
             let (mut state, mut finished) = (self.lock(), Vec::new());
             if state.closed.is_some() {

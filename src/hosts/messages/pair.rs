@@ -2,7 +2,7 @@
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
 use super::frame::{Frame, Kind, PIECE, SHORT, piece};
-use super::links::{Lane, Links};
+use super::links::{Links, Traffic};
 use super::{Finished, Names};
 use crate::coll::call::Span;
 use crate::completion::Completion;
@@ -157,11 +157,11 @@ impl Pair {
 
     /// Says `frame`, with what this rank has read and matched.
     fn say(&mut self, links: &dyn Links, frame: Frame, payload: &[u8]) -> Result<()> {
-        let (frame, lane) = Frame { read: self.read, matched: self.matched, ..frame }.encode(payload);
+        let (frame, traffic) = Frame { read: self.read, matched: self.matched, ..frame }.encode(payload);
         (self.told_read, self.told_matched) = (self.read, self.matched);
         self.sent += 1;
-        let apart = lane.map_or(&[][..], |_| payload);
-        links.send(self.peer, &frame, lane.unwrap_or(Lane::Frame), apart)
+        let apart = traffic.map_or(&[][..], |_| payload);
+        links.send(self.peer, &frame, traffic.unwrap_or(Traffic::Frame), apart)
     }
 
     /// Tells the peer that this rank leaves.
@@ -264,7 +264,7 @@ impl Pair {
             let length = piece(bytes, value);
             *asked += length;
             self.awaited += 1;
-            links.listen(self.peer, Lane::Piece, length)?;
+            links.listen(self.peer, Traffic::Piece, length)?;
             self.say(links, Frame { id, bytes, value, ..Frame::bare(Kind::Request) }, &[])?;
         }
         Ok(())
@@ -275,7 +275,7 @@ impl Pair {
         if due && matches!(self.phase, Phase::Open) { self.say(links, Frame::bare(Kind::Credit), &[]) } else { Ok(()) }
     }
 
-    /// Does what `frame` of the peer asks for. `short` is the message of an eager one; a piece lies ready in its lane.
+    /// Does what `frame` of the peer asks for. `short` is the message of an eager one; a piece lies ready on the link.
     pub(super) fn react(
         &mut self,
         frame: Frame,
@@ -344,7 +344,7 @@ impl Pair {
         stream.got += piece(frame.bytes, frame.value);
         let end = stream.got;
         self.awaited -= 1;
-        links.take(self.peer, Lane::Piece, bytes_mut(span, begin..end))?;
+        links.take(self.peer, Traffic::Piece, bytes_mut(span, begin..end))?;
         if end == span.bytes {
             finished.extend(self.streams.remove(place).map(|stream| stream.open.ends(Ok(()), Some(self.peer))));
             // Its sender keeps the staging of pieces until it hears that they were read.

@@ -1,6 +1,6 @@
 //! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
 
-use super::links::{Lane, Links};
+use super::links::{Links, Traffic};
 use super::{Around, Messages, Names, TICKET_BIT};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::Span;
@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What is on its way from one rank to another on a lane.
+/// What is on its way from one rank to another, of one class of traffic.
 #[derive(Default)]
 struct Wire {
     sent: VecDeque<Vec<u8>>,
@@ -66,15 +66,15 @@ impl Links for ThreadLinks {
         Ok(())
     }
 
-    fn send(&self, peer: Rank, frame: &[u8], lane: Lane, payload: &[u8]) -> Result<()> {
+    fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
         let mut wires = self.lock();
         if wires.closed.contains(&(peer, self.me)) {
             return Err(Error::peer("connection closed"));
         }
         if !wires.cut.contains(&self.me) {
-            wires.wires.entry((self.me, peer, Lane::Frame as usize)).or_default().sent.push_back(frame.to_vec());
+            wires.wires.entry((self.me, peer, Traffic::Frame as usize)).or_default().sent.push_back(frame.to_vec());
             if !payload.is_empty() {
-                wires.wires.entry((self.me, peer, lane as usize)).or_default().sent.push_back(payload.to_vec());
+                wires.wires.entry((self.me, peer, traffic as usize)).or_default().sent.push_back(payload.to_vec());
             }
         }
         self.net.changed.notify_all();
@@ -83,18 +83,18 @@ impl Links for ThreadLinks {
 
     fn confirm(&self, _peer: Rank, _sends: u64) {}
 
-    fn listen(&self, peer: Rank, lane: Lane, bytes: usize) -> Result<()> {
-        self.lock().wires.entry((peer, self.me, lane as usize)).or_default().listening.push_back(bytes);
+    fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
+        self.lock().wires.entry((peer, self.me, traffic as usize)).or_default().listening.push_back(bytes);
         Ok(())
     }
 
-    fn wait(&self, peer: Rank, lane: Lane) -> Result<bool> {
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<bool> {
         let mut wires = self.lock();
         loop {
             if wires.closed.contains(&(self.me, peer)) {
                 return Ok(false);
             }
-            let wire = wires.wires.entry((peer, self.me, lane as usize)).or_default();
+            let wire = wires.wires.entry((peer, self.me, traffic as usize)).or_default();
             let listening = *wire.listening.front().expect("something is listened for");
             if let Some(sent) = wire.sent.front() {
                 assert_eq!(sent.len(), listening, "Gloo would end the process");
@@ -107,9 +107,9 @@ impl Links for ThreadLinks {
         }
     }
 
-    fn take(&self, peer: Rank, lane: Lane, into: &mut [u8]) -> Result<()> {
+    fn take(&self, peer: Rank, traffic: Traffic, into: &mut [u8]) -> Result<()> {
         let mut wires = self.lock();
-        let wire = wires.wires.entry((peer, self.me, lane as usize)).or_default();
+        let wire = wires.wires.entry((peer, self.me, traffic as usize)).or_default();
         wire.listening.pop_front().expect("it is listened for");
         into.copy_from_slice(&wire.sent.pop_front().expect("it has come"));
         Ok(())
