@@ -38,9 +38,8 @@ def names_in(file: str) -> set[str]:
         text = (ROOT / file).read_text()
         # Attributes may stand between; proptest! names its tests the same way.
         return set(re.findall(r"#\[test\]\s*(?:#\[[^\n]*\]\s*)*(?:async\s+)?fn\s+(\w+)", text))
-    path = next(
-        (place / file for place in (ROOT / "tests/python", ROOT / "tests/cuda") if (place / file).exists()), None
-    )
+    places = (ROOT / "tests" / place / file for place in ("python", "hosts", "cuda"))
+    path = next((path for path in places if path.exists()), None)
     assert path is not None, f"there is no {file}"
     tree = ast.parse(path.read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
