@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ TORCH := 2.15.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi lint fmt docs loom fuzz soak faults tsan asan mutants test-aarch64 wheel wheels matrix build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint fmt docs loom fuzz soak faults tsan asan mutants test-aarch64 wheel wheels matrix build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -63,6 +63,10 @@ bench-stores: build
 bench-mpi: build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check impi-rt mpi4py
 	$(BIN)/python benches/mpi.py
+
+# Two hosts of namespaces with a wire of 1 Gb/s between them, against flat Gloo; needs root, ip and tc. BENCH_FLAGS=--help tells the rest.
+bench-hosts: build
+	$(BIN)/python benches/hosts.py $(BENCH_FLAGS)
 
 lint: build
 	cargo fmt --check
