@@ -42,3 +42,26 @@ impl Completion {
         }
     }
 }
+
+/// End of a transfer, whose completion is still to be called.
+pub struct Finished {
+    /// Ticket by which its caller waits.
+    pub ticket: u64,
+    /// Receiver of the outcome.
+    pub completion: Completion,
+    /// How it has ended.
+    pub outcome: Result<()>,
+    /// Rank that sent, if a receive has succeeded.
+    pub source: Option<Rank>,
+}
+
+impl Finished {
+    /// Calls the completions of `all`, in order; returns their tickets. No lock may be held that a completion might want.
+    pub fn complete(all: Vec<Self>) -> Vec<u64> {
+        let call = |Self { ticket, completion, outcome, source }| {
+            completion.call(outcome, source);
+            ticket
+        };
+        all.into_iter().map(call).collect()
+    }
+}

@@ -75,7 +75,7 @@ impl Around for Whole {
     }
 
     fn cause(&self, peer: Rank) -> Option<Error> {
-        self.shared.cause(&self.inner, self.layout.local(peer), &Limit::from(Instant::now(), Duration::MAX))
+        self.shared.cause(&self.inner, self.layout.local(peer), Duration::MAX)
     }
 }
 

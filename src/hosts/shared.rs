@@ -7,7 +7,6 @@ use super::news::{Host, News};
 use super::rail::Rail;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::sync::limit::Limit;
 use crate::sys::thread;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -80,9 +79,9 @@ impl Shared {
         self.news.tell(failure);
     }
 
-    /// What has failed on another host, or who has left it, if that is told soon to the rank with this `local` index.
-    pub(super) fn cause(&self, inner: &Group, local: usize, limit: &Limit) -> Option<Error> {
-        let (begun, most) = (Instant::now(), limit.left().unwrap_or_default().min(HEAR));
+    /// What has failed on another host, or who has left it, if that is told soon, within `limit`, to the rank with this `local` index.
+    pub(super) fn cause(&self, inner: &Group, local: usize, limit: Duration) -> Option<Error> {
+        let (begun, most) = (Instant::now(), limit.min(HEAR));
         loop {
             let over = begun.elapsed() >= most;
             let departure = || if over || begun.elapsed() >= SURE { self.news.departure(local) } else { None };

@@ -191,7 +191,7 @@ impl Between<'_> {
         };
         let broken = |error: Error| {
             // A host says why it failed before its rails close.
-            shared.cause(step.inner, step.local(), step.limit).unwrap_or_else(|| {
+            shared.cause(step.inner, step.local(), step.limit.left().unwrap_or_default()).unwrap_or_else(|| {
                 let others = step.layout.name_others(step.host());
                 let (about, me, local) = (step.about(), step.layout.describe(step.rank), step.local());
                 Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))

@@ -6,7 +6,7 @@ use super::connection::{Connection, Outgoing};
 use super::frame::{EAGER_BYTES, Frame, Kind};
 use super::matching::{Content, Matching, Posted, Unexpected};
 use crate::coll::call::Span;
-use crate::completion::Completion;
+use crate::completion::{Completion, Finished};
 use crate::control::{ControlBlock, YIELDS, patience};
 use crate::error::{Error, Result};
 use crate::p2p::message::Message;
@@ -64,13 +64,6 @@ struct Sending {
 struct Stream {
     posted: Posted,
     got: u64,
-}
-
-struct Finished {
-    ticket: u64,
-    completion: Completion,
-    outcome: Result<()>,
-    source: Option<Rank>,
 }
 
 /// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
@@ -315,10 +308,7 @@ impl Transfers {
         if finished.is_empty() {
             return;
         }
-        let tickets: Vec<u64> = finished.iter().map(|finished| finished.ticket).collect();
-        for Finished { completion, outcome, source, .. } in finished {
-            completion.call(outcome, source);
-        }
+        let tickets = Finished::complete(finished);
         let mut state = self.lock();
         for ticket in tickets {
             state.open.remove(&ticket);

@@ -12,7 +12,7 @@ mod tests;
 
 use super::shared::aside;
 use crate::boot::hosts::Layout;
-use crate::completion::Completion;
+use crate::completion::{Completion, Finished};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::p2p::Message;
@@ -61,13 +61,6 @@ pub(super) struct Names {
     pub(super) group: String,
     /// Ranks of the members in the default group; empty: the same as here.
     pub(super) globals: Vec<i32>,
-}
-
-struct Finished {
-    ticket: u64,
-    completion: Completion,
-    outcome: Result<()>,
-    source: Option<Rank>,
 }
 
 /// A rank's messages with ranks of other hosts.
@@ -202,10 +195,7 @@ impl Messages {
         if finished.is_empty() {
             return;
         }
-        let tickets: Vec<u64> = finished.iter().map(|finished| finished.ticket).collect();
-        for Finished { completion, outcome, source, .. } in finished {
-            completion.call(outcome, source);
-        }
+        let tickets = Finished::complete(finished);
         let mut state = self.lock();
         for ticket in tickets {
             state.open.remove(&ticket);
