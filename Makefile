@@ -17,6 +17,8 @@ test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
+# Besides, kernels for every number of ranks.
+test-all: export KERNELS_COMPILE_ALL = 1
 test-all: test test-slow
 
 # A failure in one file must not hide the tests of the others.
@@ -70,8 +72,7 @@ bench-hosts: build
 
 lint: build
 	cargo fmt --check
-	cargo clippy --quiet --all-targets -- -D warnings
-	cargo clippy --quiet --features bridge -- -D warnings
+	cargo clippy --quiet --all-targets --features bridge -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
