@@ -294,7 +294,9 @@ def script(body: str, directory: Path, world: int = 2, limit: float = 60) -> lis
                 other.kill()
             raise
         taken = time.time() - float(out.split("exiting")[-1].split()[0]) if "exiting" in out else 0.0
-        assert taken < 2, f"the exit took {taken:.1f} s"
+        # Where several processes take turns on a core, each is later by their number.
+        allowed = 2 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        assert taken < allowed, f"the exit took {taken:.1f} s, {allowed:.1f} are allowed"
         done.append(subprocess.CompletedProcess(command, process.returncode, out, ranks.DUMPED.sub("", err)))
     return done
 
