@@ -1,48 +1,107 @@
 //! gather, scatter and all_to_all on several hosts: every rank has something of its own for every other.
 
 use super::rail::Transfer;
-use super::slices::part;
-use super::step::{NOTHING, Scratch, Step, copy};
+use super::slices::{LAG, Turns, part, rails};
+use super::step::{Between, NOTHING, Scratch, Step, copy};
 use crate::coll::call::{Op, Span};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use std::collections::BTreeMap;
 
-/// Bytes that each rank sends to each other: `sent[from * n + to]`.
-struct Lengths {
-    sent: Vec<usize>,
-    n: usize,
+/// Bytes that each rank sends to each other.
+enum Lengths {
+    /// The same for all pairs.
+    Even(usize),
+    /// Those of one rank's messages to all others are alike, or those of all others' to it; there are no more.
+    Rooted { root: Rank, gathers: bool, bytes: usize },
+    /// `sent[from * n + to]`.
+    Each { sent: Vec<usize>, n: usize },
 }
 
 impl Lengths {
     fn of(&self, from: Rank, to: Rank) -> usize {
-        self.sent[from.index() * self.n + to.index()]
+        match self {
+            Self::Even(bytes) => *bytes,
+            Self::Rooted { root, gathers, bytes } => {
+                if (if *gathers { to } else { from }) == *root {
+                    *bytes
+                } else {
+                    0
+                }
+            }
+            Self::Each { sent, n } => sent[from.index() * n + to.index()],
+        }
     }
 }
 
-/// Place in memory that is filled, or emptied, from its begin on.
-struct Cursor(usize);
+/// Way of the messages between hosts: which rank carries each, in how many turns.
+struct Ways<'a> {
+    step: &'a Step<'a>,
+    lengths: &'a Lengths,
+    rails: usize,
+    turns: Turns,
+}
 
-impl Cursor {
-    fn next(&mut self, bytes: usize) -> Span {
-        self.0 += bytes;
-        Span { addr: self.0 - bytes, bytes }
+impl Ways<'_> {
+    /// Local index that carries what `from` sends to `to` on another host: the same receives it there. Sums spread it whether one rank
+    /// sends, one receives, or all do both.
+    fn carrier(&self, from: Rank, to: Rank) -> usize {
+        (self.step.layout.local(from) + self.step.layout.local(to)) % self.rails
+    }
+
+    /// The rank of `host` whose messages with local index `local` here are carried by `carrier`, one in each block of as many ranks as there
+    /// are rails; `None` where there is none.
+    fn partner(&self, carrier: usize, local: usize, host: usize, block: usize) -> Option<Rank> {
+        let index = block * self.rails + (carrier + self.rails - local % self.rails) % self.rails;
+        if carrier < self.rails { self.step.layout.members(host).get(index).copied() } else { None }
+    }
+
+    /// Blocks of ranks of the other hosts: host and number.
+    fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
+        let (layout, here, rails) = (self.step.layout, self.step.host(), self.rails);
+        let blocks = move |host: usize| (0..layout.members(host).len().div_ceil(rails)).map(move |block| (host, block));
+        (0..layout.hosts()).filter(move |&host| host != here).flat_map(blocks)
+    }
+
+    /// Messages that this rank carries from `from` to `to`.
+    fn carried(&self, from: usize, to: usize) -> Vec<(Rank, Rank)> {
+        let (layout, local) = (self.step.layout, self.step.local());
+        if from == to {
+            return vec![];
+        }
+        let pairs = layout.members(from).iter().flat_map(|&from| layout.members(to).iter().map(move |&to| (from, to)));
+        pairs.filter(|&(from, to)| self.carrier(from, to) == local).collect()
+    }
+
+    /// The part of a message from `from` to `to` that moves in the turn `turn`.
+    fn piece(&self, from: Rank, to: Rank, turn: usize) -> std::ops::Range<usize> {
+        self.turns.piece(&(0..self.lengths.of(from, to)), turn)
+    }
+
+    /// Places of what this rank carries in the turn `turn`, from `at` on, and lengths for each other host: of what it sends, or of what it
+    /// receives.
+    fn places(&self, sends: bool, turn: usize, mut at: Span) -> (BTreeMap<(Rank, Rank), Span>, Vec<usize>) {
+        let (here, mut places) = (self.step.host(), BTreeMap::new());
+        let mut of_host = |host: usize| {
+            let before = at.bytes;
+            for pair in if sends { self.carried(here, host) } else { self.carried(host, here) } {
+                let bytes = self.piece(pair.0, pair.1, turn).len();
+                places.insert(pair, Span { addr: at.addr + at.bytes, bytes });
+                at.bytes += bytes;
+            }
+            at.bytes - before
+        };
+        let lengths = (0..self.step.layout.hosts()).map(&mut of_host).collect();
+        (places, lengths)
     }
 }
 
 impl Step<'_> {
-    /// Rank that carries what `from` sends to another host: the same local index receives it there. Sums spread it whether one rank sends,
-    /// one receives, or all do both.
-    fn carrier(&self, from: Rank, to: Rank) -> usize {
-        (self.layout.local(from) + self.layout.local(to)) % self.layout.rails()
-    }
-
     /// gather and scatter: what everybody sends follows from the call.
     pub(super) fn gather_or_scatter(&self) -> Result<()> {
         let (n, root) = (self.layout.size(), self.call.root);
-        let each = self.call.agreed_bytes() as usize;
         let gathers = self.call.op == Op::Gather;
-        let length = |from: u32, to: u32| if (if gathers { to } else { from }) == root.0 { each } else { 0 };
-        let sent = (0..n as u32).flat_map(|from| (0..n as u32).map(move |to| length(from, to))).collect();
+        let lengths = Lengths::Rooted { root, gathers, bytes: self.call.agreed_bytes() as usize };
         let one = |spans: &[Span], at: Rank| {
             let mut all = vec![NOTHING; n];
             all[at.index()] = spans[0];
@@ -51,13 +110,28 @@ impl Step<'_> {
         let all = |spans: &[Span]| if spans.is_empty() { vec![NOTHING; n] } else { spans.to_vec() };
         let (inputs, outputs) = (&self.call.inputs, &self.call.outputs);
         let (give, take) = if gathers { (one(inputs, root), all(outputs)) } else { (all(inputs), one(outputs, root)) };
-        self.agree_inside()?;
-        self.exchange(&Lengths { sent, n }, &give, &take)
+        self.open(1, 0)?.agree(self.layout.rails())?;
+        self.exchange(&lengths, self.layout.rails(), &give, &take)
     }
 
-    /// all_to_all: every rank first tells all others what it sends and expects.
+    /// all_to_all: where not all lengths are equal every rank first tells all others what it sends and expects.
     pub(super) fn all_to_all(&self) -> Result<()> {
-        self.agree_inside()?;
+        let slots = self.open(1, 0)?.told()?;
+        match slots.even {
+            Some(_) if self.is_short() => {
+                self.take_short(&slots);
+                Ok(())
+            }
+            Some(bytes) => {
+                let rails = rails(bytes * self.layout.size(), self.layout);
+                self.exchange(&Lengths::Even(bytes), rails, &self.call.inputs, &self.call.outputs)
+            }
+            None => self.exchange(&self.told_lengths()?, self.layout.rails(), &self.call.inputs, &self.call.outputs),
+        }
+    }
+
+    /// Lengths that all ranks have told each other and that fit.
+    fn told_lengths(&self) -> Result<Lengths> {
         let n = self.layout.size();
         let words = self.tell_all(self.call.inputs.iter().chain(&self.call.outputs).map(|span| span.bytes as u64).collect())?;
         let sent: Vec<usize> = words.chunks_exact(2 * n).flat_map(|row| row[..n].iter().map(|&bytes| bytes as usize)).collect();
@@ -72,21 +146,21 @@ impl Step<'_> {
                 )));
             }
         }
-        self.exchange(&Lengths { sent, n }, &self.call.inputs, &self.call.outputs)
+        Ok(Lengths::Each { sent, n })
     }
 
     /// The words of all ranks, in their order; all have as many.
     fn tell_all(&self, mut words: Vec<u64>) -> Result<Vec<u64>> {
         let (host, hosts, row) = (self.host(), self.layout.hosts(), words.len() * 8);
         let most = (0..hosts).map(|host| self.layout.members(host).len()).max().unwrap_or(0) * row;
-        let between = self.agree_between(1, (hosts + 1) * most)?;
         let mut all = Scratch::new(hosts * most);
         let whole = all.span();
         let mine = part(whole, &(host * most..host * most + self.locals() * row));
         let own = Span { addr: words.as_mut_ptr().addr(), bytes: row };
         let rows = (0..self.locals()).map(|local| part(mine, &(local * row..(local + 1) * row))).collect();
         self.inside(vec![self.inner_bytes(Op::AllGather, vec![own], rows)])?;
-        if let Some(between) = &between {
+        if self.local() == 0 {
+            let between = self.between((hosts + 1) * most)?;
             let (from, to) = (between.begin, between.begin + most);
             copy(mine, between.staged(from, mine.bytes));
             between.run(&Transfer::AllGather { from, each: most, to })?;
@@ -99,94 +173,95 @@ impl Step<'_> {
         Ok(rows.map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
     }
 
-    /// 1. Inside: what is for other hosts goes to its carriers. 2. Between: carriers exchange. 3. Inside: everything reaches its rank.
-    ///
-    /// Whatever has several parts has them in the order of senders, then of receivers.
-    fn exchange(&self, lengths: &Lengths, give: &[Span], take: &[Span]) -> Result<()> {
-        let (me, host, local, hosts) = (self.rank, self.host(), self.local(), self.layout.hosts());
-        let (here, ranks) = (self.layout.members(host), || (0..lengths.n as u32).map(Rank));
-        let away = |rank: Rank| self.layout.host(rank) != host;
-        // Of the parts that some ranks send to others, those that local index `carrier` brings.
-        let carried = |from: &[Rank], to: &[Rank], carrier: usize| -> Vec<(Rank, Rank)> {
-            let pairs = from.iter().flat_map(|&from| to.iter().map(move |&to| (from, to)));
-            pairs.filter(|&(from, to)| self.carrier(from, to) == carrier).collect()
+    /// In each turn: 1. Inside: pieces for other hosts go to their carriers. 2. Between: carriers exchange. 3. Inside: pieces reach their
+    /// ranks. What stays on the host moves while the first pieces are on the wire.
+    fn exchange(&self, lengths: &Lengths, rails: usize, give: &[Span], take: &[Span]) -> Result<()> {
+        let (layout, hosts) = (self.layout, self.layout.hosts());
+        let ranks = || (0..layout.size() as u32).map(Rank);
+        let pairs = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
+        let far = pairs.filter(|&(from, to)| layout.host(from) != layout.host(to));
+        let longest = far.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
+        let parts = |from: usize, to: usize| (layout.members(from).len() * layout.members(to).len()).div_ceil(rails);
+        let most = (0..hosts).flat_map(|from| (0..hosts).map(move |to| (from, to))).filter(|(from, to)| from != to);
+        let most = most.map(|(from, to)| parts(from, to)).max().unwrap_or(1);
+        let ways = Ways { step: self, lengths, rails, turns: Turns::of_messages(longest, most) };
+        let carried = if self.local() < rails {
+            (0..hosts).map(|host| ways.carried(self.host(), host).len() + ways.carried(host, self.host()).len()).sum()
+        } else {
+            0
         };
-        let total = |pairs: &[(Rank, Rank)]| -> usize { pairs.iter().map(|&(from, to)| lengths.of(from, to)).sum() };
-        let others: Vec<Rank> = ranks().filter(|&rank| away(rank)).collect();
-        let to_host = |to: usize| if to == host { vec![] } else { carried(here, self.layout.members(to), local) };
-        let from_host = |from: usize| if from == host { vec![] } else { carried(self.layout.members(from), here, local) };
-        let [sent, received] = [&to_host as &dyn Fn(usize) -> Vec<(Rank, Rank)>, &from_host]
-            .map(|pairs| (0..hosts).map(|host| total(&pairs(host))).collect::<Vec<usize>>());
-        let (out, back): (usize, usize) = (sent.iter().sum(), received.iter().sum());
-        let between = self.agree_between(self.layout.rails(), out + back)?;
-
-        // To the carriers. What this rank gives each, and what it gets from each as a carrier.
-        let mut outgoing = Scratch::new(others.iter().map(|&to| lengths.of(me, to)).sum());
-        let mut cursor = Cursor(outgoing.span().addr);
-        let inputs = (0..here.len()).map(|carrier| {
-            let pairs = carried(&[me], &others, carrier);
-            let whole = Span { addr: cursor.0, bytes: total(&pairs) };
-            pairs.iter().for_each(|&(from, to)| copy(give[to.index()], cursor.next(lengths.of(from, to))));
-            whole
-        });
-        let inputs: Vec<Span> = inputs.collect();
-        let mut brought = Scratch::new(out);
-        let mut cursor = Cursor(brought.span().addr);
-        let outputs = here.iter().map(|&from| cursor.next(total(&carried(&[from], &others, local)))).collect();
-        self.inside(vec![self.inner_bytes(Op::AllToAll, inputs, outputs)])?;
-
-        // Between hosts. What was brought is sorted by sender alone, what is sent by host first.
-        if let Some(between) = &between {
-            let mut places: Vec<Cursor> = Vec::new();
-            let mut at = Cursor(between.staged(between.begin, 0).addr);
-            sent.iter().for_each(|&bytes| places.push(Cursor(at.next(bytes).addr)));
-            let mut cursor = Cursor(brought.span().addr);
-            for (from, to) in carried(here, &others, local) {
-                let bytes = lengths.of(from, to);
-                copy(cursor.next(bytes), places[self.layout.host(to)].next(bytes));
+        let area = carried * ways.turns.piece;
+        let between = if self.local() < rails { Some(self.between((LAG + 1) * area)?) } else { None };
+        for turn in 0..ways.turns.count + LAG {
+            let at = |turn: usize| turn % (LAG + 1) * area;
+            if turn < ways.turns.count {
+                self.give_to_carriers(&ways, between.as_ref(), turn, at(turn), give)?;
             }
-            let (from, to) = (between.begin, between.begin + out);
-            // All ranks of the rail know whether any of them sends.
-            let busy = ranks().flat_map(|from| ranks().map(move |to| (from, to))).any(|(from, to)| {
-                self.layout.host(from) != self.layout.host(to) && self.carrier(from, to) == local && lengths.of(from, to) > 0
-            });
-            if busy {
-                between.run(&Transfer::AllToAll { from, sent: &sent, to, received: &received })?;
+            if turn == 0 {
+                let here = |spans: &[Span]| layout.members(self.host()).iter().map(|rank| spans[rank.index()]).collect();
+                self.inside(vec![self.inner_bytes(Op::AllToAll, here(give), here(take))])?;
             }
-        }
-
-        // To the ranks: what came for them, then what this rank itself gives them.
-        let came: Vec<(Rank, Rank)> = (0..hosts).flat_map(from_host).collect();
-        let came = if between.is_some() { came } else { vec![] };
-        let direct: usize = here.iter().map(|&to| lengths.of(me, to)).sum();
-        let mut incoming = Scratch::new(back + direct);
-        let mut cursor = Cursor(incoming.span().addr);
-        let inputs = here.iter().map(|&receiver| {
-            let begin = cursor.0;
-            let mut at = Cursor(between.as_ref().map_or(0, |between| between.staged(between.begin + out, 0).addr));
-            for &(from, to) in &came {
-                let bytes = at.next(lengths.of(from, to));
-                if to == receiver {
-                    copy(bytes, cursor.next(bytes.bytes));
-                }
+            if let Some(turn) = turn.checked_sub(LAG) {
+                self.take_from_carriers(&ways, between.as_ref(), turn, at(turn), take)?;
             }
-            copy(give[receiver.index()], cursor.next(lengths.of(me, receiver)));
-            Span { addr: begin, bytes: cursor.0 - begin }
-        });
-        let inputs: Vec<Span> = inputs.collect();
-        let mut arrived = Scratch::new(ranks().map(|from| lengths.of(from, me)).sum());
-        let mut cursor = Cursor(arrived.span().addr);
-        let outputs = here.iter().enumerate();
-        let outputs = outputs.map(|(carrier, &giver)| cursor.next(total(&carried(&others, &[me], carrier)) + lengths.of(giver, me)));
-        self.inside(vec![self.inner_bytes(Op::AllToAll, inputs, outputs.collect())])?;
-        let mut cursor = Cursor(arrived.span().addr);
-        for (carrier, &giver) in here.iter().enumerate() {
-            // As the carrier has them: by host, then by sender.
-            for from in (0..hosts).filter(|&from| from != host).flat_map(|from| carried(self.layout.members(from), &[me], carrier)) {
-                copy(cursor.next(lengths.of(from.0, me)), take[from.0.index()]);
-            }
-            copy(cursor.next(lengths.of(giver, me)), take[giver.index()]);
         }
         Ok(())
+    }
+
+    /// Brings the pieces of the turn `turn` to their carriers, which begin to exchange them.
+    fn give_to_carriers(&self, ways: &Ways<'_>, between: Option<&Between<'_>>, turn: usize, at: usize, give: &[Span]) -> Result<()> {
+        let (local, here) = (self.local(), self.layout.members(self.host()));
+        let from = between.map_or(0, |between| between.begin + at);
+        let (places, sent) = ways.places(true, turn, between.map_or(NOTHING, |between| between.staged(from, 0)));
+        let mut calls = Vec::new();
+        for (host, block) in ways.blocks() {
+            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+            let moves =
+                |from: usize| (0..ways.rails).filter_map(move |c| partner(c, from)).any(|to| !ways.piece(here[from], to, turn).is_empty());
+            if !(0..here.len()).any(moves) {
+                continue;
+            }
+            let given = |to: Rank| part(give[to.index()], &ways.piece(self.rank, to, turn));
+            let inputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOTHING, given)).collect();
+            let brought = |(from, &rank): (usize, &Rank)| partner(local, from).map_or(NOTHING, |to| places[&(rank, to)]);
+            calls.push(self.inner_bytes(Op::AllToAll, inputs, here.iter().enumerate().map(brought).collect()));
+        }
+        self.inside(calls)?;
+        let Some(between) = between else { return Ok(()) };
+        let to = from + sent.iter().sum::<usize>();
+        let received = ways.places(false, turn, NOTHING).1;
+        if self.is_busy(ways, turn) { between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &received }) } else { Ok(()) }
+    }
+
+    /// Waits for the pieces of the turn `turn` and brings them to their ranks.
+    fn take_from_carriers(&self, ways: &Ways<'_>, between: Option<&Between<'_>>, turn: usize, at: usize, take: &[Span]) -> Result<()> {
+        let (local, here) = (self.local(), self.layout.members(self.host()));
+        if let Some(between) = between.filter(|_| self.is_busy(ways, turn)) {
+            between.finish()?;
+        }
+        let sent: usize = ways.places(true, turn, NOTHING).1.iter().sum();
+        let (places, _) = ways.places(false, turn, between.map_or(NOTHING, |between| between.staged(between.begin + at + sent, 0)));
+        let mut calls = Vec::new();
+        for (host, block) in ways.blocks() {
+            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+            let moves =
+                |to: usize| (0..ways.rails).filter_map(move |c| partner(c, to)).any(|from| !ways.piece(from, here[to], turn).is_empty());
+            if !(0..here.len()).any(moves) {
+                continue;
+            }
+            let came = |(to, &rank): (usize, &Rank)| partner(local, to).map_or(NOTHING, |from| places[&(from, rank)]);
+            let inputs = here.iter().enumerate().map(came).collect();
+            let taken = |from: Rank| part(take[from.index()], &ways.piece(from, self.rank, turn));
+            let outputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOTHING, taken)).collect();
+            calls.push(self.inner_bytes(Op::AllToAll, inputs, outputs));
+        }
+        self.inside(calls)
+    }
+
+    /// Whether any rank of this rank's rail sends in the turn `turn`: all of them know.
+    fn is_busy(&self, ways: &Ways<'_>, turn: usize) -> bool {
+        let hosts = || 0..self.layout.hosts();
+        let carried = hosts().flat_map(|from| hosts().flat_map(move |to| ways.carried(from, to)));
+        carried.into_iter().any(|(from, to)| !ways.piece(from, to, turn).is_empty())
     }
 }

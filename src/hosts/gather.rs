@@ -1,7 +1,7 @@
-//! Barrier, broadcast and all_gather on several hosts.
+//! Broadcast and all_gather on several hosts.
 
 use super::rail::Transfer;
-use super::slices::{CHUNK, chunks, joined, part, rails, slices};
+use super::slices::{LAG, Turns, joined, part, rails, slices};
 use super::step::{NOTHING, Scratch, Step, contiguous, copy, spread};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
@@ -9,86 +9,97 @@ use crate::rank::Rank;
 use std::ops::Range;
 
 impl Step<'_> {
-    /// 1. Inside: everybody has come. 2. Between: one rank of each host says so. 3. Inside: it has heard of all.
-    pub(super) fn barrier(&self) -> Result<()> {
-        self.agree_inside()?;
-        self.agree_between(1, 0)?;
-        self.inside(vec![self.inner_bytes(Op::Barrier, vec![], vec![])])
-    }
-
-    /// 1. Inside, on the root's host: everybody gets all. 2. Between: each rail brings its slice to the other hosts. 3. Inside, on those:
-    ///    everybody gets all slices.
+    /// In each turn: 1. Inside, on the root's host: everybody gets the pieces. 2. Between: each rail brings its piece to the other hosts.
+    /// 3. Inside, on those: everybody gets all pieces.
     pub(super) fn broadcast(&self) -> Result<()> {
         let root = self.layout.host(self.call.root);
         let here = root == self.host();
         let whole = if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] };
-        let (rails, size) = (rails(whole.bytes, self.layout), self.call.dtype.size());
-        self.agree_inside()?;
-        let between = self.agree_between(rails, whole.bytes.min(CHUNK))?;
-        for chunk in chunks(whole.bytes) {
-            let (chunk, slices) = (part(whole, &chunk), slices(chunk.len(), size, rails));
-            if here {
-                let (inputs, outputs) = if self.rank == self.call.root { (vec![chunk], vec![]) } else { (vec![], vec![chunk]) };
-                let call = self.inner_bytes(Op::Broadcast, inputs, outputs);
-                self.inside(vec![Call { root: Rank(self.layout.local(self.call.root) as u32), ..call }])?;
-            }
-            let mut slice = NOTHING;
-            if let Some(between) = &between {
-                let range = &slices[self.local()];
-                slice = between.staged(between.begin, range.len());
+        let slices = slices(whole.bytes, self.call.dtype.size(), rails(whole.bytes, self.layout));
+        let turns = Turns::of(slices[0].len());
+        let mut opening = self.open(slices.len(), (LAG + 1) * turns.piece)?;
+        opening.agree(slices.len())?;
+        let pieces = |turn: usize| slices.iter().map(move |slice| part(whole, &turns.piece(slice, turn))).collect::<Vec<Span>>();
+        let staged = |turn: usize| {
+            let mine = pieces(turn).get(self.local()).map_or(0, |piece| piece.bytes);
+            let between = opening.between.as_ref().filter(|_| mine > 0)?;
+            Some((between, between.staged(between.begin + turn % (LAG + 1) * turns.piece, mine)))
+        };
+        for turn in 0..turns.count + LAG {
+            if turn < turns.count {
                 if here {
-                    copy(part(chunk, range), slice);
+                    let call = |piece: Span| {
+                        let (inputs, outputs) = if self.rank == self.call.root { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
+                        Call { root: Rank(self.layout.local(self.call.root) as u32), ..self.inner_bytes(Op::Broadcast, inputs, outputs) }
+                    };
+                    self.inside(pieces(turn).into_iter().map(call).collect())?;
                 }
-                if !range.is_empty() {
-                    between.run(&Transfer::Broadcast { root, at: between.begin, bytes: range.len() })?;
+                if let Some((between, staged)) = staged(turn) {
+                    if here {
+                        copy(pieces(turn)[self.local()], staged);
+                    }
+                    let at = between.begin + turn % (LAG + 1) * turns.piece;
+                    between.start(&Transfer::Broadcast { root, at, bytes: staged.bytes })?;
                 }
             }
+            let Some(turn) = turn.checked_sub(LAG) else { continue };
+            staged(turn).map_or(Ok(()), |(between, _)| between.finish())?;
             if !here {
-                let take = slices.iter().map(|range| part(chunk, range)).collect();
-                self.inside(vec![self.inner_bytes(Op::AllGather, vec![slice], self.padded(take))])?;
+                let piece = staged(turn).map_or(NOTHING, |(_, piece)| piece);
+                self.inside(vec![self.inner_bytes(Op::AllGather, vec![piece], self.padded(pieces(turn)))])?;
             }
         }
         Ok(())
     }
 
-    /// 1. Inside: everybody gets what the ranks of the own host give. 2. Between: each rail brings its slice of that to the other hosts.
-    /// 3. Inside: everybody gets the slices of each other host.
+    /// 1. Inside: everybody gets what the ranks of the own host give. Then in each turn: 2. Between: each rail brings its piece of that to the
+    ///    other hosts. 3. Inside: everybody gets the pieces of each other host.
     pub(super) fn all_gather(&self) -> Result<()> {
         let (host, local, hosts) = (self.host(), self.local(), self.layout.hosts());
         let outputs = |host: usize| -> Vec<Span> { self.layout.members(host).iter().map(|rank| self.call.outputs[rank.index()]).collect() };
         let bytes = |host: usize| -> usize { outputs(host).iter().map(|span| span.bytes).sum() };
         let rails = rails((0..hosts).map(bytes).sum(), self.layout);
         let slices: Vec<Vec<Range<usize>>> = (0..hosts).map(|host| slices(bytes(host), self.call.dtype.size(), rails)).collect();
-        let longest = slices.iter().filter_map(|slices| slices.get(local)).map(Range::len).max().unwrap_or(0);
-        self.agree_inside()?;
-        let between = self.agree_between(rails, (hosts + 1) * longest)?;
+        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0));
+        let area = (hosts + 1) * turns.piece;
+        let mut opening = self.open(rails, (LAG + 1) * area)?;
+        opening.agree(rails)?;
         self.inside(vec![self.inner_bytes(Op::AllGather, self.call.inputs.clone(), outputs(host))])?;
 
-        let mut copies = Vec::new();
-        if let Some(between) = &between
-            && longest > 0
-        {
-            let (slice, from) = (&slices[host][local], between.begin);
-            copy(part(contiguous(&outputs(host), &mut copies), slice), between.staged(from, slice.len()));
-            between.run(&Transfer::AllGather { from, each: longest, to: from + longest })?;
-        }
-
-        let mut calls = Vec::new();
-        let mut apart: Vec<(Scratch, Vec<Span>)> = Vec::new();
-        for other in (0..hosts).filter(|&other| other != host) {
-            let whole = joined(&outputs(other)).unwrap_or_else(|| {
+        let (mut copies, mut apart) = (Vec::new(), Vec::<(Scratch, Vec<Span>)>::new());
+        let own = contiguous(&outputs(host), &mut copies);
+        let mut whole = |other: usize| {
+            joined(&outputs(other)).unwrap_or_else(|| {
                 let mut scratch = Scratch::new(bytes(other));
                 let whole = scratch.span();
                 apart.push((scratch, outputs(other)));
                 whole
-            });
-            let slice = between
-                .as_ref()
-                .map_or(NOTHING, |between| between.staged(between.begin + (1 + other) * longest, slices[other][local].len()));
-            let take = slices[other].iter().map(|range| part(whole, range)).collect();
-            calls.push(self.inner_bytes(Op::AllGather, vec![slice], self.padded(take)));
+            })
+        };
+        let others: Vec<(usize, Span)> = (0..hosts).filter(|&other| other != host).map(|other| (other, whole(other))).collect();
+        let lengths = |turn: usize| -> Vec<usize> {
+            slices.iter().map(|slices| slices.get(local).map_or(0, |slice| turns.piece(slice, turn).len())).collect()
+        };
+        let busy = |turn: usize| opening.between.as_ref().filter(|_| lengths(turn).iter().any(|&bytes| bytes > 0));
+        for turn in 0..turns.count + LAG {
+            if let Some(between) = busy(turn) {
+                let (piece, from) = (turns.piece(&slices[host][local], turn), between.begin + turn % (LAG + 1) * area);
+                copy(part(own, &piece), between.staged(from, piece.len()));
+                between.share(from, &lengths(turn), from + turns.piece)?;
+            }
+            let Some(turn) = turn.checked_sub(LAG) else { continue };
+            busy(turn).map_or(Ok(()), |between| between.finish())?;
+            let mut calls = Vec::new();
+            for &(other, whole) in &others {
+                let piece = busy(turn).map_or(NOTHING, |between| {
+                    let from = between.begin + turn % (LAG + 1) * area;
+                    between.shared(from, &lengths(turn), from + turns.piece, other)
+                });
+                let take = slices[other].iter().map(|slice| part(whole, &turns.piece(slice, turn))).collect();
+                calls.push(self.inner_bytes(Op::AllGather, vec![piece], self.padded(take)));
+            }
+            self.inside(calls)?;
         }
-        self.inside(calls)?;
         apart.iter_mut().for_each(|(scratch, outputs)| spread(scratch.span(), outputs));
         Ok(())
     }

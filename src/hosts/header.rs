@@ -16,16 +16,18 @@ pub(super) struct Header {
 
 impl Header {
     /// Length of a header, the same for every call: ranks that disagree on all else still exchange it in order.
-    pub(super) const BYTES: usize = 32;
+    pub(super) const BYTES: usize = 40;
 
     pub(super) fn of(call: &Call, sequence: u64) -> Self {
         let description = Description::of(call);
         Self { sequence, description, fingerprint: description.fingerprint(call) }
     }
 
-    pub(super) fn to_bytes(self) -> [u8; Self::BYTES] {
+    /// The header as others see it, with the one length that everything in an all_to_all has, if it has: that is not compared.
+    pub(super) fn to_bytes(self, even: Option<usize>) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        let words = [self.sequence, self.description.head, self.description.bytes, self.fingerprint];
+        let even = even.map_or(0, |bytes| bytes as u64 + 1);
+        let words = [self.sequence, self.description.head, self.description.bytes, self.fingerprint, even];
         bytes.chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
         bytes
     }
@@ -37,14 +39,21 @@ impl Header {
         Self { sequence, description: Description { head, bytes }, fingerprint: next() }
     }
 
-    /// Whether the headers of `ranks`, one behind the other in `shown`, are the same.
+    /// The one length of all headers that begin the slots of `slot` bytes in `shown`, if they have one.
+    pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
+        let mut evens = shown.chunks_exact(slot).map(|shown| u64::from_le_bytes(shown[32..Self::BYTES].try_into().unwrap_or_default()));
+        let first = evens.next()?;
+        evens.all(|even| even == first).then(|| first.checked_sub(1)).flatten().map(|bytes| bytes as usize)
+    }
+
+    /// Whether the headers of `ranks`, which begin slots of `slot` bytes in `shown`, are the same; returns their common length.
     ///
     /// # Errors
     /// `Mismatch` names the first of `ranks`, the first that differs from it, and what each was called for.
-    pub(super) fn agree(shown: &[u8], ranks: &[Rank], layout: &Layout, group: &str) -> Result<()> {
-        let headers: Vec<Self> = shown.chunks_exact(Self::BYTES).map(Self::from_bytes).collect();
-        let Some((first, rest)) = headers.split_first() else { return Ok(()) };
-        let Some(place) = rest.iter().position(|other| other != first) else { return Ok(()) };
+    pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &Layout, group: &str) -> Result<Option<usize>> {
+        let headers: Vec<Self> = shown.chunks_exact(slot).map(Self::from_bytes).collect();
+        let Some((first, rest)) = headers.split_first() else { return Ok(None) };
+        let Some(place) = rest.iter().position(|other| other != first) else { return Ok(Self::common(shown, slot)) };
         let called = |header: &Self, rank| {
             let Self { sequence, description, .. } = header;
             format!("{} called {description} as #{sequence}", layout.describe(rank))
@@ -90,15 +99,18 @@ mod tests {
     fn differing_headers_name_both_calls() {
         let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
         let layout = Layout::of(&["a", "a", "b"].map(place));
-        let shown = |headers: [Header; 3]| headers.map(Header::to_bytes).concat();
+        let shown = |headers: [Header; 3]| headers.map(|header| header.to_bytes(Some(4))).concat();
         let ranks = [0, 1, 2].map(Rank);
-        assert_eq!(Header::agree(&shown([header(8, 3); 3]), &ranks, &layout, "g"), Ok(()));
-        let error = Header::agree(&shown([header(8, 3), header(8, 3), header(16, 3)]), &ranks, &layout, "g").expect_err("differs");
+        assert_eq!(Header::agree(&shown([header(8, 3); 3]), Header::BYTES, &ranks, &layout, "g"), Ok(Some(4)));
+        let error =
+            Header::agree(&shown([header(8, 3), header(8, 3), header(16, 3)]), Header::BYTES, &ranks, &layout, "g").expect_err("differs");
         assert_eq!(
             error.message,
             "ranks of group \"g\" do not agree: rank 0 (host \"a\", pid 7) called all_reduce(2 × float32, 8 bytes, SUM) as #3, \
              rank 2 (host \"b\", pid 7) called all_reduce(4 × float32, 16 bytes, SUM) as #3"
         );
-        assert!(Header::agree(&shown([header(8, 3), header(8, 4), header(8, 4)]), &ranks, &layout, "g").is_err());
+        let uneven = [Some(4), None, Some(4)].map(|even| header(8, 3).to_bytes(even)).concat();
+        assert_eq!(Header::agree(&uneven, Header::BYTES, &ranks, &layout, "g"), Ok(None));
+        assert!(Header::agree(&shown([header(8, 3), header(8, 4), header(8, 4)]), Header::BYTES, &ranks, &layout, "g").is_err());
     }
 }

@@ -4,7 +4,8 @@
 //! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
 //!
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
-//! - [`step`](mod@step): a call under way; [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
+//! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
+//! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`messages`](mod@messages): sends and receives between hosts
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
@@ -13,9 +14,11 @@ mod gather;
 mod header;
 pub mod messages;
 mod news;
+mod opening;
 pub mod rail;
 mod reduce;
 mod shared;
+mod short;
 mod slices;
 mod step;
 #[cfg(test)]
@@ -105,16 +108,7 @@ impl Run for Runner {
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
         let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence };
-        let outcome = match call.op {
-            Op::Barrier => step.barrier(),
-            Op::Broadcast => step.broadcast(),
-            Op::AllReduce | Op::Reduce => step.all_reduce(),
-            Op::AllGather => step.all_gather(),
-            Op::ReduceScatter => step.reduce_scatter(),
-            Op::Gather | Op::Scatter => step.gather_or_scatter(),
-            Op::AllToAll => step.all_to_all(),
-        };
-        outcome.map_err(|error| shared.fail(inner, error))
+        step.run().map_err(|error| shared.fail(inner, error))
     }
 }
 

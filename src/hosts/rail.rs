@@ -37,7 +37,8 @@ pub enum Transfer<'a> {
     },
 }
 
-/// Backend between hosts. It moves bytes between the ranks' staging, one transfer after another, and knows nothing of what they mean.
+/// Backend between hosts. It moves bytes between the ranks' staging and knows nothing of what they mean. Several transfers may be under
+/// way; all ranks of the rail start them in the same order.
 ///
 /// Lengths that do not fit each other may end the process with some backends: whoever starts a transfer has made sure of them.
 pub trait Rail: Send + Sync {
@@ -45,12 +46,12 @@ pub trait Rail: Send + Sync {
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()>;
 
     /// Address of the staging, which has at least `bytes` bytes; what was there is lost where there were fewer before. The backend owns it:
-    /// a transfer that was given up still finds it.
+    /// a transfer that was given up still finds it. To be called while no transfer is under way.
     fn staging(&self, bytes: usize) -> Result<usize>;
 
-    /// Begins `transfer`, after the one before has ended.
+    /// Begins `transfer`, whose bytes no other that is under way writes.
     fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()>;
 
-    /// Whether what was started has ended, after at most `limit`; the error is the backend's.
+    /// Whether the oldest transfer that is under way has ended, after at most `limit`; then it is no longer. The error is the backend's.
     fn wait(&self, limit: Duration) -> Result<bool>;
 }

@@ -5,20 +5,21 @@
 #![allow(unsafe_code, reason = "loops over the bytes of staging")]
 
 use super::rail::Transfer;
-use super::slices::{CHUNK, GATHERED, Levels, chunks, overlap, part, rails, ranges, slices};
+use super::slices::{GATHERED, LAG, Levels, Turns, overlap, part, rails, ranges, slices};
 use super::step::{Between, NOTHING, Step, contiguous, copy};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source};
+use std::ops::Range;
 
 impl Step<'_> {
     /// `partials`, one of each host in order, combined into `to`.
-    fn combine(&self, partials: &[Span], to: Span) {
+    pub(super) fn combine(&self, partials: &[Span], to: Span) {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
         let source = |(host, span): (usize, &Span)| Source { ptr: span.ptr(), factor: levels.factor(host, self.layout) };
         let sources: Vec<Source> = partials.iter().enumerate().map(source).collect();
         let dtype = self.call.dtype;
-        // SAFETY: all are spans of staging of `to.bytes` bytes, which do not overlap.
+        // SAFETY: all are spans of `to.bytes` bytes: partials of staging or scratch memory, `to` of staging or a tensor; they do not overlap.
         unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
     }
 
@@ -34,129 +35,197 @@ impl Step<'_> {
         spans
     }
 
-    /// 1. Inside: each rail gets its slice of the host's partial result. 2. Between: the hosts' slices are combined. 3. Inside: everybody,
-    ///    or the root, gets all slices.
+    /// In each turn: 1. Inside: each rail gets its piece of the host's partial result. 2. Between: the hosts' pieces are combined. 3. Inside:
+    ///    everybody, or the root, gets all pieces.
     pub(super) fn all_reduce(&self) -> Result<()> {
-        let (input, output) = (self.call.inputs[0], self.call.outputs.first().copied());
-        let (rails, size) = (rails(input.bytes, self.layout), self.call.dtype.size());
-        let longest = input.bytes.min(CHUNK).div_ceil(size).div_ceil(rails) * size;
-        self.agree_inside()?;
-        let between = self.agree_between(rails, staging(longest, size, self.layout.hosts()))?;
-        for chunk in chunks(input.bytes) {
-            let slices = slices(chunk.len(), size, rails);
-            let own = slices.get(self.local()).map_or(0, std::ops::Range::len);
-            let partial = between.as_ref().map_or(NOTHING, |between| between.staged(between.begin, own));
-            let give = slices.iter().map(|slice| part(part(input, &chunk), slice)).collect();
-            self.inside(vec![self.inner_reduction(self.padded(give), partial)])?;
-            let sum = between.as_ref().map_or(Ok(NOTHING), |between| between.combine(own))?;
-            let place = |whole: Span| slices.iter().map(|slice| part(part(whole, &chunk), slice)).collect();
-            match self.call.op {
-                Op::Reduce if self.layout.host(self.call.root) != self.host() => {}
-                Op::Reduce => {
-                    let mut give = vec![NOTHING; self.locals()];
-                    give[self.layout.local(self.call.root)] = sum;
-                    let take = output.map_or_else(Vec::new, place);
-                    self.inside(vec![self.inner_bytes(Op::AllToAll, give, self.padded(take))])?;
+        let (input, size, hosts) = (self.call.inputs[0], self.call.dtype.size(), self.layout.hosts());
+        let slices = slices(input.bytes, size, rails(input.bytes, self.layout));
+        let turns = Turns::of(slices[0].len());
+        let gathers = hosts == 2 || slices[0].len() <= GATHERED;
+        let (middle, end) = if gathers { (LAG, LAG) } else { (LAG, 2 * LAG) };
+        let area = staging(turns.piece, size, hosts).next_multiple_of(64);
+        let mut opening = self.open(slices.len(), (end + 1) * area)?;
+        let pieces = |turn: usize| slices.iter().map(move |slice| turns.piece(slice, turn));
+        let own = |turn: usize| pieces(turn).nth(self.local()).map_or(0, |piece| piece.len());
+        let sum = |turn: usize| Sum { at: turn % (end + 1) * area, bytes: own(turn), longest: turns.piece, gathers };
+        for turn in 0..turns.count + end {
+            if turn < turns.count {
+                let partial = opening.between.as_ref().map_or(NOTHING, |between| sum(turn).partial(between));
+                let give = pieces(turn).map(|piece| part(input, &piece)).collect();
+                self.inside(vec![self.inner_reduction(self.padded(give), partial)])?;
+                if turn == 0 {
+                    opening.agree(slices.len())?;
                 }
-                Op::AllReduce
-                | Op::Barrier
-                | Op::Broadcast
-                | Op::AllGather
-                | Op::Gather
-                | Op::Scatter
-                | Op::ReduceScatter
-                | Op::AllToAll => {
-                    let take = output.map_or_else(Vec::new, place);
-                    self.inside(vec![self.inner_bytes(Op::AllGather, vec![sum], self.padded(take))])?;
-                }
+                opening.between.as_ref().map_or(Ok(()), |between| sum(turn).begin(between))?;
+            }
+            if let Some(turn) = turn.checked_sub(middle).filter(|&turn| !gathers && turn < turns.count) {
+                opening.between.as_ref().map_or(Ok(()), |between| sum(turn).combine(between))?;
+            }
+            if let Some(turn) = turn.checked_sub(end) {
+                let sum = opening.between.as_ref().map_or(Ok(NOTHING), |between| sum(turn).result(between))?;
+                self.give_sum(sum, pieces(turn))?;
             }
         }
         Ok(())
     }
 
-    /// 1. Inside: each rail gets its slice of what each host is to have. 2. Between: slices go to their hosts, and are combined there.
-    /// 3. Inside: ranks get what is theirs of the slices.
+    /// Inside: everybody, or the root, gets all `pieces`, of which this rank has `sum`.
+    fn give_sum(&self, sum: Span, pieces: impl Iterator<Item = Range<usize>>) -> Result<()> {
+        let take = self.call.outputs.first().map_or_else(Vec::new, |&output| pieces.map(|piece| part(output, &piece)).collect());
+        if self.call.op == Op::AllReduce {
+            return self.inside(vec![self.inner_bytes(Op::AllGather, vec![sum], self.padded(take))]);
+        }
+        if self.layout.host(self.call.root) != self.host() {
+            return Ok(());
+        }
+        let mut give = vec![NOTHING; self.locals()];
+        give[self.layout.local(self.call.root)] = sum;
+        self.inside(vec![self.inner_bytes(Op::AllToAll, give, self.padded(take))])
+    }
+
+    /// In each turn: 1. Inside: each rail gets its piece of what each host is to have. 2. Between: pieces go to their hosts, and are combined
+    /// there. 3. Inside: ranks get what is theirs of the pieces.
     pub(super) fn reduce_scatter(&self) -> Result<()> {
-        let (host, local, size) = (self.host(), self.local(), self.call.dtype.size());
+        let (host, local, hosts, size) = (self.host(), self.local(), self.layout.hosts(), self.call.dtype.size());
         let lengths = |host: usize| self.layout.members(host).iter().map(|rank| self.call.inputs[rank.index()].bytes);
         let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), self.layout);
-        let slices: Vec<_> = (0..self.layout.hosts()).map(|host| slices(lengths(host).sum(), size, rails)).collect();
-        let sent: Vec<usize> = slices.iter().map(|slices| slices.get(local).map_or(0, std::ops::Range::len)).collect();
-        let (all, own): (usize, usize) = (sent.iter().sum(), sent[host]);
-        self.agree_inside()?;
-        let between = self.agree_between(rails, all + (self.layout.hosts() + 1) * own)?;
-
+        let slices: Vec<_> = (0..hosts).map(|host| slices(lengths(host).sum(), size, rails)).collect();
+        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0));
+        // What goes to each host, what comes from each, and the sum.
+        let area = ((2 * hosts + 1) * turns.piece).next_multiple_of(64);
+        let mut opening = self.open(rails, (LAG + 1) * area)?;
         let mut copies = Vec::new();
-        let mut calls = Vec::new();
-        let mut at = 0;
-        for (to, slices) in slices.iter().enumerate() {
-            let spans: Vec<Span> = self.layout.members(to).iter().map(|rank| self.call.inputs[rank.index()]).collect();
-            let block = contiguous(&spans, &mut copies);
-            let partial = between.as_ref().map_or(NOTHING, |between| between.staged(between.begin + at, sent[to]));
-            at += sent[to];
-            calls.push(self.inner_reduction(self.padded(slices.iter().map(|slice| part(block, slice)).collect()), partial));
-        }
-        self.inside(calls)?;
-
-        let mut sum = NOTHING;
-        if let Some(between) = &between {
-            let (from, to) = (between.begin, between.begin + all);
-            sum = between.staged(to + self.layout.hosts() * own, own);
-            if sent.iter().any(|&bytes| bytes > 0) {
-                between.run(&Transfer::AllToAll { from, sent: &sent, to, received: &vec![own; self.layout.hosts()] })?;
-                let partials: Vec<Span> = (0..self.layout.hosts()).map(|host| between.staged(to + host * own, own)).collect();
+        let block = |host: usize| self.layout.members(host).iter().map(|rank| self.call.inputs[rank.index()]).collect::<Vec<Span>>();
+        let blocks: Vec<Span> = (0..hosts).map(|host| contiguous(&block(host), &mut copies)).collect();
+        let wanted = ranges(lengths(host));
+        let piece = |host: usize, local: usize, turn: usize| slices[host].get(local).map(|slice| turns.piece(slice, turn));
+        let bytes = |host: usize, turn: usize| piece(host, local, turn).map_or(0, |piece| piece.len());
+        for turn in 0..turns.count + LAG {
+            if turn < turns.count {
+                let sent: Vec<usize> = (0..hosts).map(|host| bytes(host, turn)).collect();
+                let from = opening.between.as_ref().map_or(0, |between| between.begin + turn % (LAG + 1) * area);
+                let mut at = from;
+                let mut calls = Vec::new();
+                for to in 0..hosts {
+                    let partial = opening.between.as_ref().map_or(NOTHING, |between| between.staged(at, sent[to]));
+                    at += sent[to];
+                    let give = (0..rails).filter_map(|rail| piece(to, rail, turn)).map(|piece| part(blocks[to], &piece)).collect();
+                    calls.push(self.inner_reduction(self.padded(give), partial));
+                }
+                self.inside(calls)?;
+                if turn == 0 {
+                    opening.agree(rails)?;
+                }
+                if let Some(between) = opening.between.as_ref().filter(|_| sent.iter().any(|&bytes| bytes > 0)) {
+                    let to = from + hosts * turns.piece;
+                    between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &vec![sent[host]; hosts] })?;
+                }
+            }
+            let Some(turn) = turn.checked_sub(LAG) else { continue };
+            let mut sum = NOTHING;
+            if let Some(between) = opening.between.as_ref().filter(|_| (0..hosts).any(|host| bytes(host, turn) > 0)) {
+                let (own, received) = (bytes(host, turn), between.begin + turn % (LAG + 1) * area + hosts * turns.piece);
+                sum = between.staged(received + hosts * turns.piece, own);
+                between.finish()?;
+                let partials: Vec<Span> = (0..hosts).map(|host| between.staged(received + host * own, own)).collect();
                 self.combine(&partials, sum);
             }
+            let give = match piece(host, local, turn) {
+                None => vec![NOTHING; self.locals()],
+                Some(piece) => wanted.iter().map(|want| overlap(want, &piece)).map(|both| shifted(sum, &both, piece.start)).collect(),
+            };
+            let want = &wanted[local];
+            let mine = (0..rails).filter_map(|rail| piece(host, rail, turn)).map(|piece| overlap(&piece, want));
+            let take = mine.map(|both| shifted(self.call.outputs[0], &both, want.start)).collect();
+            self.inside(vec![self.inner_bytes(Op::AllToAll, give, self.padded(take))])?;
         }
-
-        let (mine, wanted) = (&slices[host], ranges(lengths(host)));
-        let give = match mine.get(local) {
-            None => vec![NOTHING; self.locals()],
-            Some(slice) => wanted.iter().map(|want| overlap(want, slice)).map(|both| shifted(sum, &both, slice.start)).collect(),
-        };
-        let want = &wanted[local];
-        let take = mine.iter().map(|slice| overlap(slice, want)).map(|both| shifted(self.call.outputs[0], &both, want.start)).collect();
-        self.inside(vec![self.inner_bytes(Op::AllToAll, give, self.padded(take))])
+        Ok(())
     }
 }
 
 /// The part of `span` at `range`, which counts from `begin` before the span.
-fn shifted(span: Span, range: &std::ops::Range<usize>, begin: usize) -> Span {
+fn shifted(span: Span, range: &Range<usize>, begin: usize) -> Span {
     part(span, &(range.start - begin..range.end - begin))
 }
 
-/// Bytes of staging that [`Between::combine`] needs for a slice of up to `bytes`.
+/// Bytes of staging that a [`Sum`] of pieces of up to `bytes` needs.
 fn staging(bytes: usize, size: usize, hosts: usize) -> usize {
-    // The own partial and the result; what comes from the hosts; with rounding, the own piece of the sum and everybody's.
+    // The own partial and the result; what comes from the hosts; with rounding, the own part of the sum and everybody's.
     2 * bytes + hosts * bytes + (hosts + 2) * (bytes.div_ceil(hosts) + size)
 }
 
-impl Between<'_> {
-    /// Combines the slices of `bytes` bytes of all hosts, of which the own one begins the staging; returns where the result is.
-    fn combine(&self, bytes: usize) -> Result<Span> {
-        let (step, hosts, begin) = (self.step, self.step.layout.hosts(), self.begin);
-        let (result, received) = (self.staged(begin + bytes, bytes), begin + 2 * bytes);
-        if bytes == 0 {
+/// Pieces of all hosts that become one, in an area of the staging.
+struct Sum {
+    /// Place of the area behind the first that a call may use.
+    at: usize,
+    bytes: usize,
+    longest: usize,
+    /// Whether each host gets all partial results and adds them up; otherwise each adds up its part, and gets the others'.
+    gathers: bool,
+}
+
+impl Sum {
+    fn partial(&self, between: &Between<'_>) -> Span {
+        between.staged(between.begin + self.at, self.bytes)
+    }
+
+    /// Places of the result and of what is received.
+    fn places(&self, between: &Between<'_>) -> (usize, usize) {
+        let result = between.begin + self.at + self.longest;
+        (result, result + self.longest)
+    }
+
+    /// Parts of the piece, one for each host. The first is the longest: the others are padded to it when they are gathered.
+    fn parts(&self, between: &Between<'_>) -> Vec<Range<usize>> {
+        slices(self.bytes, between.step.call.dtype.size(), between.step.layout.hosts())
+    }
+
+    /// Begins to exchange partial results.
+    fn begin(&self, between: &Between<'_>) -> Result<()> {
+        let (hosts, from, (_, to)) = (between.step.layout.hosts(), between.begin + self.at, self.places(between));
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        if self.gathers {
+            return between.share(from, &vec![self.bytes; hosts], to);
+        }
+        let sent: Vec<usize> = self.parts(between).iter().map(Range::len).collect();
+        between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &vec![sent[between.step.host()]; hosts] })
+    }
+
+    /// Where each host adds up its part: waits for what the others give to it, adds it up and begins to gather the parts.
+    fn combine(&self, between: &Between<'_>) -> Result<()> {
+        let (step, hosts, (_, received)) = (between.step, between.step.layout.hosts(), self.places(between));
+        if self.bytes == 0 {
+            return Ok(());
+        }
+        between.finish()?;
+        let parts = self.parts(between);
+        let (own, longest) = (parts[step.host()].len(), parts[0].len());
+        let partials: Vec<Span> = (0..hosts).map(|host| between.staged(received + host * own, own)).collect();
+        let from = received + hosts * longest;
+        step.combine(&partials, between.staged(from, own));
+        between.start(&Transfer::AllGather { from, each: longest, to: from + longest })
+    }
+
+    /// The result, once it is there.
+    fn result(&self, between: &Between<'_>) -> Result<Span> {
+        let (step, hosts, (result, received)) = (between.step, between.step.layout.hosts(), self.places(between));
+        let result = between.staged(result, self.bytes);
+        if self.bytes == 0 {
             return Ok(result);
         }
-        if hosts == 2 || bytes <= GATHERED {
-            self.run(&Transfer::AllGather { from: begin, each: bytes, to: received })?;
-            let partials: Vec<Span> = (0..hosts).map(|host| self.staged(received + host * bytes, bytes)).collect();
-            step.combine(&partials, result);
+        between.finish()?;
+        if self.gathers {
+            let lengths = vec![self.bytes; hosts];
+            let shared = |host| between.shared(between.begin + self.at, &lengths, received, host);
+            step.combine(&(0..hosts).map(shared).collect::<Vec<_>>(), result);
             return Ok(result);
         }
-        // Each host combines a piece. The first piece is the longest: the others are padded to it when they are gathered.
-        let pieces = slices(bytes, step.call.dtype.size(), hosts);
-        let sent: Vec<usize> = pieces.iter().map(std::ops::Range::len).collect();
-        let (own, longest) = (sent[step.host()], sent[0]);
-        self.run(&Transfer::AllToAll { from: begin, sent: &sent, to: received, received: &vec![own; hosts] })?;
-        let partials: Vec<Span> = (0..hosts).map(|host| self.staged(received + host * own, own)).collect();
-        let summed = received + hosts * longest;
-        step.combine(&partials, self.staged(summed, own));
-        let gathered = summed + longest;
-        self.run(&Transfer::AllGather { from: summed, each: longest, to: gathered })?;
-        for (host, piece) in pieces.iter().enumerate() {
-            copy(self.staged(gathered + host * longest, piece.len()), part(result, piece));
+        let parts = self.parts(between);
+        let gathered = received + (hosts + 1) * parts[0].len();
+        for (host, piece) in parts.iter().enumerate() {
+            copy(between.staged(gathered + host * parts[0].len(), piece.len()), part(result, piece));
         }
         Ok(result)
     }

@@ -8,8 +8,14 @@ use std::ops::Range;
 /// Bytes of a call up to which one rail carries everything: more rails would add messages where the time is that of a message.
 pub(super) const ONE_RAIL: usize = 64 << 10;
 
-/// Bytes of a call that are under way at a time; a multiple of every element's size.
-pub(super) const CHUNK: usize = 16 << 20;
+/// Bytes of a rail's slice that are under way in one turn of a long call: at least, at most. Multiples of every element's size.
+const PIECE: (usize, usize) = (128 << 10, 1 << 20);
+
+/// Turns that a long slice has at least: the first of them passes before anything is on the wire.
+const TURNS: usize = 4;
+
+/// Turns by which what is inside comes before, and after, what is between: so many pieces are on the wire meanwhile.
+pub(super) const LAG: usize = 1;
 
 /// Bytes of a rail's slice up to which each host gets all partial results and adds them up itself: one exchange in place of two.
 pub(super) const GATHERED: usize = 256 << 10;
@@ -27,9 +33,35 @@ pub(super) fn slices(bytes: usize, size: usize, parts: usize) -> Vec<Range<usize
     (0..parts).map(|part| start(part)..start(part + 1)).collect()
 }
 
-/// `bytes` bytes in chunks of at most [`CHUNK`]: begin and length. Nothing has one chunk, of nothing.
-pub(super) fn chunks(bytes: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..bytes.div_ceil(CHUNK).max(1)).map(move |chunk| chunk * CHUNK..bytes.min((chunk + 1) * CHUNK))
+/// The turns of a call: each of its slices goes piece by piece, one in each turn.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turns {
+    /// Bytes of the longest piece.
+    pub(super) piece: usize,
+    pub(super) count: usize,
+}
+
+impl Turns {
+    /// The turns of a call whose longest slice has `longest` bytes.
+    pub(super) fn of(longest: usize) -> Self {
+        Self::at_most(longest, longest.div_ceil(TURNS).next_multiple_of(64).clamp(PIECE.0, PIECE.1))
+    }
+
+    /// The turns of a call that brings up to `parts` messages of up to `longest` bytes by each rail.
+    pub(super) fn of_messages(longest: usize, parts: usize) -> Self {
+        let whole = Self::of(longest.saturating_mul(parts)).piece;
+        Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
+    }
+
+    fn at_most(longest: usize, piece: usize) -> Self {
+        Self { piece: piece.min(longest), count: longest.div_ceil(piece).max(1) }
+    }
+
+    /// The piece of `slice` in the turn `turn`; empty where it has ended.
+    pub(super) fn piece(&self, slice: &Range<usize>, turn: usize) -> Range<usize> {
+        let at = |turn: usize| slice.end.min(slice.start + turn * self.piece);
+        at(turn)..at(turn + 1)
+    }
 }
 
 /// Ranges of spans of `lengths` bytes, one behind the other.
@@ -133,7 +165,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_and_chunks_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20) {
+        fn slices_and_pieces_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20) {
             let (size, mut end) = (1 << size, 0);
             let slices = slices(count * size, size, parts);
             prop_assert_eq!(slices.len(), parts);
@@ -142,12 +174,16 @@ mod tests {
                 end = slice.end;
             }
             prop_assert_eq!(end, count * size);
-            end = 0;
-            for chunk in chunks(count * size) {
-                prop_assert!(chunk.start == end && chunk.len() <= CHUNK && chunk.end.is_multiple_of(size));
-                end = chunk.end;
+            for turns in [Turns::of(slices[0].len()), Turns::of_messages(slices[0].len(), parts)] {
+                for slice in &slices {
+                    end = slice.start;
+                    for piece in (0..turns.count).map(|turn| turns.piece(slice, turn)) {
+                        prop_assert!(piece.start == end && piece.len() <= turns.piece && piece.end.is_multiple_of(size));
+                        end = piece.end;
+                    }
+                    prop_assert_eq!(end, slice.end);
+                }
             }
-            prop_assert_eq!(end, count * size);
         }
 
         #[test]

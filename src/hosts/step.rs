@@ -1,7 +1,6 @@
 //! Step: one collective that is under way on several hosts, and what every collective is made of.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
-use super::header::Header;
 use super::rail::{Rail, Transfer};
 use super::slices::joined;
 use super::{Shared, slices};
@@ -89,6 +88,24 @@ pub(super) fn contiguous(spans: &[Span], scratch: &mut Vec<Scratch>) -> Span {
 }
 
 impl Step<'_> {
+    /// Runs the call.
+    pub(super) fn run(&self) -> Result<()> {
+        match self.call.op {
+            Op::AllToAll => self.all_to_all(),
+            Op::Barrier => self.short(),
+            Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter
+                if self.is_short() =>
+            {
+                self.short()
+            }
+            Op::Broadcast => self.broadcast(),
+            Op::AllReduce | Op::Reduce => self.all_reduce(),
+            Op::AllGather => self.all_gather(),
+            Op::ReduceScatter => self.reduce_scatter(),
+            Op::Gather | Op::Scatter => self.gather_or_scatter(),
+        }
+    }
+
     pub(super) fn host(&self) -> usize {
         self.layout.host(self.rank)
     }
@@ -122,47 +139,9 @@ impl Step<'_> {
     fn about(&self) -> String {
         format!("{} #{} of group \"{}\"", Description::of(self.call), self.sequence, self.inner.control().name())
     }
-
-    /// Returns once all ranks of this host were found to run the same call.
-    pub(super) fn agree_inside(&self) -> Result<()> {
-        if self.locals() == 1 {
-            return Ok(());
-        }
-        let mut own = Header::of(self.call, self.sequence).to_bytes();
-        let mut all = Scratch::new(self.locals() * Header::BYTES);
-        let whole = all.span();
-        let outputs = (0..self.locals()).map(|local| slices::part(whole, &(local * Header::BYTES..(local + 1) * Header::BYTES))).collect();
-        let own = Span { addr: own.as_mut_ptr().addr(), bytes: Header::BYTES };
-        self.inside(vec![self.inner_bytes(Op::AllGather, vec![own], outputs)])?;
-        Header::agree(all.bytes(), self.layout.members(self.host()), self.layout, self.inner.control().name())
-    }
-
-    /// Rail of this rank, if it is among the first `rails`, once its ranks were found to run the same call. It has `bytes` bytes of
-    /// staging, which begin at the returned place: headers come before.
-    ///
-    /// Every call begins on every rail that it uses with one message of one length, whatever the call is: backends may end the process
-    /// where lengths differ.
-    pub(super) fn agree_between(&self, rails: usize, bytes: usize) -> Result<Option<Between<'_>>> {
-        if self.local() >= rails {
-            return Ok(None);
-        }
-        let hosts = self.layout.hosts();
-        let begin = ((hosts + 1) * Header::BYTES).next_multiple_of(64);
-        let rail = self.shared.rail()?;
-        let between = Between { step: self, addr: rail.staging(begin + bytes)?, begin, rail };
-        let own = Header::of(self.call, self.sequence).to_bytes();
-        let header = Span { addr: own.as_ptr().addr(), bytes: own.len() };
-        copy(header, Span { addr: between.addr, ..header });
-        between.run(&Transfer::AllGather { from: 0, each: Header::BYTES, to: Header::BYTES })?;
-        let mut shown = Scratch::new(hosts * Header::BYTES);
-        copy(Span { addr: between.addr + Header::BYTES, bytes: hosts * Header::BYTES }, shown.span());
-        let ranks: Vec<Rank> = (0..hosts).map(|host| self.layout.members(host)[self.local()]).collect();
-        Header::agree(shown.bytes(), &ranks, self.layout, self.inner.control().name())?;
-        Ok(Some(between))
-    }
 }
 
-/// This rank's rail, within a call on which all ranks agree.
+/// This rank's rail, within a call.
 pub(super) struct Between<'a> {
     pub(super) step: &'a Step<'a>,
     rail: Arc<dyn Rail>,
@@ -171,41 +150,83 @@ pub(super) struct Between<'a> {
     pub(super) begin: usize,
 }
 
-impl Between<'_> {
+impl<'a> Between<'a> {
+    /// The rail of `step`'s rank, whose staging is at `addr`; calls may use it from `begin` on.
+    pub(super) fn new(step: &'a Step<'a>, addr: usize, begin: usize, rail: Arc<dyn Rail>) -> Self {
+        Self { step, rail, addr, begin }
+    }
+
     /// Staging from place `at` on.
     pub(super) fn staged(&self, at: usize, bytes: usize) -> Span {
         Span { addr: self.addr + at, bytes }
     }
 
+    /// The first bytes of the staging, which hold slots.
+    pub(super) fn head(&self, at: usize, bytes: usize) -> Span {
+        Span { addr: self.addr + at, bytes }
+    }
+
     /// Runs `transfer`, watching this host meanwhile.
     pub(super) fn run(&self, transfer: &Transfer<'_>) -> Result<()> {
-        let (step, shared) = (self.step, self.step.shared);
-        let late = || {
-            let (waited, local) = (step.limit.waited().as_secs_f64(), step.local());
-            Error::timeout(format!(
-                "{}: {} waited {waited:.1} s on rail {local} for {} (timeout)",
-                step.about(),
-                step.layout.describe(step.rank),
-                step.layout.name_others(step.host())
-            ))
+        self.start(transfer)?;
+        self.finish()
+    }
+
+    /// Begins to bring `lengths[h]` bytes of each host `h` to all others, the own ones from `from`; [`Self::shared`] says where they come.
+    pub(super) fn share(&self, from: usize, lengths: &[usize], to: usize) -> Result<()> {
+        let Ok([a, b]) = <[usize; 2]>::try_from(lengths) else {
+            return self.start(&Transfer::AllGather { from, each: lengths.iter().copied().max().unwrap_or(0), to });
         };
-        let broken = |error: Error| {
-            // A host says why it failed before its rails close.
-            shared.cause(step.inner, step.local(), step.limit.left().unwrap_or_default()).unwrap_or_else(|| {
-                let others = step.layout.name_others(step.host());
-                let (about, me, local) = (step.about(), step.layout.describe(step.rank), step.local());
-                Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))
-            })
+        // Nothing goes to the own host, as it would in an all_gather.
+        let (sent, received) = if self.step.host() == 0 { ([0, a], [0, b]) } else { ([b, 0], [a, 0]) };
+        self.start(&Transfer::AllToAll { from, sent: &sent, to, received: &received })
+    }
+
+    /// What a [`Self::share`] of `lengths` has brought of `host`.
+    pub(super) fn shared(&self, from: usize, lengths: &[usize], to: usize, host: usize) -> Span {
+        let at = match lengths.len() {
+            2 if host == self.step.host() => from,
+            2 => to,
+            _ => to + host * lengths.iter().copied().max().unwrap_or(0),
         };
-        self.rail.start(transfer, step.limit.left().ok_or_else(late)?).map_err(broken)?;
+        self.staged(at, lengths[host])
+    }
+
+    /// Begins `transfer`.
+    pub(super) fn start(&self, transfer: &Transfer<'_>) -> Result<()> {
+        let left = self.step.limit.left().ok_or_else(|| self.late())?;
+        self.rail.start(transfer, left).map_err(|error| self.broken(error))
+    }
+
+    /// Waits for the end of the oldest transfer that is under way, watching this host meanwhile.
+    pub(super) fn finish(&self) -> Result<()> {
+        let step = self.step;
         let mut interrupts = Interrupts::new();
         loop {
             interrupts.check()?;
-            let left = step.limit.left().ok_or_else(late)?;
-            if self.rail.wait(left.min(LOOK)).map_err(|error| if step.limit.left().is_none() { late() } else { broken(error) })? {
+            let left = step.limit.left().ok_or_else(|| self.late())?;
+            let failed = |error| if step.limit.left().is_none() { self.late() } else { self.broken(error) };
+            if self.rail.wait(left.min(LOOK)).map_err(failed)? {
                 return Ok(());
             }
             step.inner.error().map_or(Ok(()), Err)?;
         }
+    }
+
+    fn late(&self) -> Error {
+        let step = self.step;
+        let (waited, local) = (step.limit.waited().as_secs_f64(), step.local());
+        let (about, me, others) = (step.about(), step.layout.describe(step.rank), step.layout.name_others(step.host()));
+        Error::timeout(format!("{about}: {me} waited {waited:.1} s on rail {local} for {others} (timeout)"))
+    }
+
+    /// A host says why it failed before its rails close.
+    fn broken(&self, error: Error) -> Error {
+        let step = self.step;
+        step.shared.cause(step.inner, step.local(), step.limit.left().unwrap_or_default()).unwrap_or_else(|| {
+            let (about, me, others) = (step.about(), step.layout.describe(step.rank), step.layout.name_others(step.host()));
+            let local = step.local();
+            Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))
+        })
     }
 }

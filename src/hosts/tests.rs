@@ -30,6 +30,8 @@ struct Wire {
     /// Set with `rounds` locked, once a rank has dropped its end.
     broken: AtomicBool,
     changed: Condvar,
+    /// Transfers after which none ends any more; 0: all end.
+    most: usize,
 }
 
 /// Bytes for each host, and the kind of the transfer with the lengths that all must have.
@@ -50,9 +52,11 @@ struct ThreadRail {
 #[derive(Default)]
 struct Own {
     staging: Vec<u8>,
-    round: usize,
-    /// Placement and length of what comes from each host.
-    wanted: Vec<(usize, usize)>,
+    /// Transfers begun, and ended.
+    begun: usize,
+    ended: usize,
+    /// Placement and length of what comes from each host, for each transfer.
+    wanted: Vec<Vec<(usize, usize)>>,
 }
 
 impl Rail for ThreadRail {
@@ -62,6 +66,7 @@ impl Rail for ThreadRail {
 
     fn staging(&self, bytes: usize) -> Result<usize> {
         let mut own = self.own.lock().expect("no panic");
+        assert_eq!(own.begun, own.ended, "a transfer is under way");
         if own.staging.len() < bytes {
             own.staging = vec![0xee; bytes];
         }
@@ -93,13 +98,13 @@ impl Rail for ThreadRail {
                 (Sent { parts: vec![part; self.hosts], kind: (2, length) }, wanted)
             }
         };
-        own.wanted = wanted;
-        own.round += 1;
+        own.wanted.push(wanted);
+        own.begun += 1;
         let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-        while rounds.len() < own.round {
+        while rounds.len() < own.begun {
             rounds.push(vec![None; self.hosts]);
         }
-        rounds[own.round - 1][self.host] = Some(sent);
+        rounds[own.begun - 1][self.host] = Some(sent);
         self.wire.changed.notify_all();
         Ok(())
     }
@@ -108,7 +113,9 @@ impl Rail for ThreadRail {
         let mut own = self.own.lock().expect("no panic");
         let deadline = Instant::now() + limit;
         let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
-        while !rounds[own.round - 1].iter().all(Option::is_some) {
+        assert!(own.ended < own.begun, "no transfer is under way");
+        let stuck = self.wire.most > 0 && own.ended >= self.wire.most;
+        while stuck || !rounds[own.ended].iter().all(Option::is_some) {
             if self.wire.broken.load(Ordering::Relaxed) {
                 return Err(Error::peer("connection closed"));
             }
@@ -118,9 +125,11 @@ impl Rail for ThreadRail {
             }
             rounds = self.wire.changed.wait_timeout(rounds, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        let all: Vec<Sent> = rounds[own.round - 1].iter().flatten().cloned().collect();
+        let all: Vec<Sent> = rounds[own.ended].iter().flatten().cloned().collect();
         drop(rounds);
-        for (sent, (at, length)) in all.iter().zip(own.wanted.clone()) {
+        let wanted = own.wanted[own.ended].clone();
+        own.ended += 1;
+        for (sent, (at, length)) in all.iter().zip(wanted) {
             assert_eq!(sent.kind, all[0].kind, "Gloo would end the process");
             assert_eq!(sent.parts[self.host].len(), length, "Gloo would end the process");
             own.staging[at..at + length].copy_from_slice(&sent.parts[self.host]);
@@ -139,12 +148,17 @@ impl Drop for ThreadRail {
 
 /// Runs `body` on the ranks of a layout, where rank `r` is on host `hosts[r]`.
 fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
+    on_hosts_until(0, hosts, body);
+}
+
+/// [`on_hosts`] where rails end no transfers beyond the first `most`, unless that is 0.
+fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
     let place = |&host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
     let layout = Arc::new(Layout::of(&hosts.iter().map(place).collect::<Vec<_>>()));
     let store = MemoryStore::default();
     let bytes = |host: usize| Memory::new(layout.members(host).len()).total_bytes();
     let files: Vec<_> = (0..layout.hosts()).map(|host| Segment::create(bytes(host)).expect("memfd")).collect();
-    let wires: Vec<Arc<Wire>> = (0..layout.rails()).map(|_| Arc::default()).collect();
+    let wires: Vec<Arc<Wire>> = (0..layout.rails()).map(|_| Arc::new(Wire { most, ..Wire::default() })).collect();
     let joined = std::sync::Barrier::new(hosts.len());
     std::thread::scope(|scope| {
         for rank in 0..hosts.len() {
@@ -218,7 +232,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     for hosts in LAYOUTS {
         let n = hosts.len();
         on_hosts(hosts, |group, rank| {
-            // Nothing, one rail, all rails, pieces for each host, chunks.
+            // Nothing, in slots, one rail, all rails, parts for each host, turns.
             for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002, 17_000_002] {
                 let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
                 let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
@@ -277,6 +291,84 @@ fn movements_bring_everything_where_it_belongs() {
                 }
                 run(Op::Barrier, 0, &mut [], &mut []);
             }
+            // In slots, by one rail, by all, in several turns; in place too.
+            for bytes in [0, 1, 40, 2000, 16_384, 16_385, 64_000, 300_001] {
+                let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, bytes)).collect();
+                let mut take = vec![vec![0xee; bytes]; n];
+                run(Op::AllToAll, 0, &mut give, &mut take);
+                let right: Vec<Vec<u8>> = (0..n).map(|from| data(from * n + rank, bytes)).collect();
+                assert!(take == right, "all_to_all of {bytes} bytes each on {hosts:?}, rank {rank}");
+                let same = spans(&mut give);
+                let in_place = Call { inputs: same.clone(), outputs: same, ..call(Op::AllToAll, DType::U8, 0, &mut [], &mut []) };
+                group.run(vec![in_place], None).expect("all_to_all in place");
+                assert!(give == right, "all_to_all of {bytes} bytes each in place on {hosts:?}, rank {rank}");
+            }
+        });
+    }
+}
+
+/// Lengths of all_to_all that agree in part: each rank has one length for all, or none does, or single pairs differ.
+#[test]
+fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
+    for hosts in LAYOUTS {
+        let n = hosts.len();
+        on_hosts(hosts, |group, rank| {
+            // Only what the last rank gives to the first is longer.
+            let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
+            let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
+            let mut take: Vec<Vec<u8>> = (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
+            group.run(vec![call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect("all_to_all");
+            assert!((0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))), "{hosts:?}, rank {rank}");
+            // Each rank has one length for all, and the last has another than the others.
+            let bytes = if rank == n - 1 { 8 } else { 16 };
+            let (mut give, mut take) = (vec![vec![1; bytes]; n], vec![vec![0xee; bytes]; n]);
+            let error = group.run(vec![call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect_err("they disagree");
+            assert_eq!(error.kind, Kind::Mismatch, "{error}");
+            assert!(error.message.contains("bytes to rank"), "{error}");
+            assert!(take.iter().flatten().all(|&byte| byte == 0xee), "nothing was written");
+        });
+    }
+}
+
+#[test]
+fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
+    for (most, hosts) in [(3, LAYOUTS[0]), (2, LAYOUTS[1]), (4, LAYOUTS[3])] {
+        on_hosts_until(most, hosts, |group, rank| {
+            let n = hosts.len();
+            let (mut input, mut output) = ([data(rank, 3_000_000)], [vec![0xee; 3_000_000]]);
+            let begun = Instant::now();
+            let run = |call: Call| group.run(vec![call], Some(Duration::from_millis(400)));
+            let error = run(call(Op::AllReduce, DType::F32, 0, &mut input, &mut output)).expect_err("it stops");
+            assert_eq!(error.kind, Kind::Timeout, "{error}");
+            assert!(error.message.contains("on rail "), "{error}");
+            assert!(begun.elapsed() < Duration::from_secs(10), "rank {rank} of {n}");
+            assert_eq!(run(super::barrier(None)).expect_err("it has failed"), error);
+        });
+    }
+}
+
+#[test]
+fn an_abort_within_calls_ends_them_on_all_hosts() {
+    for op in [Op::AllReduce, Op::AllToAll] {
+        on_hosts(&[0, 0, 1, 1, 1], |group, rank| {
+            std::thread::scope(|scope| {
+                if rank == 1 {
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_millis(50));
+                        group.abort();
+                    });
+                }
+                let count = if op == Op::AllReduce { 1 } else { 5 };
+                let (mut inputs, mut outputs) = (vec![data(rank, 1_000_000); count], vec![vec![0; 1_000_000]; count]);
+                let begun = Instant::now();
+                let error = loop {
+                    if let Err(error) = group.run(vec![call(op, DType::U8, 0, &mut inputs, &mut outputs)], None) {
+                        break error;
+                    }
+                };
+                assert!(error.message.contains("aborted group \"test\""), "{error}");
+                assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
+            });
         });
     }
 }

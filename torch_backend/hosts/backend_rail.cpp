@@ -91,7 +91,7 @@ Status BackendRail::all_gather(size_t from, size_t each, size_t to, int64_t time
     auto output = part(to, hosts_ * each);
     ::c10d::AllgatherOptions options;
     options.timeout = std::chrono::milliseconds(timeout_ms);
-    work_ = backend_->_allgather_base(output, input, options);
+    works_.push_back(backend_->_allgather_base(output, input, options));
   });
 }
 
@@ -108,7 +108,7 @@ Status BackendRail::all_to_all(
     auto output_lengths = lengths(received);
     ::c10d::AllToAllOptions options;
     options.timeout = std::chrono::milliseconds(timeout_ms);
-    work_ = backend_->alltoall_base(output, input, output_lengths, input_lengths, options);
+    works_.push_back(backend_->alltoall_base(output, input, output_lengths, input_lengths, options));
   });
 }
 
@@ -118,25 +118,30 @@ Status BackendRail::broadcast(size_t root, size_t at, size_t bytes, int64_t time
     ::c10d::BroadcastOptions options;
     options.rootRank = static_cast<int64_t>(root);
     options.timeout = std::chrono::milliseconds(timeout_ms);
-    work_ = backend_->broadcast(tensors, options);
+    works_.push_back(backend_->broadcast(tensors, options));
   });
 }
 
 Status BackendRail::wait(int64_t limit_ms) const noexcept {
   bool ended = false;
   const auto status = attempted([&] {
+    TORCH_CHECK(!works_.empty(), "no transfer is under way");
+    const auto work = works_.front();
     try {
-      work_->wait(std::chrono::milliseconds(limit_ms));
+      work->wait(std::chrono::milliseconds(limit_ms));
       ended = true;
     } catch (...) {
       // The transfer has failed, or the time has passed: and the transfer may have ended just then.
-      ended = work_->isCompleted();
-      if (const auto error = ended ? work_->exception() : nullptr) {
+      ended = work->isCompleted();
+      if (const auto error = ended ? work->exception() : nullptr) {
         std::rethrow_exception(error);
       }
     }
+    if (ended) {
+      works_.pop_front();
+    }
   });
-  return ended ? status : failed(Kind::WaitTimeout, "the transfer goes on");
+  return ended || status.kind != Kind::None ? status : failed(Kind::WaitTimeout, "the transfer goes on");
 }
 
 } // namespace symm

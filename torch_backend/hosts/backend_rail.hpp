@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <deque>
 #include <functional>
 #include <string>
 
@@ -71,7 +72,8 @@ class BackendRail final : public RailHandle {
   // Set by functions that the core calls one after another.
   mutable c10::intrusive_ptr<::c10d::Backend> backend_;
   mutable at::Tensor staging_;
-  mutable c10::intrusive_ptr<::c10d::Work> work_;
+  // What is under way, the oldest first.
+  mutable std::deque<c10::intrusive_ptr<::c10d::Work>> works_;
   mutable size_t hosts_ = 0;
 };
 

@@ -1,0 +1,180 @@
+//! Opening: how every call begins. Ranks show each other what they were called for, and with it whatever is short enough.
+
+use super::header::Header;
+use super::rail::Transfer;
+use super::slices::part;
+use super::step::{Between, Scratch, Step, copy};
+use crate::coll::call::{Op, Span};
+use crate::error::Result;
+use crate::rank::Rank;
+use std::sync::Arc;
+
+/// Bytes that a rank shows the others of its host, and each host the others, of every call: a header and records.
+pub(super) const SLOT: usize = 1024;
+/// Bytes of records that have room in a slot.
+const ROOM: usize = SLOT - Header::BYTES;
+/// Bytes of a record before its data: the factor of the rank.
+const FACTOR: usize = 8;
+
+/// What the ranks of this host have shown each other, and the slots of all hosts, once rail 0 has brought them.
+pub(super) struct Opening<'a> {
+    step: &'a Step<'a>,
+    /// Rail of this rank, if the call uses it.
+    pub(super) between: Option<Between<'a>>,
+    slots: Scratch,
+}
+
+impl Step<'_> {
+    /// Bytes that `rank` gives in this call, where all ranks know that. In an all_to_all: as if everybody gave as much as this rank.
+    pub(super) fn given(&self, rank: Rank) -> usize {
+        let (n, agreed) = (self.layout.size(), self.call.agreed_bytes() as usize);
+        let of_root = |bytes: usize| if rank == self.call.root { bytes } else { 0 };
+        match self.call.op {
+            Op::Barrier => 0,
+            Op::AllReduce | Op::Reduce | Op::Gather | Op::ReduceScatter => agreed,
+            Op::Broadcast => of_root(agreed),
+            Op::Scatter => of_root(n * agreed),
+            Op::AllGather => self.call.outputs[rank.index()].bytes,
+            Op::AllToAll => self.call.inputs.iter().map(|span| span.bytes).sum(),
+        }
+    }
+
+    /// Bytes of the record of `rank` in a slot.
+    fn record_bytes(&self, rank: Rank) -> usize {
+        let given = self.given(rank);
+        if given == 0 { 0 } else { FACTOR + given }
+    }
+
+    /// Whether what the ranks of each host give has room in a slot: then all of it is exchanged with the headers.
+    pub(super) fn is_short(&self) -> bool {
+        let records = |host: usize| self.layout.members(host).iter().map(|&rank| self.record_bytes(rank)).sum::<usize>();
+        (0..self.layout.hosts()).all(|host| records(host) <= ROOM)
+    }
+
+    /// 1. Inside: ranks show each other what they were called for, and compare. 2. Between: rail 0 begins to bring each host what the
+    ///    others were called for; [`Opening::agree`] ends that. Ranks with one of the first `rails` rails get `bytes` bytes of staging.
+    ///
+    /// The first transfer of every call is on rail 0 and has one length, whatever the call is: backends may end the process where lengths
+    /// differ. It comes after all ranks of the host were found to run the same call.
+    pub(super) fn open(&self, rails: usize, bytes: usize) -> Result<Opening<'_>> {
+        let even = self.even();
+        let short = self.is_short() && (self.call.op != Op::AllToAll || even.is_some());
+        let mut own = [0; SLOT];
+        own[..Header::BYTES].copy_from_slice(&Header::of(self.call, self.sequence).to_bytes(even));
+        if short && self.given(self.rank) > 0 {
+            self.record(&mut own[Header::BYTES..]);
+        }
+        let mut shown = Scratch::new(self.locals() * SLOT);
+        if self.locals() == 1 {
+            copy(Span { addr: own.as_ptr().addr(), bytes: SLOT }, shown.span());
+        } else {
+            let whole = shown.span();
+            let outputs = (0..self.locals()).map(|local| part(whole, &(local * SLOT..(local + 1) * SLOT))).collect();
+            let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
+            self.inside(vec![self.inner_bytes(Op::AllGather, vec![own], outputs)])?;
+        }
+        let here = self.layout.members(self.host());
+        let even = Header::agree(shown.bytes(), SLOT, here, self.layout, self.inner.control().name())?;
+        let between = if self.local() < rails { Some(self.between(bytes)?) } else { None };
+        if let Some(between) = between.as_ref().filter(|_| self.local() == 0) {
+            let mut slot = [0; SLOT];
+            slot[..Header::BYTES].copy_from_slice(&Header::of(self.call, self.sequence).to_bytes(even));
+            let mut end = Header::BYTES;
+            for (&rank, shown) in here.iter().zip(shown.bytes().chunks_exact(SLOT)).filter(|_| short) {
+                let record = self.record_bytes(rank);
+                // Where ranks of an all_to_all give unequal lengths no records are looked at, and they may not have room.
+                let (Some(to), Some(from)) = (slot.get_mut(end..end + record), shown.get(Header::BYTES..Header::BYTES + record)) else {
+                    break;
+                };
+                to.copy_from_slice(from);
+                end += record;
+            }
+            copy(Span { addr: slot.as_ptr().addr(), bytes: SLOT }, between.head(0, SLOT));
+            between.start(&Transfer::AllGather { from: 0, each: SLOT, to: SLOT })?;
+        }
+        Ok(Opening { step: self, between, slots: Scratch::new(self.layout.hosts() * SLOT) })
+    }
+
+    /// This rank's rail, with `bytes` bytes of staging.
+    pub(super) fn between(&self, bytes: usize) -> Result<Between<'_>> {
+        let begin = (self.layout.hosts() + 1) * SLOT;
+        let rail = self.shared.rail()?;
+        Ok(Between::new(self, rail.staging(begin + bytes)?, begin, Arc::clone(&rail)))
+    }
+
+    /// Writes this rank's record: its factor, then all that it gives.
+    fn record(&self, slot: &mut [u8]) {
+        slot[..FACTOR].copy_from_slice(&self.call.factor.to_bits().to_le_bytes());
+        let mut at = slot.as_mut_ptr().addr() + FACTOR;
+        for &input in &self.call.inputs {
+            copy(input, Span { addr: at, ..input });
+            at += input.bytes;
+        }
+    }
+
+    /// Length of everything that this rank gives any rank, and takes from any, in an all_to_all; `None` where there are several.
+    fn even(&self) -> Option<usize> {
+        let first = self.call.inputs.first().filter(|_| self.call.op == Op::AllToAll)?.bytes;
+        self.call.inputs.iter().chain(&self.call.outputs).all(|span| span.bytes == first).then_some(first)
+    }
+}
+
+impl Opening<'_> {
+    /// Returns once all hosts were found to run the same call: on local index 0, and with several `rails` everywhere. Otherwise the other
+    /// ranks need not know before they meet local index 0 inside.
+    pub(super) fn agree(&mut self, rails: usize) -> Result<()> {
+        self.compare()?;
+        let step = self.step;
+        if rails > 1 && step.locals() > 1 {
+            step.inside(vec![step.inner_bytes(Op::Barrier, vec![], vec![])])?;
+        }
+        Ok(())
+    }
+
+    /// The slots of all hosts on every rank, once all hosts were found to run the same call.
+    pub(super) fn told(mut self) -> Result<Slots> {
+        self.compare()?;
+        let Self { step, mut slots, .. } = self;
+        if step.locals() > 1 {
+            let spans = vec![slots.span()];
+            let (inputs, outputs) = if step.local() == 0 { (spans, vec![]) } else { (vec![], spans) };
+            step.inside(vec![step.inner_bytes(Op::Broadcast, inputs, outputs)])?;
+        }
+        Ok(Slots { even: Header::common(slots.bytes(), SLOT), bytes: slots })
+    }
+
+    /// On local index 0: waits for the slots of all hosts and compares them.
+    fn compare(&mut self) -> Result<()> {
+        let step = self.step;
+        let Some(between) = self.between.as_ref().filter(|_| step.local() == 0) else { return Ok(()) };
+        between.finish()?;
+        let whole = self.slots.span();
+        copy(between.head(SLOT, whole.bytes), whole);
+        let ranks: Vec<Rank> = (0..step.layout.hosts()).map(|host| step.layout.members(host)[0]).collect();
+        Header::agree(self.slots.bytes(), SLOT, &ranks, step.layout, step.inner.control().name()).map(drop)
+    }
+}
+
+/// The slots of all hosts.
+pub(super) struct Slots {
+    bytes: Scratch,
+    /// Length of what every rank gives every other in an all_to_all, if there is one.
+    pub(super) even: Option<usize>,
+}
+
+impl Slots {
+    /// Factor of each rank and what it gives, host by host in the order of their ranks, in a short call.
+    pub(super) fn records<'a>(&'a self, step: &'a Step<'_>) -> Vec<Vec<(f64, &'a [u8])>> {
+        let of_host = |(host, slot): (usize, &'a [u8])| {
+            let mut rest = &slot[Header::BYTES..];
+            let mut next = |&rank: &Rank| {
+                let (record, others) = rest.split_at(step.record_bytes(rank));
+                rest = others;
+                let (factor, given) = record.split_at(FACTOR.min(record.len()));
+                (f64::from_bits(u64::from_le_bytes(factor.try_into().unwrap_or_default())), given)
+            };
+            step.layout.members(host).iter().map(&mut next).collect()
+        };
+        self.bytes.bytes().chunks_exact(SLOT).enumerate().map(of_host).collect()
+    }
+}

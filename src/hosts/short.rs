@@ -1,0 +1,70 @@
+//! Short calls: everything that all ranks give has come with the opening, and each rank takes what it wants of it.
+#![allow(unsafe_code, reason = "loops over the bytes of slots")]
+
+use super::opening::Slots;
+use super::slices::{Levels, part};
+use super::step::{Scratch, Step, copy};
+use crate::coll::call::{Op, Span};
+use crate::error::Result;
+use crate::kernels::cpu::{self, Source, Store};
+use crate::rank::Rank;
+
+impl Step<'_> {
+    /// 1. Inside: ranks show each other what they give. 2. Between: rail 0 brings each host what the others give. 3. Inside: everybody gets
+    ///    that, and takes what it wants.
+    pub(super) fn short(&self) -> Result<()> {
+        let slots = self.open(1, 0)?.told()?;
+        self.take_short(&slots);
+        Ok(())
+    }
+
+    /// Writes the outputs of a short call.
+    pub(super) fn take_short(&self, slots: &Slots) {
+        let records = slots.records(self);
+        let given = |rank: Rank| span(records[self.layout.host(rank)][self.layout.local(rank)].1);
+        let (outputs, root, me) = (&self.call.outputs, self.call.root, self.rank.index());
+        match self.call.op {
+            Op::Barrier => {}
+            Op::AllReduce | Op::Reduce | Op::ReduceScatter => {
+                let skipped =
+                    if self.call.op == Op::ReduceScatter { self.call.inputs[..me].iter().map(|input| input.bytes).sum() } else { 0 };
+                outputs.iter().for_each(|&output| self.combine_records(&records, skipped, output));
+            }
+            Op::Broadcast => outputs.iter().for_each(|&output| copy(given(root), output)),
+            Op::Scatter => copy(nth(given(root), me, outputs[0].bytes), outputs[0]),
+            Op::AllGather | Op::Gather => self.each(|from, output| copy(given(from), output)),
+            Op::AllToAll => self.each(|from, output| copy(nth(given(from), me, output.bytes), output)),
+        }
+    }
+
+    /// Calls `take` for each output and the rank that fills it.
+    fn each(&self, take: impl Fn(Rank, Span)) {
+        (0..).map(Rank).zip(&self.call.outputs).for_each(|(from, &output)| take(from, output));
+    }
+
+    /// What all ranks give from place `skipped` on, combined in two levels into `output`.
+    fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
+        let (levels, dtype) = (Levels::of(self.call.reduce_op, self.call.dtype, self.layout), self.call.dtype);
+        let mut partials = Scratch::new(records.len() * output.bytes);
+        let whole = partials.span();
+        let partial = |(host, given): (usize, &Vec<(f64, &[u8])>)| {
+            let to = nth(whole, host, output.bytes);
+            let source = |&(factor, bytes): &(f64, &[u8])| Source { ptr: bytes[skipped..skipped + output.bytes].as_ptr(), factor };
+            let sources: Vec<Source> = given.iter().map(source).collect();
+            // SAFETY: `to` and all sources have `output.bytes` bytes (the slices above); scratch memory overlaps none of them.
+            unsafe { cpu::reduce(levels.inner, dtype, to.ptr(), &sources, to.bytes / dtype.size(), Store::Cached) }
+            to
+        };
+        let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();
+        self.combine(&partials, output);
+    }
+}
+
+fn span(bytes: &[u8]) -> Span {
+    Span { addr: bytes.as_ptr().addr(), bytes: bytes.len() }
+}
+
+/// The `n`th part of `bytes` bytes.
+fn nth(whole: Span, n: usize, bytes: usize) -> Span {
+    part(whole, &(n * bytes..(n + 1) * bytes))
+}
