@@ -11,6 +11,7 @@ namespace symm {
 
 struct Status;
 struct Piece;
+struct Span;
 struct StoreAnswer;
 enum class StoreOp : uint8_t;
 
@@ -61,6 +62,28 @@ class LinksHandle {
   virtual Status wait(uint32_t peer, int32_t traffic) const noexcept = 0;
   virtual Status take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept = 0;
   virtual void close(uint32_t peer) const noexcept = 0;
+};
+
+// Backends of a GPU, between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/cuda/backends.rs.
+class DeviceBackendsHandle {
+ public:
+  virtual ~DeviceBackendsHandle() = default;
+  virtual Status make(uint32_t which, rust::Str name, size_t rank, size_t size, int32_t device, int64_t timeout_ms)
+      const noexcept = 0;
+  virtual Status memory(int32_t device, size_t bytes, size_t& address) const noexcept = 0;
+  virtual Status finish() const noexcept = 0;
+  virtual Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept = 0;
+  virtual Status all_to_all(
+      int32_t device,
+      size_t from,
+      rust::Slice<const size_t> sent,
+      size_t to,
+      rust::Slice<const size_t> received) const noexcept = 0;
+  virtual Status broadcast(int32_t device, size_t root, size_t at, size_t bytes) const noexcept = 0;
+  virtual Status exchange(uint32_t which, int32_t device, rust::Slice<const Span> give, rust::Slice<const Span> take)
+      const noexcept = 0;
+  virtual void abort(uint32_t which) const noexcept = 0;
+  virtual void close() const noexcept = 0;
 };
 
 // Python's signals. What its function guarantees stands in src/bridge.rs.

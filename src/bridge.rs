@@ -244,6 +244,17 @@ pub mod ffi {
         fn wait(self: &LinksHandle, peer: u32, traffic: i32) -> Status;
         fn take(self: &LinksHandle, peer: u32, traffic: i32, into: &mut [u8]) -> Status;
         fn close(self: &LinksHandle, peer: u32);
+        /// Backends of a GPU, between hosts. `hosts::cuda::backends` says what its functions do; they never throw.
+        type DeviceBackendsHandle;
+        fn make(self: &DeviceBackendsHandle, which: u32, name: &str, rank: usize, size: usize, device: i32, timeout_ms: i64) -> Status;
+        fn memory(self: &DeviceBackendsHandle, device: i32, bytes: usize, address: &mut usize) -> Status;
+        fn finish(self: &DeviceBackendsHandle) -> Status;
+        fn all_gather(self: &DeviceBackendsHandle, device: i32, from: usize, each: usize, to: usize) -> Status;
+        fn all_to_all(self: &DeviceBackendsHandle, device: i32, from: usize, sent: &[usize], to: usize, received: &[usize]) -> Status;
+        fn broadcast(self: &DeviceBackendsHandle, device: i32, root: usize, at: usize, bytes: usize) -> Status;
+        fn exchange(self: &DeviceBackendsHandle, which: u32, device: i32, give: &[Span], take: &[Span]) -> Status;
+        fn abort(self: &DeviceBackendsHandle, which: u32);
+        fn close(self: &DeviceBackendsHandle);
         /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
@@ -313,8 +324,14 @@ pub mod ffi {
         /// Folder of the user's profiles; empty: none.
         fn own_profiles() -> Vec<u8>;
         type GroupHandle;
-        /// Joins a group through `store`, and `rail` where it is on several hosts. On failure `status` says why and `group` is dead.
-        fn join(store: UniquePtr<StoreHandle>, rail: UniquePtr<RailHandle>, links: UniquePtr<LinksHandle>, spec: &JoinSpec) -> Joined;
+        /// Joins a group through `store`, and the others where it is on several hosts. On failure `status` says why and `group` is dead.
+        fn join(
+            store: UniquePtr<StoreHandle>,
+            rail: UniquePtr<RailHandle>,
+            links: UniquePtr<LinksHandle>,
+            backends: UniquePtr<DeviceBackendsHandle>,
+            spec: &JoinSpec,
+        ) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
         /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
@@ -437,6 +454,7 @@ pub mod ffi {
 
 mod cost;
 mod cuda;
+mod device_backends;
 mod fused;
 mod group;
 mod kernels;

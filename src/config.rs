@@ -31,16 +31,19 @@ pub enum ProfileChoice {
 pub enum HostsChoice {
     /// Nothing: a group on several hosts is refused.
     Refuse,
-    /// Gloo.
+    /// Gloo, for CPU tensors; CUDA tensors are refused.
     Gloo,
+    /// NCCL for CUDA tensors, Gloo for CPU tensors.
+    Nccl,
 }
 
 impl HostsChoice {
-    /// The choice with this name; `auto` is what suits the tensors, which are on the CPU so far.
+    /// The choice with this name; `auto` is what suits the tensors.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "refuse" => Some(Self::Refuse),
-            "gloo" | "auto" => Some(Self::Gloo),
+            "gloo" => Some(Self::Gloo),
+            "nccl" | "auto" => Some(Self::Nccl),
             _ => None,
         }
     }
@@ -80,7 +83,7 @@ pub struct Config {
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
     pub debug_call_site: bool,
-    /// `SYMM_HOSTS`: `refuse` (the default), `gloo` or `auto`: what connects the hosts of a group whose options do not say; the same on all
+    /// `SYMM_HOSTS`: `refuse` (the default), `gloo`, `nccl` or `auto`: what connects the hosts of a group whose options do not say; the same on all
     /// ranks.
     pub hosts: HostsChoice,
     /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
@@ -210,7 +213,7 @@ impl Config {
         let hosts = set("SYMM_HOSTS").and_then(|name| {
             let choice = HostsChoice::named(&name);
             if choice.is_none() {
-                complaints.push(format!("SYMM_HOSTS={name:?} is none of refuse, gloo, auto; ignored"));
+                complaints.push(format!("SYMM_HOSTS={name:?} is none of refuse, gloo, nccl, auto; ignored"));
             }
             choice
         });

@@ -19,8 +19,8 @@ class Options:
     """Timeout and identity of a group.
 
     ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
-    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"auto"``, or ``""`` for what
-    ``SYMM_HOSTS`` says, in later groups for what the default group does.
+    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, or
+    ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the default group does.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or that is none.

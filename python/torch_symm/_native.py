@@ -81,7 +81,7 @@ def _why_not(running: str, full: str) -> str:
 
 
 def _announce(native: ModuleType, cuda: str | None) -> None:
-    """Tells the native part where the kernels' compiler and the package's profiles may be, and what makes Gloo."""
+    """Tells the native part where the kernels' compiler and the profiles may be, and what connects hosts."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     native._make_backends_with(_make_backend)
@@ -89,11 +89,11 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
     atexit.register(leave_all, native)
 
 
-def _make_backend(*described: Any) -> Any:
+def _make_backend(engine: str, *described: Any) -> Any:
     """What connects the hosts of a group; imported where a group is first on several."""
-    from torch_symm._torch import gloo
+    from torch_symm import _torch
 
-    return gloo(*described)
+    return {"gloo": _torch.gloo, "nccl": _torch.nccl}[engine](*described)
 
 
 def leave_all(native: ModuleType) -> None:

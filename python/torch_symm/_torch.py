@@ -69,3 +69,31 @@ def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
     options.timeout, options.group_id = timeout, name
     made = plugin.creator_fn(options, None)
     return made
+
+
+def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    """An NCCL backend that belongs to no group of torch's: ``ProcessGroupNCCL``, also where 2.15 has another one, too.
+
+    Raises:
+        RuntimeError: this torch was built without NCCL, or finds no GPU.
+    """
+    if not distributed_c10d.is_nccl_available():
+        raise RuntimeError("this torch was built without NCCL")
+    backend: Any = distributed_c10d.ProcessGroupNCCL
+    options = backend.Options()
+    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(range(size))
+    # It reads these when it is made: who watches the group ends what hangs, and no process ends because of that.
+    watchful = dict.fromkeys(
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
+    )
+    before = {setting: os.environ.get(setting) for setting in watchful}
+    os.environ.update(watchful)
+    try:
+        made: Backend = backend(store, rank, size, options)
+    finally:
+        for setting, value in before.items():
+            if value is None:
+                del os.environ[setting]
+            else:
+                os.environ[setting] = value
+    return made

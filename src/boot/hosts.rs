@@ -4,6 +4,7 @@
 //! out through the store, once. Every later group of the process computes its layout from that, without a word to anybody.
 
 use super::{Clock, PAUSE, PAUSE_MAX};
+use crate::config::HostsChoice;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::store::Store;
@@ -183,15 +184,24 @@ impl Question<'_> {
     }
 }
 
-static KNOWN: PerProcess<Mutex<Option<Vec<Placement>>>> = PerProcess::new(|| Mutex::new(None));
-
-/// Keeps the placements of the default group's ranks for the groups that follow, or forgets an earlier one's.
-pub fn remember(placements: Option<Vec<Placement>>) {
-    *KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner) = placements;
+/// What the default group has found out.
+#[derive(Clone, Debug)]
+pub struct Known {
+    /// Places of its ranks.
+    pub placements: Vec<Placement>,
+    /// What connects its hosts.
+    pub choice: HostsChoice,
 }
 
-/// Places of the default group's ranks, if it has asked for them.
-pub fn known() -> Option<Vec<Placement>> {
+static KNOWN: PerProcess<Mutex<Option<Known>>> = PerProcess::new(|| Mutex::new(None));
+
+/// Keeps what the default group knows for the groups that follow, or forgets an earlier one's.
+pub fn remember(known: Option<Known>) {
+    *KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner) = known;
+}
+
+/// What the default group knows, if it has asked where its ranks are.
+pub fn known() -> Option<Known> {
     KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 

@@ -132,8 +132,8 @@ fn apart(first: &Record, other: &Record) -> String {
     } else {
         format!("{:?} and {:?}", first.host_name, other.host_name)
     };
-    // Opt-in, and for CPU tensors so far: docs/guide/several-hosts.md.
-    let connect = "SYMM_HOSTS=gloo on all ranks connects hosts, for CPU tensors";
+    // Opt-in: docs/guide/several-hosts.md.
+    let connect = "SYMM_HOSTS=auto on all ranks connects hosts";
     if first.host.boot != other.host.boot {
         return format!("run on different hosts ({names}, which have booted apart); {connect}");
     }
@@ -219,8 +219,8 @@ mod tests {
         let cases: [(Change, &str); 10] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
-            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=gloo"),
-            (|r| r.host.test = "b".into(), "run on different hosts (\"\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=gloo on all ranks"),
+            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=auto"),
+            (|r| r.host.test = "b".into(), "run on different hosts (\"\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=auto on all ranks"),
             (
                 |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),
                 "ranks 0, 2 and 3 run in different containers of one host (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \

@@ -7,25 +7,29 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::group::device::{self, CudaTarget};
 
-const CUDA: &str = "CUDA tensors are served";
-
 impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
         let target = CudaTarget { device, stream, background };
-        guarded(|| self.on_one_host(CUDA, |group| group.launch(&translate(calls)?, target, milliseconds(timeout_ms))))
+        guarded(|| {
+            let (calls, timeout) = (translate(calls)?, milliseconds(timeout_ms));
+            self.on_either(|group| group.launch(&calls, target, timeout), |group| group.launch(&calls, target, timeout))
+        })
     }
 
     pub(super) fn launch_transfers(&self, transfers: &[Transfer], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
         let target = CudaTarget { device, stream, background };
         let translate = |transfer: &Transfer| Ok(device::Transfer { send: transfer.send, message: message(transfer)? });
         guarded(|| {
-            let transfers = transfers.iter().map(translate).collect::<Result<Vec<_>>>()?;
-            self.on_one_host(CUDA, |group| group.launch_transfers(&transfers, target, milliseconds(timeout_ms)))
+            let (transfers, timeout) = (transfers.iter().map(translate).collect::<Result<Vec<_>>>()?, milliseconds(timeout_ms));
+            self.on_either(
+                |group| group.launch_transfers(&transfers, target, timeout),
+                |group| group.launch_transfers(&transfers, target, timeout),
+            )
         })
     }
 
     pub(super) fn connect(&self, device: i32) -> Status {
-        guarded(|| self.on_one_host(CUDA, |group| group.connect(device)))
+        guarded(|| self.on_either(|group| group.connect(device), |group| group.connect(device)))
     }
 }
 

@@ -1,5 +1,6 @@
 //! A group, as C++ holds it.
 
+use super::device_backends::DeviceBackends;
 use super::links::BackendLinks;
 use super::rail::BackendRail;
 use super::torch_store::TorchStore;
@@ -40,6 +41,14 @@ macro_rules! with {
 impl GroupHandle {
     fn kind(&self) -> Result<&Kind> {
         self.0.as_ref().map_err(Clone::clone)
+    }
+
+    /// Runs `one` or `several` on the group, of either kind. A panic fails the group on all ranks.
+    pub(super) fn on_either<T>(&self, one: impl FnOnce(&Group) -> Result<T>, several: impl FnOnce(&HostsGroup) -> Result<T>) -> Result<T> {
+        match self.kind()? {
+            Kind::OneHost(group) => group.contain(|| one(group)),
+            Kind::SeveralHosts(group) => group.inner().contain(|| several(group)),
+        }
     }
 
     /// Runs `body` on the group, if there is one on one host: `what` is there only. A panic fails the group on all ranks.
@@ -173,6 +182,7 @@ pub(super) fn join(
     store: cxx::UniquePtr<ffi::StoreHandle>,
     rail: cxx::UniquePtr<ffi::RailHandle>,
     links: cxx::UniquePtr<ffi::LinksHandle>,
+    backends: cxx::UniquePtr<ffi::DeviceBackendsHandle>,
     spec: &ffi::JoinSpec,
 ) -> ffi::Joined {
     let mut group = Err(Error::internal("the group was never joined"));
@@ -189,13 +199,15 @@ pub(super) fn join(
         let store = TorchStore::new(store);
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
-        group = match hosts::connects(&spec.between_hosts, &options)? {
+        let choice = hosts::connects(&spec.between_hosts, &options)?;
+        group = match choice {
             HostsChoice::Refuse => join_on_one_host(&store, name, &options),
-            HostsChoice::Gloo => hosts::find(&store, &name, &options).and_then(|found| match found {
+            HostsChoice::Gloo | HostsChoice::Nccl => hosts::find(&store, &name, &options, choice).and_then(|found| match found {
                 None => join_on_one_host(&store, name, &options),
                 Some(layout) => {
                     let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
-                    HostsGroup::join(&store, &name, &options, layout, rail, links).map(Kind::SeveralHosts)
+                    let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
+                    HostsGroup::join(&store, &name, &options, layout, rail, links, backends).map(Kind::SeveralHosts)
                 }
             }),
         };

@@ -6,9 +6,11 @@
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
+//! - [`cuda`](mod@cuda): CUDA tensors
 //! - [`messages`](mod@messages): sends and receives between hosts
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
+pub mod cuda;
 mod exchange;
 mod gather;
 mod header;
@@ -24,7 +26,7 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-use crate::boot::hosts::{Layout, Question, known, remember};
+use crate::boot::hosts::{Known, Layout, Question, known, remember};
 use crate::coll::call::{Call, Op};
 use crate::completion::Completion;
 use crate::config::{Config, HostsChoice};
@@ -41,6 +43,8 @@ use crate::store::until::Until;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
+use cuda::Cuda;
+use cuda::backends::Backends;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times};
@@ -59,6 +63,8 @@ pub struct HostsGroup {
     shared: Arc<Shared>,
     /// Messages between hosts, where there are links for them.
     messages: OnceLock<Arc<Messages>>,
+    /// CUDA tensors, where there are backends for them.
+    cuda: Option<Cuda>,
 }
 
 /// What messages between hosts know of their group.
@@ -114,7 +120,7 @@ impl Run for Runner {
 
 impl HostsGroup {
     /// Joins the group that `options` name, whose ranks are where `layout` says: on several hosts. `rail` is this rank's, if it gets one;
-    /// `links` carry its messages to ranks of other hosts.
+    /// `links` carry its messages to ranks of other hosts, `backends` its CUDA tensors.
     pub fn join(
         store: &Arc<dyn Store>,
         store_name: &str,
@@ -122,6 +128,7 @@ impl HostsGroup {
         layout: Layout,
         rail: impl Rail + 'static,
         links: impl Links + 'static,
+        backends: Option<impl Backends + 'static>,
     ) -> Result<Self> {
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
         let limit = Limit::from(Instant::now(), timeout);
@@ -173,7 +180,8 @@ impl HostsGroup {
                 failed(Error { message: text, ..error })
             })?;
         }
-        let joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
+        let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
+        joined.cuda = backends.map(Cuda::new);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![barrier(None)], limit.left())?;
@@ -188,7 +196,7 @@ impl HostsGroup {
         let shared = Arc::new(Shared::new(rail, news));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
-        Self { inner, layout, rank, engine, shared, messages: OnceLock::new() }
+        Self { inner, layout, rank, engine, shared, messages: OnceLock::new(), cuda: None }
     }
 
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
@@ -367,6 +375,9 @@ impl HostsGroup {
         }
         self.inner.leave(limit.saturating_sub(since.elapsed()).max(Duration::from_millis(1)), farewell);
         self.engine.stop();
+        if let Some(cuda) = &self.cuda {
+            cuda.close(limit.saturating_sub(since.elapsed()));
+        }
         if let Some(failure) = self.inner.failure() {
             self.shared.tell(&failure);
         }
@@ -412,31 +423,31 @@ pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
         remember(None);
     }
     if !named.is_empty() {
-        let unknown = || Error::value(format!("between_hosts={named:?} is none of \"refuse\", \"gloo\", \"auto\""));
+        let unknown = || Error::value(format!("between_hosts={named:?} is none of \"refuse\", \"gloo\", \"nccl\", \"auto\""));
         return HostsChoice::named(named).ok_or_else(unknown);
     }
-    Ok(if known().is_some() { HostsChoice::Gloo } else { Config::get().hosts })
+    Ok(known().map_or(Config::get().hosts, |known| known.choice))
 }
 
-/// Layout of the group that `options` name, if it is on several hosts.
+/// Layout of the group that `options` name, whose hosts `choice` connects, if it is on several.
 ///
 /// # Errors
 /// `Timeout` names the ranks that did not say where they are.
-pub fn find(store: &Arc<dyn Store>, store_name: &str, options: &JoinOptions) -> Result<Option<Layout>> {
+pub fn find(store: &Arc<dyn Store>, store_name: &str, options: &JoinOptions, choice: HostsChoice) -> Result<Option<Layout>> {
     let size = usize::try_from(options.size).unwrap_or(0);
     if options.rank < 0 || options.rank as usize >= size {
         // Joining says so.
         return Ok(None);
     }
     let globals = || (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
-    let met = known().and_then(|places| globals().map(|global| places.get(global).cloned()).collect::<Option<Vec<_>>>());
+    let met = known().and_then(|known| globals().map(|global| known.placements.get(global).cloned()).collect::<Option<Vec<_>>>());
     let places = match met {
         Some(places) => places,
         None => {
             let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
             let places = question(options).ask(&worker)?;
             if options.is_default {
-                remember(Some(places.clone()));
+                remember(Some(Known { placements: places.clone(), choice }));
             }
             places
         }

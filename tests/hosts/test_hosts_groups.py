@@ -45,7 +45,7 @@ def test_several_hosts_are_refused_unless_asked_for() -> None:
     def refused(rank: int, world_size: int) -> None:
         os.environ["SYMM_TEST_HOST"] = "ab"[rank]
         with pytest.raises(
-            torch_symm.SymmConfigError, match=r'different hosts \("a" and "b", .*SYMM_HOSTS=gloo on all ranks'
+            torch_symm.SymmConfigError, match=r'different hosts \("a" and "b", .*SYMM_HOSTS=auto on all ranks'
         ):
             ranks.init(rank, world_size)
 
@@ -68,6 +68,24 @@ def test_options_choose_for_later_groups_too() -> None:
         assert total() == 3 and total(dist.new_group([0, 1])) == 3
 
     ranks.run_ranks(chosen, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
+
+@pytest.mark.parametrize("choice", ["nccl", "auto"])
+def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
+    def summed(rank: int, world_size: int) -> None:
+        assert total() == 3 and total(dist.new_group([0, 1])) == 3
+
+    run_hosts(summed, (1, 1), choice=choice)
+
+
+def test_an_unknown_choice_is_refused_with_those_there_are() -> None:
+    def refused(rank: int, world_size: int) -> None:
+        options = torch_symm.Options(timeout=30, between_hosts="mpi")
+        store = ranks.file_store("default", world_size)
+        with pytest.raises(ValueError, match='between_hosts="mpi" is none of "refuse", "gloo", "nccl", "auto"'):
+            dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
+
+    ranks.run_ranks(refused, 1, backend=None)
 
 
 def test_one_host_is_one_group() -> None:

@@ -17,10 +17,10 @@ void bind_hosts(py::module_& module) {
       [](const py::function& function) {
         // Never released: groups may be made until the process ends.
         const auto make = py::reinterpret_borrow<py::function>(py::function(function).release());
-        make_backends_with([make = make.ptr()](const auto& name, const auto& store, int rank, int size, auto timeout) {
+        make_backends_with([make = make.ptr()](const auto& engine, const auto& name, const auto& store, int rank, int size, auto timeout) {
           const py::gil_scoped_acquire gil;
           const auto call = py::reinterpret_borrow<py::function>(make);
-          return call(name, store, rank, size, timeout).template cast<Holder<::c10d::Backend>>();
+          return call(engine, name, store, rank, size, timeout).template cast<Holder<::c10d::Backend>>();
         });
       },
       py::arg("function"));

@@ -59,9 +59,10 @@ c10::intrusive_ptr<::c10d::Backend> made_backend(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
     int size,
-    std::chrono::milliseconds timeout) {
+    std::chrono::milliseconds timeout,
+    const std::string& engine) {
   const auto prefixed = c10::make_intrusive<::c10d::PrefixStore>(name, store);
-  return make_backend()(group + "/" + name, prefixed, rank, size, timeout);
+  return make_backend()(engine, group + "/" + name, prefixed, rank, size, timeout);
 }
 
 Status BackendRail::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {

@@ -13,8 +13,9 @@
 
 namespace symm {
 
-// Makes a backend: its name, store, rank, size and timeout. May be called on any thread.
+// Makes a backend: whose ("gloo"), its name, store, rank, size and timeout. May be called on any thread.
 using MakeBackend = std::function<c10::intrusive_ptr<::c10d::Backend>(
+    const std::string& engine,
     const std::string& name,
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
@@ -31,7 +32,8 @@ c10::intrusive_ptr<::c10d::Backend> made_backend(
     const c10::intrusive_ptr<::c10d::Store>& store,
     int rank,
     int size,
-    std::chrono::milliseconds timeout);
+    std::chrono::milliseconds timeout,
+    const std::string& engine = "gloo");
 
 // Status of the exception under way, as a backend's failure: whatever it is, the other hosts cannot be reached by it any more.
 Status backend_failure() noexcept;

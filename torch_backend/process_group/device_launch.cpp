@@ -69,6 +69,11 @@ void DeviceWork::enqueue() const {
   const auto index = static_cast<int32_t>(device().index());
   const auto handle = streams_->handle(*stream_);
   const auto limit = timeout_.value_or(::c10d::kUnsetTimeout).count();
+  // Between hosts torch's backends and memory go by the current stream.
+  c10::OptionalStreamGuard beside;
+  if (background_) {
+    beside.reset_stream(*stream_);
+  }
   std::vector<CallSpec> several;
   rust::Slice<const CallSpec> calls;
   if (operations_.size() == 1) {

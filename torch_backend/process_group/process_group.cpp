@@ -12,6 +12,7 @@
 #include "fused/workspace.hpp"
 #include "hosts/backend_links.hpp"
 #include "hosts/backend_rail.hpp"
+#include "hosts/device_backends.hpp"
 #include "store/store.hpp"
 
 namespace symm {
@@ -62,6 +63,7 @@ Group join_group(
       std::make_unique<TorchStore>(store),
       std::make_unique<BackendRail>(options.group_name, store),
       std::make_unique<BackendLinks>(options.group_name, store),
+      std::make_unique<DeviceBackends>(options.group_name, store),
       spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));

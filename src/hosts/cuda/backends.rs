@@ -1,0 +1,120 @@
+//! Backends of torch, such as NCCL, between GPUs of different hosts, and memory of torch's.
+
+use crate::error::Result;
+use crate::hosts::shared::aside;
+use crate::mem::span::Span;
+use crate::rank::Rank;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Ranks that a backend connects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// Those of one local index on all hosts.
+    Rail,
+    /// All of the group.
+    All,
+    /// This one and another, the lower rank first.
+    Pair(Rank),
+}
+
+impl Which {
+    /// Number of the backend among this rank's.
+    pub fn code(self) -> u32 {
+        match self {
+            Which::Rail => 0,
+            Which::All => 1,
+            Which::Pair(peer) => 2 + peer.0,
+        }
+    }
+}
+
+/// Transfer of bytes between the ranks of a rail; hosts in their order. Addresses are those of the GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transfer {
+    /// What is at `from` on every host reaches `to`, one behind the other.
+    AllGather {
+        /// The own bytes.
+        from: Span,
+        /// Address of everybody's.
+        to: usize,
+    },
+    /// `sent[h]` bytes of those at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`.
+    AllToAll {
+        /// Address of what is sent.
+        from: usize,
+        /// Lengths of what is sent.
+        sent: Vec<usize>,
+        /// Address of what is received.
+        to: usize,
+        /// Lengths of what is received.
+        received: Vec<usize>,
+    },
+    /// What is at `at` on host `root` reaches `at` on all hosts.
+    Broadcast {
+        /// Host that has the bytes.
+        root: usize,
+        /// Place of the bytes, on this rank.
+        at: Span,
+    },
+}
+
+/// Backends of one rank, and memory. Everything is enqueued on the calling thread's stream of the device, which records a graph or not;
+/// nothing waits for a GPU. One thread at a time calls all but `abort` and `close`.
+pub trait Backends: Send + Sync {
+    /// Connects this rank, number `rank` of `size`, with the others of `which` once they call it with this `name`.
+    fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()>;
+
+    /// Address of `bytes` bytes of the device, aligned to 256, for what is enqueued until `finish`.
+    fn memory(&self, device: i32, bytes: usize) -> Result<usize>;
+
+    /// Makes the stream wait for all messages, and gives back all memory, which what was enqueued may still use.
+    fn finish(&self) -> Result<()>;
+
+    /// Enqueues a transfer on the rail.
+    fn start(&self, device: i32, transfer: &Transfer) -> Result<()>;
+
+    /// Enqueues messages beside the stream: `give[r]` to rank `r` of `which` and `take[r]` from it, where they are not empty.
+    fn exchange(&self, which: Which, device: i32, give: &[Span], take: &[Span]) -> Result<()>;
+
+    /// Ends what is under way in `which`, with an error or none; nothing may be enqueued any more, anywhere. May wait for the device, and so
+    /// for what is under way elsewhere.
+    fn abort(&self, which: Which);
+
+    /// Lets go of the backends, which have ended.
+    fn close(&self);
+}
+
+/// Backends, and which of them have been made.
+pub(super) struct Connections {
+    pub(super) backends: Arc<dyn Backends>,
+    made: Mutex<Vec<Which>>,
+}
+
+impl Connections {
+    pub(super) fn new(backends: impl Backends + 'static) -> Self {
+        Self { backends: Arc::new(backends), made: Mutex::default() }
+    }
+
+    /// Whether `which` has been made, or is being made.
+    pub(super) fn has(&self, which: Which) -> bool {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner).contains(&which)
+    }
+
+    /// Makes `which`, unless it is there; the arguments are those of [`Backends::make`].
+    pub(super) fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()> {
+        if self.has(which) {
+            return Ok(());
+        }
+        self.made.lock().unwrap_or_else(PoisonError::into_inner).push(which);
+        self.backends.make(which, name, rank, size, device, timeout)
+    }
+
+    /// Aborts all, at once: one that gives its memory back waits for kernels of the others.
+    pub(super) fn abort(&self) {
+        for which in self.made.lock().unwrap_or_else(PoisonError::into_inner).iter().copied() {
+            let backends = Arc::clone(&self.backends);
+            aside("symm-nccl-abort", Duration::ZERO, move || backends.abort(which));
+        }
+    }
+}

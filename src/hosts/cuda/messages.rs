@@ -1,0 +1,133 @@
+//! Sends and receives of CUDA tensors: kernels of the group within a host, a backend of two ranks between hosts.
+
+use super::backends::Which;
+use super::watch::Open;
+use super::{Cuda, FURTHER, State};
+use crate::coll::call::Span;
+use crate::error::{Error, Kind, Result};
+use crate::group::device::{CudaTarget, Transfer};
+use crate::hosts::HostsGroup;
+use crate::kernels::cuda::driver::Stream;
+use crate::rank::Rank;
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+const NOTHING: Span = Span { addr: 0, bytes: 0 };
+
+impl HostsGroup {
+    /// Enqueues sends and receives, none of which waits for another; returns as `launch` does. The first message between two ranks of
+    /// different hosts waits for the other rank's.
+    pub fn launch_transfers(&self, transfers: &[Transfer], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+        self.inner.check_open()?;
+        let (host, size) = (self.layout.host(self.rank), self.layout.size());
+        let (mut near, mut far) = (Vec::new(), Vec::new());
+        for transfer in transfers {
+            let peer = transfer.message.peer.filter(|peer| peer.index() < size);
+            let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
+            if self.layout.host(peer) == host {
+                let mut transfer = *transfer;
+                transfer.message.peer = Some(Rank(self.layout.local(peer) as u32));
+                near.push(transfer);
+            } else {
+                far.push((peer, transfer.send, transfer.message.span));
+            }
+        }
+        if far.is_empty() {
+            return self.inner.launch_transfers(&near, target, timeout);
+        }
+        let cuda = self.cuda(if far[0].1 { "send" } else { "recv" })?;
+        let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
+        self.inner.failure().map_or(Ok(()), Err)?;
+        let mut state = cuda.state();
+        self.meet(cuda, &mut state, &far, target, timeout)?;
+        let outcome = self.send_all(cuda, &mut state, &near, &far, target, timeout);
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.shared.fail(&self.inner, error) })
+    }
+
+    /// Connects this rank with those on other hosts that it sends to or receives from.
+    fn meet(&self, cuda: &Cuda, state: &mut State, far: &[(Rank, bool, Span)], target: CudaTarget, timeout: Duration) -> Result<()> {
+        self.check_device(cuda, state, target.device)?;
+        let peers: BTreeSet<Rank> = far.iter().map(|&(peer, ..)| peer).filter(|&peer| !cuda.connections.has(Which::Pair(peer))).collect();
+        if state.used.is_some() && peers.is_empty() {
+            return Ok(());
+        }
+        self.check_not_recording(target, "message between two ranks of CUDA tensors")?;
+        self.use_device(cuda, state, target.device)?;
+        // Lower pairs first, on all ranks: no circle of ranks waits for each other in a batch.
+        let mut pairs: Vec<(Rank, Rank)> = peers.iter().map(|&peer| (self.rank.min(peer), self.rank.max(peer))).collect();
+        pairs.sort();
+        for (low, high) in pairs {
+            let (index, peer) = if low == self.rank { (0, high) } else { (1, low) };
+            let name = format!("symm-cuda-pair/{low}-{high}");
+            let made = cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + FURTHER);
+            made.map_err(|error| self.unconnected(error, &self.layout.describe(peer)))?;
+        }
+        Ok(())
+    }
+
+    fn send_all(
+        &self,
+        cuda: &Cuda,
+        state: &mut State,
+        near: &[Transfer],
+        far: &[(Rank, bool, Span)],
+        target: CudaTarget,
+        timeout: Duration,
+    ) -> Result<()> {
+        let stream = Stream(target.stream);
+        let Some(used) = &state.used else { return Err(Error::internal("the GPU is not connected")) };
+        let _entered = used.device.enter()?;
+        let begin = if stream.capture()?.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
+        let backends = &cuda.connections.backends;
+        let exchange = || -> Result<()> {
+            for batch in batches(far) {
+                for (peer, give, take) in batch {
+                    let own = usize::from(self.rank > peer);
+                    let (mut sent, mut received) = ([NOTHING; 2], [NOTHING; 2]);
+                    (sent[1 - own], received[1 - own]) = (give, take);
+                    backends.exchange(Which::Pair(peer), target.device, &sent, &received)?;
+                }
+            }
+            if near.is_empty() { Ok(()) } else { self.inner.launch_transfers(near, target, Some(timeout + super::GRACE)) }
+        };
+        let outcome = exchange();
+        backends.finish().and(outcome)?;
+        state.launched += 1;
+        if let Some(begin) = begin {
+            let (end, number) = (cuda.watch.mark(stream)?, state.launched);
+            cuda.watch.add(Open { begin, end, since: None, timeout, call: None, number });
+        }
+        Ok(())
+    }
+}
+
+/// Messages with each peer, at most one in each direction at a time: `(peer, sent, received)`, in their order.
+fn batches(far: &[(Rank, bool, Span)]) -> Vec<Vec<(Rank, Span, Span)>> {
+    let mut batches: Vec<Vec<(Rank, Span, Span)>> = Vec::new();
+    for peer in far.iter().map(|&(peer, ..)| peer).collect::<BTreeSet<_>>() {
+        let of = |send: bool| far.iter().filter(move |other| (other.0, other.1) == (peer, send)).map(|&(.., span)| span);
+        let (sends, receives): (Vec<Span>, Vec<Span>) = (of(true).collect(), of(false).collect());
+        for at in 0..sends.len().max(receives.len()) {
+            let nth = |spans: &[Span]| spans.get(at).copied().unwrap_or(NOTHING);
+            if batches.len() <= at {
+                batches.push(Vec::new());
+            }
+            batches[at].push((peer, nth(&sends), nth(&receives)));
+        }
+    }
+    batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_one_direction_follow_each_other() {
+        let span = |bytes| Span { addr: 64, bytes };
+        let far = [(Rank(3), true, span(1)), (Rank(1), false, span(2)), (Rank(3), true, span(3)), (Rank(3), false, span(4))];
+        let first = vec![(Rank(1), NOTHING, span(2)), (Rank(3), span(1), span(4))];
+        assert_eq!(batches(&far), vec![first, vec![(Rank(3), span(3), NOTHING)]]);
+        assert!(batches(&[]).is_empty());
+    }
+}

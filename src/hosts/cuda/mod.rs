@@ -1,0 +1,310 @@
+//! CUDA tensors of a group on several hosts: kernels of the group inside each host, a backend of torch's, NCCL, between them.
+//!
+//! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. Where a call of CPU tensors
+//! is run step by step, a call here is a [`plan`](mod@plan) whose steps follow each other on the caller's stream.
+//!
+//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective; [`sum`]: the kernel that adds up partial results
+//! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): deadlines, and the end of what waits for a host that has failed
+
+pub mod backends;
+mod messages;
+mod plan;
+pub mod sum;
+#[cfg(test)]
+mod tests;
+mod watch;
+
+use super::header::Header;
+use super::shared::aside;
+use super::{HostsGroup, barrier};
+use crate::coll::call::{Call, Op, Span};
+use crate::coll::describe::Description;
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::group::device::CudaTarget;
+use crate::kernels::cuda::driver::{Device, Event, Stream};
+use crate::rank::Rank;
+use crate::sys::fork;
+use backends::{Backends, Connections, Which};
+use plan::{Plan, Step};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use sum::MOST_HOSTS;
+use watch::{Open, Watch, Watched};
+
+/// Time past the deadline in which kernels inside a host go on: who waits for another host knows more, and fails the group first.
+const GRACE: Duration = Duration::from_secs(1);
+/// Time by which a backend's own limit is longer than the group's: NCCL's ends the process.
+const FURTHER: Duration = Duration::from_secs(600);
+
+/// Time that leaving waits for backends to end.
+const RELEASE: Duration = Duration::from_secs(2);
+
+/// A group's GPUs and what connects them with those of other hosts.
+pub(super) struct Cuda {
+    connections: Arc<Connections>,
+    state: Mutex<State>,
+    watch: Arc<Watch>,
+    closed: AtomicBool,
+    generation: u64,
+}
+
+#[derive(Default)]
+struct State {
+    used: Option<Used>,
+    /// The GPUs of this host, and the rail, are connected.
+    connected: bool,
+    launched: u64,
+}
+
+/// A device in use.
+struct Used {
+    device: Device,
+    /// Last call outside graphs, and in one.
+    last: [Option<Last>; 2],
+    /// Events behind those.
+    behind: [Event; 2],
+}
+
+#[derive(Clone, Copy, PartialEq)]
+struct Last {
+    stream: Stream,
+    capture: Option<u64>,
+}
+
+impl Cuda {
+    pub(super) fn new(backends: impl Backends + 'static) -> Self {
+        Self {
+            connections: Arc::new(Connections::new(backends)),
+            state: Mutex::default(),
+            watch: Arc::default(),
+            closed: AtomicBool::new(false),
+            generation: fork::generation(),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // What a panic leaves half-changed fails the group.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets go of the backends once what was enqueued is done, at most after `limit`; what is not ends then.
+    pub(super) fn close(&self, limit: Duration) {
+        if self.generation != fork::generation() || self.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let used = self.state().used.take();
+        let Some(used) = used else { return };
+        let idle = self.watch.close(limit);
+        if !idle {
+            self.connections.abort();
+        }
+        let connections = Arc::clone(&self.connections);
+        aside("symm-nccl-end", RELEASE, move || connections.backends.close());
+        drop(used);
+    }
+}
+
+impl HostsGroup {
+    /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
+    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+        self.check(calls)?;
+        let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
+        let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
+        self.inner.failure().map_or(Ok(()), Err)?;
+        let needed = if calls.iter().any(|call| plan::exchanges(call.op)) { Which::All } else { Which::Rail };
+        let mut state = cuda.state();
+        self.connected(cuda, &mut state, target, needed, timeout)?;
+        if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
+            calls.iter().try_for_each(|call| self.compare(call, state.launched + 1, timeout))?;
+        }
+        self.engine.count(calls.len());
+        self.in_order(cuda, &mut state, target, timeout, calls.first(), |device, stream| {
+            calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
+        })
+    }
+
+    /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
+    fn compare(&self, call: &Call, number: u64, timeout: Duration) -> Result<()> {
+        let (n, each) = (self.layout.size(), Header::BYTES);
+        let (mut own, mut all) = (Header::of(call, number).to_bytes(None), vec![0u8; n * each]);
+        let whole = all.as_mut_ptr().addr();
+        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }];
+        let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
+        self.engine.run(vec![Call { op: Op::AllGather, inputs, outputs, ..barrier(None) }], timeout)?;
+        let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
+        let agreed = Header::agree(&all, each, &ranks, &self.layout, self.inner.control().name());
+        agreed.map(drop).map_err(|error| self.shared.fail(&self.inner, error))
+    }
+
+    /// Sets up the group's GPUs: blocks until all ranks have called it or launched. Idempotent.
+    pub fn connect(&self, device: i32) -> Result<()> {
+        self.inner.check_open()?;
+        // The stream is torch's usual one: nobody records a graph while a group is made.
+        let target = CudaTarget { device, stream: 0, background: false };
+        let cuda = self.cuda("a call")?;
+        let mut state = cuda.state();
+        self.connected(cuda, &mut state, target, Which::Rail, self.inner.timeout())
+    }
+
+    /// Refuses `what`, which works on one host only.
+    fn not_served(&self, what: &str) -> Error {
+        let hosts: Vec<String> = (0..self.layout.hosts()).map(|host| self.layout.name_host(host)).collect();
+        let (name, hosts) = (self.inner.control().name(), hosts.join(", "));
+        Error::not_implemented(format!(
+            "{what}: group \"{name}\" is on several hosts, {hosts}, between which this is not served; torch_symm.host_group(group) is the \
+             part on this one"
+        ))
+    }
+
+    fn cuda(&self, what: &str) -> Result<&Cuda> {
+        let hosts = self.layout.hosts();
+        if hosts > MOST_HOSTS {
+            return Err(self.not_served(&format!("{what} of CUDA tensors on {hosts} hosts, more than {MOST_HOSTS}")));
+        }
+        self.cuda.as_ref().ok_or_else(|| {
+            let refused = self.not_served(&format!("{what} of CUDA tensors, under SYMM_HOSTS=gloo"));
+            Error { message: format!("{}; SYMM_HOSTS=auto, on all ranks, uses NCCL for them", refused.message), ..refused }
+        })
+    }
+
+    /// Refuses another device than the group's, and calls after its end.
+    fn check_device(&self, cuda: &Cuda, state: &State, device: i32) -> Result<()> {
+        let name = self.inner.control().name();
+        if cuda.closed.load(Ordering::Acquire) {
+            return Err(Error::aborted(format!("group \"{name}\" was destroyed")));
+        }
+        match state.used.as_ref().map(|used| used.device.ordinal()).filter(|&first| first != device) {
+            None => Ok(()),
+            Some(first) => Err(Error::value(format!(
+                "group \"{name}\" works on cuda:{first}, this tensor is on cuda:{device}; a group has one GPU per rank"
+            ))),
+        }
+    }
+
+    /// Refuses what connects GPUs where the stream records a graph.
+    fn check_not_recording(&self, target: CudaTarget, first: &str) -> Result<()> {
+        if target.stream == 0 || Stream(target.stream).capture()?.is_none() {
+            return Ok(());
+        }
+        let name = self.inner.control().name();
+        Err(Error::config(format!(
+            "group \"{name}\" is on several hosts, and its first {first} connects them, which a CUDA graph cannot record: call one before"
+        )))
+    }
+
+    fn unconnected(&self, error: Error, others: &str) -> Error {
+        let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
+        let text = format!("{me} could not connect its GPU with {others} in group \"{name}\": {}", error.message);
+        self.shared.fail(&self.inner, Error { message: text, ..error })
+    }
+
+    /// Connects the GPUs as far as `needed`, with all ranks.
+    fn connected(&self, cuda: &Cuda, state: &mut State, target: CudaTarget, needed: Which, timeout: Duration) -> Result<()> {
+        self.check_device(cuda, state, target.device)?;
+        if state.connected && (needed == Which::Rail || cuda.connections.has(needed)) {
+            return Ok(());
+        }
+        let again = state.connected;
+        self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
+        // Whoever passes has found all ranks on all hosts, which are about to make the same.
+        self.engine.run(vec![barrier(None)], timeout)?;
+        self.make(cuda, state, target.device, needed, timeout)
+            .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.host(self.rank))))
+    }
+
+    fn make(&self, cuda: &Cuda, state: &mut State, ordinal: i32, needed: Which, timeout: Duration) -> Result<()> {
+        let (layout, limit) = (&*self.layout, timeout + FURTHER);
+        let (host, local) = (layout.host(self.rank), layout.local(self.rank));
+        self.use_device(cuda, state, ordinal)?;
+        if !state.connected {
+            if layout.members(host).len() > 1 {
+                self.inner.connect(ordinal)?;
+            }
+            if local < layout.rails() {
+                let name = format!("symm-cuda-rail/{local}");
+                cuda.connections.make(Which::Rail, &name, host, layout.hosts(), ordinal, limit)?;
+            }
+            state.connected = true;
+        }
+        if needed == Which::All {
+            cuda.connections.make(Which::All, "symm-cuda-all", self.rank.index(), layout.size(), ordinal, limit)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the device, and begins to watch what is enqueued there, unless that has happened.
+    fn use_device(&self, cuda: &Cuda, state: &mut State, ordinal: i32) -> Result<()> {
+        if state.used.is_some() {
+            return Ok(());
+        }
+        let device = Device::open(ordinal)?;
+        let entered = device.enter()?;
+        let behind = [Event::new()?, Event::new()?];
+        drop(entered);
+        let (name, others) = (self.inner.control().name(), self.layout.name_others(self.layout.host(self.rank)));
+        cuda.watch.start(Watched {
+            device: Device::open(ordinal)?,
+            inner: Arc::downgrade(&self.inner),
+            shared: Arc::clone(&self.shared),
+            connections: Arc::clone(&cuda.connections),
+            who: format!("group \"{name}\": {} waited for {others}", self.layout.describe(self.rank)),
+        })?;
+        state.used = Some(Used { device, last: [None; 2], behind });
+        Ok(())
+    }
+
+    /// Enqueues what `body` does behind everything before, on whatever stream, and has it watched.
+    fn in_order(
+        &self,
+        cuda: &Cuda,
+        state: &mut State,
+        target: CudaTarget,
+        timeout: Duration,
+        first: Option<&Call>,
+        body: impl FnOnce(&Device, Stream) -> Result<()>,
+    ) -> Result<()> {
+        let stream = Stream(target.stream);
+        state.launched += 1;
+        let number = state.launched;
+        let Some(Used { device, last, behind }) = &mut state.used else { return Err(Error::internal("the GPU is not connected")) };
+        let enqueue = || -> Result<()> {
+            let _entered = device.enter()?;
+            let capture = stream.capture()?;
+            let place = usize::from(capture.is_some());
+            let before = last[place].replace(Last { stream, capture });
+            if before.is_some_and(|before| before.stream != stream && before.capture == capture) {
+                stream.wait(&behind[place])?;
+            }
+            let begin = if capture.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
+            body(device, stream)?;
+            behind[place].record(stream)?;
+            if let Some(begin) = begin {
+                let call = first.map(Description::of);
+                cuda.watch.add(Open { begin, end: cuda.watch.mark(stream)?, since: None, timeout, call, number });
+            }
+            Ok(())
+        };
+        let outcome = enqueue();
+        // Whatever failed half-way leaves others waiting; a bad argument was refused before.
+        outcome.map_err(|error| if error.kind == Kind::Value { error } else { self.shared.fail(&self.inner, error) })
+    }
+
+    /// Enqueues one call.
+    fn enqueue(&self, cuda: &Cuda, call: &Call, device: &Device, stream: Stream, target: CudaTarget, timeout: Duration) -> Result<()> {
+        let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
+        let Plan { mut steps, memory } = plan::of(call, layout, self.rank, 0);
+        if memory > 0 {
+            steps = plan::of(call, layout, self.rank, backends.memory(ordinal, memory)?).steps;
+        }
+        let outcome = steps.iter().try_for_each(|step| match step {
+            Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
+            Step::Rail(transfer) => backends.start(ordinal, transfer),
+            Step::Exchange { give, take } => backends.exchange(Which::All, ordinal, give, take),
+            Step::Sum(sum) => sum.launch(device, stream, layout),
+            Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
+        });
+        backends.finish().and(outcome)
+    }
+}

@@ -1,0 +1,87 @@
+//! The ordered sum of all hosts' partial results on a GPU: `src/kernels/cuda/hosts/sum_partials.cu`.
+
+use crate::boot::hosts::Layout;
+use crate::coll::cuda::arguments::bytes_of;
+use crate::coll::cuda::kernels::load;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use crate::hosts::slices::Levels;
+use crate::kernels::cuda::compile::Variant;
+use crate::kernels::cuda::driver::{Device, Stream};
+use crate::mem::span::Span;
+
+/// Threads of a block: `LANE_THREADS` of `device.cuh`.
+const THREADS: u32 = 256;
+/// Blocks, at most.
+const BLOCKS: usize = 512;
+/// Bytes that a thread loads at a time.
+pub(super) const UNIT: usize = 16;
+/// Most hosts that a group with CUDA tensors may have: `MOST_HOSTS`.
+pub const MOST_HOSTS: usize = 128;
+/// Program and kernel.
+pub const NAMES: (&str, &str) = ("hosts/sum_partials", "sum_partials");
+
+/// `SumPartialsArgs`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct SumPartials {
+    /// Address of the first host's partial.
+    pub from: u64,
+    /// Distance from one partial to the next.
+    pub stride: u64,
+    /// Destination of the result.
+    pub to: u64,
+    /// Length of a partial.
+    pub bytes: u64,
+    /// Number of hosts.
+    pub hosts: u32,
+    /// Number that an average divides by.
+    pub divisor: u32,
+    /// Factor of each host under PREMUL_SUM.
+    pub factor: [f64; MOST_HOSTS],
+}
+
+/// A sum over hosts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sum {
+    /// Address of the first host's partial.
+    pub from: usize,
+    /// Distance from one partial to the next.
+    pub stride: usize,
+    /// Destination of the result.
+    pub to: Span,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Operation of the call.
+    pub op: ReduceOp,
+}
+
+impl Sum {
+    /// Operation that the kernel is compiled for, and its arguments.
+    ///
+    /// # Errors
+    /// [`Internal`](crate::error::Kind::Internal) where partials are not aligned.
+    pub fn args(&self, layout: &Layout) -> Result<(ReduceOp, SumPartials)> {
+        let (levels, hosts) = (Levels::of(self.op, self.dtype, layout), layout.hosts());
+        if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || hosts > MOST_HOSTS {
+            return Err(Error::internal(format!("partials at {:#x}, {} bytes apart, of {hosts} hosts", self.from, self.stride)));
+        }
+        let mut factor = [1.0; MOST_HOSTS];
+        factor.iter_mut().zip(0..hosts).for_each(|(factor, host)| *factor = levels.factor(host, layout));
+        let (from, stride, to, bytes) = (self.from as u64, self.stride as u64, self.to.addr as u64, self.to.bytes as u64);
+        let (hosts, divisor) = (hosts as u32, levels.divisor as u32);
+        Ok((levels.outer, SumPartials { from, stride, to, bytes, hosts, divisor, factor }))
+    }
+
+    /// Enqueues it on `stream` of `device`, whose context is current.
+    pub(super) fn launch(&self, device: &Device, stream: Stream, layout: &Layout) -> Result<()> {
+        if self.to.bytes == 0 {
+            return Ok(());
+        }
+        let (op, args) = self.args(layout)?;
+        // The number of hosts is an argument: one kernel serves all.
+        let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(self.dtype), op: Some(op), zero_copy: false };
+        let blocks = self.to.bytes.div_ceil(UNIT * THREADS as usize).min(BLOCKS);
+        load(device, &variant, NAMES.1)?.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
+    }
+}

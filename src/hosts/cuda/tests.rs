@@ -1,0 +1,362 @@
+//! Plans, carried out on the host's memory for all ranks at once, give what the two-level definition says.
+#![allow(unsafe_code, reason = "plays kernels on buffers of the test")]
+
+use super::backends::Transfer;
+use super::plan::{self, Plan, Step};
+use super::sum::{MOST_HOSTS, Sum, SumPartials};
+use crate::boot::hosts::{Layout, Placement};
+use crate::coll::call::{Call, Op, Span};
+use crate::dtype::{DType, ReduceOp};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::rank::Rank;
+use crate::sys::host::Host;
+use std::collections::VecDeque;
+
+const LAYOUTS: [&[u8]; 7] =
+    [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2], &[0, 0, 0, 1, 1, 1]];
+
+fn layout(hosts: &[u8]) -> Layout {
+    let place = |host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
+    Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
+}
+
+fn read(span: Span) -> Vec<u8> {
+    // SAFETY: spans of plans are those of buffers that live, of this length.
+    if span.bytes == 0 { vec![] } else { unsafe { std::slice::from_raw_parts(span.addr as *const u8, span.bytes) }.to_vec() }
+}
+
+fn write(bytes: &[u8], to: Span) {
+    assert_eq!(bytes.len(), to.bytes, "lengths fit");
+    // SAFETY: as above; nobody else has a reference.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.addr as *mut u8, bytes.len()) }
+}
+
+fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> Vec<u8> {
+    let mut output = vec![0; inputs[0].len()];
+    let source = |(data, &factor): (&Vec<u8>, &f64)| Source { ptr: data.as_ptr(), factor };
+    let sources: Vec<Source> = inputs.iter().zip(factors).map(source).collect();
+    // SAFETY: all buffers are of one length, a multiple of the element's size.
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    output
+}
+
+/// What the kernel of partials computes.
+fn add_up(sum: &Sum, layout: &Layout) {
+    let (op, args) = sum.args(layout).expect("aligned");
+    let host = |host: u32| Span { addr: (args.from + u64::from(host) * args.stride) as usize, bytes: sum.to.bytes };
+    let partials: Vec<Vec<u8>> = (0..args.hosts).map(|at| read(host(at))).collect();
+    let source = |(data, &factor): (&Vec<u8>, &f64)| Source { ptr: data.as_ptr(), factor };
+    let sources: Vec<Source> = partials.iter().zip(&args.factor).map(source).collect();
+    let mut output = vec![0; sum.to.bytes];
+    let count = output.len() / sum.dtype.size();
+    // SAFETY: all buffers are of one length, a multiple of the element's size.
+    unsafe { cpu::reduce_partials(op, sum.dtype, output.as_mut_ptr(), &sources, count, args.divisor as usize) };
+    write(&output, sum.to);
+}
+
+/// Runs one collective of the ranks of a host; `calls[r]` is that of the `r`th.
+fn inside(calls: &[&Call]) {
+    let n = calls.len();
+    for call in calls {
+        call.validate(Rank(calls.iter().position(|other| std::ptr::eq(*other, *call)).expect("there") as u32), n).expect("valid");
+    }
+    let given: Vec<Vec<Vec<u8>>> = calls.iter().map(|call| call.inputs.iter().map(|&span| read(span)).collect()).collect();
+    let (op, dtype, reduce_op) = (calls[0].op, calls[0].dtype, calls[0].reduce_op);
+    assert!(calls.iter().all(|call| (call.op, call.dtype, call.reduce_op) == (op, dtype, reduce_op)), "all run the same");
+    let factors: Vec<f64> = calls.iter().map(|call| call.factor).collect();
+    for (me, call) in calls.iter().enumerate() {
+        for (at, &output) in call.outputs.iter().enumerate() {
+            let bytes = match op {
+                Op::AllGather => given[at][0].clone(),
+                Op::AllToAll => given[at][me].clone(),
+                Op::Broadcast => given[call.root.index()][0].clone(),
+                Op::ReduceScatter => {
+                    reduced(reduce_op, dtype, &given.iter().map(|inputs| inputs[me].clone()).collect::<Vec<_>>(), &factors)
+                }
+                Op::Barrier | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => panic!("{op:?} is in no plan"),
+            };
+            write(&bytes, output);
+        }
+    }
+}
+
+/// Carries out the plans of `calls`, one of each rank.
+fn run(layout: &Layout, calls: &[Call]) {
+    let n = calls.len();
+    let mut memory: Vec<Vec<u128>> = Vec::new();
+    let mut steps: Vec<VecDeque<Step>> = Vec::new();
+    for (rank, call) in calls.iter().enumerate() {
+        call.validate(Rank(rank as u32), n).expect("valid");
+        let rank = Rank(rank as u32);
+        let needed = plan::of(call, layout, rank, 0).memory;
+        let mut own = vec![u128::MAX - 0xee; needed.div_ceil(16)];
+        let Plan { steps: all, memory: again } = plan::of(call, layout, rank, own.as_mut_ptr().addr());
+        assert_eq!(again, needed);
+        memory.push(own);
+        steps.push(all.into());
+    }
+    let mut sent: Vec<Vec<Option<Vec<u8>>>> = vec![vec![None; n]; n];
+    while steps.iter().any(|steps| !steps.is_empty()) {
+        let mut moved = false;
+        for rank in 0..n {
+            let me = Rank(rank as u32);
+            let (host, local) = (layout.host(me), layout.local(me));
+            match steps[rank].front().cloned() {
+                None => continue,
+                Some(Step::Copy { from, to }) => write(&read(from), to),
+                Some(Step::Sum(sum)) => add_up(&sum, layout),
+                Some(Step::Exchange { give, take }) => {
+                    for (to, &span) in give.iter().enumerate().filter(|(_, span)| span.bytes > 0) {
+                        sent[rank][to].get_or_insert_with(|| read(span));
+                    }
+                    if take.iter().enumerate().any(|(from, span)| span.bytes > 0 && sent[from][rank].is_none()) {
+                        // Its peers have not come yet.
+                        continue;
+                    }
+                    take.iter().enumerate().filter(|(_, span)| span.bytes > 0).for_each(|(from, &span)| {
+                        write(sent[from][rank].as_ref().expect("sent"), span);
+                    });
+                }
+                Some(Step::Inside(_)) => {
+                    let members: Vec<usize> = layout.members(host).iter().map(|rank| rank.index()).collect();
+                    let all: Vec<Vec<Call>> = members
+                        .iter()
+                        .filter_map(|&member| match steps[member].front() {
+                            Some(Step::Inside(calls)) => Some(calls.clone()),
+                            _ => None,
+                        })
+                        .collect();
+                    if local != 0 || all.len() < members.len() {
+                        continue;
+                    }
+                    assert!(all.iter().all(|calls| calls.len() == all[0].len()), "as many calls");
+                    (0..all[0].len()).for_each(|at| inside(&all.iter().map(|calls| &calls[at]).collect::<Vec<_>>()));
+                    members.iter().skip(1).for_each(|&member| drop(steps[member].pop_front()));
+                }
+                Some(Step::Rail(_)) => {
+                    let ranks: Vec<usize> = (0..layout.hosts()).map(|host| layout.members(host)[local].index()).collect();
+                    let all: Vec<Transfer> = ranks
+                        .iter()
+                        .filter_map(|&rank| match steps[rank].front() {
+                            Some(Step::Rail(transfer)) => Some(transfer.clone()),
+                            _ => None,
+                        })
+                        .collect();
+                    if host != 0 || all.len() < ranks.len() {
+                        continue;
+                    }
+                    transferred(&all);
+                    ranks.iter().skip(1).for_each(|&rank| drop(steps[rank].pop_front()));
+                }
+            }
+            steps[rank].pop_front();
+            moved = true;
+        }
+        assert!(moved, "plans wait for each other: {:?}", steps.iter().map(VecDeque::front).collect::<Vec<_>>());
+    }
+}
+
+/// Runs one transfer of a rail.
+fn transferred(all: &[Transfer]) {
+    let cut = |addr: usize, lengths: &[usize], at: usize| Span { addr: addr + lengths[..at].iter().sum::<usize>(), bytes: lengths[at] };
+    match &all[0] {
+        Transfer::AllGather { .. } => {
+            let given: Vec<Vec<u8>> = all
+                .iter()
+                .map(|transfer| {
+                    let Transfer::AllGather { from, .. } = transfer else { panic!("{transfer:?} beside an all_gather") };
+                    read(*from)
+                })
+                .collect();
+            assert!(given.iter().all(|bytes| bytes.len() == given[0].len()), "equal lengths");
+            for transfer in all {
+                let Transfer::AllGather { to, .. } = transfer else { unreachable!() };
+                write(&given.concat(), Span { addr: *to, bytes: given.len() * given[0].len() });
+            }
+        }
+        Transfer::AllToAll { .. } => {
+            let parts = |transfer: &Transfer| {
+                let Transfer::AllToAll { from, sent, .. } = transfer else { panic!("{transfer:?} beside an all_to_all") };
+                (0..sent.len()).map(|at| read(cut(*from, sent, at))).collect::<Vec<_>>()
+            };
+            let given: Vec<Vec<Vec<u8>>> = all.iter().map(parts).collect();
+            for (me, transfer) in all.iter().enumerate() {
+                let Transfer::AllToAll { to, received, .. } = transfer else { unreachable!() };
+                given.iter().enumerate().for_each(|(from, parts)| write(&parts[me], cut(*to, received, from)));
+            }
+        }
+        Transfer::Broadcast { root, .. } => {
+            let at = |transfer: &Transfer| {
+                let Transfer::Broadcast { at, .. } = transfer else { panic!("{transfer:?} beside a broadcast") };
+                *at
+            };
+            let given = read(at(&all[*root]));
+            all.iter().for_each(|transfer| write(&given, at(transfer)));
+        }
+    }
+}
+
+fn data(seed: usize, bytes: usize) -> Vec<u8> {
+    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..bytes).map(|_| next()).collect()
+}
+
+/// Buffers of one rank: inputs and outputs.
+type Buffers = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+
+/// Runs `op` with the buffers of all ranks; the outputs are filled then.
+fn collective(layout: &Layout, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
+    let spans = |buffers: &mut [Vec<u8>]| buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect();
+    let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Call {
+        op,
+        dtype,
+        reduce_op,
+        root: Rank(root as u32),
+        factor: rank as f64 + 0.5,
+        inputs: spans(inputs),
+        outputs: spans(outputs),
+        call_site: None,
+    };
+    let calls: Vec<Call> = ranks.iter_mut().enumerate().map(call).collect();
+    run(layout, &calls);
+}
+
+/// The two-level reduction of what ranks on `hosts` give.
+fn two_level(op: ReduceOp, dtype: DType, layout: &Layout, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let n = inputs.len();
+    let partial = |host: usize| {
+        let ranks: Vec<usize> = layout.members(host).iter().map(|rank| rank.index()).collect();
+        let factors: Vec<f64> = ranks.iter().map(|&rank| rank as f64 + 0.5).collect();
+        reduced(op, dtype, &ranks.iter().map(|&rank| inputs[rank].clone()).collect::<Vec<_>>(), &factors)
+    };
+    let partials: Vec<Vec<u8>> = (0..layout.hosts()).map(partial).collect();
+    let sizes: Vec<usize> = (0..layout.hosts()).map(|host| layout.members(host).len()).collect();
+    let ones = vec![1.0; partials.len()];
+    if op == ReduceOp::Avg && sizes.iter().any(|&size| size != sizes[0]) {
+        let shares: Vec<f64> = sizes.iter().map(|&size| size as f64 / n as f64).collect();
+        return reduced(ReduceOp::PremulSum, dtype, &partials, &shares);
+    }
+    reduced(if op == ReduceOp::PremulSum { ReduceOp::Sum } else { op }, dtype, &partials, &ones)
+}
+
+#[test]
+fn reductions_have_the_bits_of_two_levels_at_every_length() {
+    let dtype = DType::BF16;
+    for hosts in LAYOUTS {
+        let (layout, n) = (layout(hosts), hosts.len());
+        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Max] {
+            // Nothing, one rail, all rails, pieces for each host.
+            for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002] {
+                if bytes > 1_000_000 && op != ReduceOp::Sum {
+                    continue;
+                }
+                let about = format!("{op:?} of {bytes} bytes on {hosts:?}");
+                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
+                let wanted = two_level(op, dtype, &layout, &inputs);
+                let mut ranks: Vec<Buffers> = inputs.iter().map(|input| (vec![input.clone()], vec![vec![0xee; bytes]])).collect();
+                collective(&layout, Op::AllReduce, dtype, op, 0, &mut ranks);
+                assert!(ranks.iter().all(|(_, outputs)| outputs[0] == wanted), "all_reduce, {about}");
+                let root = n - 1;
+                let output = |rank: usize| if rank == root { vec![vec![0xee; bytes]] } else { vec![] };
+                let mut ranks: Vec<Buffers> = inputs.iter().enumerate().map(|(rank, input)| (vec![input.clone()], output(rank))).collect();
+                collective(&layout, Op::Reduce, dtype, op, root, &mut ranks);
+                assert!(ranks[root].1[0] == wanted, "reduce, {about}");
+                let give = |from: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect() };
+                let mut ranks: Vec<Buffers> = (0..n).map(|rank| (give(rank), vec![vec![0xee; bytes + 2 * rank]])).collect();
+                collective(&layout, Op::ReduceScatter, dtype, op, 0, &mut ranks);
+                for (rank, (_, outputs)) in ranks.iter().enumerate() {
+                    let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
+                    assert!(outputs[0] == two_level(op, dtype, &layout, &given), "reduce_scatter, {about}, rank {rank}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn long_messages_go_in_chunks() {
+    for hosts in [&[0, 1][..], &[0, 1, 2]] {
+        let (layout, bytes) = (layout(hosts), (64 << 20) + 6);
+        let inputs: Vec<Vec<u8>> = (0..hosts.len()).map(|from| data(from, bytes)).collect();
+        let wanted = two_level(ReduceOp::BitXor, DType::I16, &layout, &inputs);
+        let mut ranks: Vec<Buffers> = inputs.into_iter().map(|input| (vec![input], vec![vec![0xee; bytes]])).collect();
+        collective(&layout, Op::AllReduce, DType::I16, ReduceOp::BitXor, 0, &mut ranks);
+        assert!(ranks.iter().all(|(_, outputs)| outputs[0] == wanted), "{hosts:?}");
+    }
+}
+
+#[test]
+fn movements_bring_everything_where_it_belongs() {
+    for hosts in LAYOUTS {
+        let (layout, n) = (layout(hosts), hosts.len());
+        let run = |op, root, ranks: &mut [Buffers]| collective(&layout, op, DType::U8, ReduceOp::Sum, root, ranks);
+        for bytes in [0, 1, 16, 999, 70_001] {
+            let about = |op: Op| format!("{} of {bytes} bytes on {hosts:?}", op.name());
+            for uneven in [0, 1] {
+                let all: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes + uneven * from)).collect();
+                let blank: Vec<Vec<u8>> = all.iter().map(|one| vec![0xee; one.len()]).collect();
+                let mut ranks: Vec<Buffers> = all.iter().map(|one| (vec![one.clone()], blank.clone())).collect();
+                run(Op::AllGather, 0, &mut ranks);
+                assert!(ranks.iter().all(|(_, outputs)| *outputs == all), "{}", about(Op::AllGather));
+            }
+            // Outputs that follow each other.
+            let mut whole: Vec<(Vec<u8>, Vec<u8>)> = (0..n).map(|from| (data(from, bytes), vec![0xee; n * bytes])).collect();
+            let call = |(input, output): &mut (Vec<u8>, Vec<u8>)| {
+                let (from, to) = (input.as_mut_ptr().addr(), output.as_mut_ptr().addr());
+                let outputs = (0..n).map(|at| Span { addr: to + at * bytes, bytes }).collect();
+                let (dtype, reduce_op, inputs) = (DType::U8, ReduceOp::Sum, vec![Span { addr: from, bytes }]);
+                Call { op: Op::AllGather, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+            };
+            let calls: Vec<Call> = whole.iter_mut().map(call).collect();
+            super::tests::run(&layout, &calls);
+            let wanted: Vec<u8> = (0..n).flat_map(|from| data(from, bytes)).collect();
+            assert!(whole.iter().all(|(_, output)| *output == wanted), "{}", about(Op::AllGather));
+
+            let length = |from: usize, to: usize| bytes * (to % 2) + from;
+            let give = |rank: usize| (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
+            let take = |rank: usize| (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
+            let mut ranks: Vec<Buffers> = (0..n).map(|rank| (give(rank), take(rank))).collect();
+            run(Op::AllToAll, 0, &mut ranks);
+            for (rank, (_, outputs)) in ranks.iter().enumerate() {
+                assert!((0..n).all(|from| outputs[from] == data(from * n + rank, length(from, rank))), "{}", about(Op::AllToAll));
+            }
+            for root in [0, n - 1] {
+                let even: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
+                let blank = || vec![vec![0xee; bytes]];
+                let own = |rank: usize| if rank == root { (vec![even[root].clone()], vec![]) } else { (vec![], blank()) };
+                let mut ranks: Vec<Buffers> = (0..n).map(own).collect();
+                run(Op::Broadcast, root, &mut ranks);
+                let right = |(rank, (_, outputs)): (usize, &Buffers)| rank == root || outputs[0] == even[root];
+                assert!(ranks.iter().enumerate().all(right), "{}", about(Op::Broadcast));
+                let all = |rank: usize, of: &[Vec<u8>]| if rank == root { of.to_vec() } else { vec![] };
+                let mut ranks: Vec<Buffers> =
+                    (0..n).map(|rank| (vec![even[rank].clone()], all(rank, &vec![vec![0xee; bytes]; n]))).collect();
+                run(Op::Gather, root, &mut ranks);
+                assert!(ranks[root].1 == even, "{}", about(Op::Gather));
+                let mut ranks: Vec<Buffers> = (0..n).map(|rank| (all(rank, &even), blank())).collect();
+                run(Op::Scatter, root, &mut ranks);
+                assert!(ranks.iter().zip(&even).all(|((_, outputs), one)| outputs[0] == *one), "{}", about(Op::Scatter));
+            }
+        }
+        run(Op::Barrier, 0, &mut vec![(vec![], vec![]); n]);
+    }
+}
+
+#[test]
+fn sums_over_integers_divide_by_all_ranks_and_weigh_uneven_hosts() {
+    let layout = layout(&[0, 0, 0, 1]);
+    let sum = |dtype, op| Sum { from: 32, stride: 48, to: Span { addr: 5, bytes: 40 }, dtype, op };
+    let (op, args) = sum(DType::I32, ReduceOp::Avg).args(&layout).expect("aligned");
+    assert_eq!((op, args.divisor, args.hosts, args.bytes, args.to), (ReduceOp::Avg, 4, 2, 40, 5));
+    let (op, args) = sum(DType::F32, ReduceOp::Avg).args(&layout).expect("aligned");
+    assert_eq!((op, &args.factor[..3]), (ReduceOp::PremulSum, &[0.75, 0.25, 1.0][..]));
+    assert_eq!(size_of::<SumPartials>(), 40 + 8 * MOST_HOSTS);
+    let unaligned = Sum { from: 33, ..sum(DType::F32, ReduceOp::Sum) };
+    assert!(unaligned.args(&layout).is_err());
+}

@@ -1,0 +1,147 @@
+//! Watch over what was enqueued: a call that another host keeps waiting ends at its deadline, and all end when the group fails.
+//!
+//! Kernels of the group end by themselves then. Those of a backend, such as NCCL, wait for ever: they are aborted.
+
+use super::backends::Connections;
+use crate::coll::describe::Description;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::hosts::shared::Shared;
+use crate::kernels::cuda::driver::{Device, Event, RelaxedCapture, Stream};
+use crate::sys::thread;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// Pause between two looks.
+const LOOK: Duration = Duration::from_millis(20);
+/// Events that are kept for further calls.
+const SPARE: usize = 64;
+
+/// A call that was enqueued.
+pub(super) struct Open {
+    pub(super) begin: Event,
+    pub(super) end: Event,
+    /// Time at which its begin was first seen to have passed.
+    pub(super) since: Option<Instant>,
+    pub(super) timeout: Duration,
+    /// What it is, where it is a collective.
+    pub(super) call: Option<Description>,
+    pub(super) number: u64,
+}
+
+#[derive(Default)]
+struct Calls {
+    open: VecDeque<Open>,
+    spare: Vec<Event>,
+    /// The thread has ended, or never began.
+    idle: bool,
+}
+
+/// Calls that are under way, in their order.
+#[derive(Default)]
+pub(super) struct Watch {
+    calls: Mutex<Calls>,
+    changed: Condvar,
+    closed: AtomicBool,
+}
+
+/// What the thread looks at.
+pub(super) struct Watched {
+    pub(super) device: Device,
+    pub(super) inner: Weak<Group>,
+    pub(super) shared: Arc<Shared>,
+    pub(super) connections: Arc<Connections>,
+    /// Words of errors: the group, who waited, and for whom.
+    pub(super) who: String,
+}
+
+impl Watch {
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins to watch.
+    pub(super) fn start(self: &Arc<Self>, watched: Watched) -> Result<()> {
+        let watch = Arc::clone(self);
+        let spawned = thread::spawn("symm-hosts-cuda", Some(512 << 10), move || {
+            if let Err(error) = watch.run(&watched) {
+                log::warn!("calls on CUDA tensors are not watched any more: {error}");
+            }
+            watch.calls().idle = true;
+            watch.changed.notify_all();
+        });
+        spawned.map(|_| ()).map_err(|error| Error::internal(format!("a thread could not be started: {error}")))
+    }
+
+    /// An event behind what `stream` holds now; its context is current.
+    pub(super) fn mark(&self, stream: Stream) -> Result<Event> {
+        let spare = self.calls().spare.pop();
+        let event = spare.map_or_else(Event::new, Ok)?;
+        event.record(stream).map(|()| event)
+    }
+
+    /// Watches a call, too.
+    pub(super) fn add(&self, call: Open) {
+        self.calls().open.push_back(call);
+    }
+
+    /// Ends the watch once nothing is under way, at most after `limit`; whether that is so.
+    pub(super) fn close(&self, limit: Duration) -> bool {
+        let begun = Instant::now();
+        let mut calls = self.calls();
+        while !calls.open.is_empty() && !calls.idle {
+            let Some(left) = limit.checked_sub(begun.elapsed()) else { break };
+            calls = self.changed.wait_timeout(calls, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        self.closed.store(true, Ordering::Release);
+        calls.open.is_empty()
+    }
+
+    fn run(&self, watched: &Watched) -> Result<()> {
+        // The program may record graphs meanwhile.
+        let _relaxed = RelaxedCapture::begin()?;
+        let _entered = watched.device.enter()?;
+        while !self.closed.load(Ordering::Acquire) {
+            let Some(inner) = watched.inner.upgrade() else { break };
+            if let Some(late) = self.look(&watched.who)? {
+                watched.shared.fail(&inner, late);
+            }
+            if inner.failure().is_some() || inner.control().failure().is_some() {
+                watched.connections.abort();
+                break;
+            }
+            drop(inner);
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// Forgets the calls that have ended; the error of the oldest other one, if its time is over.
+    fn look(&self, who: &str) -> Result<Option<Error>> {
+        let mut calls = self.calls();
+        while let Some(call) = calls.open.front_mut() {
+            if call.end.passed()? {
+                let ended = calls.open.pop_front();
+                let events = ended.into_iter().flat_map(|call| [call.begin, call.end]);
+                let free = SPARE.saturating_sub(calls.spare.len());
+                calls.spare.extend(events.take(free));
+                continue;
+            }
+            if call.since.is_none() && call.begin.passed()? {
+                call.since = Some(Instant::now());
+            }
+            let waited = call.since.map_or(Duration::ZERO, |since| since.elapsed());
+            if waited <= call.timeout {
+                return Ok(None);
+            }
+            let what = call.call.map_or_else(|| "messages".to_owned(), |call| call.to_string());
+            let (number, seconds) = (call.number, waited.as_secs_f64());
+            return Ok(Some(Error::timeout(format!("{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"))));
+        }
+        drop(calls);
+        self.changed.notify_all();
+        Ok(None)
+    }
+}

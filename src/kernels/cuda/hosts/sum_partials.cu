@@ -1,0 +1,76 @@
+// Sum of the partial results of all hosts, in the order of hosts: what kernels::cpu::reduce_partials computes, with the same bits.
+// The partials lie at equal distances in this rank's memory, each aligned to 16 bytes; the result may lie anywhere. Nothing waits here.
+#include "bytes.cuh"
+#include "types.cuh"
+
+#define MOST_HOSTS 128
+
+struct SumPartialsArgs {
+  const u8* from;
+  // Distance from one host's partial to the next.
+  u64 stride;
+  u8* to;
+  u64 bytes;
+  u32 hosts;
+  // Number that an average divides by.
+  u32 divisor;
+  // Factor of each host under PREMUL_SUM.
+  double factor[MOST_HOSTS];
+};
+// src/hosts/cuda/sum.rs lays it out too.
+static_assert(sizeof(SumPartialsArgs) == 40 + 8 * MOST_HOSTS, "");
+
+// Numbers of one host's unit. Unlike those of `lift`, which rounds a product as a sender does, products stay as they are.
+template <Op OP, typename R>
+DEVICE void weigh(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
+  R::begin(sum, v);
+  if constexpr (OP == Op::PREMUL_SUM) {
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) sum.each[i] = sum.each[i] * static_cast<typename R::Acc>(factor);
+  }
+}
+
+template <Op OP, typename R>
+DEVICE void add(typename R::Sum& sum, Unit v, [[maybe_unused]] double factor) {
+  if constexpr (OP == Op::PREMUL_SUM) {
+    typename R::Sum next;
+    weigh<OP, R>(next, v, factor);
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) sum.each[i] = sum.each[i] + next.each[i];
+  } else {
+    R::combine(sum, v);
+  }
+}
+
+// Divides under AVG, and rounds once.
+template <Op OP, typename R>
+DEVICE Unit rounded(const typename R::Sum& sum, [[maybe_unused]] u32 divisor) {
+  if constexpr (OP == Op::AVG) {
+    typename R::Acc each[R::COUNT];
+    if constexpr (R::IN_PLACE) R::widen(sum.words, each);
+#pragma unroll
+    for (int i = 0; i < R::COUNT; i++) {
+      if constexpr (!R::IN_PLACE) each[i] = sum.each[i];
+      each[i] = each[i] / static_cast<typename R::Acc>(divisor);
+    }
+    return R::narrow(each);
+  } else {
+    return R::partial(sum);
+  }
+}
+
+LANE_KERNEL(sum_partials, SumPartialsArgs) {
+  constexpr Op OP = static_cast<Op>(SYMM_OP);
+  const u64 step = (u64)blocks() * threads();
+  for (u64 i = (u64)block() * threads() + thread(); i < units_of(args.bytes); i += step) {
+    // step 1: begin with the first host's unit; all partials may be read to the end of a unit
+    Sum sum;
+    weigh<OP, Chosen>(sum, *(const Unit*)(args.from + i * 16), args.factor[0]);
+    // step 2: combine the other hosts' in their order
+    for (u32 host = 1; host < args.hosts; ++host) {
+      add<OP, Chosen>(sum, *(const Unit*)(args.from + host * args.stride + i * 16), args.factor[host]);
+    }
+    // step 3: divide, round once and store
+    store_unit(args.to + i * 16, rounded<OP, Chosen>(sum, args.divisor), args.bytes - i * 16);
+  }
+}

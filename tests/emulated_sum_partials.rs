@@ -1,0 +1,103 @@
+//! The sum of hosts' partial results as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
+#![allow(missing_docs)]
+
+mod emulated;
+
+use emulated::Program;
+use symm::boot::hosts::{Layout, Placement};
+use symm::dtype::{DType, ReduceOp};
+use symm::hosts::cuda::sum::{NAMES, Sum};
+use symm::kernels::cpu::{self, Source};
+use symm::mem::span::Span;
+use symm::sys::host::Host;
+
+const BLOCKS: u32 = 3;
+const THREADS: u32 = 4;
+/// What the bytes around a result hold.
+const UNTOUCHED: u8 = 0xa5;
+
+fn layout(hosts: &[u8]) -> Layout {
+    let place = |host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
+    Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
+}
+
+/// Partial of a host, in units: numbers near 1 of either sign, or any bits of integers.
+fn partial(host: usize, bytes: usize, dtype: DType) -> Vec<u128> {
+    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (host as u64 + 1);
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 11
+    };
+    let mut element = || -> Vec<u8> {
+        let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
+        if dtype == DType::F64 {
+            number.to_le_bytes().to_vec()
+        } else if matches!(dtype, DType::F32 | DType::C64) {
+            (number as f32).to_le_bytes().to_vec()
+        } else if dtype == DType::BF16 {
+            ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
+        } else if dtype == DType::F16 {
+            // Any bits below 2.
+            ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
+        } else {
+            random().to_le_bytes()[..dtype.size()].to_vec()
+        }
+    };
+    let mut all: Vec<u8> = std::iter::repeat_with(&mut element).flatten().take(bytes).collect();
+    all.resize(bytes.next_multiple_of(16), 0);
+    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+}
+
+fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
+    let layout = layout(hosts);
+    let outer = |bytes| Sum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
+    let program = Program::build(NAMES.0, 2, Some(dtype), Some(outer(16)));
+    for &count in counts {
+        let bytes = count * dtype.size();
+        let partials: Vec<Vec<u128>> = (0..layout.hosts()).map(|host| partial(host, bytes, dtype)).collect();
+        let from = partials.concat();
+        let mut to = vec![UNTOUCHED; bytes + begin + 16];
+        let sum = Sum {
+            from: from.as_ptr().addr(),
+            stride: bytes.next_multiple_of(16),
+            to: Span { addr: to.as_mut_ptr().addr() + begin, bytes },
+            dtype,
+            op,
+        };
+        let (outer, args) = sum.args(&layout).expect("aligned");
+        let source = |(part, &factor): (&Vec<u128>, &f64)| Source { ptr: part.as_ptr().cast(), factor };
+        let sources: Vec<Source> = partials.iter().zip(&args.factor).map(source).collect();
+        let mut expected = vec![0u8; bytes];
+        // SAFETY: every partial and the result have `bytes`, a multiple of the element.
+        unsafe { cpu::reduce_partials(outer, dtype, expected.as_mut_ptr(), &sources, count, args.divisor as usize) };
+        // SAFETY: `repr(C)` numbers without padding.
+        let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
+        // SAFETY: partials and result live until the kernel has ended, and it writes the result alone.
+        unsafe { program.launch(NAMES.1, 0, BLOCKS, THREADS, args) };
+        let about = format!("{op:?} of {count} {dtype:?} on {hosts:?}");
+        assert_eq!(to[begin..begin + bytes], expected, "{about}");
+        let around = to[..begin].iter().chain(&to[begin + bytes..]);
+        assert!(around.into_iter().all(|&byte| byte == UNTOUCHED), "{about}: written beside the result");
+    }
+}
+
+#[test]
+fn sums_in_the_order_of_hosts_at_every_length() {
+    let counts = [0, 1, 7, 8, 9, 16 * 61 + 3];
+    check(&[0, 1], DType::BF16, ReduceOp::Sum, &counts, 0);
+    check(&[0, 0, 1, 2, 3, 4], DType::F32, ReduceOp::Sum, &counts, 4);
+    check(&[0, 1, 2], DType::F16, ReduceOp::Max, &counts, 2);
+}
+
+#[test]
+fn averages_divide_once_and_weigh_uneven_hosts() {
+    let counts = [1, 100];
+    check(&[0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);
+    check(&[0, 0, 0, 1], DType::BF16, ReduceOp::Avg, &counts, 0);
+    check(&[0, 0, 0, 1, 2], DType::I8, ReduceOp::Avg, &counts, 1);
+    check(&[0, 0, 1], DType::C64, ReduceOp::Avg, &counts, 0);
+    check(&[0, 1, 2], DType::I64, ReduceOp::Product, &counts, 0);
+    check(&[0, 1, 2], DType::F64, ReduceOp::Min, &counts, 0);
+}

@@ -1,0 +1,60 @@
+// Backends of somebody else's, NCCL, between GPUs of different hosts, and memory for what is on its way.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "hosts/backend_rail.hpp"
+#include "symm_bridge.hpp"
+
+namespace symm {
+
+// Everything is enqueued on the calling thread's current stream, in whose order memory is given back.
+class DeviceBackends final : public DeviceBackendsHandle {
+ public:
+  DeviceBackends(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+
+  Status make(uint32_t which, rust::Str name, size_t rank, size_t size, int32_t device, int64_t timeout_ms)
+      const noexcept override;
+  Status memory(int32_t device, size_t bytes, size_t& address) const noexcept override;
+  Status finish() const noexcept override;
+  Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept override;
+  Status all_to_all(
+      int32_t device,
+      size_t from,
+      rust::Slice<const size_t> sent,
+      size_t to,
+      rust::Slice<const size_t> received) const noexcept override;
+  Status broadcast(int32_t device, size_t root, size_t at, size_t bytes) const noexcept override;
+  Status exchange(uint32_t which, int32_t device, rust::Slice<const Span> give, rust::Slice<const Span> take)
+      const noexcept override;
+  void abort(uint32_t which) const noexcept override;
+  void close() const noexcept override;
+
+ private:
+  struct Made {
+    c10::intrusive_ptr<::c10d::Backend> backend;
+    size_t size = 0;
+  };
+
+  // The backend `which`; throws where it is not there.
+  Made made(uint32_t which) const;
+
+  const std::string group_;
+  const c10::intrusive_ptr<::c10d::Store> store_;
+  mutable std::mutex mutex_;
+  // Guarded by mutex_, by what Rust calls them.
+  mutable std::map<uint32_t, Made> made_;
+  mutable bool aborted_ = false;
+  // Used by one caller at a time: what `finish` lets go of.
+  mutable std::vector<at::Tensor> memory_;
+  mutable std::vector<c10::intrusive_ptr<::c10d::Work>> messages_;
+};
+
+} // namespace symm
