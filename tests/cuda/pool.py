@@ -76,10 +76,12 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-def init(rank: int, world: int, backend: str = "symm", timeout: float = 60, name: str = "default") -> None:
+def init(
+    rank: int, world: int, backend: str = "symm", timeout: float = 60, name: str = "default", options: Any = None
+) -> None:
     """``init_process_group`` over a fresh file store."""
-    store = torch_symm.FileStore(scratch / f"store-{scenario}-{name}", world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    store, limit = torch_symm.FileStore(scratch / f"store-{scenario}-{name}", world), timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, pg_options=options)
 
 
 def meet(name: str, rank: int, world: int, timeout: float = 60) -> None:
@@ -93,9 +95,10 @@ def meet(name: str, rank: int, world: int, timeout: float = 60) -> None:
 
 
 class Pool:
-    """The processes. Made when they are first needed."""
+    """The processes, at least ``places``. Made when they are first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = FULL) -> None:
+        self._places = places
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch_symm"])
         self._ranks: list[tuple[Any, Connection]] = []
@@ -116,7 +119,7 @@ class Pool:
         ``backend``: of the default group, made before and destroyed after; ``None``: ``fn`` makes its own. ``timeout``:
         seconds for everything. ``killed``: ranks that must die of SIGKILL. A rank's exception fails the caller.
         """
-        self._start(max(world, FULL))
+        self._start(max(world, self._places))
         number = next(self._numbers)
         self._log_from = [self._log(rank).stat().st_size for rank in range(world)]
         for rank in range(world):

@@ -1,0 +1,468 @@
+"""CUDA tensors of groups on several hosts, NCCL between them, against the two-level definition: bit for bit.
+
+The ranks of one machine play the hosts (``SYMM_TEST_HOST``): those of even number are on ``a``, the others on ``b``.
+NCCL takes every rank for a host of its own (``NCCL_HOSTID``), so that it goes by sockets, and ranks may share a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import expected
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from pool import DEVICE, GPUS, PLACES, Pool, device, init, meet
+
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cuda" or GPUS < 1 or PLACES < 4, reason="needs four GPUs, or one and SYMM_SHARED_GPUS=1"
+)
+
+#: Ranks: (1, 1), (2, 1) and (2, 2) of them on the hosts.
+WORLDS = (2, 3, 4)
+#: Elements: none, one, odd, at both sides of what one rail carries, more.
+COUNTS = (0, 1, 37, 4099, 33_001)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Pool]:
+    """Rank processes of these tests alone: a process has its host for life."""
+    shared = Pool(4)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture(scope="module")
+def compared() -> Iterator[Pool]:
+    """Rank processes that compare calls."""
+    shared = Pool(2)
+    yield shared
+    shared.stop()
+
+
+def run_hosts(
+    pool: Pool,
+    fn: Callable[..., Any],
+    world: int,
+    timeout: float = 60,
+    choice: str = "auto",
+    debug: str = "",
+    **options: Any,
+) -> list[Any]:
+    """``Pool.run`` on hosts; ``timeout``: of the default group, in seconds."""
+    return pool.run(_on_host, world, fn, choice, timeout, debug, backend=None, timeout=120, **options)
+
+
+def _on_host(rank: int, world: int, fn: Callable[..., Any], choice: str, timeout: float, debug: str) -> Any:
+    os.environ["SYMM_DEBUG"] = debug
+    os.environ["SYMM_TEST_HOST"] = "ab"[rank % 2]
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_HOSTID"] = f"symm-test-{rank}"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+    options = torch_symm.Options(timeout=timeout, between_hosts=choice)
+    init(rank, world, timeout=timeout, options=options)
+    return fn(rank, world)
+
+
+def two_level(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The ranks of each host in order, rounded once, then the hosts in order, rounded once."""
+    dtype, n = inputs[0].dtype, len(inputs)
+    if op == "AVG" and dtype in expected.INTEGERS:
+        return expected.reduced(op, inputs)
+    factors = [rank + 0.5 for rank in range(n)]
+    parts = [expected.reduced(op, inputs[host::2], factors[host::2]) for host in range(2)]
+    if op == "AVG" and n % 2:
+        return expected.reduced("PREMUL_SUM", parts, [len(inputs[host::2]) / n for host in range(2)])
+    return expected.reduced("SUM" if op == "PREMUL_SUM" else op, parts)
+
+
+def served(op: str, dtype: torch.dtype) -> bool:
+    """Narrow products are rounded by their senders on CUDA: they have no bits of the CPU's."""
+    return expected.served(op, dtype) and (op != "PREMUL_SUM" or dtype not in expected.NARROW)
+
+
+def reductions(rank: int, world: int) -> int:
+    cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
+    cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
+    cases += [("SUM", torch.bfloat16, 300_001), ("AVG", torch.float16, 1_000_003)]
+    for op, dtype, count in cases:
+        about = (op, dtype, count, rank)
+        reduce_op = expected.op_of(op, rank + 0.5)
+        inputs = [expected.seeded(dtype, (count,), other) for other in range(world)]
+        wanted = two_level(op, inputs)
+        got = inputs[rank].to(device())
+        dist.all_reduce(got, reduce_op)
+        expected.assert_same(got.cpu(), wanted, about)
+        if dtype != torch.float32 and count != 37:
+            continue
+        on_host = inputs[rank].clone()
+        dist.all_reduce(on_host, reduce_op)
+        expected.assert_same(got.cpu(), on_host, ("as CPU tensors", *about))
+        root = world - 1
+        got = inputs[rank].to(device())
+        dist.reduce(got, root, reduce_op)
+        expected.assert_same(got.cpu(), wanted if rank == root else inputs[rank], ("reduce", *about))
+        # Of another length for each rank.
+        lists = [
+            [expected.seeded(dtype, (count + to,), 100 * other + to) for to in range(world)] for other in range(world)
+        ]
+        got = torch.empty(count + rank, dtype=dtype, device=device())
+        dist.reduce_scatter(got, [tensor.to(device()) for tensor in lists[rank]], reduce_op)
+        wanted = two_level(op, [lists[other][rank] for other in range(world)])
+        expected.assert_same(got.cpu(), wanted, ("reduce_scatter", *about))
+    return len(cases)
+
+
+def movements(rank: int, world: int) -> None:
+    for dtype, count in [(torch.float32, count) for count in COUNTS] + [(torch.int8, 37), (torch.complex128, 5)]:
+        about = (dtype, count, rank)
+        inputs = [expected.seeded(dtype, (count,), other) for other in range(world)]
+        mine = inputs[rank].to(device())
+        for root in range(world):
+            got = mine.clone()
+            dist.broadcast(got, root)
+            expected.assert_same_bits(got.cpu(), inputs[root], ("broadcast", *about))
+            pieces = [torch.empty_like(mine) for _ in range(world)] if rank == root else None
+            dist.gather(mine, pieces, root)
+            for piece, wanted in zip(pieces or [], inputs, strict=False):
+                expected.assert_same_bits(piece.cpu(), wanted, ("gather", *about))
+            dist.scatter(got, [tensor.to(device()) for tensor in inputs] if rank == root else None, root)
+            expected.assert_same_bits(got.cpu(), inputs[rank], ("scatter", *about))
+        whole = torch.empty(world * count, dtype=dtype, device=device())
+        dist.all_gather_into_tensor(whole, mine)
+        expected.assert_same_bits(whole.cpu(), torch.cat(inputs), ("all_gather", *about))
+        half = torch.empty_like(mine)
+        if not dtype.is_complex:
+            dist.reduce_scatter_tensor(half, whole)
+            wanted = two_level("SUM", [torch.cat(inputs)[rank * count : (rank + 1) * count]] * world)
+            expected.assert_same(half.cpu(), wanted, ("reduce_scatter_tensor", *about))
+        lists = [torch.empty(count + other, dtype=dtype, device=device()) for other in range(world)]
+        dist.all_gather(lists, expected.seeded(dtype, (count + rank,), rank).to(device()))
+        for other, got in enumerate(lists):
+            expected.assert_same_bits(got.cpu(), expected.seeded(dtype, (count + other,), other), ("uneven", *about))
+        sent = [expected.seeded(dtype, (count * (to % 2) + rank,), 100 * rank + to) for to in range(world)]
+        took = [torch.empty(count * (rank % 2) + other, dtype=dtype, device=device()) for other in range(world)]
+        flat = torch.empty(sum(map(len, took)), dtype=dtype, device=device())
+        dist.all_to_all_single(flat, torch.cat(sent).to(device()), list(map(len, took)), list(map(len, sent)))
+        wanted = torch.cat([expected.seeded(dtype, (len(took[other]),), 100 * other + rank) for other in range(world)])
+        expected.assert_same_bits(flat.cpu(), wanted, ("all_to_all_single", *about))
+        dist.all_to_all(took, [tensor.to(device()) for tensor in sent])
+        expected.assert_same_bits(torch.cat(took).cpu(), wanted, ("all_to_all", *about))
+    dist.barrier()
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, {"rank": rank})
+    assert everybody == [{"rank": other} for other in range(world)]
+
+
+def orders(rank: int, world: int) -> None:
+    """Strided, asynchronous and coalesced calls, on several streams."""
+    inputs = [expected.seeded(torch.float32, (40, 30), other) for other in range(world)]
+    wanted, mine = two_level("SUM", inputs), inputs[rank].to(device())
+    strided = mine.t().contiguous().t()
+    dist.all_reduce(strided)
+    expected.assert_same_bits(strided.cpu(), wanted, "strided")
+    many = [mine.clone() for _ in range(5)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in many]
+    dist.barrier()
+    for work in works:
+        work.wait()
+    for tensor in many:
+        expected.assert_same_bits(tensor.cpu(), wanted, "asynchronous")
+    (got,) = dist.all_reduce(mine.clone(), async_op=True).get_future().wait()
+    expected.assert_same_bits(got.cpu(), wanted, "future")
+    with dist._coalescing_manager(device=device()):
+        coalesced = [mine.clone() for _ in range(3)]
+        for tensor in coalesced:
+            dist.all_reduce(tensor)
+    for tensor in coalesced:
+        expected.assert_same_bits(tensor.cpu(), wanted, "coalesced")
+    streams, tensors = [torch.cuda.Stream() for _ in range(3)], [mine.clone() for _ in range(6)]
+    torch.cuda.synchronize()
+    for at, tensor in enumerate(tensors):
+        with torch.cuda.stream(streams[at % 3]):
+            dist.all_reduce(tensor, async_op=at % 2 == 1).wait() if at % 2 else dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    for tensor in tensors:
+        expected.assert_same_bits(tensor.cpu(), wanted, "on streams")
+
+
+def messages(rank: int, world: int) -> None:
+    """Sends and receives within and between hosts."""
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for count in (1, 5000, 3_000_001):
+        parts = [expected.seeded(torch.float32, (count,), other) for other in range(world)]
+        mine, got = parts[rank].to(device()), torch.empty(count, device=device())
+        ring = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+        expected.assert_same_bits(got.cpu(), parts[before], ("ring", count))
+        # From one to the other host, and back.
+        if rank in (0, 1):
+            got.zero_()
+            for sender in (0, 1):
+                dist.send(mine, 1 - rank) if rank == sender else dist.recv(got, 1 - rank)
+            expected.assert_same_bits(got.cpu(), parts[1 - rank], ("there and back", count))
+        everybody = [torch.empty(count, device=device()) for _ in range(2 * world)]
+        batch = []
+        others = [other for other in range(world) if other != rank]
+        for other in others:
+            for turn in range(2):
+                batch.append(dist.P2POp(dist.isend, mine + turn, other))
+                batch.append(dist.P2POp(dist.irecv, everybody[2 * other + turn], other))
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        for other in others:
+            for turn in range(2):
+                wanted = parts[other] + turn
+                expected.assert_same_bits(everybody[2 * other + turn].cpu(), wanted, ("everybody", other, turn, count))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+    got.zero_()
+    mine.add_(1)
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    expected.assert_same_bits(got.cpu(), parts[before] + 1, "graph")
+    dist.barrier()
+
+
+def sizes(rank: int, world: int) -> None:
+    """One sum at every length: a prefix of a longer one has the same bits."""
+    count = 5_000_001
+    inputs = [expected.seeded(torch.float16, (count,), other) for other in range(world)]
+    wanted = two_level("SUM", inputs)
+    for length in (1, 1000, 32 << 10, (32 << 10) + 1, 600_000, count):
+        got = inputs[rank][:length].to(device())
+        dist.all_reduce(got)
+        expected.assert_same(got.cpu(), wanted[:length], length)
+    # Enqueued behind much else, and the host goes on.
+    got = inputs[rank][:1000].to(device())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    begun = time.monotonic()
+    dist.all_reduce(got)
+    took = time.monotonic() - begun
+    assert not torch.cuda.current_stream().query(), "the GPU sleeps"
+    assert took < 0.2, f"the host was blocked for {took:.3f} s"
+    expected.assert_same(got.cpu(), wanted[:1000], "behind a sleep")
+
+
+def graphs(rank: int, world: int) -> None:
+    fresh = torch.full((100,), float(rank), device=device())
+    graph = torch.cuda.CUDAGraph()
+    message = "which a CUDA graph cannot record: call one before"
+    with pytest.raises(torch_symm.SymmConfigError, match=message), torch.cuda.graph(graph):
+        dist.all_reduce(fresh)
+    torch.cuda.synchronize()
+    count = 5003
+    inputs = [expected.seeded(torch.float32, (count,), other) for other in range(world)]
+    mine = inputs[rank].to(device())
+    wide, exchanged = torch.empty(world * count, device=device()), torch.empty(world * count, device=device())
+    part, copied, later = torch.empty(count, device=device()), mine.clone(), mine.clone()
+
+    def body() -> None:
+        summed = mine * 1
+        dist.all_reduce(summed)
+        dist.all_gather_into_tensor(wide, mine)
+        dist.reduce_scatter_tensor(part, wide)
+        dist.broadcast(copied, 1)
+        dist.all_to_all_single(exchanged, wide)
+        work = dist.all_reduce(later, async_op=True)
+        work.wait()
+        results.copy_(summed)
+
+    results = torch.empty(count, device=device())
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    for number in range(3):
+        inputs = [expected.seeded(torch.float32, (count,), 100 * number + other) for other in range(world)]
+        mine.copy_(inputs[rank])
+        copied.copy_(inputs[rank])
+        later.copy_(inputs[rank])
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = two_level("SUM", inputs)
+        expected.assert_same_bits(results.cpu(), wanted, "all_reduce")
+        expected.assert_same_bits(later.cpu(), wanted, "asynchronous all_reduce")
+        expected.assert_same_bits(wide.cpu(), torch.cat(inputs), "all_gather")
+        expected.assert_same_bits(copied.cpu(), inputs[1], "broadcast")
+        own = torch.cat(inputs)[rank * count : (rank + 1) * count]
+        expected.assert_same(part.cpu(), two_level("SUM", [own] * world), "reduce_scatter")
+        expected.assert_same_bits(exchanged.cpu(), own.repeat(world), "all_to_all")
+        eager = inputs[rank].to(device())
+        dist.all_reduce(eager)
+        expected.assert_same_bits(eager.cpu(), wanted, "between replays")
+
+
+def eager(rank: int, world: int) -> None:
+    """What ``device_id=`` connects at the start a graph may use at once."""
+    assert dist.group.WORLD is not None
+    dist.group.WORLD._get_backend(device()).eager_connect_single_device(device())
+    tensor, given = torch.empty(1000, device=device()), torch.full((1000,), float(rank), device=device())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.copy_(given)
+        dist.all_reduce(tensor)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.all(tensor == sum(range(world)))
+
+
+def training(rank: int, world: int) -> None:
+    """DistributedDataParallel: the same parameters on every rank, which are those of one process on all the data."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(64, 200), torch.nn.Tanh(), torch.nn.Linear(200, 3)]
+    alone = torch.nn.Sequential(*layers).to(device())
+    model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone))
+    data = torch.randn(world, 10, 64, device=device())
+    steps = [(torch.optim.SGD(each.parameters(), lr=0.1), each) for each in (alone, model)]
+    for _ in range(3):
+        for (optimizer, each), given in zip(steps, (data.reshape(-1, 64), data[rank]), strict=True):
+            optimizer.zero_grad()
+            each(given).square().mean().backward()
+            optimizer.step()
+    mine = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    all_ranks = torch.empty(world, mine.numel(), device=device())
+    dist.all_gather_into_tensor(all_ranks, mine)
+    assert all(torch.equal(other, mine) for other in all_ranks)
+    torch.testing.assert_close(mine, torch.cat([parameter.detach().reshape(-1) for parameter in alone.parameters()]))
+
+
+def groups(rank: int, world: int) -> None:
+    """A mesh: shared memory alone inside a host, one rank of each host in the other dimension."""
+    mine = torch.full((1000,), float(rank), device=device())
+    halves = [dist.new_group([other for other in range(world) if other % 2 == host]) for host in range(2)]
+    got = mine.clone()
+    dist.all_reduce(got, group=halves[rank % 2])
+    assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
+    if rank // 2 < len(pairs):
+        got = mine.clone()
+        dist.all_reduce(got, group=pairs[rank // 2])
+        assert torch.all(got == 2 * (rank - rank % 2) + 1), got
+    inner = torch_symm.host_group()
+    got = mine.clone()
+    dist.all_reduce(got, group=inner)
+    assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
+
+
+def late(rank: int, world: int) -> None:
+    """The ranks of host b do not come."""
+    tensor = torch.ones(100_000, device=device())
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if rank % 2:
+        meet("late", rank, world)
+        return
+    work = dist.all_reduce(tensor, async_op=True)
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match=r"host \"b\" \(ranks? .*\(timeout\)"):
+        while True:
+            work.wait()
+            assert time.monotonic() < begun + 20, "no error came"
+            time.sleep(0.01)
+    assert time.monotonic() < begun + 10
+    # What waited has ended.
+    torch.cuda.synchronize()
+    meet("late", rank, world)
+
+
+def killed(rank: int, world: int) -> None:
+    tensor = torch.ones(100_000, device=device())
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    meet("killed", rank, world)
+    if rank == world - 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), 9)
+    work = dist.all_reduce(tensor, async_op=True)
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match=rf"rank {world - 1} "):
+        while True:
+            work.wait()
+            assert time.monotonic() < begun + 20, "no error came"
+            time.sleep(0.01)
+    assert time.monotonic() < begun + 5
+    torch.cuda.synchronize()
+
+
+def mismatched(rank: int, world: int) -> None:
+    """Ranks of one host disagree, which all are told at once."""
+    tensor = torch.ones(1000 if rank == 2 else 500_000, device=device())
+    begun = time.monotonic()
+    message = (
+        r"rank (0|2) \(host \"a\".* called reduce_scatter\(.* and rank (0|2) \(host \"a\".* called reduce_scatter\("
+    )
+    with pytest.raises(torch_symm.SymmMismatch, match=message):
+        while True:
+            dist.all_reduce(tensor, async_op=True).wait()
+            assert time.monotonic() < begun + 20, "no error came"
+            time.sleep(0.01)
+    assert time.monotonic() < begun + 5
+    torch.cuda.synchronize()
+
+
+def mismatched_between(rank: int, world: int) -> None:
+    """Ranks of different hosts disagree, before anything is written."""
+    tensor = torch.ones(1000, device=device())
+    dist.all_reduce(tensor)
+    assert torch.all(tensor == world)
+    tensor = torch.ones(1000 + rank, device=device())
+    with pytest.raises(torch_symm.SymmMismatch, match=r"rank 0 .*\(1000 × float32.* rank 1 .*\(1001 × float32"):
+        dist.all_reduce(tensor)
+    assert torch.all(tensor == 1)
+
+
+def refused(rank: int, world: int) -> None:
+    tensor = torch.ones(10, device=device())
+    with pytest.raises(
+        NotImplementedError, match=r"all_reduce.*SYMM_HOSTS=gloo.*host \"b\".*host_group.*SYMM_HOSTS=auto"
+    ):
+        dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_reductions(hosts: Pool, world: int) -> None:
+    assert all(count > 100 for count in run_hosts(hosts, reductions, world))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "scenario", [movements, orders, messages, sizes, graphs, eager, training, groups], ids=lambda fn: fn.__name__
+)
+def test_calls(hosts: Pool, scenario: Callable[..., Any], world: int) -> None:
+    run_hosts(hosts, scenario, world)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_late_host_is_named_at_the_deadline(hosts: Pool, world: int) -> None:
+    run_hosts(hosts, late, world, timeout=3)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_killed_rank_is_named(hosts: Pool, world: int) -> None:
+    run_hosts(hosts, killed, world, killed=(world - 1,))
+
+
+def test_ranks_of_one_host_that_disagree_are_told(hosts: Pool) -> None:
+    run_hosts(hosts, mismatched, 4, timeout=6)
+
+
+def test_ranks_of_different_hosts_that_disagree_are_told_under_debug(compared: Pool) -> None:
+    run_hosts(compared, mismatched_between, 2, debug="site")
+
+
+def test_gloo_between_hosts_refuses_cuda_tensors(hosts: Pool) -> None:
+    run_hosts(hosts, refused, 2, choice="gloo")
