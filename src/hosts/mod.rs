@@ -181,7 +181,7 @@ impl HostsGroup {
             })?;
         }
         let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
-        joined.cuda = backends.map(Cuda::new);
+        joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![barrier(None)], limit.left())?;

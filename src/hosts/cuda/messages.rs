@@ -4,13 +4,18 @@ use super::backends::Which;
 use super::watch::Open;
 use super::{Cuda, FURTHER, State};
 use crate::coll::call::Span;
+use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::{CudaTarget, Transfer};
 use crate::hosts::HostsGroup;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
+use crate::sys::interrupt::Interrupts;
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Pauses between two looks for a peer in the store.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
 
 const NOTHING: Span = Span { addr: 0, bytes: 0 };
 
@@ -59,8 +64,30 @@ impl HostsGroup {
         for (low, high) in pairs {
             let (index, peer) = if low == self.rank { (0, high) } else { (1, low) };
             let name = format!("symm-cuda-pair/{low}-{high}");
-            let made = cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + FURTHER);
+            let key = |rank: Rank| format!("{name}/{}/{}/{rank}", self.inner.control().name(), Config::get().restart);
+            let make = || cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + FURTHER);
+            let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
+            // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
+            let _ = cuda.store.delete(&key(self.rank));
             made.map_err(|error| self.unconnected(error, &self.layout.describe(peer)))?;
+        }
+        Ok(())
+    }
+
+    /// Returns once `peer` has come, too, to connect with this rank. Both say so in the store, under `keys`: a backend would wait for ever.
+    fn await_peer(&self, cuda: &Cuda, keys: [String; 2], peer: Rank, timeout: Duration) -> Result<()> {
+        let [own, other] = keys;
+        let (begun, mut pause, mut interrupts) = (Instant::now(), PAUSE.0, Interrupts::new());
+        cuda.store.set(&own, b"1")?;
+        while !cuda.store.check(&[&other])? {
+            interrupts.check()?;
+            self.inner.error().map_or(Ok(()), Err)?;
+            if begun.elapsed() > timeout {
+                let (peer, seconds) = (self.layout.describe(peer), timeout.as_secs_f64());
+                return Err(Error::timeout(format!("{peer} has begun no message with this rank for {seconds:.1} s (timeout)")));
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSE.1);
         }
         Ok(())
     }

@@ -24,6 +24,7 @@ use crate::error::{Error, Kind, Result};
 use crate::group::device::CudaTarget;
 use crate::kernels::cuda::driver::{Device, Event, Stream};
 use crate::rank::Rank;
+use crate::store::Store;
 use crate::sys::fork;
 use backends::{Backends, Connections, Which};
 use plan::{Plan, Step};
@@ -44,6 +45,7 @@ const RELEASE: Duration = Duration::from_secs(2);
 /// A group's GPUs and what connects them with those of other hosts.
 pub(super) struct Cuda {
     connections: Arc<Connections>,
+    store: Arc<dyn Store>,
     state: Mutex<State>,
     watch: Arc<Watch>,
     closed: AtomicBool,
@@ -74,9 +76,11 @@ struct Last {
 }
 
 impl Cuda {
-    pub(super) fn new(backends: impl Backends + 'static) -> Self {
+    /// `store`: where two ranks meet.
+    pub(super) fn new(backends: impl Backends + 'static, store: Arc<dyn Store>) -> Self {
         Self {
             connections: Arc::new(Connections::new(backends)),
+            store,
             state: Mutex::default(),
             watch: Arc::default(),
             closed: AtomicBool::new(false),
