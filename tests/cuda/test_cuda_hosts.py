@@ -379,6 +379,18 @@ def late(rank: int, world: int) -> None:
     meet("late", rank, world)
 
 
+def lonely(rank: int, world: int) -> None:
+    """Nobody receives what rank 0 sends."""
+    tensor = torch.ones(1000, device=device())
+    begun = time.monotonic()
+    if rank == 0:
+        message = r"rank 1 \(host \"b\", pid \d+\) has begun no message with this rank for 4.0 s \(timeout\)"
+        with pytest.raises(dist.DistBackendError, match=message):
+            dist.send(tensor, 1)
+        assert time.monotonic() < begun + 8
+    meet("lonely", rank, world)
+
+
 def killed(rank: int, world: int) -> None:
     tensor = torch.ones(100_000, device=device())
     dist.all_reduce(tensor)
@@ -449,6 +461,10 @@ def test_calls(hosts: Pool, scenario: Callable[..., Any], world: int) -> None:
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_late_host_is_named_at_the_deadline(hosts: Pool, world: int) -> None:
     run_hosts(hosts, late, world, timeout=3)
+
+
+def test_who_does_not_receive_is_named(hosts: Pool) -> None:
+    run_hosts(hosts, lonely, 2, timeout=4)
 
 
 @pytest.mark.parametrize("world", (2, 4))
