@@ -202,29 +202,35 @@ impl Group {
 
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(true, &message, None, completion, |timeout, completion| self.transfers.send(message, timeout, completion))
+        self.recorded(true, &message, false, completion, |timeout, completion| self.transfers.send(message, timeout, completion))
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(false, &message, None, completion, |timeout, completion| self.transfers.recv(message, timeout, completion))
+        self.recorded(false, &message, false, completion, |timeout, completion| self.transfers.recv(message, timeout, completion))
     }
 
-    /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far`: the peer's global rank, if it is on another
-    /// host.
+    /// Sends and receives between the ranks of this group.
+    pub fn transfers(&self) -> &Arc<Transfers> {
+        &self.transfers
+    }
+
+    /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far`: the peer may be on another host, and is a
+    /// global rank.
     pub fn recorded(
         &self,
         send: bool,
         message: &Message,
-        far: Option<Rank>,
+        far: bool,
         completion: Completion,
         start: impl FnOnce(Duration, Completion) -> Result<u64>,
     ) -> Result<u64> {
         self.check_alive()?;
         let timeout = message.timeout.unwrap_or_else(|| self.timeout());
-        let number = match far {
-            Some(_) => self.recorder.far_message(send, &Message { peer: far, ..*message }, timeout),
-            None => self.recorder.message(send, message, timeout, trace::Target::Host),
+        let number = if far {
+            self.recorder.far_message(send, message, timeout)
+        } else {
+            self.recorder.message(send, message, timeout, trace::Target::Host)
         };
         let completion = completion.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
         start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false))

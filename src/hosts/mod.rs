@@ -7,9 +7,10 @@
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`cuda`](mod@cuda): CUDA tensors
-//! - [`messages`](mod@messages): sends and receives between hosts
+//! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
+mod any_source;
 pub mod cuda;
 mod exchange;
 mod gather;
@@ -43,6 +44,7 @@ use crate::store::until::Until;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
+use any_source::Twofold;
 use cuda::Cuda;
 use cuda::backends::Backends;
 use messages::links::Links;
@@ -63,6 +65,7 @@ pub struct HostsGroup {
     shared: Arc<Shared>,
     /// Messages between hosts, where there are links for them.
     messages: OnceLock<Arc<Messages>>,
+    twofold: Twofold,
     /// CUDA tensors, where there are backends for them.
     cuda: Option<Cuda>,
 }
@@ -196,7 +199,7 @@ impl HostsGroup {
         let shared = Arc::new(Shared::new(rail, news));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
-        Self { inner, layout, rank, engine, shared, messages: OnceLock::new(), cuda: None }
+        Self { inner, layout, rank, engine, shared, messages: OnceLock::new(), twofold: Twofold::default(), cuda: None }
     }
 
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
@@ -227,10 +230,10 @@ impl HostsGroup {
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
-            let far = Some(messages.global(peer));
+            let shown = Message { peer: Some(messages.global(peer)), ..message };
             return self
                 .inner
-                .recorded(true, &message, far, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
+                .recorded(true, &shown, true, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
         }
         let (message, completion) = self.on_this_host("send", message, completion)?;
         self.inner.send(message, completion)
@@ -239,10 +242,13 @@ impl HostsGroup {
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
-            let far = Some(messages.global(peer));
+            let shown = Message { peer: Some(messages.global(peer)), ..message };
             return self
                 .inner
-                .recorded(false, &message, far, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
+                .recorded(false, &shown, true, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
+        }
+        if let (None, Some(messages)) = (message.peer, self.messages.get()) {
+            return self.recv_any(messages, message, completion);
         }
         let (message, completion) = self.on_this_host("recv", message, completion)?;
         self.inner.recv(message, completion)
@@ -261,7 +267,7 @@ impl HostsGroup {
         let Some(peer) = message.peer else {
             let name = self.inner.control().name();
             return Err(Error::not_implemented(format!(
-                "{what}: {} cannot receive from any rank of group \"{name}\", which is on several hosts; name the source",
+                "{what}: {} cannot receive from any rank of group \"{name}\": nothing carries messages between its hosts",
                 me()
             )));
         };
@@ -282,7 +288,11 @@ impl HostsGroup {
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         match self.messages.get() {
-            _ if ticket & p2p::TICKET_BIT != 0 => self.inner.wait(ticket, timeout),
+            _ if ticket & p2p::TICKET_BIT != 0 => {
+                let since = Instant::now();
+                self.inner.wait(ticket, timeout)?;
+                self.wait_away(ticket, timeout.map(|limit| limit.saturating_sub(since.elapsed())))
+            }
             Some(messages) if ticket & messages::TICKET_BIT != 0 => messages.wait(ticket, timeout),
             Some(_) | None => self.engine.wait(ticket, timeout),
         }

@@ -2,6 +2,7 @@
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
+use crate::p2p::claim::Claim;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::VecDeque;
@@ -15,6 +16,8 @@ pub(super) struct Posted {
     pub span: Span,
     pub limit: Limit,
     pub completion: Completion,
+    /// Right to be filled, where messages of other hosts compete for it.
+    pub claim: Option<Claim>,
 }
 
 /// A message that waits for its receive.
@@ -79,9 +82,10 @@ impl Matching {
         self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
 
-    /// The receive for a message from `from` with `tag`, if it is posted.
+    /// The receive for a message from `from` with `tag`, if it is posted. Those that another host fills are passed over.
     pub(super) fn take_receive(&mut self, from: Rank, tag: i32) -> Option<Posted> {
-        let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
+        let claimed = |posted: &Posted| posted.claim.as_ref().is_none_or(Claim::take);
+        let fits = |posted: &Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from) && claimed(posted);
         let place = self.posted.iter().position(fits)?;
         self.posted.remove(place)
     }
@@ -94,7 +98,15 @@ mod tests {
 
     fn posted(ticket: u64, peer: Option<u32>, tag: i32) -> Posted {
         let limit = Limit::from_first_wait(Duration::from_secs(1));
-        Posted { ticket, peer: peer.map(Rank), tag, span: Span { addr: 0, bytes: 0 }, limit, completion: Completion::new(|_, _| {}) }
+        Posted {
+            ticket,
+            peer: peer.map(Rank),
+            tag,
+            span: Span { addr: 0, bytes: 0 },
+            limit,
+            completion: Completion::new(|_, _| {}),
+            claim: None,
+        }
     }
 
     #[test]
@@ -107,6 +119,19 @@ mod tests {
         assert_eq!(ticket(queues.take_receive(Rank(1), 7)), Some(3));
         assert_eq!(ticket(queues.take_receive(Rank(1), 7)), None);
         assert_eq!(ticket(queues.take_receive(Rank(2), 7)), Some(1));
+    }
+
+    #[test]
+    fn a_receive_that_another_host_fills_is_passed_over() {
+        let mut queues = Matching::new(4);
+        let [here, away] = Claim::pair();
+        queues.posted.extend([Posted { claim: Some(here), ..posted(1, None, 7) }, posted(2, None, 7)]);
+        assert!(away.take());
+        assert_eq!(queues.take_receive(Rank(1), 7).map(|posted| posted.ticket), Some(2));
+        let [here, away] = Claim::pair();
+        queues.posted.push_back(Posted { claim: Some(here), ..posted(3, None, 7) });
+        assert_eq!(queues.take_receive(Rank(1), 7).map(|posted| posted.ticket), Some(3));
+        assert!(!away.take());
     }
 
     #[test]

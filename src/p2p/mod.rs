@@ -4,11 +4,13 @@
 //! acknowledges, or, where that is not permitted, asks for it and gets it in frames. Whoever waits for a transfer moves all of them along;
 //! a progress thread does while nobody waits.
 
+mod claim;
 mod connection;
 mod frame;
 mod matching;
 mod message;
 mod transfers;
 
+pub use claim::Claim;
 pub use message::Message;
 pub use transfers::{TICKET_BIT, Transfers};

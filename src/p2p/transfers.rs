@@ -9,6 +9,7 @@ use crate::coll::call::Span;
 use crate::completion::{Completion, Finished};
 use crate::control::{ControlBlock, YIELDS, patience};
 use crate::error::{Error, Result};
+use crate::p2p::claim::Claim;
 use crate::p2p::message::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
@@ -153,6 +154,17 @@ impl Transfers {
 
     /// Starts a receive.
     pub fn recv(self: &Arc<Self>, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
+        self.recv_claimed(message, timeout, completion, None)
+    }
+
+    /// Starts a receive. With a `claim` it may be filled from elsewhere, until a message has taken the claim.
+    pub fn recv_claimed(
+        self: &Arc<Self>,
+        message: Message,
+        timeout: Duration,
+        completion: Completion,
+        claim: Option<Claim>,
+    ) -> Result<u64> {
         self.requested.fetch_add(1, Ordering::Relaxed);
         if let Some(peer) = message.peer {
             self.check_peer(peer)?;
@@ -161,9 +173,11 @@ impl Transfers {
         let mut state = self.lock();
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
-        let posted = Posted { ticket, peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion };
+        let posted = Posted { ticket, peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, claim };
         match state.matching.take_message(peer, tag) {
             Some(message) => {
+                // Nobody else knows of it yet.
+                let _ = posted.claim.as_ref().map(Claim::take);
                 let delivered = state.deliver(&self.control, self.direct, posted, message);
                 self.absorb(&mut state, delivered.map(|()| true));
             }
@@ -171,6 +185,15 @@ impl Transfers {
         }
         self.begin(state);
         Ok(ticket)
+    }
+
+    /// Forgets a receive that was filled from elsewhere.
+    pub fn withdraw(&self, ticket: u64) {
+        let mut state = self.lock();
+        state.matching.posted.retain(|posted| posted.ticket != ticket);
+        state.open.remove(&ticket);
+        drop(state);
+        self.control.wake_sleepers();
     }
 
     fn check_peer(&self, peer: Rank) -> Result<()> {

@@ -218,7 +218,7 @@ impl Observer for Recorder {
             entry.end(outcome, at);
             if let What::Receive { peer, .. } = &mut entry.what
                 && source.is_some()
-                && !entry.far
+                && (!entry.far || peer.is_none())
             {
                 *peer = source;
             }

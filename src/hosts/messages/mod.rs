@@ -4,14 +4,16 @@
 //! [`links`] and then reads what comes. Nobody else waits for a peer. Short messages are sent at once; of long ones the receiver asks for
 //! a piece after the other, as it has room. What is under way is a table; `docs/design/several-hosts.md` shows the steps.
 
+mod any;
 mod frame;
 pub mod links;
+mod names;
+mod open;
 mod pair;
 #[cfg(test)]
 mod tests;
 
 use super::shared::aside;
-use crate::boot::hosts::Layout;
 use crate::completion::{Completion, Finished};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
@@ -23,7 +25,9 @@ use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::{fork, thread};
 use frame::{FRAME, Frame};
 use links::{Links, Traffic};
-use pair::{Open, Pair, Phase};
+pub(super) use names::Names;
+use open::{AnySource, Open};
+use pair::{Pair, Phase};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -54,15 +58,6 @@ pub(super) trait Around: Send + Sync {
     fn cause(&self, peer: Rank) -> Option<Error>;
 }
 
-/// What error messages name.
-pub(super) struct Names {
-    pub(super) layout: Arc<Layout>,
-    pub(super) me: Rank,
-    pub(super) group: String,
-    /// Ranks of the members in the default group; empty: the same as here.
-    pub(super) globals: Vec<i32>,
-}
-
 /// A rank's messages with ranks of other hosts.
 pub(super) struct Messages {
     links: Arc<dyn Links>,
@@ -80,6 +75,7 @@ pub(super) struct Messages {
 #[derive(Default)]
 struct State {
     pairs: BTreeMap<Rank, Pair>,
+    any: AnySource,
     /// Tickets whose completion has not been called.
     open: BTreeSet<u64>,
     next: u64,
@@ -90,6 +86,15 @@ struct State {
     looked_after: bool,
     /// The thread that looks at deadlines has nothing to do.
     parked: bool,
+}
+
+impl State {
+    fn ticket(&mut self) -> u64 {
+        let ticket = TICKET_BIT | self.next;
+        self.next += 1;
+        self.open.insert(ticket);
+        ticket
+    }
 }
 
 impl Messages {
@@ -122,26 +127,14 @@ impl Messages {
         add: impl FnOnce(&Self, &mut Pair, Open, &mut Vec<Finished>) -> Result<()>,
     ) -> Result<u64> {
         let mut state = self.lock();
-        if let Some(error) = &state.closed {
-            return Err(error.clone());
-        }
-        if !state.looked_after {
-            self.spawn(&mut state, "symm-messages", Self::look_after)?;
-            state.looked_after = true;
-        }
-        if !state.pairs.contains_key(&peer) {
-            self.spawn(&mut state, "symm-message", move |this| this.serve(peer))?;
-        }
-        let ticket = TICKET_BIT | state.next;
-        state.next += 1;
-        state.open.insert(ticket);
+        self.prepare(&mut state)?;
+        self.meet_once(&mut state, peer)?;
+        let ticket = state.ticket();
         let open = Open { ticket, message, limit: Limit::from(Instant::now(), timeout), completion };
         let mut finished = Vec::new();
         let pair = state.pairs.entry(peer).or_insert_with(|| Pair::new(peer));
         let added = add(self, pair, open, &mut finished);
-        if std::mem::take(&mut state.parked) {
-            self.begun.notify_all();
-        }
+        self.wake(&mut state);
         drop(state);
         // The group has failed by the time that anybody hears of it.
         if let Err(error) = added {
@@ -151,7 +144,35 @@ impl Messages {
         Ok(ticket)
     }
 
-    fn spawn(self: &Arc<Self>, state: &mut State, name: &str, work: impl FnOnce(&Self) + Send + 'static) -> Result<()> {
+    /// Makes sure that a message may begin, and that somebody looks at its deadline.
+    fn prepare(self: &Arc<Self>, state: &mut State) -> Result<()> {
+        if let Some(error) = &state.closed {
+            return Err(error.clone());
+        }
+        if !state.looked_after {
+            self.spawn(state, "symm-messages", |this| this.look_after())?;
+            state.looked_after = true;
+        }
+        Ok(())
+    }
+
+    /// Sees to it that this rank connects with `peer` once both want that.
+    fn meet_once(self: &Arc<Self>, state: &mut State, peer: Rank) -> Result<()> {
+        if !state.pairs.contains_key(&peer) {
+            self.spawn(state, "symm-message", move |this| this.serve(peer))?;
+            state.pairs.insert(peer, Pair::new(peer));
+        }
+        Ok(())
+    }
+
+    /// Has deadlines looked at again.
+    fn wake(&self, state: &mut State) {
+        if std::mem::take(&mut state.parked) {
+            self.begun.notify_all();
+        }
+    }
+
+    fn spawn(self: &Arc<Self>, state: &mut State, name: &str, work: impl FnOnce(&Arc<Self>) + Send + 'static) -> Result<()> {
         let this = Arc::clone(self);
         let thread = thread::spawn(name, None, move || {
             let panicked = catch_unwind(AssertUnwindSafe(|| work(&this))).err();
@@ -211,25 +232,33 @@ impl Messages {
         }
     }
 
+    fn pair_name(&self, peer: Rank) -> String {
+        let me = self.names.me;
+        format!("symm-pair/{}-{}", peer.min(me), peer.max(me))
+    }
+
+    /// Key by which `rank`, this one or `peer`, says that it wants to connect with the other.
+    fn key(&self, peer: Rank, rank: Rank) -> String {
+        format!("{}/{}/{}/{rank}", self.pair_name(peer), self.names.group, Config::get().restart)
+    }
+
     /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
     fn meet(&self, peer: Rank) -> Result<bool> {
-        let Names { me, group, .. } = &self.names;
-        let name = format!("symm-pair/{}-{}", peer.min(*me), peer.max(*me));
-        let key = |rank: Rank| format!("{name}/{group}/{}/{rank}", Config::get().restart);
-        self.store.set(&key(*me), b"1")?;
+        let me = self.names.me;
+        self.store.set(&self.key(peer, me), b"1")?;
         let mut pause = PAUSE.0;
         let met = loop {
             if self.lock().closed.is_some() {
                 break Ok(false);
             }
-            if self.store.check(&[&key(peer)])? {
-                break self.links.make(peer, &name, *me > peer, CONNECT).map(|()| true);
+            if self.store.check(&[&self.key(peer, peer)])? {
+                break self.links.make(peer, &self.pair_name(peer), me > peer, CONNECT).map(|()| true);
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(PAUSE.1);
         };
         // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
-        let _ = self.store.delete(&key(*me));
+        let _ = self.store.delete(&self.key(peer, me));
         if !met? {
             return Ok(false);
         }
@@ -284,8 +313,9 @@ impl Messages {
             if state.closed.is_some() {
                 return Ok(());
             }
-            let Some(pair) = state.pairs.get_mut(&peer) else { return Ok(()) };
-            let reacted = pair.react(frame, short, &*self.links, &self.names, &mut finished);
+            let State { pairs, any, .. } = &mut *state;
+            let Some(pair) = pairs.get_mut(&peer) else { return Ok(()) };
+            let reacted = pair.react(frame, short, &*self.links, &self.names, any, &mut finished);
             let leaving = state.leaving;
             drop(state);
             let failed = reacted.map_err(|error| self.lose(peer, error)).is_err();
@@ -335,11 +365,6 @@ impl Messages {
         }
     }
 
-    fn about(&self, name: &str, open: &Open) -> String {
-        let Message { span, tag, dtype, .. } = open.message;
-        format!("{name}({} bytes, {}, tag {tag}) of group \"{}\"", span.bytes, dtype.name(), self.names.group)
-    }
-
     /// Looks at the group and at deadlines while messages are open.
     fn look_after(&self) {
         let mut state = self.lock();
@@ -350,11 +375,15 @@ impl Messages {
                 continue;
             }
             let urgent = state.pairs.values().filter_map(|pair| Some((pair, pair.most_urgent()?))).min_by_key(|(_, (left, ..))| *left);
-            let late = match &urgent {
+            let mut late = match &urgent {
                 Some((pair, (left, name, open))) if left.is_zero() => Some(self.late(pair, name, open)),
                 Some(_) | None => None,
             };
-            let pause = urgent.map_or(LOOK, |(_, (left, ..))| left.min(LOOK));
+            let mut pause = urgent.map_or(LOOK, |(_, (left, ..))| left.min(LOOK));
+            if let Some((left, open)) = state.any.most_urgent() {
+                late = late.or_else(|| left.is_zero().then(|| self.late_for_any(&state, open)));
+                pause = pause.min(left);
+            }
             drop(state);
             if let Some(error) = self.around.error() {
                 self.close(&error);
@@ -366,17 +395,6 @@ impl Messages {
                 state = self.begun.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-    }
-
-    fn late(&self, pair: &Pair, name: &str, open: &Open) -> Error {
-        let (me, peer) = (self.names.layout.describe(self.names.me), self.names.layout.describe(pair.peer));
-        let state = match (&pair.phase, name) {
-            (Phase::Meeting, _) => "which has begun no message with it",
-            (Phase::Open | Phase::Lost(_), "send") => "which did not receive it",
-            (Phase::Open | Phase::Lost(_), _) => "which did not send it",
-        };
-        let (what, seconds) = (self.about(name, open), open.limit.waited().as_secs_f32());
-        Error::timeout(format!("{me} waited {seconds:.1} s until its timeout in {what} for {peer}, {state}"))
     }
 
     fn fail(&self, error: Error) {
@@ -402,7 +420,8 @@ impl Messages {
         }
         let mut state = self.lock();
         let error = state.closed.get_or_insert_with(|| error.clone()).clone();
-        let finished = state.pairs.values_mut().flat_map(Pair::take_all).map(|open| open.fails(&error)).collect();
+        let wanted = std::mem::take(&mut state.any.wanted).into_iter().map(|wanted| wanted.open);
+        let finished = state.pairs.values_mut().flat_map(Pair::take_all).chain(wanted).map(|open| open.fails(&error)).collect();
         let peers: Vec<Rank> = state.pairs.keys().copied().collect();
         drop(state);
         self.begun.notify_all();

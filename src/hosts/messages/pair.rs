@@ -3,17 +3,16 @@
 
 use super::frame::{Frame, Kind, PIECE, SHORT, piece};
 use super::links::{Links, Traffic};
+use super::open::{AnySource, Open};
 use super::{Finished, Names};
 use crate::coll::call::Span;
-use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::p2p::Message;
 use crate::rank::Rank;
-use crate::sync::limit::Limit;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of short messages that may wait at their receiver; what is sent beyond is offered.
 const BACKLOG: u64 = 4 << 20;
@@ -32,14 +31,6 @@ pub(super) enum Phase {
     Lost(Error),
 }
 
-/// A send or receive that is not complete.
-pub(super) struct Open {
-    pub(super) ticket: u64,
-    pub(super) message: Message,
-    pub(super) limit: Limit,
-    pub(super) completion: Completion,
-}
-
 struct Sending {
     open: Open,
     /// Flag of a message of which the peer knows.
@@ -54,6 +45,7 @@ struct Unexpected {
     dtype: u8,
     bytes: u64,
     content: Content,
+    arrived: Instant,
 }
 
 enum Content {
@@ -226,6 +218,18 @@ impl Pair {
         }
     }
 
+    /// When the oldest message with `tag` came that nobody has asked for.
+    pub(super) fn arrival(&self, tag: i32) -> Option<Instant> {
+        self.unexpected.iter().find(|message| message.tag == tag).map(|message| message.arrived)
+    }
+
+    /// The oldest receive for a message with `tag`: from this peer, or from any rank.
+    fn take_receive(&mut self, tag: i32, any: &mut AnySource) -> Option<Open> {
+        let own = self.posted.iter().position(|open| open.message.tag == tag);
+        let ticket = own.map_or(u64::MAX, |place| self.posted[place].ticket);
+        any.take(tag, ticket).or_else(|| own.and_then(|place| self.posted.remove(place)))
+    }
+
     /// Gives a message to its receive.
     fn deliver(&mut self, open: Open, message: Unexpected, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
         let Message { span, dtype, tag, .. } = open.message;
@@ -282,6 +286,7 @@ impl Pair {
         short: Box<[u8]>,
         links: &dyn Links,
         names: &Names,
+        any: &mut AnySource,
         finished: &mut Vec<Finished>,
     ) -> Result<()> {
         self.read += 1;
@@ -297,9 +302,8 @@ impl Pair {
         match frame.kind {
             Kind::Eager | Kind::Offer => {
                 let content = if frame.kind == Kind::Eager { Content::Short(short) } else { Content::Offer(frame.id) };
-                let message = Unexpected { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content };
-                let place = self.posted.iter().position(|open| open.message.tag == frame.tag);
-                match place.and_then(|place| self.posted.remove(place)) {
+                let message = Unexpected { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content, arrived: Instant::now() };
+                match self.take_receive(frame.tag, any) {
                     Some(open) => self.deliver(open, message, links, names, finished)?,
                     None => self.unexpected.push_back(message),
                 }
@@ -356,16 +360,6 @@ impl Pair {
     fn nonsense(&self, names: &Names, frame: Frame) -> Error {
         let (peer, group) = (names.layout.describe(self.peer), &names.group);
         Error::internal(format!("{peer} sent a frame that makes no sense in group \"{group}\": {frame:?}"))
-    }
-}
-
-impl Open {
-    fn ends(self, outcome: Result<()>, source: Option<Rank>) -> Finished {
-        Finished { ticket: self.ticket, completion: self.completion, outcome, source }
-    }
-
-    pub(super) fn fails(self, error: &Error) -> Finished {
-        self.ends(Err(error.clone()), None)
     }
 }
 

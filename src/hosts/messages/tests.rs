@@ -7,7 +7,7 @@ use crate::coll::call::Span;
 use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::p2p::Message;
+use crate::p2p::{Claim, Message};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use crate::sys::host::Host;
@@ -166,6 +166,15 @@ impl Member {
         Ok((ticket?, outcome))
     }
 
+    /// Starts a receive from any rank, of tag 0.
+    fn start_any(&self, data: &mut [u8], claim: Claim) -> (u64, Receiver<Outcome>) {
+        let (told, outcome) = channel();
+        let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
+        let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
+        let message = Message { peer: None, tag: 0, dtype: DType::U8, span, timeout: None };
+        (self.messages.recv_any(message, Duration::from_secs(60), completion, claim).expect("starts"), outcome)
+    }
+
     fn finish(&self, (ticket, outcome): (u64, Receiver<Outcome>)) -> Outcome {
         assert_ne!(ticket & TICKET_BIT, 0);
         self.messages.wait(ticket, Some(Duration::from_secs(60))).expect("ends");
@@ -277,6 +286,34 @@ fn tags_may_be_received_in_any_order_and_equal_ones_keep_theirs() {
                 assert!(member.recv(0, tag as i32, lengths[tag]) == data(number, lengths[tag]), "message {number} of tag {tag}");
             }
         }
+    });
+}
+
+#[test]
+fn receives_from_any_rank_match_in_their_order_and_skip_what_this_host_fills() {
+    on_ranks(3, |member| {
+        if member.me > 0 {
+            member.recv(0, 1, 1);
+            (0..3).for_each(|number| member.send(0, 0, &mut data(number, 70_000)));
+            return;
+        }
+        let ([within, between], mut never) = (Claim::pair(), [0xee; 70_000]);
+        let lost = member.start_any(&mut never, between);
+        assert!(within.take(), "nobody has sent yet");
+        (1..3).for_each(|peer| member.send(peer, 1, &mut [0]));
+        let mut last = [0; 3];
+        for _ in 0..6 {
+            let mut into = vec![0xee; 70_000];
+            let started = member.start_any(&mut into, Claim::pair()[1].clone());
+            let (outcome, source) = member.finish(started);
+            let source = source.expect("somebody sent").index();
+            assert_eq!(outcome, Ok(()));
+            assert!(into == data(last[source], into.len()), "message {} of rank {source}", last[source]);
+            last[source] += 1;
+        }
+        member.messages.withdraw(lost.0);
+        member.messages.wait(lost.0, None).expect("it is over");
+        assert!(lost.1.try_recv().is_err() && never == [0xee; 70_000], "filled within this host");
     });
 }
 

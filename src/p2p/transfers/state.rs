@@ -24,6 +24,8 @@ struct Pending<'a> {
     tag: i32,
     bytes: usize,
     limit: &'a Limit,
+    /// Ranks of other hosts may complete it, too.
+    shared: bool,
 }
 
 impl Pending<'_> {
@@ -55,9 +57,10 @@ impl Lost {
 
     /// Whose end is that of a transfer with `peer`, or with anybody: its own, or the death of any member. One that left in order owes
     /// others nothing.
-    fn ends(&self, control: &ControlBlock, peer: Option<Rank>) -> Option<&(Rank, String)> {
-        let needed = match peer {
+    fn ends(&self, control: &ControlBlock, pending: &Pending<'_>) -> Option<&(Rank, String)> {
+        let needed = match pending.peer {
             Some(peer) => self.absent.iter().find(|(rank, _)| *rank == peer),
+            None if pending.shared => None,
             None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
         };
         needed.or(self.dead.as_ref())
@@ -91,9 +94,10 @@ impl State {
 
     fn pending(&self) -> impl Iterator<Item = Pending<'_>> {
         let receives = self.matching.posted.iter().chain(self.streams.values().map(|stream| &stream.posted));
-        let receives = receives.map(|Posted { peer, tag, span, limit, .. }| ("recv", *peer, *tag, span.bytes, limit));
-        let sends = self.sends.values().map(|Sending { peer, tag, span, limit, .. }| ("send", Some(*peer), *tag, span.bytes, limit));
-        receives.chain(sends).map(|(name, peer, tag, bytes, limit)| Pending { name, peer, tag, bytes, limit })
+        let receives =
+            receives.map(|Posted { peer, tag, span, limit, claim, .. }| ("recv", *peer, *tag, span.bytes, limit, claim.is_some()));
+        let sends = self.sends.values().map(|Sending { peer, tag, span, limit, .. }| ("send", Some(*peer), *tag, span.bytes, limit, false));
+        receives.chain(sends).map(|(name, peer, tag, bytes, limit, shared)| Pending { name, peer, tag, bytes, limit, shared })
     }
 
     fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
@@ -274,7 +278,7 @@ impl State {
     /// Reason why some open transfer can never complete, or must not, if there is one.
     pub(super) fn hopeless(&self, control: &ControlBlock, lost: &Lost) -> Option<Error> {
         self.pending().find_map(|pending| {
-            let end = lost.ends(control, pending.peer);
+            let end = lost.ends(control, &pending);
             (end.is_some() || pending.limit.left().is_none()).then(|| pending.given_up(control, end))
         })
     }
