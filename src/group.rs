@@ -2,10 +2,11 @@
 #![allow(unsafe_code, reason = "a word of a peer's memory, read to learn whether that is possible")]
 
 pub mod device;
+pub mod monitored;
 mod refusal;
 
 use crate::boot::{self, JoinSpec, Member};
-use crate::coll::call::{Call, Op};
+use crate::coll::call::Call;
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cpu::Runner;
@@ -14,7 +15,6 @@ use crate::coll::plan::Thresholds;
 use crate::completion::{Completion, Observer};
 use crate::config::Config;
 use crate::control::{ControlBlock, Identity, Part};
-use crate::dtype::{DType, ReduceOp};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::mem::layout::{Layout, MAX_RANKS};
@@ -22,7 +22,6 @@ use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
-use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
 use crate::sys::{fork, remote};
 use crate::trace::{self, Recorder};
@@ -270,40 +269,6 @@ impl Group {
         if self.check_process().is_ok() {
             let _ = self.transfers.progress();
         }
-    }
-
-    /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
-        let timeout = timeout.unwrap_or_else(|| self.timeout());
-        if timeout.is_zero() {
-            return Err(Error::timeout(format!("Rank {} timed out in monitoredBarrier after 0 ms", self.control.rank())));
-        }
-        let barrier = Call {
-            op: Op::Barrier,
-            dtype: DType::U8,
-            reduce_op: ReduceOp::Sum,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
-            call_site,
-        };
-        self.run(vec![barrier], Some(timeout)).map_err(|error| {
-            let (me, cause) = (self.control.rank(), &error.message);
-            if me.0 != 0 {
-                let reached = format!("Rank {me} successfully reached monitoredBarrier");
-                let text = format!("{reached}, but received errors while waiting for send/recv from rank 0: {cause}");
-                return Error { message: text, ..error };
-            }
-            let begun = |rank: Rank| self.control.collective(rank);
-            let late: Vec<Rank> = self.control.ranks().filter(|&rank| begun(rank) < begun(self.control.rank())).collect();
-            let Some(first) = late.first() else { return error };
-            let named = if wait_all_ranks { late.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ") } else { first.to_string() };
-            let plural = if wait_all_ranks { "Ranks" } else { "Rank" };
-            let milliseconds = timeout.as_millis();
-            let text = format!("{plural} {named} failed to pass monitoredBarrier in {milliseconds} ms: {cause}");
-            Error { message: text, ..error }
-        })
     }
 
     /// Fails the group because of `error` on every rank, unless it has failed; blocked calls return at once. Returns the failure that

@@ -1,7 +1,9 @@
 //! Ranks as threads of one process.
 
 use super::*;
+use crate::coll::call::Op;
 use crate::coll::call::Span;
+use crate::dtype::{DType, ReduceOp};
 
 /// Runs `body` on `n` ranks in threads of this process.
 fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {

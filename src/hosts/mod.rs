@@ -16,6 +16,7 @@ mod exchange;
 mod gather;
 mod header;
 pub mod messages;
+mod monitored;
 mod news;
 mod opening;
 pub mod rail;
@@ -32,7 +33,6 @@ use crate::coll::call::{Call, Op};
 use crate::completion::Completion;
 use crate::config::{Config, HostsChoice};
 use crate::control::{ControlBlock, Part};
-use crate::dtype::{DType, ReduceOp};
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
 use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
@@ -42,7 +42,6 @@ use crate::store::Store;
 use crate::store::prefix::PrefixStore;
 use crate::store::until::Until;
 use crate::store::worker::Worker;
-use crate::sync::call_site::CallSite;
 use crate::sync::limit::Limit;
 use any_source::Twofold;
 use cuda::Cuda;
@@ -52,6 +51,7 @@ use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times};
 use rail::Rail;
 use shared::{Inner, Shared};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use step::Step;
@@ -68,6 +68,8 @@ pub struct HostsGroup {
     twofold: Twofold,
     /// CUDA tensors, where there are backends for them.
     cuda: Option<Cuda>,
+    /// Number of monitored barriers.
+    monitored: AtomicU64,
 }
 
 /// What messages between hosts know of their group.
@@ -187,7 +189,7 @@ impl HostsGroup {
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
-        joined.run(vec![barrier(None)], limit.left())?;
+        joined.run(vec![Call::barrier(None)], limit.left())?;
         if options.is_default {
             question(options).withdraw(&worker);
         }
@@ -199,7 +201,17 @@ impl HostsGroup {
         let shared = Arc::new(Shared::new(rail, news));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
-        Self { inner, layout, rank, engine, shared, messages: OnceLock::new(), twofold: Twofold::default(), cuda: None }
+        Self {
+            inner,
+            layout,
+            rank,
+            engine,
+            shared,
+            messages: OnceLock::new(),
+            twofold: Twofold::default(),
+            cuda: None,
+            monitored: AtomicU64::new(0),
+        }
     }
 
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
@@ -303,11 +315,6 @@ impl HostsGroup {
         self.inner.progress();
     }
 
-    /// A barrier; its failure names the hosts, or the ranks of this host, that did not come. `_wait_all_ranks`: it names all anyway.
-    pub fn monitored_barrier(&self, timeout: Option<Duration>, _wait_all_ranks: bool, call_site: Option<&'static CallSite>) -> Result<()> {
-        self.run(vec![barrier(call_site)], timeout)
-    }
-
     /// A collective was refused on this rank: the ranks of this host that wait for it are told, and through them the other hosts.
     pub fn refuse(&self, text: String) {
         self.inner.refuse(text);
@@ -380,6 +387,7 @@ impl HostsGroup {
             let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
             self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
         }
+        self.forget_monitored();
         if let Some(messages) = self.messages.get() {
             messages.leave(limit.saturating_sub(since.elapsed()));
         }
@@ -408,19 +416,6 @@ impl HostsGroup {
 impl Drop for HostsGroup {
     fn drop(&mut self) {
         self.shutdown();
-    }
-}
-
-fn barrier(call_site: Option<&'static CallSite>) -> Call {
-    Call {
-        op: Op::Barrier,
-        dtype: DType::U8,
-        reduce_op: ReduceOp::Sum,
-        root: Rank(0),
-        factor: 1.0,
-        inputs: Vec::new(),
-        outputs: Vec::new(),
-        call_site,
     }
 }
 

@@ -217,7 +217,7 @@ impl<'a> Between<'a> {
         let step = self.step;
         let (waited, local) = (step.limit.waited().as_secs_f64(), step.local());
         let (about, me, others) = (step.about(), step.layout.describe(step.rank), step.layout.name_others(step.host()));
-        Error::timeout(format!("{about}: {me} waited {waited:.1} s on rail {local} for {others} (timeout)"))
+        Error::timeout(format!("{about}: {me} waited {waited:.1} s until its timeout on rail {local} for {others}"))
     }
 
     /// A host says why it failed before its rails close.

@@ -14,9 +14,9 @@ pub mod sum;
 mod tests;
 mod watch;
 
+use super::HostsGroup;
 use super::header::Header;
 use super::shared::aside;
-use super::{HostsGroup, barrier};
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::config::Config;
@@ -136,7 +136,7 @@ impl HostsGroup {
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }];
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
-        self.engine.run(vec![Call { op: Op::AllGather, inputs, outputs, ..barrier(None) }], timeout)?;
+        self.engine.run(vec![Call { op: Op::AllGather, inputs, outputs, ..Call::barrier(None) }], timeout)?;
         let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
         let agreed = Header::agree(&all, each, &ranks, &self.layout, self.inner.control().name());
         agreed.map(drop).map_err(|error| self.shared.fail(&self.inner, error))
@@ -213,7 +213,7 @@ impl HostsGroup {
         let again = state.connected;
         self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
         // Whoever passes has found all ranks on all hosts, which are about to make the same.
-        self.engine.run(vec![barrier(None)], timeout)?;
+        self.engine.run(vec![Call::barrier(None)], timeout)?;
         self.make(cuda, state, target.device, needed, timeout)
             .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.host(self.rank))))
     }

@@ -108,6 +108,11 @@ impl Messages {
         self.names.globals.get(rank.index()).map_or(rank, |&global| Rank(global as u32))
     }
 
+    /// The store by which ranks meet.
+    pub(super) fn store(&self) -> &dyn Store {
+        &*self.store
+    }
+
     /// Starts a send to `peer`.
     pub(super) fn send(self: &Arc<Self>, peer: Rank, message: Message, timeout: Duration, completion: Completion) -> Result<u64> {
         self.start(peer, message, timeout, completion, |this, pair, open, finished| pair.send(open, &*this.links, finished))
