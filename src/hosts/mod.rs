@@ -21,6 +21,7 @@ mod news;
 mod opening;
 pub mod rail;
 mod reduce;
+mod refusal;
 mod shared;
 mod short;
 mod slices;
@@ -48,9 +49,10 @@ use cuda::Cuda;
 use cuda::backends::Backends;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
-use news::{Meeting, News, Times};
+use news::{Meeting, News, Times, Waiting};
 use rail::Rail;
-use shared::{Inner, Shared};
+use refusal::Refusals;
+use shared::{Current, Inner, Shared};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -63,6 +65,7 @@ pub struct HostsGroup {
     rank: Rank,
     engine: Arc<Engine<Runner>>,
     shared: Arc<Shared>,
+    refusals: Arc<Refusals>,
     /// Messages between hosts, where there are links for them.
     messages: OnceLock<Arc<Messages>>,
     twofold: Twofold,
@@ -119,7 +122,10 @@ impl Run for Runner {
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
         let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence };
-        step.run().map_err(|error| shared.fail(inner, error))
+        shared.current.set(Some(Waiting { number: self.sequence, name: call.op.name(), since: Instant::now() }));
+        let outcome = step.run();
+        shared.current.set(None);
+        outcome.map_err(|error| shared.fail(inner, error))
     }
 }
 
@@ -156,13 +162,14 @@ impl HostsGroup {
         let inner = Arc::new(Group::join(&PrefixStore::new(&prefix, &until), &inner_options)?);
         inner.set_timeout(timeout);
         let layout = Arc::new(layout);
+        let current = Arc::new(Current::default());
         let meeting = Meeting {
             store: &until,
             group: inner.control().name(),
             prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
             layout: &layout,
             me: rank,
-            host: Arc::new(Inner(Arc::downgrade(&inner))),
+            host: Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current))),
             limit: &limit,
             addresses: None,
             times: Times::default(),
@@ -185,7 +192,7 @@ impl HostsGroup {
                 failed(Error { message: text, ..error })
             })?;
         }
-        let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), news);
+        let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), (news, current));
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
@@ -197,16 +204,24 @@ impl HostsGroup {
     }
 
     /// The group of `inner`, the ranks of this host, and a rail.
-    fn assemble(inner: Arc<Group>, layout: Arc<Layout>, rank: Rank, rail: Option<Box<dyn Rail>>, news: News) -> Self {
-        let shared = Arc::new(Shared::new(rail, news));
+    fn assemble(
+        inner: Arc<Group>,
+        layout: Arc<Layout>,
+        rank: Rank,
+        rail: Option<Box<dyn Rail>>,
+        (news, current): (News, Arc<Current>),
+    ) -> Self {
+        let shared = Arc::new(Shared::new(rail, news, current));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
         let engine = Engine::new(runner, inner.recorder());
+        let refusals = Refusals::new(&shared, &engine);
         Self {
             inner,
             layout,
             rank,
             engine,
             shared,
+            refusals,
             messages: OnceLock::new(),
             twofold: Twofold::default(),
             cuda: None,
@@ -236,7 +251,9 @@ impl HostsGroup {
     /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
     fn check(&self, calls: &[Call]) -> Result<()> {
         self.inner.check_open()?;
-        calls.iter().try_for_each(|call| call.validate(self.rank, self.layout.size()))
+        calls.iter().try_for_each(|call| call.validate(self.rank, self.layout.size()))?;
+        self.refusals.make_up();
+        Ok(())
     }
 
     /// Starts a send.
@@ -315,18 +332,23 @@ impl HostsGroup {
         self.inner.progress();
     }
 
-    /// A collective was refused on this rank: the ranks of this host that wait for it are told, and through them the other hosts.
+    /// A collective was refused on this rank: ranks that wait for it are told, on this host and on others.
     pub fn refuse(&self, text: String) {
+        self.refusals.add(text.clone());
         self.inner.refuse(text);
     }
 
     /// Has nothing to do: no window is on several hosts.
     pub fn refuse_operator(&self, _text: String) {}
 
-    /// Refuses a send to `peer`, or a receive from it, as far as it is on this host.
+    /// Refuses a send to `peer`, or a receive from it: the peer learns so, if it waits for that.
     pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
-        let host = self.layout.host(self.rank);
-        if let Some(peer) = peer.filter(|&peer| peer.index() < self.layout.size() && self.layout.host(peer) == host) {
+        let Some(peer) = peer.filter(|&peer| peer.index() < self.layout.size()) else { return };
+        if self.layout.host(peer) != self.layout.host(self.rank) {
+            if let Some(messages) = self.messages.get() {
+                messages.refuse(peer, send, tag, text);
+            }
+        } else {
             self.inner.refuse_message(send, Some(Rank(self.layout.local(peer) as u32)), tag, text);
         }
     }

@@ -3,7 +3,7 @@
 //! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
 
-use super::news::{Host, News};
+use super::news::{Host, News, Waiting};
 use super::rail::Rail;
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -22,8 +22,18 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_secs(1);
 
-/// The ranks of this host, until their group goes.
-pub(super) struct Inner(pub(super) Weak<Group>);
+/// The call that a rank is in.
+#[derive(Default)]
+pub(super) struct Current(Mutex<Option<Waiting>>);
+
+impl Current {
+    pub(super) fn set(&self, call: Option<Waiting>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = call;
+    }
+}
+
+/// The ranks of this host, until their group goes, and the call that this one is in.
+pub(super) struct Inner(pub(super) Weak<Group>, pub(super) Arc<Current>);
 
 impl Host for Inner {
     fn failure(&self) -> Option<Error> {
@@ -38,6 +48,10 @@ impl Host for Inner {
         }
     }
 
+    fn waiting(&self) -> Option<Waiting> {
+        *self.1.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn departures(&self) -> Vec<(usize, String)> {
         let inner = self.0.upgrade();
         let control = inner.as_ref().map(|inner| inner.control());
@@ -48,14 +62,15 @@ impl Host for Inner {
 /// What calls, failures and leaving share.
 pub(super) struct Shared {
     rail: Mutex<Option<Arc<dyn Rail>>>,
-    news: News,
+    pub(super) news: News,
+    pub(super) current: Arc<Current>,
     failed: AtomicBool,
     left: AtomicBool,
 }
 
 impl Shared {
-    pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News) -> Self {
-        Self { rail: Mutex::new(rail.map(Arc::from)), news, failed: AtomicBool::new(false), left: AtomicBool::new(false) }
+    pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>) -> Self {
+        Self { rail: Mutex::new(rail.map(Arc::from)), news, current, failed: AtomicBool::new(false), left: AtomicBool::new(false) }
     }
 
     /// The rail, as long as the group lives.

@@ -3,7 +3,7 @@
 
 use super::news::{Meeting, Times};
 use super::rail::{Rail, Transfer};
-use super::shared::Inner;
+use super::shared::{Current, Inner};
 use super::{HostsGroup, Layout};
 use crate::boot::hosts::Placement;
 use crate::coll::call::{Call, Op, Span};
@@ -175,13 +175,14 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                     Box::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Box<dyn Rail>
                 });
                 let (me, inner) = (Rank(rank as u32), Arc::new(inner));
-                let host = Arc::new(Inner(Arc::downgrade(&inner)));
+                let current = Arc::new(Current::default());
+                let host = Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current)));
                 let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
                 let (prefix, times) = ("news".into(), Times::default());
                 let meeting = Meeting { store, group: "test", prefix, layout: &layout, me, host, limit: &limit, addresses, times };
                 let news = meeting.meet().expect("all meet");
                 joined.wait();
-                body(&HostsGroup::assemble(inner, layout, me, rail, news), rank);
+                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current)), rank);
             });
         }
     });

@@ -18,6 +18,36 @@ pub(super) enum Kind {
     Credit = 5,
     /// The sender leaves once it hears that this was read.
     Bye = 6,
+    /// The sender has refused a message of its own, for the reason that comes with the frame; `value` says which: [`REFUSED_SEND`] or
+    /// [`REFUSED_RECV`].
+    Refused = 7,
+}
+
+/// A send was refused, for whose message the other may wait.
+const REFUSED_SEND: u64 = 1;
+/// A receive was refused, which the other's message may wait for.
+const REFUSED_RECV: u64 = 2;
+
+/// Refusal of a message.
+pub(super) struct Refusal {
+    /// Whether it was a send.
+    pub(super) send: bool,
+    pub(super) tag: i32,
+    pub(super) why: String,
+}
+
+impl Refusal {
+    /// What `frame` tells, with its text.
+    pub(super) fn of(frame: Frame, text: &[u8]) -> Self {
+        Self { send: frame.value == REFUSED_SEND, tag: frame.tag, why: String::from_utf8_lossy(text).into_owned() }
+    }
+
+    /// The frame that tells it, and as much of the reason as fits.
+    pub(super) fn told(&self) -> (Frame, &[u8]) {
+        let text = &self.why.as_bytes()[..self.why.len().min(INLINE)];
+        let value = if self.send { REFUSED_SEND } else { REFUSED_RECV };
+        (Frame { tag: self.tag, bytes: text.len() as u64, value, ..Frame::bare(Kind::Refused) }, text)
+    }
 }
 
 /// Head of a frame. What follows is the message itself as far as it fits.
@@ -73,7 +103,7 @@ impl Frame {
 
     /// The head of a frame; `None` if it makes no sense.
     pub(super) fn decode(bytes: &[u8; FRAME]) -> Option<Self> {
-        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye];
+        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused];
         let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
         let word = |place: usize| Some(u64::from_le_bytes(bytes[8 + 8 * place..16 + 8 * place].try_into().ok()?));
         let frame = Self {
@@ -91,6 +121,7 @@ impl Frame {
             Kind::Offer => true,
             Kind::Request | Kind::Piece => frame.value < frame.bytes && frame.value.is_multiple_of(PIECE as u64),
             Kind::Credit | Kind::Bye => true,
+            Kind::Refused => frame.bytes <= INLINE as u64 && [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
         };
         sensible.then_some(frame)
     }
@@ -98,7 +129,7 @@ impl Frame {
     /// Length of what comes with the frame.
     pub(super) fn payload(&self) -> usize {
         match self.kind {
-            Kind::Eager => self.bytes as usize,
+            Kind::Eager | Kind::Refused => self.bytes as usize,
             Kind::Piece => piece(self.bytes, self.value),
             Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => 0,
         }
@@ -109,7 +140,7 @@ impl Frame {
         match self.kind {
             Kind::Eager => (self.payload() > INLINE).then_some(Traffic::Short),
             Kind::Piece => Some(Traffic::Piece),
-            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => None,
+            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused => None,
         }
     }
 

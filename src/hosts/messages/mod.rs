@@ -10,6 +10,7 @@ pub mod links;
 mod names;
 mod open;
 mod pair;
+mod refused;
 #[cfg(test)]
 mod tests;
 
@@ -23,6 +24,7 @@ use crate::store::Store;
 use crate::sync::limit::Limit;
 use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::{fork, thread};
+use crate::watch::Subscription;
 use frame::{FRAME, Frame};
 use links::{Links, Traffic};
 pub(super) use names::Names;
@@ -83,6 +85,8 @@ struct State {
     closed: Option<Error>,
     leaving: bool,
     threads: Vec<ThreadId>,
+    /// The look at a refused message that comes next.
+    refusal: Option<Subscription>,
     looked_after: bool,
     /// The thread that looks at deadlines has nothing to do.
     parked: bool,
@@ -138,6 +142,7 @@ impl Messages {
         let open = Open { ticket, message, limit: Limit::from(Instant::now(), timeout), completion };
         let mut finished = Vec::new();
         let pair = state.pairs.entry(peer).or_insert_with(|| Pair::new(peer));
+        pair.unsaid = None;
         let added = add(self, pair, open, &mut finished);
         self.wake(&mut state);
         drop(state);
@@ -389,6 +394,7 @@ impl Messages {
                 late = late.or_else(|| left.is_zero().then(|| self.late_for_any(&state, open)));
                 pause = pause.min(left);
             }
+            late = state.pairs.values().find_map(|pair| self.refused(pair)).or(late);
             drop(state);
             if let Some(error) = self.around.error() {
                 self.close(&error);

@@ -1,7 +1,7 @@
 //! Pair: this rank and one of another host, the messages between them, and what each frame does to these.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
-use super::frame::{Frame, Kind, PIECE, SHORT, piece};
+use super::frame::{Frame, Kind, PIECE, Refusal, SHORT, piece};
 use super::links::{Links, Traffic};
 use super::open::{AnySource, Open};
 use super::{Finished, Names};
@@ -68,6 +68,10 @@ pub(super) struct Pair {
     posted: VecDeque<Open>,
     unexpected: VecDeque<Unexpected>,
     streams: VecDeque<Stream>,
+    /// What the peer has refused last, unless it has begun a message since.
+    pub(super) refused: Option<Refusal>,
+    /// What this rank has refused last and not said yet, unless it has begun a message since.
+    pub(super) unsaid: Option<Refusal>,
     /// Pieces that were asked for and have not come.
     awaited: usize,
     /// Frames sent, and how many of them the peer has read.
@@ -115,6 +119,8 @@ impl Pair {
             posted: VecDeque::new(),
             unexpected: VecDeque::new(),
             streams: VecDeque::new(),
+            refused: None,
+            unsaid: None,
             awaited: 0,
             sent: 0,
             confirmed: 0,
@@ -129,7 +135,7 @@ impl Pair {
     }
 
     /// What is not complete: send or receive.
-    fn pending(&self) -> impl Iterator<Item = (&'static str, &Open)> {
+    pub(super) fn pending(&self) -> impl Iterator<Item = (&'static str, &Open)> {
         let receives = self.posted.iter().chain(self.streams.iter().map(|stream| &stream.open)).map(|open| ("recv", open));
         receives.chain(self.sends.values().map(|send| ("send", &send.open)))
     }
@@ -148,7 +154,7 @@ impl Pair {
     }
 
     /// Says `frame`, with what this rank has read and matched.
-    fn say(&mut self, links: &dyn Links, frame: Frame, payload: &[u8]) -> Result<()> {
+    pub(super) fn say(&mut self, links: &dyn Links, frame: Frame, payload: &[u8]) -> Result<()> {
         let (frame, traffic) = Frame { read: self.read, matched: self.matched, ..frame }.encode(payload);
         (self.told_read, self.told_matched) = (self.read, self.matched);
         self.sent += 1;
@@ -168,11 +174,22 @@ impl Pair {
         matches!(self.phase, Phase::Open) && self.confirmed < self.last
     }
 
+    /// Tells the peer what this rank has refused, once they are connected.
+    pub(super) fn say_refused(&mut self, links: &dyn Links) -> Result<()> {
+        if !matches!(self.phase, Phase::Open) {
+            return Ok(());
+        }
+        let Some(refusal) = self.unsaid.take() else { return Ok(()) };
+        let (frame, text) = refusal.told();
+        self.say(links, frame, text)
+    }
+
     /// Begins the sends that came before the connection.
     pub(super) fn begin(&mut self, links: &dyn Links, finished: &mut Vec<Finished>) -> Result<()> {
         self.phase = Phase::Open;
         let waiting: Vec<u64> = self.sends.keys().copied().collect();
-        waiting.into_iter().try_for_each(|id| self.start(id, links, finished))
+        waiting.into_iter().try_for_each(|id| self.start(id, links, finished))?;
+        self.say_refused(links)
     }
 
     /// Adds a send.
@@ -301,6 +318,7 @@ impl Pair {
         self.short_matched = frame.matched;
         match frame.kind {
             Kind::Eager | Kind::Offer => {
+                self.refused = None;
                 let content = if frame.kind == Kind::Eager { Content::Short(short) } else { Content::Offer(frame.id) };
                 let message = Unexpected { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content, arrived: Instant::now() };
                 match self.take_receive(frame.tag, any) {
@@ -308,9 +326,13 @@ impl Pair {
                     None => self.unexpected.push_back(message),
                 }
             }
-            Kind::Request => self.serve(frame, links, names, finished)?,
+            Kind::Request => {
+                self.refused = None;
+                self.serve(frame, links, names, finished)?;
+            }
             Kind::Piece => self.fill(frame, links, names, finished)?,
             Kind::Credit => {}
+            Kind::Refused => self.refused = Some(Refusal::of(frame, &short)),
             Kind::Bye => return self.say(links, Frame::bare(Kind::Credit), &[]),
         }
         self.give_credit(links)

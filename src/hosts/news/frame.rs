@@ -16,7 +16,7 @@ const SEAL: usize = 32;
 /// Longest text of a message: as much as a control block keeps of a failure.
 const TEXT: usize = 3072;
 /// Longest body.
-const BODY: usize = 1 + 4 + TEXT;
+const BODY: usize = 1 + 4 + 8 + TEXT;
 
 /// Message between two ranks of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +29,10 @@ pub(super) enum Message {
     Failed(Error),
     /// A rank has left the group in order, or with an error; a sentence without its begin.
     Left(Rank, String),
+    /// A rank that has made so many calls has refused the next, because of this.
+    Refused(Rank, u64, String),
+    /// A rank makes a call of this number, whatever it has refused before.
+    Resumed(Rank, u64),
 }
 
 /// `text`, or as much of it as fits.
@@ -47,6 +51,8 @@ impl Message {
             Self::Alive => vec![2],
             Self::Failed(error) => [&[3, error.kind as u8], cut(&error.message)].concat(),
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
+            Self::Refused(rank, calls, text) => [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), cut(text)].concat(),
+            Self::Resumed(rank, call) => [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat(),
         }
     }
 
@@ -65,6 +71,16 @@ impl Message {
             4 => {
                 let (rank, message) = rest.split_first_chunk()?;
                 Some(Self::Left(Rank(u32::from_le_bytes(*rank)), text(message)))
+            }
+            5 | 6 => {
+                let (rank, rest) = rest.split_first_chunk()?;
+                let (call, message) = rest.split_first_chunk()?;
+                let (rank, call) = (Rank(u32::from_le_bytes(*rank)), u64::from_le_bytes(*call));
+                if kind == 5 {
+                    Some(Self::Refused(rank, call, text(message)))
+                } else {
+                    message.is_empty().then_some(Self::Resumed(rank, call))
+                }
             }
             _ => None,
         }
@@ -156,6 +172,8 @@ mod tests {
             Message::Alive,
             Message::Failed(Error::mismatch("ranks disagree")),
             Message::Left(Rank(2), "left the group".into()),
+            Message::Refused(Rank(1), 1 << 40, "no tensor".into()),
+            Message::Resumed(Rank(1), 7),
         ];
         let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
         let mut input = frames.concat();
@@ -187,7 +205,20 @@ mod tests {
         let mut other = Sealer::new(&[8; 16], &[1; OPENING], &[2; HELLO], End::Caller);
         assert!(hub.open(&mut other.seal(&Message::Alive)).is_err());
         assert_eq!(hub.open(&mut good.clone()), Ok(Some(Message::Hello(Rank(1)))));
-        for body in [&[][..], &[0], &[1], &[1, 0, 0, 0], &[1, 0, 0, 0, 0, 0], &[2, 0], &[3], &[4, 0, 0, 0], &[5]] {
+        for body in [
+            &[][..],
+            &[0],
+            &[1],
+            &[1, 0, 0, 0],
+            &[1, 0, 0, 0, 0, 0],
+            &[2, 0],
+            &[3],
+            &[4, 0, 0, 0],
+            &[5],
+            &[5, 0, 0, 0, 0, 1],
+            &[6, 0, 0, 0, 0],
+            &[7],
+        ] {
             assert_eq!(Message::decode(body), None, "{body:?}");
         }
     }

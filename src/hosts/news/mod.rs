@@ -6,12 +6,14 @@
 //!
 //! - [`frame`](mod@frame), [`connection`](mod@connection): what is said, and how nobody else can say it
 //! - [`speaker`](mod@speaker): what one rank knows and tells; [`thread`](mod@thread): when it has its turn
+//! - [`refusals`](mod@refusals): calls that a rank has refused and others wait in
 //! - [`meeting`](mod@meeting): how the speakers of a group find each other; [`address`](mod@address): where the hubs listen
 
 mod address;
 mod connection;
 mod frame;
 mod meeting;
+mod refusals;
 mod speaker;
 #[cfg(test)]
 mod tests;
@@ -20,7 +22,7 @@ mod thread;
 use crate::error::Error;
 pub(super) use meeting::Meeting;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thread::Seat;
 
 /// The ranks of this host, as a speaker sees them.
@@ -31,8 +33,24 @@ pub(super) trait Host: Send + Sync {
     /// Fails the group here because of `error`, unless it has failed.
     fn fail(&self, error: Error);
 
+    /// The call that this rank is in, if it is in one.
+    fn waiting(&self) -> Option<Waiting> {
+        None
+    }
+
     /// Local indices of the ranks that have left, each with how it has.
     fn departures(&self) -> Vec<(usize, String)>;
+}
+
+/// A call that has begun.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Waiting {
+    /// Its number in the group.
+    pub(super) number: u64,
+    /// Its name.
+    pub(super) name: &'static str,
+    /// When it began.
+    pub(super) since: Instant,
 }
 
 /// Times of a speaker.
@@ -61,6 +79,16 @@ impl News {
     /// Tells all other hosts that the group has failed here, unless they have been told.
     pub(super) fn tell(&self, failure: &Error) {
         self.with(|speaker| speaker.tell(failure));
+    }
+
+    /// Tells all other hosts that this rank has refused a call, because of `text`, after it has made `calls`.
+    pub(super) fn refuse(&self, calls: u64, text: &str) {
+        self.with(|speaker| speaker.tell_refused(speaker.me, calls, text));
+    }
+
+    /// Tells all other hosts that this rank makes the call of this number.
+    pub(super) fn resume(&self, call: u64) {
+        self.with(|speaker| speaker.tell_resumed(speaker.me, call));
     }
 
     /// Departure of a rank of another host that was told, as an error: that of `local` index rather than others'.

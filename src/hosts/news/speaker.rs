@@ -2,6 +2,7 @@
 
 use super::connection::Connection;
 use super::frame::{Message, Token};
+use super::refusals::Refusals;
 use super::{Host, Times};
 use crate::boot::hosts::Layout;
 use crate::error::Error;
@@ -54,6 +55,7 @@ pub(super) struct Speaker {
     /// Ranks that have left, and how.
     left: BTreeMap<Rank, String>,
     lost: Vec<Lost>,
+    pub(super) refusals: Refusals,
     next_beat: Instant,
 }
 
@@ -70,6 +72,7 @@ impl Speaker {
             told: false,
             left: BTreeMap::new(),
             lost: Vec::new(),
+            refusals: Refusals::default(),
             next_beat: Instant::now() + times.beat,
         }
     }
@@ -131,6 +134,20 @@ impl Speaker {
         }
     }
 
+    /// Notes that `rank` has refused a call after it has made `calls`, and tells everybody, once.
+    pub(super) fn tell_refused(&mut self, rank: Rank, calls: u64, why: &str) {
+        if rank.index() < self.layout.size() && self.refusals.refused(rank, calls, why) {
+            self.broadcast(&Message::Refused(rank, calls, why.into()));
+        }
+    }
+
+    /// Notes that `rank` makes a call, and tells everybody, once.
+    pub(super) fn tell_resumed(&mut self, rank: Rank, call: u64) {
+        if rank.index() < self.layout.size() && self.refusals.resumed(rank, call) {
+            self.broadcast(&Message::Resumed(rank, call));
+        }
+    }
+
     /// Says that this rank has left, and ends its connections.
     pub(super) fn leave(&mut self, how: &str) {
         self.tell_left(self.me, how);
@@ -168,6 +185,8 @@ impl Speaker {
                 Message::Failed(error) => failure = failure.or(Some(error)),
                 // Others may not be connected with it.
                 Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
+                Message::Refused(rank, calls, why) => self.tell_refused(rank, calls, &why),
+                Message::Resumed(rank, call) => self.tell_resumed(rank, call),
                 Message::Left(..) | Message::Hello(_) | Message::Alive => {}
             }
         }
@@ -178,9 +197,14 @@ impl Speaker {
             self.broadcast(&Message::Alive);
         }
         self.flush();
-        let failure = failure.or_else(|| self.ended(now)).or_else(|| self.silent(now));
+        let failure = failure.or_else(|| self.ended(now)).or_else(|| self.silent(now)).or_else(|| self.refused(now));
         // Others first: once this host has failed, its program may end the process.
         failure.inspect(|error| self.tell(error))
+    }
+
+    /// The call that the own rank is in has been refused on another host.
+    fn refused(&self, now: Instant) -> Option<Error> {
+        self.refusals.end(&self.layout, self.me, &self.group, now).map(Error::mismatch)
     }
 
     /// The first lost connection of which nobody has said more.

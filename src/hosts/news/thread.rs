@@ -102,14 +102,15 @@ fn run(wake: &Wake) {
             let hosts = state.speakers.iter().map(|(&id, speaker)| (id, Arc::clone(&speaker.host)));
             hosts.collect::<Vec<_>>()
         };
-        let looks: Vec<_> = hosts.iter().map(|(id, host)| (*id, host.failure(), host.departures())).collect();
+        let looks: Vec<_> = hosts.iter().map(|(id, host)| (*id, host.failure(), host.departures(), host.waiting())).collect();
         drop(hosts);
         let mut polled = Vec::new();
         {
             let mut state = state();
-            for (id, failure, departures) in &looks {
+            for (id, failure, departures, waiting) in &looks {
                 if let Some(speaker) = state.speakers.get_mut(id) {
                     speaker.tell_departures(departures);
+                    speaker.refusals.waiting = *waiting;
                     failure.iter().for_each(|failure| speaker.tell(failure));
                 }
             }

@@ -1,0 +1,95 @@
+//! Refusals: calls that single ranks have refused, as hosts tell each other.
+//!
+//! Ranks of the own host learn of them by shared memory. Here are those that all ranks of their host have refused, or a rank that is alone
+//! on its host: a rank tells that it has refused a call, and later that it makes one. Whoever is in a call then that the rank has not made
+//! fails the group. What was told twice, by two ways, counts once: numbers of calls only grow.
+
+use super::Waiting;
+use crate::boot::hosts::Layout;
+use crate::rank::Rank;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// Time that a call must last before a refusal ends it: the rank may be about to make it, and that may be on its way.
+const PATIENCE: Duration = Duration::from_millis(60);
+
+/// What a speaker knows of refusals.
+#[derive(Default)]
+pub(super) struct Refusals {
+    /// Numbers of calls made before, and reasons, by rank.
+    standing: BTreeMap<Rank, (u64, String)>,
+    /// The last calls that were told to be made after a refusal.
+    resumed: BTreeMap<Rank, u64>,
+    /// The call that the own rank is in.
+    pub(super) waiting: Option<Waiting>,
+}
+
+impl Refusals {
+    /// Notes that `rank` has refused a call after it has made `calls`; returns whether that is new.
+    pub(super) fn refused(&mut self, rank: Rank, calls: u64, why: &str) -> bool {
+        let outdated = self.resumed.get(&rank).is_some_and(|&call| call > calls);
+        let known = self.standing.get(&rank).is_some_and(|(known, _)| *known >= calls);
+        if !outdated && !known {
+            self.standing.insert(rank, (calls, why.into()));
+        }
+        !outdated && !known
+    }
+
+    /// Notes that `rank` makes a call; returns whether that is new.
+    pub(super) fn resumed(&mut self, rank: Rank, call: u64) -> bool {
+        let last = self.resumed.entry(rank).or_default();
+        if *last >= call {
+            return false;
+        }
+        *last = call;
+        if self.standing.get(&rank).is_some_and(|(calls, _)| *calls < call) {
+            self.standing.remove(&rank);
+        }
+        true
+    }
+
+    /// What is to be said of the call that rank `me` is in, if a rank of another host has refused it.
+    pub(super) fn end(&self, layout: &Layout, me: Rank, group: &str, now: Instant) -> Option<String> {
+        let long = |waiting: &Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
+        let Waiting { number, name, .. } = self.waiting.filter(long)?;
+        let mut away = self.standing.iter().filter(|(rank, _)| layout.host(**rank) != layout.host(me));
+        let (rank, (_, why)) = away.find(|(_, (calls, _))| *calls < number)?;
+        let (rank, me) = (layout.describe(*rank), layout.describe(me));
+        Some(format!(
+            "{rank} refused a call and made no other; {me} waits for it in {name}, collective #{number} of group \"{group}\": {why}"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::hosts::Placement;
+    use crate::sys::host::Host;
+
+    #[test]
+    fn a_refusal_stands_until_its_rank_makes_a_call() {
+        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
+        let layout = Layout::of(&["a", "b", "b"].map(place));
+        let (mut refusals, now, me) = (Refusals::default(), Instant::now(), Rank(2));
+        let began =
+            |number, ago| Some(Waiting { number, name: "barrier", since: now.checked_sub(Duration::from_millis(ago)).expect("uptime") });
+        assert!(refusals.refused(Rank(0), 4, "no tensor") && !refusals.refused(Rank(0), 4, "no tensor"), "once");
+        assert!(refusals.refused(Rank(1), 3, "of the own host"));
+        for (number, ago) in [(4, 500), (5, 30)] {
+            refusals.waiting = began(number, ago);
+            assert_eq!(refusals.end(&layout, me, "g", now), None, "the rank has made it, or may be about to");
+        }
+        refusals.waiting = began(5, 80);
+        assert_eq!(
+            refusals.end(&layout, me, "g", now).as_deref(),
+            Some(
+                "rank 0 (host \"a\", pid 7) refused a call and made no other; rank 2 (host \"b\", pid 7) waits for it in barrier, \
+                 collective #5 of group \"g\": no tensor"
+            )
+        );
+        assert!(refusals.resumed(Rank(0), 5) && !refusals.resumed(Rank(0), 5), "once");
+        assert!(!refusals.refused(Rank(0), 4, "no tensor"), "old news by another way");
+        assert_eq!(refusals.end(&layout, me, "g", now), None);
+    }
+}
