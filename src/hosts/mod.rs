@@ -159,7 +159,12 @@ impl HostsGroup {
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
         let until = Until::new(&worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
-        let inner = Arc::new(Group::join(&PrefixStore::new(&prefix, &until), &inner_options)?);
+        let inner = Group::join(&PrefixStore::new(&prefix, &until), &inner_options).map_err(|error| {
+            let (me, here) = (layout.describe(rank), layout.name_host(host));
+            let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
+            Error { message: text, ..error }
+        });
+        let inner = Arc::new(inner?);
         inner.set_timeout(timeout);
         let layout = Arc::new(layout);
         let current = Arc::new(Current::default());
@@ -401,6 +406,10 @@ impl HostsGroup {
 
     /// Leaves the group once what was submitted is done; what is not after `limit` fails, here and on its peers. Idempotent.
     pub fn leave(&self, limit: Duration, farewell: &str) {
+        if self.shared.is_inherited() {
+            std::mem::forget(self.messages.get().map(Arc::clone));
+            return;
+        }
         if !self.shared.leave() {
             return;
         }

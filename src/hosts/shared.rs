@@ -7,9 +7,9 @@ use super::news::{Host, News, Waiting};
 use super::rail::Rail;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::sys::thread;
+use crate::sys::{fork, thread};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ const SURE: Duration = Duration::from_millis(150);
 /// Pause between two looks.
 const PAUSE: Duration = Duration::from_millis(10);
 /// Time that leaving waits for a backend to end.
-const RELEASE: Duration = Duration::from_secs(1);
+const RELEASE: Duration = Duration::from_millis(800);
 
 /// The call that a rank is in.
 #[derive(Default)]
@@ -64,13 +64,24 @@ pub(super) struct Shared {
     rail: Mutex<Option<Arc<dyn Rail>>>,
     pub(super) news: News,
     pub(super) current: Arc<Current>,
+    /// Tells when the rail has ended, once that has begun.
+    ending: Mutex<Option<Receiver<()>>>,
+    generation: u64,
     failed: AtomicBool,
     left: AtomicBool,
 }
 
 impl Shared {
     pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>) -> Self {
-        Self { rail: Mutex::new(rail.map(Arc::from)), news, current, failed: AtomicBool::new(false), left: AtomicBool::new(false) }
+        Self {
+            rail: Mutex::new(rail.map(Arc::from)),
+            news,
+            current,
+            ending: Mutex::default(),
+            generation: fork::generation(),
+            failed: AtomicBool::new(false),
+            left: AtomicBool::new(false),
+        }
     }
 
     /// The rail, as long as the group lives.
@@ -87,6 +98,15 @@ impl Shared {
             self.let_go(Duration::ZERO);
         }
         stands
+    }
+
+    /// Whether this process is a child of the one that made the group. It forgets the rail, which would wait for threads that it has not.
+    pub(super) fn is_inherited(&self) -> bool {
+        let inherited = self.generation != fork::generation();
+        if inherited && let Ok(mut rail) = self.rail.try_lock() {
+            std::mem::forget(rail.take());
+        }
+        inherited
     }
 
     /// Tells the other hosts that this one has failed, unless they have been told.
@@ -122,22 +142,32 @@ impl Shared {
     /// A backend may end only when its last transfer does: no caller waits for that longer than `limit`.
     fn let_go(&self, limit: Duration) {
         let rail = self.rail.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(rail) = rail {
-            aside("symm-rail-end", limit, move || drop(rail));
+            *ending = start_aside("symm-rail-end", move || drop(rail));
+        }
+        if !limit.is_zero()
+            && let Some(ended) = ending.take()
+        {
+            let _ = ended.recv_timeout(limit);
         }
     }
 }
 
-/// Runs `work` on a thread of its own, and waits for its end for at most `limit`.
-pub(super) fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
+/// Runs `work` on a thread of its own; what is returned gets a value at its end.
+fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
     let (done, ended) = channel();
     let thread = thread::spawn(name, None, move || {
         work();
         let _ = done.send(());
     });
-    match thread {
-        Ok(_) if limit.is_zero() => {}
-        Ok(_) => drop(ended.recv_timeout(limit)),
-        Err(error) => log::warn!("a thread could not be started to end a group: {error}"),
+    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
+}
+
+/// Runs `work` on a thread of its own, and waits for its end for at most `limit`.
+pub(super) fn aside(name: &str, limit: Duration, work: impl FnOnce() + Send + 'static) {
+    let ended = start_aside(name, work);
+    if let Some(ended) = ended.filter(|_| !limit.is_zero()) {
+        let _ = ended.recv_timeout(limit);
     }
 }

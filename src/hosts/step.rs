@@ -20,8 +20,11 @@ use std::time::Duration;
 /// Time between two looks at the own host while a rail is waited for.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// Time past the deadline in which who waits for another host still hears from there who is missing.
+const HEAR: Duration = Duration::from_millis(80);
+
 /// Time past the deadline in which ranks of a host still hear from the one among them that waited for the other hosts, and knows more.
-const GRACE: Duration = Duration::from_millis(40);
+const GRACE: Duration = Duration::from_millis(120);
 
 pub(super) struct Step<'a> {
     pub(super) inner: &'a Group,
@@ -204,13 +207,19 @@ impl<'a> Between<'a> {
         let mut interrupts = Interrupts::new();
         loop {
             interrupts.check()?;
-            let left = step.limit.left().ok_or_else(|| self.late())?;
-            let failed = |error| if step.limit.left().is_none() { self.late() } else { self.broken(error) };
+            let left = step.limit.left().ok_or_else(|| self.missed())?;
+            let failed = |error| if step.limit.left().is_none() { self.missed() } else { self.broken(error) };
             if self.rail.wait(left.min(LOOK)).map_err(failed)? {
                 return Ok(());
             }
             step.inner.error().map_or(Ok(()), Err)?;
         }
+    }
+
+    /// The deadline has passed. The host that knows more says who is missing.
+    fn missed(&self) -> Error {
+        let step = self.step;
+        step.shared.cause(step.inner, step.local(), HEAR).unwrap_or_else(|| self.late())
     }
 
     fn late(&self) -> Error {
