@@ -36,7 +36,7 @@ test-python: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/python tests/hosts tests/torch tests/cuda
 
 test-python-slow: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts tests/torch
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build
@@ -136,7 +136,7 @@ SOAK_MINUTES ?= 60
 soak: build
 	$(BIN)/python tests/soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS)
 
-# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--help tells the rest.
+# Every fault on real processes, with Gloo beside symm; some ten minutes. FAULTS_FLAGS=--hosts: on two hosts; --help tells the rest.
 faults: build
 	$(BIN)/python tests/faults $(FAULTS_FLAGS)
 

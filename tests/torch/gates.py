@@ -123,6 +123,12 @@ def _open_common_handshakes() -> None:
     _stay_on_cpu(common)
 
 
+def hosts_and_ranks(world: str) -> tuple[int, int]:
+    """Numbers of hosts, and of ranks on each, of a world such as ``4`` or ``2x2``."""
+    hosts, _, ranks = world.rpartition("x")
+    return int(hosts or 1), int(ranks)
+
+
 def load(world: int) -> ModuleType:
     """The module with gates opened. It reads the world size while it is imported: one size a process."""
     os.environ.update(BACKEND=NAME, WORLD_SIZE=str(world), INIT_METHOD="file://")

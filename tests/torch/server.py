@@ -2,7 +2,8 @@
 
 Imports torch and the tests once, then forks the ranks of each test: starting them anew would cost 2 s a rank. Reads
 names from stdin, answers with one line of JSON each: outcome (passed, failed, skipped), detail (reason or traceback),
-seconds, output.
+seconds, output. Its argument says how many ranks there are: ``4``, or ``2x2`` for two on each of two hosts, which are
+this machine.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 import gates
 
 
-def make_case(module: Any) -> type[unittest.TestCase]:
-    """torch's test class, starting its ranks by fork."""
+def make_case(module: Any, hosts: list[str]) -> type[unittest.TestCase]:
+    """torch's test class, starting its ranks by fork; rank ``r`` is on host ``hosts[r]``, if there are several."""
     fork = multiprocessing.get_context("fork")
 
     class TestSymm(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
@@ -30,6 +31,12 @@ def make_case(module: Any) -> type[unittest.TestCase]:
             module.INIT_METHOD = os.environ["INIT_METHOD"]
             sys.stdout.flush()
             self._start_processes(fork.Process)
+
+        @classmethod
+        def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
+            if len(set(hosts)) > 1:
+                os.environ.update(SYMM_HOSTS="gloo", SYMM_TEST_HOST=hosts[rank], GLOO_SOCKET_IFNAME="lo")
+            super()._run(rank, *args, **kwargs)
 
         def _join_processes(self, fn: Any) -> None:
             # The inherited loop looks every 0.1 s; this returns as soon as there is something for it to see.
@@ -70,12 +77,12 @@ def run(case: type[unittest.TestCase], name: str) -> dict[str, object]:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    world = int(sys.argv[1])
+    hosts, ranks = gates.hosts_and_ranks(sys.argv[1])
     os.environ["OMP_NUM_THREADS"] = "1"
     # Where there are GPUs the tests would ask for one a rank, and skip.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    case = make_case(gates.load(world))
-    answers.write(json.dumps({"ready": world}) + "\n")
+    case = make_case(gates.load(hosts * ranks), [f"host{rank // ranks}" for rank in range(hosts * ranks)])
+    answers.write(json.dumps({"ready": sys.argv[1]}) + "\n")
     for line in sys.stdin:
         answers.write(json.dumps(run(case, line.strip())) + "\n")
 

@@ -1,13 +1,15 @@
-"""torch's own distributed tests (``_DistTestBase``), every one at world sizes 3 and 4, on CPU.
+"""torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 hosts.
 
-What may be skipped stands in ``expected_skips.txt``, one test a line with its reason. The list may only shrink: a
-listed test that runs fails here until its line is gone. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
+With hosts, those of ``short_on_hosts.txt`` run in ``make test`` and all in ``make test-slow``. What may be skipped
+stands in ``expected_skips.txt``, one test a line with its reason. The list may only shrink: a listed test that runs
+fails here until its line is gone. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import os
 import select
@@ -16,13 +18,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gates
 import pytest
 
 HERE = Path(__file__).parent
 LIMIT_S = 120
-WORLDS = (3, 4)
+#: Numbers of ranks, or of hosts and of ranks on each.
+WORLDS = ("3", "4", "2x2")
+#: What runs on several hosts in every test run: each collective, messages, groups, mistakes, and a few whole programs.
+SHORT = frozenset((HERE / "short_on_hosts.txt").read_text().split())
 
 
 def upstream_tests() -> list[str]:
@@ -35,22 +41,22 @@ def upstream_tests() -> list[str]:
     return [node.name for node in inner.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
-def expected_skips() -> dict[tuple[str, int], str]:
-    """Reasons by test and world size. A line is ``test<TAB>reason``; ``test@3`` means one world size only."""
+def expected_skips() -> dict[tuple[str, str], str]:
+    """Reasons by test and world. A line is ``test<TAB>reason``; ``test@3`` means one world only."""
     reasons = {}
     for line in (HERE / "expected_skips.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             name, reason = line.split("\t", 1)
             test, _, world = name.partition("@")
-            for size in [int(world)] if world else WORLDS:
-                reasons[test, size] = reason
+            for one in [world] if world else WORLDS:
+                reasons[test, one] = reason
     return reasons
 
 
 class Server:
     """A process with torch and the tests loaded, which runs one test at a time."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: str) -> None:
         self.world = world
         self.process: subprocess.Popen[str] | None = None
 
@@ -63,7 +69,7 @@ class Server:
         return self.read(LIMIT_S)
 
     def start(self) -> None:
-        command = [sys.executable, str(HERE / "server.py"), str(self.world)]
+        command = [sys.executable, str(HERE / "server.py"), self.world]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         answer = self.read(60)
@@ -87,16 +93,24 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[dict[int, Server]]:
+def servers() -> Iterator[dict[str, Server]]:
     servers = {world: Server(world) for world in WORLDS}
     yield servers
     for server in servers.values():
         server.stop()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("test", upstream_tests())
-def test_upstream(servers: dict[int, Server], test: str, world: int) -> None:
+def all_tests() -> list[Any]:
+    """Each test in each world; what takes long is marked."""
+    slow = {True: pytest.mark.slow, False: ()}
+    return [
+        pytest.param(test, world, marks=slow["x" in world and test not in SHORT])
+        for test, world in itertools.product(upstream_tests(), WORLDS)
+    ]
+
+
+@pytest.mark.parametrize(("test", "world"), all_tests())
+def test_upstream(servers: dict[str, Server], test: str, world: str) -> None:
     answer = servers[world].ask(test)
     reason = expected_skips().get((test, world))
     if answer["outcome"] == "failed":
@@ -108,5 +122,5 @@ def test_upstream(servers: dict[int, Server], test: str, world: int) -> None:
 
 
 def test_list_names_existing_tests() -> None:
-    unknown = {test for test, _ in expected_skips()} - set(upstream_tests())
-    assert not unknown, f"expected_skips.txt names tests that torch does not have: {sorted(unknown)}"
+    unknown = ({test for test, _ in expected_skips()} | SHORT) - set(upstream_tests())
+    assert not unknown, f"a list names tests that torch does not have: {sorted(unknown)}"
