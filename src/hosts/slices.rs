@@ -9,7 +9,7 @@ use std::ops::Range;
 pub(super) const ONE_RAIL: usize = 64 << 10;
 
 /// Bytes of a rail's slice that are under way in one turn of a long call: at least, at most. Multiples of every element's size.
-const PIECE: (usize, usize) = (128 << 10, 1 << 20);
+const PIECE: (usize, usize) = (128 << 10, 512 << 10);
 
 /// Turns that a long slice has at least: the first of them passes before anything is on the wire.
 const TURNS: usize = 4;
