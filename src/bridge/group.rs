@@ -10,7 +10,7 @@ use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
-use crate::hosts::{self, HostsGroup};
+use crate::hosts::{HostsGroup, finding};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -199,10 +199,10 @@ pub(super) fn join(
         let store = TorchStore::new(store);
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
-        let choice = hosts::connects(&spec.between_hosts, &options)?;
+        let choice = finding::connects(&spec.between_hosts, &options)?;
         group = match choice {
             HostsChoice::Refuse => join_on_one_host(&store, name, &options),
-            HostsChoice::Gloo | HostsChoice::Nccl => hosts::find(&store, &name, &options, choice).and_then(|found| match found {
+            HostsChoice::Gloo | HostsChoice::Nccl => finding::find(&store, &name, &options, choice).and_then(|found| match found {
                 None => join_on_one_host(&store, name, &options),
                 Some(layout) => {
                     let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));

@@ -6,13 +6,14 @@
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
-//! - [`cuda`](mod@cuda): CUDA tensors
+//! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts
 //! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
 mod any_source;
 pub mod cuda;
 mod exchange;
+pub mod finding;
 mod gather;
 mod header;
 pub mod messages;
@@ -29,10 +30,10 @@ mod step;
 #[cfg(test)]
 mod tests;
 
-use crate::boot::hosts::{Known, Layout, Question, known, remember};
-use crate::coll::call::{Call, Op};
+use crate::boot::hosts::Layout;
+use crate::coll::call::Call;
 use crate::completion::Completion;
-use crate::config::{Config, HostsChoice};
+use crate::config::Config;
 use crate::control::{ControlBlock, Part};
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
@@ -47,6 +48,7 @@ use crate::sync::limit::Limit;
 use any_source::Twofold;
 use cuda::Cuda;
 use cuda::backends::Backends;
+use finding::question;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times, Waiting};
@@ -447,57 +449,5 @@ impl HostsGroup {
 impl Drop for HostsGroup {
     fn drop(&mut self) {
         self.shutdown();
-    }
-}
-
-/// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's.
-///
-/// # Errors
-/// `Value` where there is no choice of that name.
-pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
-    if options.is_default {
-        remember(None);
-    }
-    if !named.is_empty() {
-        let unknown = || Error::value(format!("between_hosts={named:?} is none of \"refuse\", \"gloo\", \"nccl\", \"auto\""));
-        return HostsChoice::named(named).ok_or_else(unknown);
-    }
-    Ok(known().map_or(Config::get().hosts, |known| known.choice))
-}
-
-/// Layout of the group that `options` name, whose hosts `choice` connects, if it is on several.
-///
-/// # Errors
-/// `Timeout` names the ranks that did not say where they are.
-pub fn find(store: &Arc<dyn Store>, store_name: &str, options: &JoinOptions, choice: HostsChoice) -> Result<Option<Layout>> {
-    let size = usize::try_from(options.size).unwrap_or(0);
-    if options.rank < 0 || options.rank as usize >= size {
-        // Joining says so.
-        return Ok(None);
-    }
-    let globals = || (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
-    let met = known().and_then(|known| globals().map(|global| known.placements.get(global).cloned()).collect::<Option<Vec<_>>>());
-    let places = match met {
-        Some(places) => places,
-        None => {
-            let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
-            let places = question(options).ask(&worker)?;
-            if options.is_default {
-                remember(Some(Known { placements: places.clone(), choice }));
-            }
-            places
-        }
-    };
-    let layout = Layout::of(&places);
-    Ok((layout.hosts() > 1).then_some(layout))
-}
-
-fn question(options: &JoinOptions) -> Question<'_> {
-    Question {
-        group: if options.is_default { "default" } else { &options.group },
-        rank: Rank(options.rank as u32),
-        size: options.size as u32,
-        restart: &Config::get().restart,
-        timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
     }
 }
