@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from faults import cases, table
+from faults import cases, stage, table
 from faults.case import Case, broken
+from faults.hosts import over_hosts
 from faults.runner import guarded
 
 
@@ -33,11 +34,12 @@ def main() -> int:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="replaces the table between the markers of this document"
     )
+    parser.add_argument("--hosts", action="store_true", help="symm's ranks are on two hosts, which are this machine")
     parser.add_argument("--list", action="store_true", help="names the cases and ends")
     options = parser.parse_args()
     chosen = [
         case
-        for case in cases.all_cases()
+        for case in (over_hosts(cases.all_cases()) if options.hosts else cases.all_cases())
         if not options.only or any(text in case.name or text in case.row for text in options.only)
     ]
     if options.list:
@@ -47,6 +49,7 @@ def main() -> int:
     if not chosen or not set(sides) <= {"gloo", "symm"}:
         parser.error("no such case or side")
     torch.set_num_threads(1)
+    stage.HOSTS = 2 if options.hosts else 1
     with tempfile.TemporaryDirectory(prefix="symm-traces-") as dumps:
         # What the flight recorder writes is meant to stay, and is not counted as left over.
         os.environ["SYMM_TRACE_DIR"] = dumps
@@ -66,12 +69,12 @@ def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> i
             results.append(table.Result(case, side, outcome, faults, time.monotonic() - started))
             print(table.line(results[-1]), flush=True)
     facts = table.facts(time.monotonic() - begun, sides)
-    text = table.markdown(results, facts)
+    text = table.markdown(results, facts, options.hosts)
     print(f"\n{text}")
     if options.json:
         options.json.write_text(json.dumps(table.as_json(results, facts), indent=1) + "\n")
     if options.write:
-        table.write_into(options.write, text)
+        table.write_into(options.write, text, options.hosts)
     return 1 if any(result.broken for result in results) else 0
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import leftovers
 from .case import RIGHT, Case, Outcome, Promise, Saw, add
-from .stage import WORLD, Stage, play
+from .stage import WORLD, Stage, placed, play
 
 TIMEOUT_S = 5.0
 
@@ -170,7 +170,11 @@ def forked(side: str) -> Outcome:
         command = [sys.executable, "-c", FORKS, side, str(place)]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(WORLD)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [*command, str(rank), str(WORLD)],
+                env={**os.environ, **placed(rank, WORLD)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(WORLD)
         ]

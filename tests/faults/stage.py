@@ -23,6 +23,14 @@ from . import leftovers
 from .case import CRASH, GONE, HANG, RIGHT, WRONG, Outcome, Saw
 
 WORLD = 4
+#: Numbers of hosts, which are all this machine; half of the ranks are on each of two.
+HOSTS = 1
+
+
+def placed(rank: int, world: int) -> dict[str, str]:
+    """Settings of a rank which make it one of its host."""
+    host = "ab"[rank * HOSTS // world]
+    return {"SYMM_HOSTS": "gloo", "SYMM_TEST_HOST": host, "GLOO_SOCKET_IFNAME": "lo"} if HOSTS > 1 else {}
 
 
 class Stage:
@@ -178,6 +186,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.environ.update(TMPDIR=str(stage.place / "tmp"), XDG_RUNTIME_DIR=str(stage.place / "run"), **env)
+    os.environ.update(placed(rank, stage.world))
     tempfile.tempdir = None
     torch.set_num_threads(1)
     stage.pids[rank] = os.getpid()

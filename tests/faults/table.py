@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,11 @@ import torch
 
 from .case import Case, Outcome
 
-BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
+#: Marks of the table's place in a document, for one host and for several.
+MARKS = {
+    False: ("<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"),
+    True: ("<!-- fault matrix over hosts: begin -->", "<!-- fault matrix over hosts: end -->"),
+}
 
 
 @dataclass
@@ -109,17 +114,22 @@ def _figure(name: str, value: float) -> str:
     return f"{words} {value:.3g}"
 
 
-def markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
+def markdown(results: Sequence[Result], facts: dict[str, Any], hosts: bool = False) -> str:
     """The table, one line for all cases of a row, and the facts above it."""
     rows: dict[str, list[Result]] = {}
     for result in results:
         rows.setdefault(result.case.row, []).append(result)
     head = (
         f"{facts['date']}, {facts['cpu']}, {facts['cores']} cores, load {facts['load'][0]} at the end, "
-        f"Linux {facts['kernel']}, torch {facts['torch']}, Python {facts['python']}; `python tests/faults`, "
-        f"{facts['seconds']} s. One run of each case."
+        f"Linux {facts['kernel']}, torch {facts['torch']}, Python {facts['python']}; `python tests/faults"
+        f"{' --hosts' if hosts else ''}`, {facts['seconds']} s. One run of each case."
     )
-    lines = [head, "", "| case | Gloo | symm | promised | kept |", "|---|---|---|---|---|"]
+    lines = [
+        textwrap.fill(head, 120, break_on_hyphens=False),
+        "",
+        "| case | Gloo | symm | promised | kept |",
+        "|---|---|---|---|---|",
+    ]
     for row, all_results in rows.items():
         sides = {side: [result for result in all_results if result.side == side] for side in ("gloo", "symm")}
         cases = {result.case.name: result.case for result in all_results}
@@ -160,10 +170,11 @@ def as_json(results: Sequence[Result], facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_into(document: Path, text: str) -> None:
+def write_into(document: Path, text: str, hosts: bool = False) -> None:
     """Replaces what stands between the two markers."""
-    before, begin, rest = document.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = MARKS[hosts]
+    before, begin, rest = document.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{document} lacks {BEGIN} or {END}")
-    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        raise ValueError(f"{document} lacks {first} or {last}")
+    document.write_text(f"{before}{first}\n{text}\n{last}{after}")

@@ -1,0 +1,132 @@
+"""The cases that are played with the ranks on several hosts, which are one machine (``SYMM_TEST_HOST``).
+
+symm's ranks are on two hosts then, half of them on each; Gloo knows no hosts. What is promised differs in its times
+only, and where one host tells less of another than ranks of one tell each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .case import Case, Promise, Saw
+from .deaths import KILLED, TIMEOUT_S
+from .endings import churn
+from .stage import WORLD, Stage, play
+
+#: Seconds until all hosts know of a death, and of a disagreement.
+DEATH_S, DISAGREEMENT_S = 0.2, 0.1
+
+#: Beginnings of the names of cases that say nothing of hosts: they meet in other ways, or are of torchrun and stores.
+LEFT_OUT = (
+    "store:",
+    "/dev/shm",
+    "16 ranks",
+    "200 groups",
+    "1000 cycles",
+    "killed under torchrun",
+    "killed among 16",
+    "file ",
+    "duplicate rank",
+    "silent process",
+    "RLIMIT_NOFILE",
+)
+
+
+def over_hosts(cases: list[Case]) -> list[Case]:
+    """Those of ``cases`` that are played over hosts, as they are promised there, and the hosts' own."""
+    chosen = [_promised(case) for case in cases if not case.name.startswith(LEFT_OUT)]
+    return [*chosen, *OWN]
+
+
+def _promised(case: Case) -> Case:
+    promise = case.promise
+    if promise.sees == ("SymmPeerError",):
+        # What has failed on another host is told without the call that was under way there.
+        says = tuple(what for what in promise.says if what != r"#\d+")
+        target = f"< {DEATH_S:g} s on all, rank and pid named; a new group < 1 s"
+        return replace(case, promise=replace(promise, within=DEATH_S, says=says), target=target)
+    if case.name.startswith("mismatch:"):
+        target = case.target.replace("50 ms", f"{DISAGREEMENT_S * 1e3:g} ms")
+        return replace(case, promise=replace(promise, within=DISAGREEMENT_S), target=target)
+    if case.name.startswith("argument:"):
+        target = case.target.replace("within 100 ms", f"within {DEATH_S * 1e3:g} ms")
+        return replace(case, promise=replace(promise, within=DEATH_S), target=target)
+    return case
+
+
+def _host_lost(stage: Stage, rank: int, stopped: bool) -> Saw:
+    """Both ranks of the second host end, or are stopped, at once, while the others wait for them."""
+    dist.barrier()
+    if rank >= stage.world // 2:
+        if rank == stage.world - 1:
+            stage.now_it_happens()
+        stage.meet("lost", rank, range(stage.world // 2, stage.world))
+        os.kill(os.getpid(), signal.SIGSTOP if stopped else signal.SIGKILL)
+    return stage.observe(lambda: dist.all_reduce(torch.ones(1000)))
+
+
+def _message_refused(stage: Stage, rank: int) -> Saw:
+    """Rank 3 waits for a message of rank 0 that rank 0 cannot send; the others do nothing."""
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.1)
+        stage.now_it_happens()
+        freed = torch.ones(64)
+        freed.untyped_storage().resize_(0)
+        saw = stage.observe(lambda: dist.send(freed, stage.world - 1))
+    elif rank == stage.world - 1:
+        saw = stage.observe(lambda: dist.recv(torch.ones(64), 0) is None)
+    else:
+        saw = stage.observe(lambda: None)
+    stage.meet("seen", rank, range(stage.world), stage.timeout + 1)
+    return saw
+
+
+OTHERS = (WORLD // 2, WORLD - 1)
+
+OWN = [
+    Case(
+        "all ranks of a host killed",
+        "all ranks of a host killed, or stopped, at once",
+        partial(play, partial(_host_lost, stopped=False), timeout=TIMEOUT_S, limit=30, victims=OTHERS),
+        Promise(sees=("SymmPeerError",), says=(rf"{KILLED}|gone", 'host "b"'), within=DEATH_S),
+        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+    ),
+    Case(
+        "all ranks of a host stopped",
+        "all ranks of a host killed, or stopped, at once",
+        partial(play, partial(_host_lost, stopped=True), timeout=20, limit=40, victims=OTHERS),
+        Promise(
+            sees=("SymmPeerError",),
+            says=('host "b"', "has not answered"),
+            not_before=4.5,
+            within=7.0,
+            nothing_left=False,
+        ),
+        f"killed: < {DEATH_S:g} s, the host or its ranks named; stopped: 5 to 6 s, the host named",
+        "the group's timeout is 6 and 20 s; Gloo's threads stay until then where a host is stopped",
+    ),
+    Case(
+        "refused message between hosts",
+        "a send that is refused, to a rank of another host that waits for it",
+        partial(play, _message_refused, timeout=2, limit=10),
+        Promise(sees=("ValueError", "RuntimeError", "SymmMismatch", "right"), within=DEATH_S),
+        f"the receiver hears why within {DEATH_S * 1e3:g} ms",
+    ),
+    Case(
+        "100 cycles over hosts",
+        "100 × new_group, use, destroy",
+        lambda side: play(partial(churn, cycles=100), side, timeout=60, limit=80, over_tcp=True),
+        Promise(at_most={"keys_a_cycle": WORLD, "fds_and_threads": 0.0}),
+        "no descriptor or thread a cycle, and no keys but those that Gloo leaves",
+        "over torch's TCPStore",
+    ),
+]
