@@ -17,9 +17,10 @@ test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
-# Besides, kernels for every number of ranks.
+# Besides, kernels for every number of ranks, and all of torch's own tests on two hosts.
 test-all: export KERNELS_COMPILE_ALL = 1
 test-all: test test-slow
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m everything tests/torch
 
 # A failure in one file must not hide the tests of the others.
 test-rust: tools
@@ -33,10 +34,10 @@ test-kernels: build
 
 # tests/cuda is skipped without two GPUs.
 test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow" tests/python tests/hosts tests/torch tests/cuda
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and not everything" tests/python tests/hosts tests/torch tests/cuda
 
 test-python-slow: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts tests/torch
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build

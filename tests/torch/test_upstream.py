@@ -1,6 +1,6 @@
 """torch's own distributed tests (``_DistTestBase``), on CPU: every one with 3 ranks, 4 ranks, and 2 on each of 2 hosts.
 
-With hosts, those of ``short_on_hosts.txt`` run in ``make test`` and all in ``make test-slow``. What may be skipped
+With hosts, those of ``short_on_hosts.txt`` run in ``make test`` and all in ``make test-all``. What may be skipped
 stands in ``expected_skips.txt``, one test a line with its reason. The list may only shrink: a listed test that runs
 fails here until its line is gone. SYMM_TEST_BACKEND=gloo runs them on Gloo, for comparison.
 """
@@ -101,10 +101,10 @@ def servers() -> Iterator[dict[str, Server]]:
 
 
 def all_tests() -> list[Any]:
-    """Each test in each world; what takes long is marked."""
-    slow = {True: pytest.mark.slow, False: ()}
+    """Each test in each world; those that not every change must pass are marked."""
+    marks = {True: pytest.mark.everything, False: ()}
     return [
-        pytest.param(test, world, marks=slow["x" in world and test not in SHORT])
+        pytest.param(test, world, marks=marks["x" in world and test not in SHORT])
         for test, world in itertools.product(upstream_tests(), WORLDS)
     ]
 
