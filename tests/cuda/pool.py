@@ -56,6 +56,7 @@ WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(
 
 needs_ranks = pytest.mark.skipif(PLACES < 2, reason="needs two GPUs (SYMM_TEST_DEVICE=cpu runs it on CPU tensors)")
 needs_gpus = pytest.mark.skipif(DEVICE != "cuda" or PLACES < 2, reason="needs two GPUs")
+needs_unshared_gpus = pytest.mark.skipif(DEVICE != "cuda" or GPUS < 2, reason="needs a GPU for each of two ranks")
 
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0

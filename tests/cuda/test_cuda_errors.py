@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import DEVICE, WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, settle
+from pool import DEVICE, WORLDS, Pool, device, init, meet, needs_ranks, needs_unshared_gpus, settle
 
 #: Of groups in which a rank is late.
 TIMEOUT_S = 4.0
@@ -143,7 +143,7 @@ def other_gpu(rank: int, world: int) -> str:
     return str(error)
 
 
-@needs_gpus
+@needs_unshared_gpus
 def test_a_tensor_on_the_gpu_of_another_rank(pool: Pool) -> None:
     for rank, message in enumerate(pool.run(other_gpu, 2, group_timeout=TIMEOUT_S)):
         assert f"works on cuda:{rank}, this tensor is on cuda:{1 - rank}" in message, message
@@ -163,7 +163,7 @@ def one_gpu(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-@needs_gpus
+@needs_unshared_gpus
 def test_two_ranks_on_one_gpu(pool: Pool) -> None:
     for message in pool.run(one_gpu, 2, backend=None):
         assert re.search(r"rank 0 .*and rank 1 .*use the same GPU", message), message
