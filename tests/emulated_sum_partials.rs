@@ -3,7 +3,7 @@
 
 mod emulated;
 
-use emulated::Program;
+use emulated::{Program, numbers};
 use symm::boot::hosts::{Layout, Placement};
 use symm::dtype::{DType, ReduceOp};
 use symm::hosts::cuda::sum::{NAMES, Sum};
@@ -21,42 +21,13 @@ fn layout(hosts: &[u8]) -> Layout {
     Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
 }
 
-/// Partial of a host, in units: numbers near 1 of either sign, or any bits of integers.
-fn partial(host: usize, bytes: usize, dtype: DType) -> Vec<u128> {
-    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (host as u64 + 1);
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state >> 11
-    };
-    let mut element = || -> Vec<u8> {
-        let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
-        if dtype == DType::F64 {
-            number.to_le_bytes().to_vec()
-        } else if matches!(dtype, DType::F32 | DType::C64) {
-            (number as f32).to_le_bytes().to_vec()
-        } else if dtype == DType::BF16 {
-            ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
-        } else if dtype == DType::F16 {
-            // Any bits below 2.
-            ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
-        } else {
-            random().to_le_bytes()[..dtype.size()].to_vec()
-        }
-    };
-    let mut all: Vec<u8> = std::iter::repeat_with(&mut element).flatten().take(bytes).collect();
-    all.resize(bytes.next_multiple_of(16), 0);
-    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
-}
-
 fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {
     let layout = layout(hosts);
     let outer = |bytes| Sum { from: 0, stride: 16, to: Span { addr: 0, bytes }, dtype, op }.args(&layout).expect("aligned").0;
     let program = Program::build(NAMES.0, 2, Some(dtype), Some(outer(16)));
     for &count in counts {
         let bytes = count * dtype.size();
-        let partials: Vec<Vec<u128>> = (0..layout.hosts()).map(|host| partial(host, bytes, dtype)).collect();
+        let partials: Vec<Vec<u128>> = (0..layout.hosts()).map(|host| numbers(host, bytes, dtype)).collect();
         let from = partials.concat();
         let mut to = vec![UNTOUCHED; bytes + begin + 16];
         let sum = Sum {

@@ -3,7 +3,7 @@
 
 mod emulated;
 
-use emulated::Program;
+use emulated::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
 use symm::fused::sum_parts::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source, Store};
@@ -13,35 +13,8 @@ const THREADS: u32 = 4;
 /// What the bytes behind a result hold.
 const UNTOUCHED: u8 = 0xa5;
 
-/// Numbers between -2 and 2 of every rank, in units so that they are aligned.
-fn part(rank: usize, bytes: usize, dtype: DType) -> Vec<u128> {
-    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (rank as u64 + 1);
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state >> 11
-    };
-    let mut element = || -> Vec<u8> {
-        let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
-        if dtype == DType::F64 {
-            number.to_le_bytes().to_vec()
-        } else if dtype == DType::F32 {
-            (number as f32).to_le_bytes().to_vec()
-        } else if dtype == DType::BF16 {
-            ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
-        } else {
-            // Any bits of a float16 below 2.
-            ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
-        }
-    };
-    let mut all: Vec<u8> = std::iter::repeat_with(&mut element).take(bytes / dtype.size()).flatten().collect();
-    all.resize(bytes.next_multiple_of(16), 0);
-    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
-}
-
 fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
-    let parts: Vec<Vec<u128>> = (0..n).map(|rank| part(rank, bytes, dtype)).collect();
+    let parts: Vec<Vec<u128>> = (0..n).map(|rank| numbers(rank, bytes, dtype)).collect();
     let addresses: Vec<usize> = parts.iter().map(|part| part.as_ptr().addr()).collect();
     let op = if mean { ReduceOp::Avg } else { ReduceOp::Sum };
     let mut expected = vec![0u8; bytes];

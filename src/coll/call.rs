@@ -40,3 +40,19 @@ pub struct Call {
     /// Call site in the user's program, if that is to be compared too.
     pub call_site: Option<&'static CallSite>,
 }
+
+impl Call {
+    /// A barrier.
+    pub fn barrier(call_site: Option<&'static CallSite>) -> Self {
+        Self {
+            op: Op::Barrier,
+            dtype: DType::U8,
+            reduce_op: ReduceOp::Sum,
+            root: Rank(0),
+            factor: 1.0,
+            inputs: Vec::new(),
+            outputs: Vec::new(),
+            call_site,
+        }
+    }
+}

@@ -1,28 +1,11 @@
 //! Monitored barrier: one whose failure names the ranks that did not come, in Gloo's words.
 
 use super::Group;
-use crate::coll::call::{Call, Op};
-use crate::dtype::{DType, ReduceOp};
+use crate::coll::call::Call;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::sync::call_site::CallSite;
 use std::time::Duration;
-
-impl Call {
-    /// A barrier.
-    pub fn barrier(call_site: Option<&'static CallSite>) -> Self {
-        Self {
-            op: Op::Barrier,
-            dtype: DType::U8,
-            reduce_op: ReduceOp::Sum,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
-            call_site,
-        }
-    }
-}
 
 /// Monitored barrier of rank `me`.
 #[derive(Clone, Copy, Debug)]

@@ -91,7 +91,7 @@ impl Step<'_> {
                 to.copy_from_slice(from);
                 end += record;
             }
-            copy(Span { addr: slot.as_ptr().addr(), bytes: SLOT }, between.head(0, SLOT));
+            copy(Span { addr: slot.as_ptr().addr(), bytes: SLOT }, between.staged(0, SLOT));
             between.start(&Transfer::AllGather { from: 0, each: SLOT, to: SLOT })?;
         }
         Ok(Opening { step: self, between, slots: Scratch::new(self.layout.hosts() * SLOT) })
@@ -151,7 +151,7 @@ impl Opening<'_> {
         let Some(between) = self.between.as_ref().filter(|_| step.local() == 0) else { return Ok(()) };
         between.finish()?;
         let whole = self.slots.span();
-        copy(between.head(SLOT, whole.bytes), whole);
+        copy(between.staged(SLOT, whole.bytes), whole);
         let ranks: Vec<Rank> = (0..step.layout.hosts()).map(|host| step.layout.members(host)[0]).collect();
         Header::agree(self.slots.bytes(), SLOT, &ranks, step.layout, step.inner.control().name()).map(drop)
     }

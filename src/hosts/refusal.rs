@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Time from a refusal until others are told: enough to catch the exception and make the right call.
-const DELAY: Duration = Duration::from_millis(80);
+pub(super) const DELAY: Duration = Duration::from_millis(80);
 
 /// Refusals of this rank.
 pub(super) struct Refusals {

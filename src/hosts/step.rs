@@ -159,13 +159,8 @@ impl<'a> Between<'a> {
         Self { step, rail, addr, begin }
     }
 
-    /// Staging from place `at` on.
+    /// Staging from place `at` on; slots are before `begin`.
     pub(super) fn staged(&self, at: usize, bytes: usize) -> Span {
-        Span { addr: self.addr + at, bytes }
-    }
-
-    /// The first bytes of the staging, which hold slots.
-    pub(super) fn head(&self, at: usize, bytes: usize) -> Span {
         Span { addr: self.addr + at, bytes }
     }
 

@@ -188,7 +188,7 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
     });
 }
 
-fn data(seed: usize, bytes: usize) -> Vec<u8> {
+pub(super) fn data(seed: usize, bytes: usize) -> Vec<u8> {
     let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let mut next = || {
         state ^= state << 13;

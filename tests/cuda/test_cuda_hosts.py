@@ -10,7 +10,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import expected
 import pytest
@@ -358,6 +358,15 @@ def groups(rank: int, world: int) -> None:
     assert torch.all(got == sum(other for other in range(world) if other % 2 == rank % 2))
 
 
+def wait_for_error(work: dist.Work) -> NoReturn:
+    """Waits again and again: that raises once the host has learned of a failure."""
+    begun = time.monotonic()
+    while True:
+        work.wait()
+        assert time.monotonic() < begun + 20, "no error came"
+        time.sleep(0.01)
+
+
 def late(rank: int, world: int) -> None:
     """The ranks of host b do not come."""
     tensor = torch.ones(100_000, device=device())
@@ -369,10 +378,7 @@ def late(rank: int, world: int) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     begun = time.monotonic()
     with pytest.raises(dist.DistBackendError, match=r"host \"b\" \(ranks? .*\(timeout\)"):
-        while True:
-            work.wait()
-            assert time.monotonic() < begun + 20, "no error came"
-            time.sleep(0.01)
+        wait_for_error(work)
     assert time.monotonic() < begun + 10
     # What waited has ended.
     torch.cuda.synchronize()
@@ -402,10 +408,7 @@ def killed(rank: int, world: int) -> None:
     work = dist.all_reduce(tensor, async_op=True)
     begun = time.monotonic()
     with pytest.raises(dist.DistBackendError, match=rf"rank {world - 1} "):
-        while True:
-            work.wait()
-            assert time.monotonic() < begun + 20, "no error came"
-            time.sleep(0.01)
+        wait_for_error(work)
     assert time.monotonic() < begun + 5
     torch.cuda.synchronize()
 

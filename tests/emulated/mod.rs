@@ -98,3 +98,32 @@ fn compile(path: &str, defines: &[String]) -> Library {
     // SAFETY: what was just compiled has no initialisers beyond constants.
     unsafe { Library::new(&object) }.unwrap_or_else(|error| panic!("{}: {error}", object.display()))
 }
+
+/// What rank or host `giver` gives, in units so that it is aligned: floats between -2 and 2, any bits of integers.
+pub(crate) fn numbers(giver: usize, bytes: usize, dtype: DType) -> Vec<u128> {
+    let mut state = 0x9e37_79b9_7f4a_7c15 ^ (giver as u64 + 1);
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 11
+    };
+    let mut element = || -> Vec<u8> {
+        let number = random() as f64 / (1u64 << 51) as f64 - 2.0;
+        if dtype == DType::F64 {
+            number.to_le_bytes().to_vec()
+        } else if matches!(dtype, DType::F32 | DType::C64) {
+            (number as f32).to_le_bytes().to_vec()
+        } else if dtype == DType::BF16 {
+            ((number as f32).to_bits() >> 16).to_le_bytes()[..2].to_vec()
+        } else if dtype == DType::F16 {
+            // Any bits below 2.
+            ((random() as u16) & 0xbfff).to_le_bytes().to_vec()
+        } else {
+            random().to_le_bytes()[..dtype.size()].to_vec()
+        }
+    };
+    let mut all: Vec<u8> = std::iter::repeat_with(&mut element).flatten().take(bytes).collect();
+    all.resize(bytes.next_multiple_of(16), 0);
+    all.chunks_exact(16).map(|unit| u128::from_le_bytes(unit.try_into().expect("16 bytes"))).collect()
+}

@@ -8,6 +8,7 @@ use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::{CudaTarget, Transfer};
 use crate::hosts::HostsGroup;
+use crate::hosts::step::NOTHING;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
 use crate::sys::interrupt::Interrupts;
@@ -16,8 +17,6 @@ use std::time::{Duration, Instant};
 
 /// Pauses between two looks for a peer in the store.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
-
-const NOTHING: Span = Span { addr: 0, bytes: 0 };
 
 impl HostsGroup {
     /// Enqueues sends and receives, none of which waits for another; returns as `launch` does. The first message between two ranks of

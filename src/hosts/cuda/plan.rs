@@ -8,15 +8,13 @@ use super::sum::{Sum, UNIT};
 use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
 use crate::dtype::{DType, ReduceOp};
-use crate::hosts::slices::{GATHERED, Levels, joined, overlap, part, rails, ranges};
+use crate::hosts::slices::{self, GATHERED, Levels, joined, overlap, part, rails, ranges};
+use crate::hosts::step::NOTHING;
 use crate::rank::Rank;
 use std::ops::Range;
 
 /// Bytes of a rail's slice that are under way at a time.
 const CHUNK: usize = 64 << 20;
-
-/// The empty span.
-const NOTHING: Span = Span { addr: 0, bytes: 0 };
 
 /// One step of a plan.
 #[derive(Clone, Debug)]
@@ -68,9 +66,7 @@ fn padded(bytes: usize) -> usize {
 
 /// `bytes` bytes in `parts` parts, as even as they can be where each begins at a multiple of 16 bytes, in order.
 fn slices(bytes: usize, parts: usize) -> Vec<Range<usize>> {
-    let units = bytes.div_ceil(UNIT);
-    let start = |part: usize| ((part * (units / parts) + part.min(units % parts)) * UNIT).min(bytes);
-    (0..parts).map(|part| start(part)..start(part + 1)).collect()
+    slices::slices(padded(bytes), UNIT, parts).into_iter().map(|slice| slice.start.min(bytes)..slice.end.min(bytes)).collect()
 }
 
 struct Planner<'a> {

@@ -7,6 +7,7 @@ use super::sum::{MOST_HOSTS, Sum, SumPartials};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op, Span};
 use crate::dtype::{DType, ReduceOp};
+use crate::hosts::tests::data;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
 use crate::sys::host::Host;
@@ -194,17 +195,6 @@ fn transferred(all: &[Transfer]) {
             all.iter().for_each(|transfer| write(&given, at(transfer)));
         }
     }
-}
-
-fn data(seed: usize, bytes: usize) -> Vec<u8> {
-    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 24) as u8
-    };
-    (0..bytes).map(|_| next()).collect()
 }
 
 /// Buffers of one rank: inputs and outputs.

@@ -6,13 +6,10 @@ use super::frame::Refusal;
 use super::pair::Pair;
 use super::{LOOK, Messages};
 use crate::error::Error;
+use crate::hosts::refusal::DELAY;
 use crate::rank::Rank;
 use crate::watch;
 use std::sync::Arc;
-use std::time::Duration;
-
-/// Time from a refusal until the peer is told: enough to catch the exception and make the right call.
-const DELAY: Duration = Duration::from_millis(80);
 
 impl Messages {
     /// Notes that this rank has refused to send to `peer`, or to receive from it, because of `why`.
