@@ -83,7 +83,7 @@ pub struct Config {
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
     pub debug_call_site: bool,
-    /// `SYMM_HOSTS`: `refuse` (the default), `gloo`, `nccl` or `auto`: what connects the hosts of a group whose options do not say; the same on all
+    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl` or `auto` (the default): what connects the hosts of a group whose options do not say; the same on all
     /// ranks.
     pub hosts: HostsChoice,
     /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
@@ -244,7 +244,7 @@ impl Config {
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
             debug_call_site,
-            hosts: hosts.unwrap_or(HostsChoice::Refuse),
+            hosts: hosts.unwrap_or(HostsChoice::Nccl),
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
@@ -298,7 +298,7 @@ mod tests {
             topology_file: None,
             blocking_wait: false,
             debug_call_site: false,
-            hosts: HostsChoice::Refuse,
+            hosts: HostsChoice::Nccl,
             gloo_interface: None,
             test_host: String::new(),
             trace_dir: None,
@@ -346,7 +346,7 @@ mod tests {
             trace_dir: Some("/scratch/traces".into()),
             temporary: "/scratch".into(),
             debug_call_site: true,
-            hosts: HostsChoice::Refuse,
+            hosts: HostsChoice::Nccl,
             gloo_interface: None,
             test_host: String::new(),
         };

@@ -5,7 +5,7 @@ pub mod device;
 pub mod monitored;
 mod refusal;
 
-use crate::boot::{self, JoinSpec, Member};
+use crate::boot::{self, Found, JoinSpec, Joined, Member};
 use crate::coll::call::Call;
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
@@ -95,34 +95,54 @@ const SPINS: u32 = 512;
 /// Turns where ranks share cores: the peer that is waited for may need this one.
 const SPINS_CROWDED: u32 = 64;
 
+/// Name of the group that `options` name, the same on all members; torch calls the default group "0".
+fn group_name(options: &JoinOptions) -> &str {
+    if options.is_default { "default" } else { options.group.as_str() }
+}
+
+/// What joining needs to know. A group that is too large for one host needs no memory.
+fn join_spec(options: &JoinOptions) -> Result<JoinSpec<'_>> {
+    let size = usize::try_from(options.size).ok().filter(|&size| size > 0);
+    let size =
+        size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
+    let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
+    let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
+    let layout = (size <= MAX_RANKS).then(|| Layout::new(size));
+    Ok(JoinSpec {
+        group: group_name(options),
+        rank,
+        size: size as u32,
+        restart: &Config::get().restart,
+        timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
+        segment_bytes: layout.map_or(0, Layout::total_bytes) as u64,
+        reserved_bytes: layout.map_or(0, Layout::control_bytes),
+        keep_membership: options.is_default,
+        // A job that starts anew has the same ranks in other processes.
+        known: (!options.is_default).then_some(boot::Known { global_ranks: &options.global_ranks, ended: trace::ended }),
+    })
+}
+
 impl Group {
     /// Joins the group that `options` name, meeting its other members through `store`.
     pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
+        let size = options.size;
+        if size > MAX_RANKS as i32 {
+            return Err(Error::config(format!("a group of {size} ranks cannot be made; there must be 1 to {MAX_RANKS}")));
+        }
+        Self::of(boot::join(store, &join_spec(options)?)?, options)
+    }
+
+    /// Joins the group as `join` does if its members are on one host, and else tells where they are.
+    pub fn find(store: &dyn Store, options: &JoinOptions) -> Result<Found<Self>> {
+        Ok(match boot::find(store, &join_spec(options)?)? {
+            Found::Together(joined) => Found::Together(Self::of(joined, options)?),
+            Found::Apart(apart) => Found::Apart(apart),
+        })
+    }
+
+    fn of(joined: Joined, options: &JoinOptions) -> Result<Self> {
         let config = Config::get();
-        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
-        let size = usize::try_from(options.size).ok().filter(|n| (1..=MAX_RANKS).contains(n));
-        let size =
-            size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
-        let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
-        let rank = rank.ok_or_else(|| Error::config(format!("rank {} is outside the group of {size} ranks", options.rank)))?;
-        let layout = Layout::new(size);
-        let segment_bytes = layout.total_bytes();
-        // torch calls it "0".
-        let group = if options.is_default { "default" } else { options.group.as_str() };
-        let restart = config.restart.as_str();
-        let spec = JoinSpec {
-            group,
-            rank,
-            size: size as u32,
-            restart,
-            timeout,
-            segment_bytes: segment_bytes as u64,
-            reserved_bytes: layout.control_bytes(),
-            keep_membership: options.is_default,
-            // A job that starts anew has the same ranks in other processes.
-            known: (!options.is_default).then_some(boot::Known { global_ranks: &options.global_ranks, ended: trace::ended }),
-        };
-        let joined = boot::join(store, &spec)?;
+        let (size, rank, group) = (joined.members.len(), Rank(options.rank as u32), group_name(options));
         let global = |r: usize| options.global_ranks.get(r).map_or(r as u32, |&g| g as u32);
         let identity = |(r, member): (usize, &Member)| Identity { pid: member.pid, global: global(r) };
         let members = joined.members.iter().enumerate().map(identity).collect();
@@ -130,7 +150,7 @@ impl Group {
         let tuning = Tuning { direct: config.cma, spins: config.spin, thresholds };
         let segment = Segment::map_at(joined.segment, joined.addresses)?;
         let control = control_block(segment, group, rank, members, tuning).named(options.part.clone());
-        let mut made = Self::with_watched(control, &joined.members, timeout, tuning)?;
+        let mut made = Self::with_watched(control, &joined.members, options.timeout.unwrap_or(DEFAULT_TIMEOUT), tuning)?;
         made.membership = Mutex::new(joined.membership);
         Ok(made)
     }

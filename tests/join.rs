@@ -4,12 +4,13 @@
 mod joining;
 
 use joining::{Doctored, Flat, LONG, SHORT, error, sleeper, spec, threads};
+use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use symm::boot::{JoinSpec, Joined, Member, join};
+use symm::boot::{Found, JoinSpec, Joined, Member, find, join};
 use symm::error::{Error, Kind, Result};
 use symm::store::Store;
 use symm::store::file::FileStore;
@@ -46,6 +47,52 @@ fn all_ranks_share_memory_token_and_members() {
                 assert!(member.pidfd.is_none());
             }
         }
+    }
+}
+
+/// Notes how often each operation is asked for.
+#[derive(Default)]
+struct Counted {
+    inner: MemoryStore,
+    keys: Mutex<BTreeSet<String>>,
+}
+
+impl Store for Counted {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        self.keys.lock().unwrap().insert(format!("{:?} {:?}", request.op, request.keys));
+        self.inner.call(request, limit)
+    }
+}
+
+#[test]
+fn ranks_of_one_host_say_no_more_where_hosts_may_be_connected() {
+    let _flat = Flat::start();
+    let [strict, open] = [false, true].map(|several| {
+        let store = Counted::default();
+        threads(0..4, |rank| {
+            let spec = spec("g", rank, 4, LONG);
+            match if several { find(&store, &spec) } else { join(&store, &spec).map(Found::Together) }.unwrap() {
+                Found::Together(joined) => assert_eq!(joined.members.len(), 4),
+                Found::Apart(apart) => panic!("on one host: {apart:?}"),
+            }
+        });
+        assert!(store.inner.is_empty());
+        store.keys.into_inner().unwrap()
+    });
+    assert_eq!(strict, open);
+}
+
+#[test]
+fn more_ranks_than_one_host_can_have_are_refused_once_they_are_known_to_be_on_one() {
+    let _flat = Flat::start();
+    let store = MemoryStore::new();
+    for outcome in threads(0..129, |rank| find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) })) {
+        let error = outcome.err().unwrap();
+        assert_eq!(
+            (error.kind, error.message.contains("129 ranks is larger than torch-symm supports on one host (128)")),
+            (Kind::Config, true),
+            "{error}"
+        );
     }
 }
 

@@ -5,6 +5,7 @@ use super::membership::{self, Membership};
 use super::record::Record;
 use crate::error::{Error, Kind, Result};
 use crate::rank::Rank;
+use crate::store::Store;
 use crate::sys::fork::PerProcess;
 use crate::sys::process;
 use std::collections::HashSet;
@@ -18,13 +19,41 @@ fn joining() -> MutexGuard<'static, HashSet<[u8; 16]>> {
     JOINING.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
+/// A record as it stands in the store.
+#[derive(Clone, Debug)]
+pub(super) struct Published {
+    pub(super) key: String,
+    pub(super) record: Record,
+    bytes: Vec<u8>,
+}
+
+impl Published {
+    /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
+    pub(super) fn fail(&self, store: &dyn Store, error: &Error) {
+        let mut record = self.record.clone();
+        record.at = super::now_since_boot();
+        record.fail(error);
+        let written = record.encode().and_then(|bytes| store.compare_set(&self.key, &self.bytes, &bytes));
+        if let Err(error) = written {
+            log::debug!("rank {} (pid {}): the failure could not be stored: {error}", record.rank, record.pid);
+        }
+    }
+
+    /// Removes the key.
+    pub(super) fn remove(&self, store: &dyn Store) {
+        if let Err(error) = store.delete(&self.key)
+            // A store that has no deletion goes with its job.
+            && error.kind != Kind::NotImplemented
+        {
+            log::warn!("rank {} (pid {}): its record could not be removed: {error}", self.record.rank, self.record.pid);
+        }
+    }
+}
+
 /// A rank's membership, held against any other claimant.
 pub(super) struct Claim<'a> {
     attempt: &'a Attempt<'a>,
-    key: String,
-    /// Record as it stands in the store.
-    pub(super) record: Record,
-    bytes: Vec<u8>,
+    pub(super) published: Published,
     /// Whether a record of an earlier attempt stood here.
     pub(super) again: bool,
     /// Membership that is announced when the record goes.
@@ -37,15 +66,16 @@ impl<'a> Claim<'a> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
         joining().insert(record.nonce);
-        let mut claim = Self { attempt, key, record, bytes, again: false, membership: None };
+        let mut claim = Self { attempt, published: Published { key, record, bytes }, again: false, membership: None };
         let mut expected = Vec::new();
         loop {
-            let standing = attempt.store.compare_set(&claim.key, &expected, &claim.bytes)?;
-            if standing == claim.bytes {
+            let Published { key, bytes, .. } = &claim.published;
+            let standing = attempt.store.compare_set(key, &expected, bytes)?;
+            if standing == *bytes {
                 if attempt.spec.keep_membership {
                     // Asked again: the group may have formed, and withdrawn the record that would have stood here, since it was asked
                     // before.
-                    membership::refuse_taken(attempt, false).inspect_err(|_| claim.remove())?;
+                    membership::refuse_taken(attempt, false).inspect_err(|_| claim.published.remove(attempt.store))?;
                 }
                 return Ok(claim);
             }
@@ -69,13 +99,14 @@ impl<'a> Claim<'a> {
     }
 
     fn refuse_living(&self, standing: &[u8]) -> Result<()> {
-        let Ok(other) = Record::decode(Rank(self.record.rank), standing) else {
+        let Ok(other) = Record::decode(Rank(self.published.record.rank), standing) else {
             // Another version's, or not ours at all: whoever wrote it is told by our record, or has long ended.
             return Ok(());
         };
         let attempt = self.attempt;
         let lives = if other.host != attempt.host {
-            true
+            // Of a process there nothing can be known; where hosts may be connected, it may come again after a failure.
+            !attempt.several || other.failure.is_none()
         } else if other.process() == attempt.own {
             joining().contains(&other.nonce)
         } else {
@@ -91,37 +122,17 @@ impl<'a> Claim<'a> {
         Err(attempt.twice(other.pid, &membership))
     }
 
-    /// Adds the cause to the record, for those who read it later. Best effort: the cause itself is what matters.
-    pub(super) fn fail(&self, error: &Error) {
-        let mut record = self.record.clone();
-        record.at = super::now_since_boot();
-        record.fail(error);
-        let written = record.encode().and_then(|bytes| self.attempt.store.compare_set(&self.key, &self.bytes, &bytes));
-        if let Err(error) = written {
-            log::debug!("{}: the failure could not be stored: {error}", self.attempt.me());
-        }
-    }
-
     /// Removes the key, since all others have read it; what says who has the rank from now on stands before that.
     pub(super) fn withdraw(&self) {
         if let Some(membership) = &self.membership {
             membership.announce(self.attempt);
         }
-        self.remove();
-    }
-
-    fn remove(&self) {
-        if let Err(error) = self.attempt.store.delete(&self.key)
-            // A store that has no deletion goes with its job.
-            && error.kind != Kind::NotImplemented
-        {
-            log::warn!("{}: its record of {} could not be removed: {error}", self.attempt.me(), self.attempt.group());
-        }
+        self.published.remove(self.attempt.store);
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        joining().remove(&self.record.nonce);
+        joining().remove(&self.published.record.nonce);
     }
 }

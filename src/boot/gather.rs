@@ -1,6 +1,7 @@
 //! Waiting for the records of all ranks.
 
 use super::claim::Claim;
+use super::hosts::Placement;
 use super::record::{Record, agree};
 use super::{Attempt, Member};
 use crate::error::{Error, Result};
@@ -21,8 +22,16 @@ pub(super) const REREAD: Duration = Duration::from_millis(10);
 /// Time within which a rank may replace a failure from before this call, before it counts.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Records and processes of all ranks, which fit together.
-pub(super) struct Gathered {
+/// All ranks, whose records fit together.
+pub(super) enum Gathered {
+    /// On one host.
+    Together(Box<Ranks>),
+    /// On several; only where hosts may be connected.
+    Apart(Vec<Placement>),
+}
+
+/// Records and processes of the ranks of one host.
+pub(super) struct Ranks {
     pub(super) leader: Record,
     pub(super) members: Vec<Member>,
 }
@@ -58,8 +67,11 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
             })
             .collect();
         seen.extend(live.iter().map(|record| record.nonce));
-        agree(attempt.spec.group, &live)?;
+        agree(attempt.spec.group, &live, attempt.several)?;
         if live.len() == keys.len() {
+            if live.iter().any(|record| record.host != attempt.host) {
+                return Ok(Gathered::Apart(live.into_iter().map(Record::placement).collect()));
+            }
             return finish(standings);
         }
         for standing in standings.iter().flatten() {
@@ -127,12 +139,13 @@ pub(super) fn failure_of(attempt: &Attempt<'_>, rank: Rank, process: ProcessId) 
 fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Standing> {
     let mut pidfd = None;
     let mut lives = true;
-    // Of a process on another host nothing can be known, and `agree` refuses it.
+    // Of a process on another host nothing can be known, and `agree` refuses it unless hosts may be connected.
     if record.host == attempt.host && record.process() != attempt.own {
         pidfd = process::open(record.process()).map_err(|errno| attempt.os("open a process descriptor", errno))?;
         lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
     }
-    let fresh = record.at >= attempt.clock.started_at;
+    // Another host has another clock.
+    let fresh = record.host == attempt.host && record.at >= attempt.clock.started_at;
     if let Some(failure) = &record.failure {
         // One from before this call counts if its rank lives and does not start anew either; unless this rank has itself
         // been part of that attempt, and now waits for the others to start theirs.
@@ -168,7 +181,7 @@ fn finish(standings: Vec<Option<Standing>>) -> Result<Gathered> {
         }
     }
     let leader = leader.ok_or_else(|| Error::internal("a group without ranks"))?;
-    Ok(Gathered { leader, members })
+    Ok(Gathered::Together(Box::new(Ranks { leader, members })))
 }
 
 fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {

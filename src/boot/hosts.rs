@@ -1,24 +1,17 @@
 //! Which ranks of a group are on which host, for groups that span several.
 //!
-//! Ranks share a host where their [`Host`]s are equal; containers that share no namespaces are hosts of their own. The default group finds
-//! out through the store, once. Every later group of the process computes its layout from that, without a word to anybody.
+//! Ranks share a host where their [`Host`]s are equal; containers that share no namespaces are hosts of their own. The default group learns
+//! it from the records by which its ranks join. Where it is on several hosts, every later group of the process computes its layout from that,
+//! without a word to anybody.
 
-use super::{Clock, PAUSE, PAUSE_MAX};
 use crate::config::HostsChoice;
-use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
-use crate::store::Store;
-use crate::store::prefix::PrefixStore;
-use crate::store::until::Until;
 use crate::sys::fork::PerProcess;
-use crate::sys::host::{self, Host};
-use crate::sys::interrupt;
-use serde::{Deserialize, Serialize};
+use crate::sys::host::Host;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 /// Where a rank runs.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Identity of its host.
     pub host: Host,
@@ -26,15 +19,6 @@ pub struct Placement {
     pub name: String,
     /// Id of its process there.
     pub pid: u32,
-}
-
-impl Placement {
-    /// Placement of this process.
-    pub fn own() -> Result<Self> {
-        let host = Host::own()?;
-        let name = if host.test.is_empty() { host::name() } else { host.test.clone() };
-        Ok(Self { host, name, pid: std::process::id() })
-    }
 }
 
 /// Ranks of a group by host. Hosts are in the order of their lowest ranks, the ranks of a host in order; every rank computes the same.
@@ -121,67 +105,37 @@ impl Layout {
     }
 }
 
-/// Group whose hosts are asked for.
-#[derive(Clone, Copy, Debug)]
-pub struct Question<'a> {
-    /// Name of the group, the same on all ranks.
-    pub group: &'a str,
-    /// Number of this rank.
-    pub rank: Rank,
-    /// Number of ranks.
-    pub size: u32,
-    /// Tells attempts of one job apart that share a store.
-    pub restart: &'a str,
-    /// Limit of finding out.
-    pub timeout: Duration,
+/// Sentence that says why two ranks, of different [`Host`]s, cannot share memory, and what helps.
+pub(super) fn apart((first, here): (u32, &Placement), (other, there): (u32, &Placement)) -> String {
+    let names = if here.name == there.name { format!("{:?}", here.name) } else { format!("{:?} and {:?}", here.name, there.name) };
+    if here.host.boot != there.host.boot {
+        return format!("run on different hosts ({names}, which have booted apart)");
+    }
+    if here.host.test != there.host.test {
+        return format!("run on different hosts ({names}, by SYMM_TEST_HOST)");
+    }
+    let (namespaces, options): (Vec<&str>, Vec<&str>) = here.host.namespaces_apart(&there.host).into_iter().unzip();
+    let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
+    let help = if options.is_empty() {
+        "start them in one".into()
+    } else {
+        format!("start the containers with {}, or all ranks in one", options.join(" "))
+    };
+    let noun = if namespaces.len() == 1 { "namespace" } else { "namespaces" };
+    format!(
+        "run in different containers of one host ({names}): rank {other} has another {} {noun} than rank {first}; {help}",
+        namespaces.join(", ")
+    )
 }
 
-impl Question<'_> {
-    fn prefix(&self) -> String {
-        format!("symm/{}/{}/hosts", self.group, self.restart)
-    }
-
-    /// Places of all ranks, in their order: each says where it is, and waits for all others.
-    ///
-    /// # Errors
-    /// `Timeout` names the ranks that did not say it.
-    pub fn ask(&self, store: &dyn Store) -> Result<Vec<Placement>> {
-        let clock = Clock::start(self.timeout);
-        let about = format!("group {:?} of {} ranks", self.group, self.size);
-        let purpose = format!("rank {} (pid {}) could not find the hosts of {about}", self.rank, std::process::id());
-        let store = PrefixStore::new(&self.prefix(), Until::new(store, clock.deadline, purpose));
-        let own = serde_json::to_vec(&Placement::own()?).map_err(|error| Error::internal(format!("a place cannot be written: {error}")))?;
-        store.set(&self.rank.to_string(), &own)?;
-        let names: Vec<String> = (0..self.size).map(|rank| rank.to_string()).collect();
-        let keys: Vec<&str> = names.iter().map(String::as_str).collect();
-        while !store.check(&keys)? {
-            interrupt::check()?;
-            if clock.remaining().is_zero() {
-                let missing: Vec<Rank> =
-                    (0..self.size).map(Rank).filter(|rank| !store.check(&[&rank.to_string()]).unwrap_or(true)).collect();
-                return Err(Error::timeout(format!(
-                    "{} did not say within {:.1} s on which host they are, to join {about}: they did not come, or do not have the same \
-                     SYMM_HOSTS (timeout)",
-                    name_ranks(&missing),
-                    clock.waited()
-                )));
-            }
-            std::thread::sleep((clock.started.elapsed() / 4).clamp(PAUSE * self.size, PAUSE_MAX).min(clock.remaining()));
-        }
-        let said = store.multi_get(&keys, Some(clock.remaining().max(PAUSE_MAX)))?;
-        let read = |(rank, bytes): (usize, &bytes::Bytes)| {
-            serde_json::from_slice(bytes)
-                .map_err(|error| Error::config(format!("what rank {rank} says of its host cannot be read: {error}")))
-        };
-        said.iter().enumerate().map(read).collect()
-    }
-
-    /// Removes what this rank has said; all others have read it.
-    pub fn withdraw(&self, store: &dyn Store) {
-        // A store that cannot delete keeps it; one that is gone needs no care.
-        let _ =
-            PrefixStore::new(&self.prefix(), Until::new(store, std::time::Instant::now(), String::new())).delete(&self.rank.to_string());
-    }
+/// What to do about ranks at `placements` that could share memory, and count as being on several hosts, if there are any.
+pub fn advice(placements: &[Placement]) -> Option<String> {
+    let numbered = || (0..).zip(placements);
+    let container = |host: &Host, other: &Host| host != other && host.boot == other.boot && host.test == other.test;
+    numbered().find_map(|one| {
+        let other = numbered().find(|(_, other)| container(&one.1.host, &other.host))?;
+        Some(format!("ranks {} and {} {}, to share memory", one.0, other.0, apart(one, other)))
+    })
 }
 
 /// What the default group has found out.
@@ -200,7 +154,7 @@ pub fn remember(known: Option<Known>) {
     *KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner) = known;
 }
 
-/// What the default group knows, if it has asked where its ranks are.
+/// What the default group knows, if it is on several hosts.
 pub fn known() -> Option<Known> {
     KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
@@ -242,20 +196,15 @@ mod tests {
     }
 
     #[test]
-    fn ranks_find_each_other_and_name_who_is_missing() {
-        let store = crate::store::memory::MemoryStore::default();
-        let ask = |rank, size, seconds| {
-            Question { group: "g", rank: Rank(rank), size, restart: "0", timeout: Duration::from_millis(seconds) }.ask(&store)
-        };
-        let error = ask(1, 3, 60).expect_err("nobody else comes");
-        assert!(error.message.starts_with("ranks 0 and 2 did not say within 0."), "{error}");
-        std::thread::scope(|scope| {
-            let others: Vec<_> = [0, 2].map(|rank| scope.spawn(move || ask(rank, 3, 5000))).into();
-            let placements = ask(1, 3, 5000).expect("all come");
-            assert_eq!(Layout::of(&placements).hosts(), 1);
-            for other in others {
-                assert_eq!(other.join().expect("no panic"), Ok(placements.clone()));
-            }
-        });
+    fn containers_of_one_host_are_advised_and_hosts_are_not() {
+        let within = |pid: &str| Placement { host: Host { pid: pid.into(), ..place(1).host }, ..place(1) };
+        assert_eq!(advice(&[place(1), place(2), place(1)]), None);
+        assert_eq!(
+            advice(&[place(2), within("p"), within("p"), within("q")]).as_deref(),
+            Some(
+                "ranks 1 and 3 run in different containers of one host (\"node1\"): rank 3 has another pid namespace than rank 1; \
+                 start the containers with --pid=host, or all ranks in one, to share memory"
+            )
+        );
     }
 }

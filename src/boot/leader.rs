@@ -1,7 +1,7 @@
 //! Rank 0: makes the memory and hands it to those who can show that they belong to the group.
 
 use super::claim::Claim;
-use super::gather::{Gathered, LOOK, LOOK_MAX, read};
+use super::gather::{LOOK, LOOK_MAX, Ranks, read};
 use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, Member, Met, REAP};
 use crate::error::{Error, Result};
@@ -45,8 +45,8 @@ impl Seat {
     }
 
     /// Returns once all others have been handed the memory. On failure tells the cause to all who are connected.
-    pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Met> {
-        let Gathered { leader, members } = gathered;
+    pub(super) fn hand_out(self, attempt: &Attempt<'_>, claim: &Claim<'_>, ranks: Box<Ranks>) -> Result<Met> {
+        let Ranks { leader, members } = *ranks;
         let token = leader.nonce;
         let mut reception = Reception {
             attempt,

@@ -1,7 +1,7 @@
 //! Any other rank: asks rank 0 for the memory.
 
 use super::claim::Claim;
-use super::gather::{Gathered, REREAD, Standing, read};
+use super::gather::{REREAD, Ranks, Standing, read};
 use super::record::Record;
 use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, GRACE, Member, Met, REAP};
@@ -27,8 +27,8 @@ impl Seat {
     }
 
     /// Returns once rank 0 has answered.
-    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &Claim<'_>, gathered: Gathered) -> Result<Met> {
-        let Gathered { mut leader, mut members } = gathered;
+    pub(super) fn receive(self, attempt: &Attempt<'_>, claim: &Claim<'_>, ranks: Box<Ranks>) -> Result<Met> {
+        let Ranks { mut leader, mut members } = *ranks;
         let mut place = Some(self.place);
         loop {
             if let Some(segment) = ask(attempt, &leader, &members[0], &mut place)? {

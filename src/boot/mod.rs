@@ -6,6 +6,8 @@
 //!    It has listened since before it published, under a random name that stands in its record.
 //! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`membership`).
 //!
+//! Where hosts may be connected and the records name several, the ranks part after step 1 (`hosts`).
+//!
 //! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
 //! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
 
@@ -30,7 +32,9 @@ use crate::store::until::Until;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::{interrupt, random};
-use claim::Claim;
+use claim::{Claim, Published};
+use gather::Gathered;
+use hosts::Placement;
 pub use membership::Membership;
 use record::Record;
 use rustix::fd::OwnedFd;
@@ -112,6 +116,38 @@ pub struct Joined {
     pub membership: Option<Membership>,
 }
 
+/// Ranks that have found each other.
+#[derive(Debug)]
+pub enum Found<T> {
+    /// All on one host, where they share this.
+    Together(T),
+    /// On several hosts.
+    Apart(Box<Apart>),
+}
+
+/// Result of finding the ranks of a group on several hosts.
+#[derive(Debug)]
+pub struct Apart {
+    /// Where they are, in their order.
+    pub placements: Vec<Placement>,
+    /// Prefix of the keys of this attempt.
+    prefix: String,
+    published: Published,
+}
+
+impl Apart {
+    /// Ends the search: all ranks have read this one's record, or, with the cause, joining failed, as those who read it later learn.
+    pub fn end(&self, store: &dyn Store, failed: Option<&Error>) {
+        // Best effort, also where the time is over: nobody waits for it.
+        let purpose = format!("rank {} could not remove its record", self.published.record.rank);
+        let store = PrefixStore::new(&self.prefix, Until::new(store, Instant::now() + REAP, purpose));
+        match failed {
+            Some(error) => self.published.fail(&store, error),
+            None => self.published.remove(&store),
+        }
+    }
+}
+
 /// Result of meeting the others.
 struct Met {
     segment: OwnedFd,
@@ -157,6 +193,8 @@ struct Attempt<'a> {
     clock: Clock,
     own: ProcessId,
     host: Host,
+    /// Whether the ranks may be on several hosts.
+    several: bool,
 }
 
 impl Attempt<'_> {
@@ -275,35 +313,59 @@ enum Seat {
 /// `Value` and `Config` for what was asked wrongly; `Config` where the ranks cannot form a group (hosts, versions,
 /// sizes, users, duplicates, descriptors); `Timeout` naming who did not come; `Peer` naming who ended.
 pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
+    match meet(store, spec, false)? {
+        Found::Together(joined) => Ok(joined),
+        Found::Apart(_) => Err(Error::internal("several hosts were not refused")),
+    }
+}
+
+/// Joins the group as `join` does if its ranks are on one host, and else tells where they are. One of more than [`MAX_SIZE`] ranks can only
+/// be on several.
+///
+/// # Errors
+/// As `join`.
+pub fn find(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Found<Joined>> {
+    meet(store, spec, true)
+}
+
+fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<Joined>> {
     let JoinSpec { rank, size, .. } = *spec;
     if size == 0 || rank.0 >= size {
         return Err(Error::value(format!("rank {rank} does not exist in group {:?} of {size} ranks", spec.group)));
     }
-    if size > MAX_SIZE {
-        return Err(Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports ({MAX_SIZE})", spec.group)));
+    let too_large = (size > MAX_SIZE).then(|| {
+        Error::config(format!("group {:?} of {size} ranks is larger than torch-symm supports on one host ({MAX_SIZE})", spec.group))
+    });
+    if let Some(error) = too_large.as_ref().filter(|_| !several) {
+        return Err(error.clone());
     }
     let clock = Clock::start(spec.timeout);
     let purpose = format!("rank {rank} (pid {}) could not join group {:?} of {size} ranks", std::process::id(), spec.group);
-    let store = PrefixStore::new(&format!("symm/{}/{}", spec.group, spec.restart), Until::new(store, clock.deadline, purpose));
+    let prefix = format!("symm/{}/{}", spec.group, spec.restart);
+    let store = PrefixStore::new(&prefix, Until::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, Host::own()?, random::bytes()?)));
     // Who cannot find out about itself still says so in a record, which is of no host.
     let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, Host::default(), [0; 16]);
     let (own, host, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
-    let attempt = Attempt { store: &store, spec, clock, own, host };
+    let attempt = Attempt { store: &store, spec, clock, own, host, several };
     let known = known.map_err(|error| Error { message: format!("{} cannot join {}: {error}", attempt.me(), attempt.group()), ..error });
     if size == 1 {
         known?;
         let (segment, addresses) = (leader::segment(&attempt)?, attempt.addresses()?);
         let ProcessId { pid, start_time } = attempt.own;
-        return Ok(Joined { segment, members: vec![Member { pid, start_time, pidfd: None }], token, addresses, membership: None });
+        let members = vec![Member { pid, start_time, pidfd: None }];
+        return Ok(Found::Together(Joined { segment, members, token, addresses, membership: None }));
     }
     if spec.keep_membership && known.is_ok() {
         membership::refuse_taken(&attempt, true)?;
     }
     let seat = known.and_then(|_| {
+        if too_large.is_some() {
+            return Ok(None);
+        }
         let leads = rank == Rank(0);
         let seat = if leads { Seat::Leader(leader::Seat::take(&attempt)?) } else { Seat::Member(member::Seat::take(&attempt)?) };
-        Ok((seat, spec.keep_membership.then(|| Membership::take(&attempt)).transpose()?, attempt.addresses()?))
+        Ok(Some((seat, spec.keep_membership.then(|| Membership::take(&attempt)).transpose()?, attempt.addresses()?)))
     });
     let mut record = Record {
         protocol: record::PROTOCOL,
@@ -322,27 +384,27 @@ pub fn join(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Joined> {
         failure: None,
     };
     match &seat {
-        Ok((Seat::Leader(seat), ..)) => record.socket.clone_from(&seat.name),
-        Ok((Seat::Member(_), ..)) => {}
+        Ok(Some((Seat::Leader(seat), ..))) => record.socket.clone_from(&seat.name),
+        Ok(_) => {}
         Err(error) => record.fail(error),
     }
     let mut claim = Claim::publish(&attempt, record).map_err(|error| seat.as_ref().err().cloned().unwrap_or(error))?;
-    let outcome = seat.and_then(|(seat, membership, addresses)| {
-        claim.membership = membership;
-        let gathered = gather::gather(&attempt, &claim);
-        let met = match seat {
-            Seat::Leader(seat) => seat.hand_out(&attempt, &claim, gathered?),
-            Seat::Member(seat) => seat.receive(&attempt, &claim, gathered?),
+    let outcome = seat.and_then(|held| {
+        let ranks = match gather::gather(&attempt, &claim)? {
+            Gathered::Apart(placements) => {
+                return Ok(Found::Apart(Box::new(Apart { placements, prefix, published: claim.published.clone() })));
+            }
+            Gathered::Together(ranks) => ranks,
         };
-        Ok((met?, addresses))
+        let Some((seat, membership, addresses)) = held else {
+            return Err(too_large.unwrap_or_else(|| Error::internal("a group without a place for it")));
+        };
+        claim.membership = membership;
+        let Met { segment, members, token } = match seat {
+            Seat::Leader(seat) => seat.hand_out(&attempt, &claim, ranks),
+            Seat::Member(seat) => seat.receive(&attempt, &claim, ranks),
+        }?;
+        Ok(Found::Together(Joined { segment, members, token, addresses, membership: claim.membership.take() }))
     });
-    match outcome {
-        Ok((Met { segment, members, token }, addresses)) => {
-            Ok(Joined { segment, members, token, addresses, membership: claim.membership.take() })
-        }
-        Err(error) => {
-            claim.fail(&error);
-            Err(error)
-        }
-    }
+    outcome.inspect_err(|error| claim.published.fail(&store, error))
 }

@@ -1,5 +1,6 @@
 //! Record that a rank leaves of itself in the store, and the check that all records fit together. Pure.
 
+use super::hosts::{Placement, apart};
 use crate::error::{Error, Kind, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::host::Host;
@@ -54,6 +55,12 @@ impl Record {
         ProcessId { pid: self.pid, start_time: self.start_time }
     }
 
+    /// Where its rank runs.
+    pub(super) fn placement(&self) -> Placement {
+        let name = if self.host.test.is_empty() { &self.host_name } else { &self.host.test };
+        Placement { host: self.host.clone(), name: name.clone(), pid: self.pid }
+    }
+
     pub(super) fn fail(&mut self, error: &Error) {
         self.failure = Some(Failure { kind: error.kind as u8, message: error.message.clone() });
     }
@@ -83,8 +90,9 @@ impl Record {
     }
 }
 
-/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how.
-pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
+/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how. `several`: also where they
+/// are on several hosts, of which each then forms a group of its own.
+pub(super) fn agree(group: &str, records: &[&Record], several: bool) -> Result<()> {
     let Some((first, rest)) = records.split_first() else {
         return Ok(());
     };
@@ -101,19 +109,23 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
             first.rank, first.version, first.protocol, other.rank, other.version, other.protocol
         )));
     }
+    if let Some((ranks, other)) = differing(&|record| record.size != first.size) {
+        return Err(Error::config(format!(
+            "{ranks} disagree on the size of group {group:?}: rank {} says {} ranks, rank {} {}",
+            first.rank, first.size, other.rank, other.size
+        )));
+    }
     if let Some((ranks, other)) = differing(&|record| record.host != first.host) {
-        return Err(Error::config(format!("{ranks} {}", apart(first, other))));
+        if several {
+            return Ok(());
+        }
+        let reason = apart((first.rank, &first.placement()), (other.rank, &other.placement()));
+        return Err(Error::config(format!("{ranks} {reason}; SYMM_HOSTS=refuse keeps hosts apart, auto on all ranks connects them")));
     }
     if let Some((ranks, other)) = differing(&|record| record.uid != first.uid) {
         return Err(Error::config(format!(
             "{ranks} run as different users: rank {} as {}, rank {} as {}",
             first.rank, first.uid, other.rank, other.uid
-        )));
-    }
-    if let Some((ranks, other)) = differing(&|record| record.size != first.size) {
-        return Err(Error::config(format!(
-            "{ranks} disagree on the size of group {group:?}: rank {} says {} ranks, rank {} {}",
-            first.rank, first.size, other.rank, other.size
         )));
     }
     if let Some((ranks, other)) = differing(&|record| record.segment_bytes != first.segment_bytes) {
@@ -123,37 +135,6 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
         )));
     }
     Ok(())
-}
-
-/// Sentence that says why two ranks of different [`Host`]s cannot meet, and what helps.
-fn apart(first: &Record, other: &Record) -> String {
-    let names = if first.host_name == other.host_name {
-        format!("{:?}", first.host_name)
-    } else {
-        format!("{:?} and {:?}", first.host_name, other.host_name)
-    };
-    // Opt-in: docs/guide/several-hosts.md.
-    let connect = "SYMM_HOSTS=auto on all ranks connects hosts";
-    if first.host.boot != other.host.boot {
-        return format!("run on different hosts ({names}, which have booted apart); {connect}");
-    }
-    if first.host.test != other.host.test {
-        return format!("run on different hosts ({:?} and {:?}, by SYMM_TEST_HOST); {connect}", first.host.test, other.host.test);
-    }
-    let (namespaces, options): (Vec<&str>, Vec<&str>) = first.host.namespaces_apart(&other.host).into_iter().unzip();
-    let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
-    let help = if options.is_empty() {
-        "start them in one".into()
-    } else {
-        format!("start the containers with {}, or all ranks in one", options.join(" "))
-    };
-    let noun = if namespaces.len() == 1 { "namespace" } else { "namespaces" };
-    format!(
-        "run in different containers of one host ({names}): rank {} has another {} {noun} than rank {}; {help}; {connect}",
-        other.rank,
-        namespaces.join(", "),
-        first.rank
-    )
 }
 
 #[cfg(test)]
@@ -219,8 +200,14 @@ mod tests {
         let cases: [(Change, &str); 10] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
-            (|r| r.host.boot = "c".into(), "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=auto"),
-            (|r| r.host.test = "b".into(), "run on different hosts (\"\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=auto on all ranks"),
+            (
+                |r| r.host.boot = "c".into(),
+                "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=refuse keeps",
+            ),
+            (
+                |r| r.host.test = "b".into(),
+                "run on different hosts (\"here\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=refuse keeps hosts apart, auto",
+            ),
             (
                 |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),
                 "ranks 0, 2 and 3 run in different containers of one host (\"here\"): rank 2 has another pid, ipc namespaces than rank 0; \
@@ -233,15 +220,27 @@ mod tests {
             (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),
         ];
         let good: Vec<Record> = (0..4).map(record).collect();
-        assert_eq!(agree("g", &good.iter().collect::<Vec<_>>()), Ok(()));
-        assert_eq!(agree("g", &[]), Ok(()));
+        assert_eq!(agree("g", &good.iter().collect::<Vec<_>>(), false), Ok(()));
+        assert_eq!(agree("g", &[], false), Ok(()));
         for (change, expected) in cases {
             let mut bad = good.clone();
             change(&mut bad[2]);
             change(&mut bad[3]);
-            let error = agree("g", &bad.iter().collect::<Vec<_>>()).expect_err("refused");
+            let error = agree("g", &bad.iter().collect::<Vec<_>>(), false).expect_err("refused");
             assert_eq!(error.kind, Kind::Config);
             assert!(error.message.contains(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn hosts_that_may_be_connected_need_not_agree_on_memory_or_users() {
+        let mut far = Record { uid: 5, segment_bytes: 8, ..record(1) };
+        far.host.boot = "c".into();
+        assert_eq!(agree("g", &[&record(0), &far], true), Ok(()));
+        assert_eq!(far.placement().name, "here");
+        far.host.test = "b".into();
+        assert_eq!((far.placement().name.as_str(), far.placement().pid), ("b", 101));
+        far.size = 8;
+        assert!(agree("g", &[&record(0), &far], true).is_err_and(|error| error.message.contains("disagree on the size")));
     }
 }

@@ -10,7 +10,8 @@ use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
-use crate::hosts::{HostsGroup, finding};
+use crate::hosts::HostsGroup;
+use crate::hosts::finding::{self, Place};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -200,25 +201,20 @@ pub(super) fn join(
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
         let choice = finding::connects(&spec.between_hosts, &options)?;
-        group = match choice {
-            HostsChoice::Refuse => join_on_one_host(&store, name, &options),
-            HostsChoice::Gloo | HostsChoice::Nccl => finding::find(&store, &name, &options, choice).and_then(|found| match found {
-                None => join_on_one_host(&store, name, &options),
-                Some(layout) => {
-                    let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
-                    let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
-                    HostsGroup::join(&store, &name, &options, layout, rail, links, backends).map(Kind::SeveralHosts)
-                }
-            }),
-        };
+        let worker = Worker::new(Arc::clone(&store), name)?;
+        group = finding::find(&worker, &options, choice).and_then(|place| match place {
+            Place::OneHost(group) => Ok(Kind::OneHost(group)),
+            Place::SeveralHosts(several) => {
+                let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
+                let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
+                HostsGroup::join(&store, &worker, &options, several, rail, links, backends).map(Kind::SeveralHosts)
+            }
+        });
+        // It goes before an answer is looked at: it ends with what it does, or leaves it behind.
+        drop(worker);
         group.as_ref().map(|_| ()).map_err(Clone::clone)
     });
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }
-}
-
-fn join_on_one_host(store: &Arc<dyn Store>, name: String, options: &JoinOptions) -> Result<Kind> {
-    // The worker goes before an answer is looked at: it ends with what it does, or leaves it behind.
-    Worker::new(Arc::clone(store), name).and_then(|worker| Group::join(&worker, options)).map(Kind::OneHost)
 }
 
 pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {

@@ -1,13 +1,12 @@
 //! Finding: what connects the hosts of a group, and which of its ranks are on which.
 
-use crate::boot::hosts::{Known, Layout, Question, known, remember};
+use crate::boot::hosts::{Known, Layout, advice, known, remember};
+use crate::boot::{Apart, Found};
 use crate::config::{Config, HostsChoice};
 use crate::error::{Error, Result};
-use crate::group::{DEFAULT_TIMEOUT, JoinOptions};
-use crate::rank::Rank;
-use crate::store::Store;
+use crate::group::{Group, JoinOptions};
 use crate::store::worker::Worker;
-use std::sync::Arc;
+use std::time::Instant;
 
 /// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's.
 ///
@@ -24,40 +23,60 @@ pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
     Ok(known().map_or(Config::get().hosts, |known| known.choice))
 }
 
-/// Layout of the group that `options` name, whose hosts `choice` connects, if it is on several.
-///
-/// # Errors
-/// `Timeout` names the ranks that did not say where they are.
-pub fn find(store: &Arc<dyn Store>, store_name: &str, options: &JoinOptions, choice: HostsChoice) -> Result<Option<Layout>> {
-    let size = usize::try_from(options.size).unwrap_or(0);
-    if options.rank < 0 || options.rank as usize >= size {
-        // Joining says so.
-        return Ok(None);
-    }
-    let globals = || (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
-    let met = known().and_then(|known| globals().map(|global| known.placements.get(global).cloned()).collect::<Option<Vec<_>>>());
-    let places = match met {
-        Some(places) => places,
-        None => {
-            let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
-            let places = question(options).ask(&worker)?;
-            if options.is_default {
-                remember(Some(Known { placements: places.clone(), choice }));
-            }
-            places
-        }
-    };
-    let layout = Layout::of(&places);
-    Ok((layout.hosts() > 1).then_some(layout))
+/// Where the ranks of a group are.
+pub enum Place {
+    /// On one host, where they have joined.
+    OneHost(Group),
+    /// On several.
+    SeveralHosts(Box<Several>),
 }
 
-/// The question where the ranks of the group that `options` name are.
-pub(super) fn question(options: &JoinOptions) -> Question<'_> {
-    Question {
-        group: if options.is_default { "default" } else { &options.group },
-        rank: Rank(options.rank as u32),
-        size: options.size as u32,
-        restart: &Config::get().restart,
-        timeout: options.timeout.unwrap_or(DEFAULT_TIMEOUT),
+/// A group on several hosts that is about to join.
+pub struct Several {
+    pub(super) layout: Layout,
+    /// Records of the ranks in the store, where they have found out just now.
+    pub(super) apart: Option<Box<Apart>>,
+    /// Time since which the limit of joining runs.
+    pub(super) since: Instant,
+}
+
+/// Joins the group that `options` name if its ranks are on one host, and else tells where they are, unless `choice` refuses that.
+///
+/// # Errors
+/// As joining on one host; `Timeout` names the ranks that did not come.
+pub fn find(worker: &Worker, options: &JoinOptions, choice: HostsChoice) -> Result<Place> {
+    let since = Instant::now();
+    if choice == HostsChoice::Refuse {
+        return Group::join(worker, options).map(Place::OneHost);
     }
+    if let Some(layout) = known().and_then(|known| layout(&known, options)) {
+        let several = layout.hosts() > 1;
+        return if several {
+            Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since })))
+        } else {
+            Group::join(worker, options).map(Place::OneHost)
+        };
+    }
+    Ok(match Group::find(worker, options)? {
+        Found::Together(group) => Place::OneHost(group),
+        Found::Apart(apart) => {
+            if options.rank == 0
+                && let Some(advice) = advice(&apart.placements)
+            {
+                log::warn!("group \"{}\": they count as hosts: {advice}", options.group);
+            }
+            if options.is_default {
+                remember(Some(Known { placements: apart.placements.clone(), choice }));
+            }
+            Place::SeveralHosts(Box::new(Several { layout: Layout::of(&apart.placements), apart: Some(apart), since }))
+        }
+    })
+}
+
+/// Layout of the group that `options` name, if its ranks are among those `known`. Joining refuses numbers that cannot be.
+fn layout(known: &Known, options: &JoinOptions) -> Option<Layout> {
+    let size = usize::try_from(options.size).ok().filter(|&size| (0..size as i32).contains(&options.rank))?;
+    let globals = (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
+    let placements: Option<Vec<_>> = globals.map(|global| known.placements.get(global).cloned()).collect();
+    placements.map(|placements| Layout::of(&placements))
 }

@@ -48,7 +48,7 @@ use crate::sync::limit::Limit;
 use any_source::Twofold;
 use cuda::Cuda;
 use cuda::backends::Backends;
-use finding::question;
+use finding::Several;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times, Waiting};
@@ -136,18 +136,33 @@ impl HostsGroup {
     /// `links` carry its messages to ranks of other hosts, `backends` its CUDA tensors.
     pub fn join(
         store: &Arc<dyn Store>,
-        store_name: &str,
+        worker: &Worker,
         options: &JoinOptions,
-        layout: Layout,
+        several: Box<Several>,
         rail: impl Rail + 'static,
         links: impl Links + 'static,
         backends: Option<impl Backends + 'static>,
     ) -> Result<Self> {
+        let Several { layout, apart, since } = *several;
+        let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
+        let joined = Self::join_within(&limit, store, worker, options, layout, (rail, links, backends));
+        if let Some(apart) = apart {
+            apart.end(worker, joined.as_ref().err());
+        }
+        joined
+    }
+
+    fn join_within(
+        limit: &Limit,
+        store: &Arc<dyn Store>,
+        worker: &Worker,
+        options: &JoinOptions,
+        layout: Layout,
+        (rail, links, backends): (impl Rail + 'static, impl Links + 'static, Option<impl Backends + 'static>),
+    ) -> Result<Self> {
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
-        let limit = Limit::from(Instant::now(), timeout);
         let rank = Rank(options.rank as u32);
         let (host, local) = (layout.host(rank), layout.local(rank));
-        let worker = Worker::new(Arc::clone(store), store_name.to_owned())?;
         let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
         let inner_options = JoinOptions {
             group: options.group.clone(),
@@ -160,7 +175,7 @@ impl HostsGroup {
         };
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
         let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
-        let until = Until::new(&worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
+        let until = Until::new(worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
         let inner = Group::join(&PrefixStore::new(&prefix, &until), &inner_options).map_err(|error| {
             let (me, here) = (layout.describe(rank), layout.name_host(host));
             let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
@@ -177,7 +192,7 @@ impl HostsGroup {
             layout: &layout,
             me: rank,
             host: Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current))),
-            limit: &limit,
+            limit,
             addresses: None,
             times: Times::default(),
         };
@@ -204,9 +219,6 @@ impl HostsGroup {
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![Call::barrier(None)], limit.left())?;
-        if options.is_default {
-            question(options).withdraw(&worker);
-        }
         Ok(joined)
     }
 

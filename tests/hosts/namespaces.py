@@ -124,7 +124,7 @@ def _host(function: str, host: int, place: Path) -> int:
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
     module, name = function.split(":")
     body = getattr(importlib.import_module(module), name)
-    os.environ.update(SYMM_HOSTS="gloo", GLOO_SOCKET_IFNAME="eth0")
+    os.environ.update(GLOO_SOCKET_IFNAME="eth0")
     children = []
     for rank in range(host * RANKS, (host + 1) * RANKS):
         pid = os.fork()

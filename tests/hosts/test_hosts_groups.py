@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import ranks
@@ -41,15 +42,56 @@ def test_groups_of_ranks_here_and_there() -> None:
     run_hosts(subgroups, (2, 2))
 
 
-def test_several_hosts_are_refused_unless_asked_for() -> None:
+def on_one_of_two_hosts(rank: int) -> None:
+    os.environ["SYMM_TEST_HOST"] = "ab"[rank]
+    os.environ.pop("SYMM_HOSTS", None)
+
+
+def test_hosts_are_connected_unless_that_is_refused() -> None:
+    def connected(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        ranks.init(rank, world_size)
+        assert total() == 3
+
+    ranks.run_ranks(connected, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
+
     def refused(rank: int, world_size: int) -> None:
-        os.environ["SYMM_TEST_HOST"] = "ab"[rank]
+        on_one_of_two_hosts(rank)
+        os.environ["SYMM_HOSTS"] = "refuse"
         with pytest.raises(
-            torch_symm.SymmConfigError, match=r'different hosts \("a" and "b", .*SYMM_HOSTS=auto on all ranks'
+            torch_symm.SymmConfigError,
+            match=r'different hosts \("a" and "b", .*SYMM_HOSTS=refuse keeps hosts apart, auto on all ranks connects',
         ):
             ranks.init(rank, world_size)
 
     ranks.run_ranks(refused, 2, backend=None)
+
+
+def test_one_rank_that_refuses_is_enough() -> None:
+    def differ(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        if rank == 1:
+            os.environ["SYMM_HOSTS"] = "refuse"
+        with pytest.raises(torch_symm.SymmConfigError, match="SYMM_HOSTS=refuse keeps hosts apart"):
+            ranks.init(rank, world_size)
+
+    ranks.run_ranks(differ, 2, backend=None)
+
+
+def test_hosts_that_did_not_meet_in_time_meet_at_the_next_attempt() -> None:
+    def late(rank: int, world_size: int) -> None:
+        on_one_of_two_hosts(rank)
+        store = ranks.file_store("default", world_size)
+        if rank == 0:
+            with pytest.raises(torch_symm.SymmTimeout, match="for rank 1 to join"):
+                dist.init_process_group("symm", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.5))
+            store.set("failed", "")
+        else:
+            store.wait(["failed"], timedelta(seconds=30))
+        dist.init_process_group("symm", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+        assert total() == 3
+
+    ranks.run_ranks(late, 2, backend=None, env={"GLOO_SOCKET_IFNAME": "lo"})
 
 
 def test_a_forked_child_reads_its_own_settings() -> None:
@@ -61,9 +103,10 @@ def test_a_forked_child_reads_its_own_settings() -> None:
 
 def test_options_choose_for_later_groups_too() -> None:
     def chosen(rank: int, world_size: int) -> None:
-        os.environ["SYMM_TEST_HOST"] = "ab"[rank]
+        on_one_of_two_hosts(rank)
+        os.environ["SYMM_HOSTS"] = "refuse"
         store = ranks.file_store("default", world_size)
-        options = torch_symm.Options(timeout=30, between_hosts="auto")
+        options = torch_symm.Options(timeout=30, between_hosts="gloo")
         dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
         assert total() == 3 and total(dist.new_group([0, 1])) == 3
 

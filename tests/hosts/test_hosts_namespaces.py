@@ -59,6 +59,9 @@ def test_each_side_of_a_cut_network_names_the_other(tmp_path: Path) -> None:
             other = r'"h1" \(ranks 2 and 3\)' if rank < 2 else r'"h0" \(ranks 0 and 1\)'
             assert re.search(rf"host {other} of group .* has not answered for 5\.\d s", text), text
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
+        # They are containers of one machine, as one rank says.
+        advice = r"ranks 0 and 2 run in different containers of one host .* start the containers with .*--network=host"
+        assert len(re.findall(advice, hosts.logs())) == 1, hosts.logs()
 
 
 def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path) -> None:
