@@ -437,7 +437,7 @@ pub mod ffi {
         fn call_sites_wanted() -> bool;
         /// The number of a line of the user's program, "train.py:12".
         fn call_site_number(text: &str) -> u32;
-        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process.
+        /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between hosts.
         fn stats() -> String;
         /// Journal as JSON: the last calls of this process.
         fn trace_text() -> TopologyReport;

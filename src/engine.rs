@@ -39,8 +39,8 @@ pub trait Run: Send + 'static {
     fn control(&self) -> &ControlBlock;
     /// Number of collectives begun.
     fn sequence(&self) -> u64;
-    /// Runs `call`, which has been validated; returns when its outputs are complete and its inputs may change.
-    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()>;
+    /// Runs `call`, which has been validated and is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
+    fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()>;
 }
 
 impl Run for Runner {
@@ -52,7 +52,7 @@ impl Run for Runner {
         self.sequence()
     }
 
-    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+    fn run(&mut self, call: &Call, limit: &Limit, _entry: u64) -> Result<()> {
         self.run(call, limit)
     }
 }
@@ -369,7 +369,7 @@ impl<R: Run> Engine<R> {
                 }
                 None => self.recorder.begin(call, timeout, next),
             };
-            let outcome = runner.run(call, limit);
+            let outcome = runner.run(call, limit, number);
             self.recorder.end(number, &outcome, runner.sequence() == next);
             outcome
         };

@@ -6,6 +6,7 @@ use super::{guarded, milliseconds};
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::device::{self, CudaTarget};
+use crate::hosts::traffic;
 
 impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
@@ -49,7 +50,12 @@ pub(super) fn blocking_wait() -> bool {
 pub(super) fn stats() -> String {
     let mut answer = String::new();
     guarded(|| {
-        answer = device::stats();
+        let mut all = device::stats();
+        let between = traffic::counted();
+        if let Some(all) = all.as_object_mut().filter(|_| !between.is_empty()) {
+            all.insert("between_hosts".into(), serde_json::json!(between));
+        }
+        answer = all.to_string();
         Ok(())
     });
     answer

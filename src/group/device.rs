@@ -192,13 +192,13 @@ pub fn capture_of(stream: usize) -> u64 {
     Stream(stream).capture().ok().flatten().unwrap_or(0)
 }
 
-/// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's
+/// Statistics, a map: which algorithm has served how many CUDA calls of this process, and under `direct` in how many of them this rank's
 /// kernels loaded or stored peers' tensors directly.
-pub fn stats() -> String {
+pub fn stats() -> serde_json::Value {
     use crate::coll::cuda::stats;
     let mut all = serde_json::json!(stats::served());
     if let Some((all, direct)) = all.as_object_mut().zip(Some(stats::direct()).filter(|&direct| direct > 0)) {
         all.insert("direct".into(), direct.into());
     }
-    all.to_string()
+    all
 }

@@ -8,6 +8,7 @@
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts
 //! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
+//! - [`traffic`](mod@traffic): bytes by rail and peer
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
 mod any_source;
@@ -29,6 +30,7 @@ mod slices;
 mod step;
 #[cfg(test)]
 mod tests;
+pub mod traffic;
 
 use crate::boot::hosts::Layout;
 use crate::coll::call::Call;
@@ -59,6 +61,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use step::Step;
+use traffic::{Counted, Path, Traffic};
 
 /// A joined group on several hosts.
 pub struct HostsGroup {
@@ -116,17 +119,18 @@ impl Run for Runner {
         self.sequence
     }
 
-    fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+    fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()> {
         if let Some(failure) = self.control().failure() {
             return Err(failure);
         }
         self.sequence += 1;
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
-        let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence };
+        let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence, entry };
         shared.current.set(Some(Waiting { number: self.sequence, name: call.op.name(), since: Instant::now() }));
         let outcome = step.run();
         shared.current.set(None);
+        shared.traffic.ended(&[Path::Rail(layout.local(self.rank))]);
         outcome.map_err(|error| shared.fail(inner, error))
     }
 }
@@ -216,6 +220,7 @@ impl HostsGroup {
         }
         let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), (news, current));
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
+        let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.run(vec![Call::barrier(None)], limit.left())?;
@@ -230,8 +235,9 @@ impl HostsGroup {
         rail: Option<Box<dyn Rail>>,
         (news, current): (News, Arc<Current>),
     ) -> Self {
-        let shared = Arc::new(Shared::new(rail, news, current));
+        let shared = Arc::new(Shared::new(rail, news, current, Traffic::of(inner.control().name())));
         let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
+        inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
         let engine = Engine::new(runner, inner.recorder());
         let refusals = Refusals::new(&shared, &engine);
         Self {
@@ -279,6 +285,7 @@ impl HostsGroup {
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
             let shown = Message { peer: Some(messages.global(peer)), ..message };
+            self.shared.traffic.message(Path::Link(messages.global(peer)));
             return self
                 .inner
                 .recorded(true, &shown, true, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
@@ -291,6 +298,7 @@ impl HostsGroup {
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
             let shown = Message { peer: Some(messages.global(peer)), ..message };
+            self.shared.traffic.message(Path::Link(messages.global(peer)));
             return self
                 .inner
                 .recorded(false, &shown, true, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));

@@ -7,6 +7,7 @@ use super::step::{Between, Scratch, Step, copy};
 use crate::coll::call::{Op, Span};
 use crate::error::Result;
 use crate::rank::Rank;
+use crate::trace::Phase;
 use std::sync::Arc;
 
 /// Bytes that a rank shows the others of its host, and each host the others, of every call: a header and records.
@@ -71,6 +72,7 @@ impl Step<'_> {
             let whole = shown.span();
             let outputs = (0..self.locals()).map(|local| part(whole, &(local * SLOT..(local + 1) * SLOT))).collect();
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
+            self.begin(Phase::Inside);
             // Who does not come now is missing: nobody knows more.
             let show = self.inner_bytes(Op::AllGather, vec![own], outputs);
             self.inner.run(vec![show], Some(self.limit.left().unwrap_or_default()))?;

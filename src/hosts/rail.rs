@@ -37,6 +37,20 @@ pub enum Transfer<'a> {
     },
 }
 
+impl Transfer<'_> {
+    /// Bytes that the rank of `host`, of `hosts`, sends to others and receives from them.
+    pub(super) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
+        let others = hosts.saturating_sub(1);
+        let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(host).copied().unwrap_or(0);
+        match *self {
+            Self::AllGather { each, .. } => (others * each, others * each),
+            Self::AllToAll { sent, received, .. } => (without(sent), without(received)),
+            Self::Broadcast { root, bytes, .. } if root == host => (others * bytes, 0),
+            Self::Broadcast { bytes, .. } => (0, bytes),
+        }
+    }
+}
+
 /// Backend between hosts. It moves bytes between the ranks' staging and knows nothing of what they mean. Several transfers may be under
 /// way; all ranks of the rail start them in the same order.
 ///
@@ -54,4 +68,17 @@ pub trait Rail: Send + Sync {
 
     /// Whether the oldest transfer that is under way has ended, after at most `limit`; then it is no longer. The error is the backend's.
     fn wait(&self, limit: Duration) -> Result<bool>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_stays_on_the_host_is_not_counted() {
+        assert_eq!(Transfer::AllGather { from: 0, each: 8, to: 8 }.bytes(1, 3), (16, 16));
+        assert_eq!(Transfer::AllToAll { from: 0, sent: &[1, 2, 4], to: 8, received: &[8, 16, 32] }.bytes(1, 3), (5, 40));
+        assert_eq!(Transfer::Broadcast { root: 1, at: 0, bytes: 8 }.bytes(1, 3), (16, 0));
+        assert_eq!(Transfer::Broadcast { root: 1, at: 0, bytes: 8 }.bytes(2, 3), (0, 8));
+    }
 }

@@ -5,6 +5,7 @@
 
 use super::news::{Host, News, Waiting};
 use super::rail::Rail;
+use super::traffic::Traffic;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::sys::{fork, thread};
@@ -64,6 +65,7 @@ pub(super) struct Shared {
     rail: Mutex<Option<Arc<dyn Rail>>>,
     pub(super) news: News,
     pub(super) current: Arc<Current>,
+    pub(super) traffic: Arc<Traffic>,
     /// Tells when the rail has ended, once that has begun.
     ending: Mutex<Option<Receiver<()>>>,
     generation: u64,
@@ -72,11 +74,12 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>) -> Self {
+    pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
         Self {
             rail: Mutex::new(rail.map(Arc::from)),
             news,
             current,
+            traffic,
             ending: Mutex::default(),
             generation: fork::generation(),
             failed: AtomicBool::new(false),

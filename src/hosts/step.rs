@@ -3,6 +3,7 @@
 
 use super::rail::{Rail, Transfer};
 use super::slices::joined;
+use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
@@ -14,6 +15,7 @@ use crate::kernels::cpu::{self, Store};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::interrupt::Interrupts;
+use crate::trace::Phase;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +36,8 @@ pub(super) struct Step<'a> {
     pub(super) call: &'a Call,
     pub(super) limit: &'a Limit,
     pub(super) sequence: u64,
+    /// Number of the call in the flight recorder.
+    pub(super) entry: u64,
 }
 
 /// Bytes of this process that hold what is on its way.
@@ -134,8 +138,14 @@ impl Step<'_> {
 
     /// Runs collectives of the ranks of this host.
     pub(super) fn inside(&self, calls: Vec<Call>) -> Result<()> {
+        self.begin(Phase::Inside);
         let left = self.limit.left().unwrap_or_default() + GRACE;
         self.inner.run(calls, Some(left))
+    }
+
+    /// Notes in the flight recorder that `phase` begins.
+    pub(super) fn begin(&self, phase: Phase) {
+        self.inner.recorder().phase(self.entry, phase);
     }
 
     /// The name of the call in messages.
@@ -193,12 +203,15 @@ impl<'a> Between<'a> {
     /// Begins `transfer`.
     pub(super) fn start(&self, transfer: &Transfer<'_>) -> Result<()> {
         let left = self.step.limit.left().ok_or_else(|| self.late())?;
+        let step = self.step;
+        step.shared.traffic.add(Path::Rail(step.local()), transfer.bytes(step.host(), step.layout.hosts()));
         self.rail.start(transfer, left).map_err(|error| self.broken(error))
     }
 
     /// Waits for the end of the oldest transfer that is under way, watching this host meanwhile.
     pub(super) fn finish(&self) -> Result<()> {
         let step = self.step;
+        step.begin(Phase::Rail(step.local() as u16));
         let mut interrupts = Interrupts::new();
         loop {
             interrupts.check()?;

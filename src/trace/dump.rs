@@ -1,13 +1,13 @@
 //! The dump: everything that is kept, as JSON (`docs/design/trace.md`).
 
 use super::clock::Day;
-use super::entry::{Entry, State, Target, What};
+use super::entry::{Entry, Phase, State, Target, What};
 use super::registry::{self, Failure, Peer, Record};
 use super::{Journal, KEPT, folder};
 use crate::error::{Error, Kind, Result};
 use crate::sys::host;
 use serde::Serialize;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
@@ -38,6 +38,7 @@ struct Group {
     name: String,
     rank: u32,
     members: Vec<registry::Member>,
+    other_hosts: Option<String>,
     timeout_ms: u64,
     joined_ns: Option<u64>,
     left_ns: Option<u64>,
@@ -83,6 +84,8 @@ struct Call {
     ended_ns: Option<u64>,
     state: &'static str,
     outcome: Option<&'static str>,
+    phase: Option<String>,
+    phase_ns: Option<u64>,
 }
 
 /// The name of a kind of failure: of the exception that callers get.
@@ -113,6 +116,7 @@ fn group(record: &Record, day: Day) -> Group {
         name: record.name.clone(),
         rank: record.rank.0,
         members: record.members.clone(),
+        other_hosts: record.other_hosts.clone(),
         timeout_ms: record.timeout_ms,
         joined_ns: day.of(record.joined),
         left_ns: day.of(record.left),
@@ -123,7 +127,15 @@ fn group(record: &Record, day: Day) -> Group {
     }
 }
 
-fn call(entry: &Entry, day: Day) -> Call {
+/// What a collective on several hosts does in `phase`, or did when it failed.
+fn phase_text(phase: Phase, other_hosts: Option<&str>) -> String {
+    match phase {
+        Phase::Inside => "inside the host".into(),
+        Phase::Rail(rail) => format!("rail {rail}, waiting for {}", other_hosts.unwrap_or("other hosts")),
+    }
+}
+
+fn call(entry: &Entry, other_hosts: Option<&str>, day: Day) -> Call {
     let bytes = entry.bytes_in.max(entry.bytes_out);
     let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
     let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
@@ -138,6 +150,7 @@ fn call(entry: &Entry, day: Day) -> Call {
         Target::Host => ("cpu".into(), None, None),
         Target::Cuda { device, stream, background } => (format!("cuda:{device}"), Some(stream), Some(background)),
     };
+    let phase = entry.phase.filter(|_| entry.state != State::Completed);
     let (state, outcome) = match entry.state {
         State::Scheduled => ("scheduled", None),
         State::Started => ("started", None),
@@ -171,6 +184,8 @@ fn call(entry: &Entry, day: Day) -> Call {
         ended_ns: day.of(entry.ended),
         state,
         outcome,
+        phase: phase.map(|(phase, _)| phase_text(phase, other_hosts)),
+        phase_ns: phase.and_then(|(_, at)| day.of(at)),
     }
 }
 
@@ -178,7 +193,7 @@ fn call(entry: &Entry, day: Day) -> Call {
 pub(super) fn render(journal: &Journal) -> Result<String> {
     let day = Day::now();
     let records = journal.groups().records();
-    let known: HashSet<u64> = records.iter().map(|record| record.id).collect();
+    let known: HashMap<u64, &Record> = records.iter().map(|record| (record.id, record)).collect();
     let entries = journal.ring.copy();
     let dump = Dump {
         format: "torch-symm trace",
@@ -192,7 +207,10 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
         calls_made: journal.ring.made(),
         calls_kept: KEPT,
         groups: records.iter().map(|record| group(record, day)).collect(),
-        calls: entries.iter().filter(|entry| known.contains(&entry.group)).map(|entry| call(entry, day)).collect(),
+        calls: entries
+            .iter()
+            .filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record.other_hosts.as_deref(), day)))
+            .collect(),
     };
     serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }

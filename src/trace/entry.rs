@@ -44,6 +44,15 @@ pub enum Target {
     },
 }
 
+/// Phase of a collective on several hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// It runs collectives of the ranks of this host.
+    Inside,
+    /// It waits for what the other hosts send on the rail of this number.
+    Rail(u16),
+}
+
 /// State that a call has come to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
@@ -79,6 +88,8 @@ pub(super) struct Entry {
     pub(super) started: u64,
     pub(super) ended: u64,
     pub(super) state: State,
+    /// Last phase that has begun, and when.
+    pub(super) phase: Option<(Phase, u64)>,
 }
 
 impl Entry {
@@ -99,6 +110,7 @@ impl Entry {
         started: 0,
         ended: 0,
         state: State::Scheduled,
+        phase: None,
     };
 
     /// Entry of `call` when it is asked for.

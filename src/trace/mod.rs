@@ -11,7 +11,7 @@ pub mod folder;
 mod registry;
 mod ring;
 
-pub use entry::Target;
+pub use entry::{Phase, Target};
 pub use ring::KEPT;
 
 use crate::coll::call::Call;
@@ -125,6 +125,17 @@ impl Recorder {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
         self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
         number
+    }
+
+    /// Notes which hosts the group has beside this one, as messages name them.
+    pub fn note_hosts(&self, others: String) {
+        self.journal.groups().note_hosts(self.group, others);
+    }
+
+    /// Notes that `phase` of the entry `number` begins.
+    pub fn phase(&self, number: u64, phase: Phase) {
+        let at = clock::now();
+        self.journal.ring.change(number, |entry| entry.phase = Some((phase, at)));
     }
 
     /// Notes how the entry `number` ended. `begun`: whether the call took part in the group's sequence.

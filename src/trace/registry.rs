@@ -54,6 +54,8 @@ pub(super) struct Record {
     pub(super) name: String,
     pub(super) rank: Rank,
     pub(super) members: Vec<Member>,
+    /// Hosts beside this one, as messages name them.
+    pub(super) other_hosts: Option<String>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,
     pub(super) left: u64,
@@ -113,6 +115,7 @@ impl Registry {
             name: control.name().into(),
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
+            other_hosts: None,
             timeout_ms: super::milliseconds(timeout),
             joined: clock::now(),
             left: 0,
@@ -126,6 +129,13 @@ impl Registry {
 
     fn find(&mut self, id: u64) -> Option<&mut Record> {
         self.records.iter_mut().find(|record| record.id == id)
+    }
+
+    /// The group has ranks on `others`, too.
+    pub(super) fn note_hosts(&mut self, id: u64, others: String) {
+        if let Some(record) = self.find(id) {
+            record.other_hosts = Some(others);
+        }
     }
 
     /// The group has used a GPU.

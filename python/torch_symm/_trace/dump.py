@@ -41,6 +41,9 @@ class Call:
     ended_ns: int | None
     state: str
     outcome: str | None
+    #: What a collective on several hosts does, or did when it failed, and since when.
+    phase: str | None
+    phase_ns: int | None
 
     @property
     def message(self) -> bool:
@@ -206,6 +209,8 @@ def _call(data: dict[str, Any]) -> Call:
         ended_ns=_number(data["ended_ns"]),
         state=_plain(data["state"]),
         outcome=None if data["outcome"] is None else _plain(data["outcome"]),
+        phase=_plain(phase) if (phase := data.get("phase")) else None,
+        phase_ns=_number(data.get("phase_ns")),
     )
 
 

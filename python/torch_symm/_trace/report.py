@@ -77,6 +77,7 @@ def _lines(group: Group) -> Iterator[str]:
     for cuda in cudas:
         yield from (f"  {line}" for line in _missing(group, cuda, bool(failures)))
         yield from (f"  {line}" for line in _mismatch(group, cuda))
+    yield from (f"  {line}" for line in _phases(group))
     yield from (f"  {line}" for line in _messages(group))
 
 
@@ -149,6 +150,16 @@ def _mismatch(group: Group, cuda: bool) -> Iterator[str]:
             yield f"ranks disagree on {'CUDA ' if cuda else ''}collective #{number}:"
             yield from (f"  rank {rank}: {call.text}" for rank, call in calls.items())
             return
+
+
+def _phases(group: Group) -> Iterator[str]:
+    """Collectives on several hosts that are under way, or have failed: in which phase."""
+    for rank, view in sorted(group.views.items()):
+        for call in view.calls:
+            if call.phase and call.state in ("started", "failed"):
+                now = call.ended_ns or view.written_ns
+                seconds = max(0, now - (call.phase_ns or now)) / 1e9
+                yield f"rank {rank}: {call.text} #{call.sequence}: {call.phase}, for {seconds:.1f} s"
 
 
 def _messages(group: Group) -> Iterator[str]:

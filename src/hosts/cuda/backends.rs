@@ -1,6 +1,7 @@
 //! Backends of torch, such as NCCL, between GPUs of different hosts, and memory of torch's.
 
 use crate::error::Result;
+use crate::hosts::rail;
 use crate::hosts::shared::aside;
 use crate::mem::span::Span;
 use crate::rank::Rank;
@@ -57,6 +58,18 @@ pub enum Transfer {
         /// Place of the bytes, on this rank.
         at: Span,
     },
+}
+
+impl Transfer {
+    /// Bytes that the rank of `host`, of `hosts`, sends to others and receives from them.
+    pub(super) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
+        match self {
+            Self::AllGather { from, to } => rail::Transfer::AllGather { from: 0, each: from.bytes, to: *to },
+            Self::AllToAll { from, sent, to, received } => rail::Transfer::AllToAll { from: *from, sent, to: *to, received },
+            Self::Broadcast { root, at } => rail::Transfer::Broadcast { root: *root, at: at.addr, bytes: at.bytes },
+        }
+        .bytes(host, hosts)
+    }
 }
 
 /// Backends of one rank, and memory. Everything is enqueued on the calling thread's stream of the device, which records a graph or not;

@@ -9,6 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::group::device::{CudaTarget, Transfer};
 use crate::hosts::HostsGroup;
 use crate::hosts::step::NOTHING;
+use crate::hosts::traffic::Path;
 use crate::kernels::cuda::driver::Stream;
 use crate::rank::Rank;
 use crate::sys::interrupt::Interrupts;
@@ -105,10 +106,15 @@ impl HostsGroup {
         let _entered = used.device.enter()?;
         let begin = if stream.capture()?.is_none() { Some(cuda.watch.mark(stream)?) } else { None };
         let backends = &cuda.connections.backends;
+        let path = |peer: Rank| Path::CudaPair(self.messages.get().map_or(peer, |messages| messages.global(peer)));
         let exchange = || -> Result<()> {
+            for &(peer, ..) in far {
+                self.shared.traffic.message(path(peer));
+            }
             for batch in batches(far) {
                 for (peer, give, take) in batch {
                     let own = usize::from(self.rank > peer);
+                    self.shared.traffic.add(path(peer), (give.bytes, take.bytes));
                     let (mut sent, mut received) = ([NOTHING; 2], [NOTHING; 2]);
                     (sent[1 - own], received[1 - own]) = (give, take);
                     backends.exchange(Which::Pair(peer), target.device, &sent, &received)?;

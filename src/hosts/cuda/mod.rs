@@ -17,6 +17,7 @@ mod watch;
 use super::HostsGroup;
 use super::header::Header;
 use super::shared::aside;
+use super::traffic::Path;
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::config::Config;
@@ -248,12 +249,14 @@ impl HostsGroup {
         let behind = [Event::new()?, Event::new()?];
         drop(entered);
         let (name, others) = (self.inner.control().name(), self.layout.name_others(self.layout.host(self.rank)));
+        let local = self.layout.local(self.rank);
+        let on = if local < self.layout.rails() { format!(" on rail {local}") } else { String::new() };
         cuda.watch.start(Watched {
             device: Device::open(ordinal)?,
             inner: Arc::downgrade(&self.inner),
             shared: Arc::clone(&self.shared),
             connections: Arc::clone(&cuda.connections),
-            who: format!("group \"{name}\": {} waited for {others}", self.layout.describe(self.rank)),
+            who: format!("group \"{name}\": {} waited{on} for {others}", self.layout.describe(self.rank)),
         })?;
         state.used = Some(Used { device, last: [None; 2], behind });
         Ok(())
@@ -298,17 +301,30 @@ impl HostsGroup {
     /// Enqueues one call.
     fn enqueue(&self, cuda: &Cuda, call: &Call, device: &Device, stream: Stream, target: CudaTarget, timeout: Duration) -> Result<()> {
         let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
+        let (traffic, rail) = (&self.shared.traffic, Path::CudaRail(layout.local(self.rank)));
         let Plan { mut steps, memory } = plan::of(call, layout, self.rank, 0);
         if memory > 0 {
             steps = plan::of(call, layout, self.rank, backends.memory(ordinal, memory)?).steps;
         }
         let outcome = steps.iter().try_for_each(|step| match step {
             Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
-            Step::Rail(transfer) => backends.start(ordinal, transfer),
-            Step::Exchange { give, take } => backends.exchange(Which::All, ordinal, give, take),
+            Step::Rail(transfer) => {
+                traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
+                backends.start(ordinal, transfer)
+            }
+            Step::Exchange { give, take } => {
+                traffic.add(Path::CudaAll, (total(give), total(take)));
+                backends.exchange(Which::All, ordinal, give, take)
+            }
             Step::Sum(sum) => sum.launch(device, stream, layout),
             Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
         });
+        traffic.ended(&[rail, Path::CudaAll]);
         backends.finish().and(outcome)
     }
+}
+
+/// Bytes of all `spans`.
+fn total(spans: &[Span]) -> usize {
+    spans.iter().map(|span| span.bytes).sum()
 }

@@ -1,0 +1,173 @@
+//! Traffic: what the groups of this process have sent to other hosts, and received from them.
+
+use super::messages::links::{self, Links};
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::sys::fork::PerProcess;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// What connects this rank with ranks of other hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Path {
+    /// A rail, of CPU tensors.
+    Rail(usize),
+    /// The link with a rank of this number in the default group, of CPU tensors.
+    Link(Rank),
+    /// A rail, of CUDA tensors.
+    CudaRail(usize),
+    /// The backend of all ranks, of CUDA tensors.
+    CudaAll,
+    /// The backend of this rank and one of this number in the default group, of CUDA tensors.
+    CudaPair(Rank),
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rail(rail) => write!(f, "gloo rail {rail}"),
+            Self::Link(peer) => write!(f, "gloo rank {peer}"),
+            Self::CudaRail(rail) => write!(f, "nccl rail {rail}"),
+            Self::CudaAll => write!(f, "nccl all ranks"),
+            Self::CudaPair(peer) => write!(f, "nccl rank {peer}"),
+        }
+    }
+}
+
+/// What has gone by a path. Bytes count once for each host that they go to; what a backend forwards for others does not count.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Count {
+    /// Collectives that used the path; of a link or pair: sends and receives that named its peer.
+    pub calls: u64,
+    /// Transfers that were begun.
+    pub transfers: u64,
+    /// Bytes to other hosts.
+    pub sent: u64,
+    /// Bytes from other hosts.
+    pub received: u64,
+    /// Transfers of the calls that were counted.
+    #[serde(skip)]
+    seen: u64,
+}
+
+/// What has gone by the paths of one group, and of those of this name before it.
+#[derive(Default)]
+pub(super) struct Traffic(Mutex<BTreeMap<Path, Count>>);
+
+/// By the name of the group.
+static GROUPS: PerProcess<Mutex<BTreeMap<String, Arc<Traffic>>>> = PerProcess::new(Mutex::default);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change under these locks is a single step.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Traffic {
+    /// That of the group `name` of this process.
+    pub(super) fn of(name: &str) -> Arc<Self> {
+        Arc::clone(lock(GROUPS.get()).entry(name.to_owned()).or_default())
+    }
+
+    /// Counts a transfer that brings `(sent, received)` bytes.
+    pub(super) fn add(&self, path: Path, (sent, received): (usize, usize)) {
+        let mut all = lock(&self.0);
+        let count = all.entry(path).or_default();
+        count.transfers += 1;
+        count.sent += sent as u64;
+        count.received += received as u64;
+    }
+
+    /// Counts a send or receive of the path's peer.
+    pub(super) fn message(&self, path: Path) {
+        lock(&self.0).entry(path).or_default().calls += 1;
+    }
+
+    /// A collective has ended, or was enqueued: it counts for those of `paths` that have had transfers since the one before.
+    pub(super) fn ended(&self, paths: &[Path]) {
+        let mut all = lock(&self.0);
+        for path in paths {
+            if let Some(count) = all.get_mut(path).filter(|count| count.transfers > count.seen) {
+                (count.calls, count.seen) = (count.calls + 1, count.transfers);
+            }
+        }
+    }
+}
+
+/// `{group: {path: count}}` of this process; groups in the order of their names.
+pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
+    let named = |traffic: &Traffic| lock(&traffic.0).iter().map(|(path, count)| (path.to_string(), *count)).collect::<BTreeMap<_, _>>();
+    lock(GROUPS.get()).iter().map(|(group, traffic)| (group.clone(), named(traffic))).collect()
+}
+
+/// Links whose bytes are counted.
+pub(super) struct Counted<L> {
+    links: L,
+    traffic: Arc<Traffic>,
+    globals: Vec<i32>,
+}
+
+impl<L> Counted<L> {
+    /// `links` of a group whose ranks have these numbers in the default group; none: the same.
+    pub(super) fn new(links: L, traffic: &Arc<Traffic>, globals: &[i32]) -> Self {
+        Self { links, traffic: Arc::clone(traffic), globals: globals.to_vec() }
+    }
+
+    fn path(&self, peer: Rank) -> Path {
+        Path::Link(self.globals.get(peer.index()).map_or(peer, |&global| Rank(global as u32)))
+    }
+}
+
+impl<L: Links> Links for Counted<L> {
+    fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
+        self.links.make(peer, name, second, timeout)
+    }
+
+    fn send(&self, peer: Rank, frame: &[u8], traffic: links::Traffic, payload: &[u8]) -> Result<()> {
+        self.traffic.add(self.path(peer), (frame.len() + payload.len(), 0));
+        self.links.send(peer, frame, traffic, payload)
+    }
+
+    fn confirm(&self, peer: Rank, sends: u64) {
+        self.links.confirm(peer, sends);
+    }
+
+    fn listen(&self, peer: Rank, traffic: links::Traffic, bytes: usize) -> Result<()> {
+        self.links.listen(peer, traffic, bytes)
+    }
+
+    fn wait(&self, peer: Rank, traffic: links::Traffic) -> Result<bool> {
+        self.links.wait(peer, traffic)
+    }
+
+    fn take(&self, peer: Rank, traffic: links::Traffic, into: &mut [u8]) -> Result<()> {
+        self.traffic.add(self.path(peer), (0, into.len()));
+        self.links.take(peer, traffic, into)
+    }
+
+    fn close(&self, peer: Rank) {
+        self.links.close(peer);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_count_where_they_move_bytes() {
+        let traffic = Traffic::of("calls_count_where_they_move_bytes");
+        traffic.add(Path::Rail(1), (10, 20));
+        traffic.add(Path::Rail(1), (1, 2));
+        let both = [Path::Rail(1), Path::CudaAll];
+        traffic.ended(&both);
+        traffic.ended(&both);
+        traffic.message(Path::Link(Rank(3)));
+        let all = counted();
+        let rail = Count { calls: 1, transfers: 2, sent: 11, received: 22, seen: 2 };
+        let paths = &all["calls_count_where_they_move_bytes"];
+        assert_eq!((paths.len(), paths["gloo rail 1"], paths["gloo rank 3"].calls), (2, rail, 1));
+    }
+}

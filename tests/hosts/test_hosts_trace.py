@@ -1,0 +1,82 @@
+"""The flight recorder of groups on several hosts: a dump tells in which phase a call is, on which rail and for whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+import torch_symm
+from machines import run_hosts
+from torch_symm.__main__ import main
+
+
+def phases(state: str) -> list[tuple[str, str]]:
+    """Operation and phase of this process's calls in ``state`` that have a phase."""
+    calls = torch_symm.trace()["calls"]
+    return [(call["op"], call["phase"]) for call in calls if call["state"] == state and call["phase"]]
+
+
+def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, str]], list[tuple[str, str]]] | None:
+    """A call while the second host is stopped: its error, its phase before that, and after."""
+    dist.all_reduce(torch.ones(count))
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    assert phases("completed") == [], "a call that is over is in no phase"
+    ranks.meet("begun", rank, world_size)
+    if rank >= 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    try:
+        work = dist.all_reduce(torch.ones(count), async_op=True)
+        until = time.monotonic() + 1
+        # The last look counts: the first phases pass.
+        while time.monotonic() < until:
+            seen = phases("started")
+            time.sleep(0.05)
+        assert work is not None
+        with pytest.raises(torch_symm.SymmTimeout) as caught:
+            work.wait()
+        return str(caught.value), seen, phases("failed")
+    finally:
+        ranks.meet("over", rank, 2)
+        if rank == 0:
+            for pid in pids[2:]:
+                os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_hosts(stop, (2, 2), count, timeout=2)
+    waiting = 'rail 0, waiting for host "b" (ranks 2 and 3)'
+    text, seen, failed = results[0]
+    assert 'on rail 0 for host "b" (ranks 2 and 3)' in text, text
+    assert seen == failed == [("all_reduce", waiting)]
+    # The other rank waits for the first, which compares calls with the other host.
+    _, seen, failed = results[1]
+    assert seen == failed == [("all_reduce", "inside the host")]
+    (path,) = results.dumps[0]
+    (group,) = json.loads(path.read_text())["groups"]
+    assert group["other_hosts"] == 'host "b" (ranks 2 and 3)'
+    capsys.readouterr()
+    assert main(["trace", str(path)]) == 0
+    report = capsys.readouterr().out
+    assert f"rank 0: all_reduce({count} × float32, {4 * count} bytes, SUM) #" in report, report
+    assert f": {waiting}, for " in report, report
+
+
+def one_host(rank: int, world_size: int) -> None:
+    group = torch_symm.host_group()
+    dist.all_reduce(torch.ones(4), group=group)
+    calls = torch_symm.trace()["calls"]
+    assert calls[-1]["phase"] is None and torch_symm.trace()["groups"][-1]["other_hosts"] is None
+
+
+def test_calls_on_one_host_have_no_phases() -> None:
+    run_hosts(one_host, (2, 2))
