@@ -78,6 +78,8 @@ pub mod ffi {
         timeout_ms: i64,
         /// What connects hosts: a name of `config::HostsChoice`, or empty where the group does not choose.
         between_hosts: String,
+        /// Type of sums between hosts: a name of `hosts::partials::Partials`, or empty where the group does not choose.
+        partials: String,
     }
 
     /// A new group, or null and why not.

@@ -21,6 +21,8 @@ class Options:
     ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
     ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, or
     ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the default group does.
+    ``partials`` is the type of sums of CPU tensors between hosts: ``"tensor"`` or ``"fp32"``, which rounds floats
+    narrower than 32 bits once for twice the bytes, or ``""`` for ``"tensor"``, in later groups for the default group's.
 
     Raises:
         ValueError: a number of seconds below 0, above a year, or that is none.
@@ -34,12 +36,14 @@ class Options:
     group_name: str
     global_ranks_in_group: list[int]
     between_hosts: str
+    partials: str
     def __init__(
         self,
         timeout: timedelta | float = ...,
         group_name: str = "",
         global_ranks_in_group: Sequence[int] = ...,
         between_hosts: str = "",
+        partials: str = "",
     ) -> None: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...

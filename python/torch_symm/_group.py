@@ -38,7 +38,8 @@ def create_group(options: Any, group_options: Any) -> Any:
     _torch.record_without_torch()
     _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
-    own.between_hosts = group_options.between_hosts if group_options is not None else ""
+    if group_options is not None:
+        own.between_hosts, own.partials = group_options.between_hosts, group_options.partials
     _leave_with_multiprocessing(native)
     try:
         return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)

@@ -10,8 +10,9 @@ use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
-use crate::hosts::HostsGroup;
 use crate::hosts::finding::{self, Place};
+use crate::hosts::partials::Partials;
+use crate::hosts::{Between, HostsGroup};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -201,13 +202,15 @@ pub(super) fn join(
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
         let choice = finding::connects(&spec.between_hosts, &options)?;
+        let partials = Partials::chosen(&spec.partials, spec.is_default)?;
         let worker = Worker::new(Arc::clone(&store), name)?;
         group = finding::find(&worker, &options, choice).and_then(|place| match place {
             Place::OneHost(group) => Ok(Kind::OneHost(group)),
             Place::SeveralHosts(several) => {
                 let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
                 let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
-                HostsGroup::join(&store, &worker, &options, several, rail, links, backends).map(Kind::SeveralHosts)
+                let between = Between { rail, links, backends, partials };
+                HostsGroup::join(&store, &worker, &options, several, between).map(Kind::SeveralHosts)
             }
         });
         // It goes before an answer is looked at: it ends with what it does, or leaves it behind.

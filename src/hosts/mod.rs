@@ -4,6 +4,7 @@
 //! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
 //!
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
+//! - [`partials`](mod@partials): the type in which sums travel
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts
@@ -21,6 +22,7 @@ pub mod messages;
 mod monitored;
 mod news;
 mod opening;
+pub mod partials;
 pub mod rail;
 mod reduce;
 mod refusal;
@@ -54,6 +56,7 @@ use finding::Several;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::{Meeting, News, Times, Waiting};
+use partials::Partials;
 use rail::Rail;
 use refusal::Refusals;
 use shared::{Current, Inner, Shared};
@@ -78,6 +81,18 @@ pub struct HostsGroup {
     cuda: Option<Cuda>,
     /// Number of monitored barriers.
     monitored: AtomicU64,
+}
+
+/// What connects a rank of a group on several hosts with the others.
+pub struct Between<R, L, B> {
+    /// This rank's rail, if it gets one.
+    pub rail: R,
+    /// Carry its messages to ranks of other hosts.
+    pub links: L,
+    /// Move its CUDA tensors.
+    pub backends: Option<B>,
+    /// Type of partial results.
+    pub partials: Partials,
 }
 
 /// What messages between hosts know of their group.
@@ -136,20 +151,17 @@ impl Run for Runner {
 }
 
 impl HostsGroup {
-    /// Joins the group that `options` name, whose ranks are where `layout` says: on several hosts. `rail` is this rank's, if it gets one;
-    /// `links` carry its messages to ranks of other hosts, `backends` its CUDA tensors.
+    /// Joins the group that `options` name, of whose ranks `several` says where they are: on several hosts.
     pub fn join(
         store: &Arc<dyn Store>,
         worker: &Worker,
         options: &JoinOptions,
         several: Box<Several>,
-        rail: impl Rail + 'static,
-        links: impl Links + 'static,
-        backends: Option<impl Backends + 'static>,
+        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
     ) -> Result<Self> {
         let Several { layout, apart, since } = *several;
         let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
-        let joined = Self::join_within(&limit, store, worker, options, layout, (rail, links, backends));
+        let joined = Self::join_within(&limit, store, worker, options, layout, between);
         if let Some(apart) = apart {
             apart.end(worker, joined.as_ref().err());
         }
@@ -162,8 +174,9 @@ impl HostsGroup {
         worker: &Worker,
         options: &JoinOptions,
         layout: Layout,
-        (rail, links, backends): (impl Rail + 'static, impl Links + 'static, Option<impl Backends + 'static>),
+        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
     ) -> Result<Self> {
+        let Between { rail, links, backends, partials } = between;
         let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
         let rank = Rank(options.rank as u32);
         let (host, local) = (layout.host(rank), layout.local(rank));
@@ -223,7 +236,7 @@ impl HostsGroup {
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
-        joined.run(vec![Call::barrier(None)], limit.left())?;
+        joined.agree_on(partials, limit.left())?;
         Ok(joined)
     }
 

@@ -1,32 +1,36 @@
 //! all_reduce, reduce and reduce_scatter on several hosts.
 //!
 //! Whatever the size and the rails, an element is combined over the ranks of each host in their order, rounded once, then over the hosts in
-//! theirs, rounded once: every rank gets the same bits, and the bits do not depend on the length of the message.
+//! theirs, rounded once: every rank gets the same bits, and the bits do not depend on the length of the message. Partial results may have a
+//! wider type than tensors ([`partials`](super::partials)): then an element is rounded once in all. Lengths of partial results are those of
+//! their elements in a tensor times [`Step::growth`].
 #![allow(unsafe_code, reason = "loops over the bytes of staging")]
 
 use super::rail::Transfer;
 use super::slices::{GATHERED, LAG, Levels, Turns, overlap, part, rails, ranges, slices};
-use super::step::{Between, NOTHING, Step, contiguous, copy};
+use super::step::{Between, NOTHING, Scratch, Step, contiguous, copy};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source};
 use std::ops::Range;
 
 impl Step<'_> {
-    /// `partials`, one of each host in order, combined into `to`.
-    pub(super) fn combine(&self, partials: &[Span], to: Span) {
+    /// `partials`, one of each host in order, combined at `to`, which is as long as they are; the result, rounded, is at its begin.
+    pub(super) fn combine(&self, partials: &[Span], to: Span) -> Span {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
         let source = |(host, span): (usize, &Span)| Source { ptr: span.ptr(), factor: levels.factor(host, self.layout) };
         let sources: Vec<Source> = partials.iter().enumerate().map(source).collect();
-        let dtype = self.call.dtype;
+        let dtype = self.partial_type();
         // SAFETY: all are spans of `to.bytes` bytes: partials of staging or scratch memory, `to` of staging or a tensor; they do not overlap.
         unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
+        self.rounded(to)
     }
 
-    /// A reduction of the ranks of this host.
-    fn inner_reduction(&self, inputs: Vec<Span>, output: Span) -> Call {
+    /// A reduction of the ranks of this host to its partial result; copies of `inputs` in another type are in `kept`.
+    fn inner_reduction(&self, inputs: Vec<Span>, output: Span, kept: &mut Vec<Scratch>) -> Call {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
-        Call { reduce_op: levels.inner, ..self.inner_call(Op::ReduceScatter, inputs, vec![output]) }
+        let inputs = self.padded(self.widened(inputs, kept));
+        Call { dtype: self.partial_type(), reduce_op: levels.inner, ..self.inner_call(Op::ReduceScatter, inputs, vec![output]) }
     }
 
     /// One span for each rank of this host: `spans`, and nothing for the others.
@@ -41,18 +45,20 @@ impl Step<'_> {
         let (input, size, hosts) = (self.call.inputs[0], self.call.dtype.size(), self.layout.hosts());
         let slices = slices(input.bytes, size, rails(input.bytes, self.layout));
         let turns = Turns::of(slices[0].len());
-        let gathers = hosts == 2 || slices[0].len() <= GATHERED;
+        let growth = self.growth();
+        let gathers = hosts == 2 || slices[0].len() * growth <= GATHERED;
         let (middle, end) = if gathers { (LAG, LAG) } else { (LAG, 2 * LAG) };
-        let area = staging(turns.piece, size, hosts).next_multiple_of(64);
+        let area = staging(turns.piece * growth, size * growth, hosts).next_multiple_of(64);
         let mut opening = self.open(slices.len(), (end + 1) * area)?;
         let pieces = |turn: usize| slices.iter().map(move |slice| turns.piece(slice, turn));
         let own = |turn: usize| pieces(turn).nth(self.local()).map_or(0, |piece| piece.len());
-        let sum = |turn: usize| Sum { at: turn % (end + 1) * area, bytes: own(turn), longest: turns.piece, gathers };
+        let sum = |turn: usize| Sum { at: turn % (end + 1) * area, bytes: own(turn) * growth, longest: turns.piece * growth, gathers };
         for turn in 0..turns.count + end {
             if turn < turns.count {
                 let partial = opening.between.as_ref().map_or(NOTHING, |between| sum(turn).partial(between));
                 let give = pieces(turn).map(|piece| part(input, &piece)).collect();
-                self.inside(vec![self.inner_reduction(self.padded(give), partial)])?;
+                let mut kept = Vec::new();
+                self.inside(vec![self.inner_reduction(give, partial, &mut kept)])?;
                 if turn == 0 {
                     opening.agree(slices.len())?;
                 }
@@ -92,43 +98,43 @@ impl Step<'_> {
         let slices: Vec<_> = (0..hosts).map(|host| slices(lengths(host).sum(), size, rails)).collect();
         let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0));
         // What goes to each host, what comes from each, and the sum.
-        let area = ((2 * hosts + 1) * turns.piece).next_multiple_of(64);
+        let longest = turns.piece * self.growth();
+        let area = ((2 * hosts + 1) * longest).next_multiple_of(64);
         let mut opening = self.open(rails, (LAG + 1) * area)?;
         let mut copies = Vec::new();
         let block = |host: usize| self.layout.members(host).iter().map(|rank| self.call.inputs[rank.index()]).collect::<Vec<Span>>();
         let blocks: Vec<Span> = (0..hosts).map(|host| contiguous(&block(host), &mut copies)).collect();
         let wanted = ranges(lengths(host));
         let piece = |host: usize, local: usize, turn: usize| slices[host].get(local).map(|slice| turns.piece(slice, turn));
-        let bytes = |host: usize, turn: usize| piece(host, local, turn).map_or(0, |piece| piece.len());
+        let bytes = |host: usize, turn: usize| piece(host, local, turn).map_or(0, |piece| piece.len() * self.growth());
         for turn in 0..turns.count + LAG {
             if turn < turns.count {
                 let sent: Vec<usize> = (0..hosts).map(|host| bytes(host, turn)).collect();
                 let from = opening.between.as_ref().map_or(0, |between| between.begin + turn % (LAG + 1) * area);
                 let mut at = from;
-                let mut calls = Vec::new();
+                let (mut calls, mut kept) = (Vec::new(), Vec::new());
                 for to in 0..hosts {
                     let partial = opening.between.as_ref().map_or(NOTHING, |between| between.staged(at, sent[to]));
                     at += sent[to];
                     let give = (0..rails).filter_map(|rail| piece(to, rail, turn)).map(|piece| part(blocks[to], &piece)).collect();
-                    calls.push(self.inner_reduction(self.padded(give), partial));
+                    calls.push(self.inner_reduction(give, partial, &mut kept));
                 }
                 self.inside(calls)?;
                 if turn == 0 {
                     opening.agree(rails)?;
                 }
                 if let Some(between) = opening.between.as_ref().filter(|_| sent.iter().any(|&bytes| bytes > 0)) {
-                    let to = from + hosts * turns.piece;
+                    let to = from + hosts * longest;
                     between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &vec![sent[host]; hosts] })?;
                 }
             }
             let Some(turn) = turn.checked_sub(LAG) else { continue };
             let mut sum = NOTHING;
             if let Some(between) = opening.between.as_ref().filter(|_| (0..hosts).any(|host| bytes(host, turn) > 0)) {
-                let (own, received) = (bytes(host, turn), between.begin + turn % (LAG + 1) * area + hosts * turns.piece);
-                sum = between.staged(received + hosts * turns.piece, own);
+                let (own, received) = (bytes(host, turn), between.begin + turn % (LAG + 1) * area + hosts * longest);
                 between.finish()?;
                 let partials: Vec<Span> = (0..hosts).map(|host| between.staged(received + host * own, own)).collect();
-                self.combine(&partials, sum);
+                sum = self.combine(&partials, between.staged(received + hosts * longest, own));
             }
             let give = match piece(host, local, turn) {
                 None => vec![NOTHING; self.locals()],
@@ -158,6 +164,7 @@ fn staging(bytes: usize, size: usize, hosts: usize) -> usize {
 struct Sum {
     /// Place of the area behind the first that a call may use.
     at: usize,
+    /// Length of the piece, and of the longest of all, as partial results.
     bytes: usize,
     longest: usize,
     /// Whether each host gets all partial results and adds them up; otherwise each adds up its part, and gets the others'.
@@ -177,7 +184,7 @@ impl Sum {
 
     /// Parts of the piece, one for each host. The first is the longest: the others are padded to it when they are gathered.
     fn parts(&self, between: &Between<'_>) -> Vec<Range<usize>> {
-        slices(self.bytes, between.step.call.dtype.size(), between.step.layout.hosts())
+        slices(self.bytes, between.step.partial_type().size(), between.step.layout.hosts())
     }
 
     /// Begins to exchange partial results.
@@ -205,7 +212,7 @@ impl Sum {
         let partials: Vec<Span> = (0..hosts).map(|host| between.staged(received + host * own, own)).collect();
         let from = received + hosts * longest;
         step.combine(&partials, between.staged(from, own));
-        between.start(&Transfer::AllGather { from, each: longest, to: from + longest })
+        between.start(&Transfer::AllGather { from, each: longest / step.growth(), to: from + longest })
     }
 
     /// The result, once it is there.
@@ -219,14 +226,15 @@ impl Sum {
         if self.gathers {
             let lengths = vec![self.bytes; hosts];
             let shared = |host| between.shared(between.begin + self.at, &lengths, received, host);
-            step.combine(&(0..hosts).map(shared).collect::<Vec<_>>(), result);
-            return Ok(result);
+            return Ok(step.combine(&(0..hosts).map(shared).collect::<Vec<_>>(), result));
         }
-        let parts = self.parts(between);
-        let gathered = received + (hosts + 1) * parts[0].len();
+        // What is gathered has been rounded.
+        let (parts, growth) = (self.parts(between), step.growth());
+        let (gathered, longest) = (received + (hosts + 1) * parts[0].len(), parts[0].len() / growth);
         for (host, piece) in parts.iter().enumerate() {
-            copy(between.staged(gathered + host * parts[0].len(), piece.len()), part(result, piece));
+            let piece = piece.start / growth..piece.end / growth;
+            copy(between.staged(gathered + host * longest, piece.len()), part(result, &piece));
         }
-        Ok(result)
+        Ok(Span { bytes: result.bytes / growth, ..result })
     }
 }

@@ -4,6 +4,7 @@
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
 
 use super::news::{Host, News, Waiting};
+use super::partials::Partials;
 use super::rail::Rail;
 use super::traffic::Traffic;
 use crate::error::{Error, Result};
@@ -11,7 +12,7 @@ use crate::group::Group;
 use crate::sys::{fork, thread};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that a rank which has lost a rail waits to hear why.
@@ -66,6 +67,8 @@ pub(super) struct Shared {
     pub(super) news: News,
     pub(super) current: Arc<Current>,
     pub(super) traffic: Arc<Traffic>,
+    /// Set once all ranks have agreed.
+    partials: OnceLock<Partials>,
     /// Tells when the rail has ended, once that has begun.
     ending: Mutex<Option<Receiver<()>>>,
     generation: u64,
@@ -80,11 +83,22 @@ impl Shared {
             news,
             current,
             traffic,
+            partials: OnceLock::new(),
             ending: Mutex::default(),
             generation: fork::generation(),
             failed: AtomicBool::new(false),
             left: AtomicBool::new(false),
         }
+    }
+
+    /// Type of partial results.
+    pub(super) fn partials(&self) -> Partials {
+        self.partials.get().copied().unwrap_or_default()
+    }
+
+    /// Makes `partials` the type of partial results of the calls that follow, on all ranks.
+    pub(super) fn choose(&self, partials: Partials) {
+        let _ = self.partials.set(partials);
     }
 
     /// The rail, as long as the group lives.

@@ -45,18 +45,26 @@ impl Step<'_> {
     /// What all ranks give from place `skipped` on, combined in two levels into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
         let (levels, dtype) = (Levels::of(self.call.reduce_op, self.call.dtype, self.layout), self.call.dtype);
-        let mut partials = Scratch::new(records.len() * output.bytes);
+        let (wide, bytes) = (self.partial_type(), output.bytes * self.growth());
+        let mut partials = Scratch::new((records.len() + 1) * bytes);
         let whole = partials.span();
         let partial = |(host, given): (usize, &Vec<(f64, &[u8])>)| {
-            let to = nth(whole, host, output.bytes);
-            let source = |&(factor, bytes): &(f64, &[u8])| Source { ptr: bytes[skipped..skipped + output.bytes].as_ptr(), factor };
-            let sources: Vec<Source> = given.iter().map(source).collect();
-            // SAFETY: `to` and all sources have `output.bytes` bytes (the slices above); scratch memory overlaps none of them.
-            unsafe { cpu::reduce(levels.inner, dtype, to.ptr(), &sources, to.bytes / dtype.size(), Store::Cached) }
+            let to = nth(whole, host, bytes);
+            let mut kept = Vec::new();
+            let spans = given.iter().map(|(_, given)| span(&given[skipped..skipped + output.bytes])).collect();
+            let spans = self.widened(spans, &mut kept);
+            let sources: Vec<Source> =
+                given.iter().zip(&spans).map(|((factor, _), from)| Source { ptr: from.ptr(), factor: *factor }).collect();
+            // SAFETY: `to` and all sources have `bytes` bytes, of the slices above or of copies; `to` overlaps none of them.
+            unsafe { cpu::reduce(levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), Store::Cached) }
             to
         };
         let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();
-        self.combine(&partials, output);
+        if wide == dtype {
+            self.combine(&partials, output);
+        } else {
+            copy(self.combine(&partials, nth(whole, records.len(), bytes)), output);
+        }
     }
 }
 

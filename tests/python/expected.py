@@ -74,10 +74,15 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
     result = reduce(combine, values)
     if op == "AVG":
         result = result / torch.tensor(len(inputs), dtype=wide)
+    return rounded(result, dtype)
+
+
+def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``wide``, of float32 or float64, in ``dtype``."""
     if dtype == torch.float8_e4m3fn:
         # Overflow is NaN, which torch 2.13 and later convert to 448. 464 lies half-way to what would follow 448.
-        result = torch.where(result.abs() > 464, torch.copysign(torch.tensor(torch.nan), result), result)
-    return result.to(dtype)
+        wide = torch.where(wide.abs() > 464, torch.copysign(torch.tensor(torch.nan), wide), wide)
+    return wide.to(dtype)
 
 
 def _reduced_bools(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

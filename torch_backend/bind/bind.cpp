@@ -76,18 +76,22 @@ void bind(py::module_ module) {
           py::init([](const Timeout& timeout,
                       const std::string& group,
                       const std::vector<uint64_t>& ranks,
-                      const std::string& between_hosts) {
+                      const std::string& between_hosts,
+                      const std::string& partials) {
             auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
             options->group_name = group;
             options->global_ranks_in_group = ranks;
             options->between_hosts = between_hosts;
+            options->partials = partials;
             return options;
           }),
           py::arg("timeout") = Timeout(kBackendDefaultTimeout),
           py::arg("group_name") = "",
           py::arg("global_ranks_in_group") = std::vector<uint64_t>(),
-          py::arg("between_hosts") = "")
+          py::arg("between_hosts") = "",
+          py::arg("partials") = "")
       .def_readwrite("between_hosts", &Options::between_hosts)
+      .def_readwrite("partials", &Options::partials)
       .def_property(
           "timeout",
           [](const Options& self) { return self.timeout; },

@@ -36,6 +36,7 @@ c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backen
   copy_names(given, *options);
   if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
     options->between_hosts = own->between_hosts;
+    options->partials = own->partials;
   }
   options->global_ranks_in_group = given.global_ranks_in_group;
   return options;
@@ -59,6 +60,7 @@ Group join_group(
   spec.is_default = is_default;
   spec.timeout_ms = options.timeout.count();
   spec.between_hosts = options.between_hosts;
+  spec.partials = options.partials;
   auto joined = join(
       std::make_unique<TorchStore>(store),
       std::make_unique<BackendRail>(options.group_name, store),

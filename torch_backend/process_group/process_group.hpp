@@ -32,6 +32,8 @@ class ProcessGroupSymm final : public ::c10d::Backend {
 
     // What connects hosts; empty: as the environment or the default group says.
     std::string between_hosts;
+    // Type of sums between hosts, "tensor" or "fp32"; empty: as the default group.
+    std::string partials;
   };
 
   using Tensors = std::vector<at::Tensor>;

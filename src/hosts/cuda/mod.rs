@@ -115,6 +115,7 @@ impl HostsGroup {
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check(calls)?;
+        self.check_partials(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
         self.inner.failure().map_or(Ok(()), Err)?;

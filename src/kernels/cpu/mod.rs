@@ -6,6 +6,7 @@
 //! result is always the format's canonical quiet NaN. Subnormals are kept, even if the calling thread flushes them.
 //!
 //! - [`element`]: numbers and how they add, multiply, compare
+//! - [`cast`]: those to float32 and back
 //! - [`convert`]: float16, bfloat16 and the float8 formats
 //! - [`lanes`]: the conversions for which an instruction set has an instruction
 //! - [`mode`]: the calling thread's rounding and flushing
@@ -15,6 +16,7 @@
 //! - [`copy`](mod@copy): memory to memory
 #![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
 
+mod cast;
 mod convert;
 mod copy;
 mod dispatch;
@@ -116,6 +118,39 @@ unsafe fn reduce_on(isa: Isa, op: ReduceOp, dtype: DType, dst: *mut u8, sources:
     let job = reduce::Job { dst, sources, count: count * dispatch::parts(dtype), ranks, store };
     // SAFETY: the caller's contract; `kernel` was looked up for this dtype, whose parts `count` now counts.
     unsafe { kernel(&job) }
+}
+
+/// Whether `dtype` is a float narrower than 32 bits, for which there are [`widen`] and [`narrow`].
+pub fn is_narrow(dtype: DType) -> bool {
+    cast::casts(dtype, Isa::Portable).is_some()
+}
+
+/// Converts `count` elements of `dtype` at `src` to float32 at `dst`, exactly.
+///
+/// # Panics
+/// Unless [`is_narrow`].
+///
+/// # Safety
+/// `src` must be valid for reads and `dst` for writes of `count` elements, at any alignment; they do not overlap.
+pub unsafe fn widen(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
+    let Some((widen, _)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
+    let _mode = mode::DefaultMode::enter();
+    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    unsafe { widen(dst, src, count) }
+}
+
+/// Rounds `count` float32 at `src` to `dtype` at `dst`, to nearest even, each NaN to the canonical one.
+///
+/// # Panics
+/// Unless [`is_narrow`].
+///
+/// # Safety
+/// As [`widen`]; `dst` may be `src`.
+pub unsafe fn narrow(dtype: DType, dst: *mut u8, src: *const u8, count: usize) {
+    let Some((_, narrow)) = cast::casts(dtype, Isa::best()) else { panic!("{} is not narrow", dtype.name()) };
+    let _mode = mode::DefaultMode::enter();
+    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    unsafe { narrow(dst, src, count) }
 }
 
 /// Way in which shared staging is written.
