@@ -205,12 +205,12 @@ pub(super) fn join(
         let partials = Partials::chosen(&spec.partials, spec.is_default)?;
         let worker = Worker::new(Arc::clone(&store), name)?;
         group = finding::find(&worker, &options, choice).and_then(|place| match place {
-            Place::OneHost(group) => Ok(Kind::OneHost(group)),
+            Place::OneHost(group) => Ok(Kind::OneHost(*group)),
             Place::SeveralHosts(several) => {
                 let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
                 let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
                 let between = Between { rail, links, backends, partials };
-                HostsGroup::join(&store, &worker, &options, several, between).map(Kind::SeveralHosts)
+                HostsGroup::join(&store, &worker, &options, *several, between).map(Kind::SeveralHosts)
             }
         });
         // It goes before an answer is looked at: it ends with what it does, or leaves it behind.

@@ -26,7 +26,7 @@ pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
 /// Where the ranks of a group are.
 pub enum Place {
     /// On one host, where they have joined.
-    OneHost(Group),
+    OneHost(Box<Group>),
     /// On several.
     SeveralHosts(Box<Several>),
 }
@@ -47,18 +47,18 @@ pub struct Several {
 pub fn find(worker: &Worker, options: &JoinOptions, choice: HostsChoice) -> Result<Place> {
     let since = Instant::now();
     if choice == HostsChoice::Refuse {
-        return Group::join(worker, options).map(Place::OneHost);
+        return Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)));
     }
     if let Some(layout) = known().and_then(|known| layout(&known, options)) {
         let several = layout.hosts() > 1;
         return if several {
             Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since })))
         } else {
-            Group::join(worker, options).map(Place::OneHost)
+            Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)))
         };
     }
     Ok(match Group::find(worker, options)? {
-        Found::Together(group) => Place::OneHost(group),
+        Found::Together(group) => Place::OneHost(Box::new(group)),
         Found::Apart(apart) => {
             if options.rank == 0
                 && let Some(advice) = advice(&apart.placements)

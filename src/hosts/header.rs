@@ -32,7 +32,7 @@ impl Header {
         bytes
     }
 
-    fn from_bytes(bytes: &[u8]) -> Self {
+    pub(super) fn from_bytes(bytes: &[u8]) -> Self {
         let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
         let mut next = || words.next().unwrap_or_default();
         let (sequence, head, bytes) = (next(), next(), next());

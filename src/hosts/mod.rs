@@ -156,10 +156,10 @@ impl HostsGroup {
         store: &Arc<dyn Store>,
         worker: &Worker,
         options: &JoinOptions,
-        several: Box<Several>,
+        several: Several,
         between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
     ) -> Result<Self> {
-        let Several { layout, apart, since } = *several;
+        let Several { layout, apart, since } = several;
         let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
         let joined = Self::join_within(&limit, store, worker, options, layout, between);
         if let Some(apart) = apart {

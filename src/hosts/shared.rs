@@ -3,6 +3,7 @@
 //! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
 
+use super::header::Header;
 use super::news::{Host, News, Waiting};
 use super::partials::Partials;
 use super::rail::Rail;
@@ -24,17 +25,27 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_millis(800);
 
-/// The call that a rank is in.
+/// What a rank does, as its speaker sees it.
 #[derive(Default)]
-pub(super) struct Current(Mutex<Option<Waiting>>);
+pub(super) struct Current {
+    /// The call that it is in.
+    waiting: Mutex<Option<Waiting>>,
+    /// Calls on CUDA tensors that no speaker has told.
+    launched: Mutex<Vec<Header>>,
+}
 
 impl Current {
     pub(super) fn set(&self, call: Option<Waiting>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = call;
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = call;
+    }
+
+    /// Notes calls that were launched.
+    pub(super) fn launched(&self, headers: impl IntoIterator<Item = Header>) {
+        self.launched.lock().unwrap_or_else(PoisonError::into_inner).extend(headers);
     }
 }
 
-/// The ranks of this host, until their group goes, and the call that this one is in.
+/// The ranks of this host, until their group goes, and what this one does.
 pub(super) struct Inner(pub(super) Weak<Group>, pub(super) Arc<Current>);
 
 impl Host for Inner {
@@ -51,7 +62,11 @@ impl Host for Inner {
     }
 
     fn waiting(&self) -> Option<Waiting> {
-        *self.1.0.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.1.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn launched(&self) -> Vec<Header> {
+        std::mem::take(&mut *self.1.launched.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn departures(&self) -> Vec<(usize, String)> {

@@ -440,6 +440,26 @@ def mismatched_between(rank: int, world: int) -> None:
     assert torch.all(tensor == 1)
 
 
+def told_later(rank: int, world: int) -> None:
+    """Ranks of different hosts disagree, and hear of it although nobody waits for another before the kernels."""
+    tensor = torch.ones(1000, device=device())
+    for _ in range(100):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    torch.cuda.synchronize()
+    host = rank % 2
+    differing = torch.ones(1000 + host, device=device())
+    text = r"rank 0 .*\(1000 × float32.* as #101, rank 1 .*\(1001 × float32.* as #101"
+    begun = time.monotonic()
+    with pytest.raises(torch_symm.SymmMismatch, match=text):
+        dist.all_reduce(differing)
+        while True:
+            dist.all_reduce(torch.ones(7, device=device()), async_op=True).wait()
+            assert time.monotonic() < begun + 10, "no error came"
+            time.sleep(0.01)
+    assert time.monotonic() < begun + 5
+    torch.cuda.synchronize()
+
+
 def refused(rank: int, world: int) -> None:
     tensor = torch.ones(10, device=device())
     with pytest.raises(
@@ -481,6 +501,11 @@ def test_ranks_of_one_host_that_disagree_are_told(hosts: Pool) -> None:
 
 def test_ranks_of_different_hosts_that_disagree_are_told_under_debug(compared: Pool) -> None:
     run_hosts(compared, mismatched_between, 2, debug="site")
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_of_different_hosts_that_disagree_are_told(hosts: Pool, world: int) -> None:
+    run_hosts(hosts, told_later, world, timeout=20)
 
 
 def test_gloo_between_hosts_refuses_cuda_tensors(hosts: Pool) -> None:

@@ -59,6 +59,8 @@ struct State {
     /// The GPUs of this host, and the rail, are connected.
     connected: bool,
     launched: u64,
+    /// Number of collectives launched.
+    collectives: u64,
 }
 
 /// A device in use.
@@ -122,19 +124,26 @@ impl HostsGroup {
         let needed = if calls.iter().any(|call| plan::exchanges(call.op)) { Which::All } else { Which::Rail };
         let mut state = cuda.state();
         self.connected(cuda, &mut state, target, needed, timeout)?;
+        let headers: Vec<Header> = (state.collectives + 1..).zip(calls).map(|(number, call)| Header::of(call, number)).collect();
         if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
-            calls.iter().try_for_each(|call| self.compare(call, state.launched + 1, timeout))?;
+            headers.iter().try_for_each(|header| self.compare(*header, timeout))?;
         }
         self.engine.count(calls.len());
         self.in_order(cuda, &mut state, target, timeout, calls.first(), |device, stream| {
             calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
-        })
+        })?;
+        state.collectives += headers.len() as u64;
+        // Compared with other hosts after the fact: those of one host are compared by their kernels.
+        if self.layout.local(self.rank) == 0 {
+            self.shared.current.launched(headers);
+        }
+        Ok(())
     }
 
     /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
-    fn compare(&self, call: &Call, number: u64, timeout: Duration) -> Result<()> {
+    fn compare(&self, header: Header, timeout: Duration) -> Result<()> {
         let (n, each) = (self.layout.size(), Header::BYTES);
-        let (mut own, mut all) = (Header::of(call, number).to_bytes(None), vec![0u8; n * each]);
+        let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
         let whole = all.as_mut_ptr().addr();
         let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }];
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();

@@ -1,6 +1,7 @@
 //! Frames of news: a length, a body, and a seal by which its reader knows that it comes from the other end of this very connection.
 
 use crate::error::{Error, Kind, Result};
+use crate::hosts::header::Header;
 use crate::rank::Rank;
 use crate::store::tcp::proof::{HELLO, OPENING};
 use hmac::{Hmac, KeyInit, Mac};
@@ -15,6 +16,8 @@ const LENGTH: usize = 4;
 const SEAL: usize = 32;
 /// Longest text of a message: as much as a control block keeps of a failure.
 const TEXT: usize = 3072;
+/// Most headers of a message.
+pub(super) const HEADERS: usize = TEXT / Header::BYTES;
 /// Longest body.
 const BODY: usize = 1 + 4 + 8 + TEXT;
 
@@ -33,6 +36,8 @@ pub(super) enum Message {
     Refused(Rank, u64, String),
     /// A rank makes a call of this number, whatever it has refused before.
     Resumed(Rank, u64),
+    /// A rank has launched these calls on CUDA tensors, at most [`HEADERS`].
+    Launched(Rank, Vec<Header>),
 }
 
 /// `text`, or as much of it as fits.
@@ -53,6 +58,10 @@ impl Message {
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
             Self::Refused(rank, calls, text) => [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), cut(text)].concat(),
             Self::Resumed(rank, call) => [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat(),
+            Self::Launched(rank, headers) => {
+                let headers = headers.iter().flat_map(|header| header.to_bytes(None));
+                [7].into_iter().chain(rank.0.to_le_bytes()).chain(headers).collect()
+            }
         }
     }
 
@@ -81,6 +90,12 @@ impl Message {
                 } else {
                     message.is_empty().then_some(Self::Resumed(rank, call))
                 }
+            }
+            7 => {
+                let (rank, rest) = rest.split_first_chunk()?;
+                let (headers, []) = rest.as_chunks::<{ Header::BYTES }>() else { return None };
+                let headers = headers.iter().map(|header| Header::from_bytes(header)).collect();
+                Some(Self::Launched(Rank(u32::from_le_bytes(*rank)), headers))
             }
             _ => None,
         }
@@ -157,6 +172,7 @@ impl Sealer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::coll::call::Call;
 
     fn ends() -> (Sealer, Sealer) {
         let end = |end| Sealer::new(&[7; 16], &[1; OPENING], &[2; HELLO], end);
@@ -174,6 +190,7 @@ mod tests {
             Message::Left(Rank(2), "left the group".into()),
             Message::Refused(Rank(1), 1 << 40, "no tensor".into()),
             Message::Resumed(Rank(1), 7),
+            Message::Launched(Rank(1), (1..=HEADERS as u64).map(|number| Header::of(&Call::barrier(None), number)).collect()),
         ];
         let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
         let mut input = frames.concat();

@@ -6,12 +6,13 @@
 //!
 //! - [`frame`](mod@frame), [`connection`](mod@connection): what is said, and how nobody else can say it
 //! - [`speaker`](mod@speaker): what one rank knows and tells; [`thread`](mod@thread): when it has its turn
-//! - [`refusals`](mod@refusals): calls that a rank has refused and others wait in
+//! - [`refusals`](mod@refusals): calls that a rank has refused and others wait in; [`launches`](mod@launches): calls on CUDA tensors
 //! - [`meeting`](mod@meeting): how the speakers of a group find each other; [`address`](mod@address): where the hubs listen
 
 mod address;
 mod connection;
 mod frame;
+mod launches;
 mod meeting;
 mod refusals;
 mod speaker;
@@ -19,6 +20,7 @@ mod speaker;
 mod tests;
 mod thread;
 
+use super::header::Header;
 use crate::error::Error;
 pub(super) use meeting::Meeting;
 use std::sync::{Mutex, PoisonError};
@@ -36,6 +38,11 @@ pub(super) trait Host: Send + Sync {
     /// The call that this rank is in, if it is in one.
     fn waiting(&self) -> Option<Waiting> {
         None
+    }
+
+    /// Calls on CUDA tensors that this rank has launched since this was last asked, where it says so.
+    fn launched(&self) -> Vec<Header> {
+        Vec::new()
     }
 
     /// Local indices of the ranks that have left, each with how it has.

@@ -1,11 +1,13 @@
 //! Speaker: a rank that tells other hosts what happens on its own, and its host what happens on others.
 
 use super::connection::Connection;
-use super::frame::{Message, Token};
+use super::frame::{HEADERS, Message, Token};
+use super::launches::{Launches, TOLD};
 use super::refusals::Refusals;
 use super::{Host, Times};
 use crate::boot::hosts::Layout;
 use crate::error::Error;
+use crate::hosts::header::Header;
 use crate::rank::Rank;
 use crate::store::tcp::listen::Listeners;
 use rustix::event::PollFlags;
@@ -56,6 +58,7 @@ pub(super) struct Speaker {
     left: BTreeMap<Rank, String>,
     lost: Vec<Lost>,
     pub(super) refusals: Refusals,
+    launches: Launches,
     next_beat: Instant,
 }
 
@@ -73,6 +76,7 @@ impl Speaker {
             left: BTreeMap::new(),
             lost: Vec::new(),
             refusals: Refusals::default(),
+            launches: Launches::default(),
             next_beat: Instant::now() + times.beat,
         }
     }
@@ -148,6 +152,21 @@ impl Speaker {
         }
     }
 
+    /// Tells the first of all ranks, which compares them, what this one has launched. What the others of a host launch is compared there.
+    pub(super) fn tell_launched(&mut self, headers: &[Header]) {
+        let first = self.layout.members(0)[0];
+        if self.me == first {
+            self.launches.launched(headers);
+            return;
+        }
+        let mut reader = self.connections.iter_mut().filter(|connection| connection.peer() == Some(first) && !connection.unsent());
+        if let Some(connection) = reader.next() {
+            headers[..headers.len().min(TOLD)]
+                .chunks(HEADERS)
+                .for_each(|headers| connection.queue(&Message::Launched(self.me, headers.to_vec())));
+        }
+    }
+
     /// Says that this rank has left, and ends its connections.
     pub(super) fn leave(&mut self, how: &str) {
         self.tell_left(self.me, how);
@@ -187,7 +206,8 @@ impl Speaker {
                 Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
                 Message::Refused(rank, calls, why) => self.tell_refused(rank, calls, &why),
                 Message::Resumed(rank, call) => self.tell_resumed(rank, call),
-                Message::Left(..) | Message::Hello(_) | Message::Alive => {}
+                Message::Launched(rank, headers) if rank.index() < self.layout.size() => self.launches.told(rank, headers),
+                Message::Launched(..) | Message::Left(..) | Message::Hello(_) | Message::Alive => {}
             }
         }
         let now = Instant::now();
@@ -198,6 +218,7 @@ impl Speaker {
         }
         self.flush();
         let failure = failure.or_else(|| self.ended(now)).or_else(|| self.silent(now)).or_else(|| self.refused(now));
+        let failure = failure.or_else(|| self.launches.compare(&self.layout, self.me, &self.group));
         // Others first: once this host has failed, its program may end the process.
         failure.inspect(|error| self.tell(error))
     }

@@ -6,7 +6,9 @@ use super::meeting::{Entry, receive, transmit};
 use super::speaker::{SPEAKERS, UNIDENTIFIED};
 use super::{Host, Meeting, News, Times};
 use crate::boot::hosts::{Layout, Placement};
+use crate::coll::call::{Call, Op};
 use crate::error::{Error, Kind, Result};
+use crate::hosts::header::Header;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::memory::MemoryStore;
@@ -31,6 +33,7 @@ const QUICK: Times =
 struct Shared {
     failure: Mutex<Option<Error>>,
     departures: Mutex<HashMap<usize, String>>,
+    launched: Mutex<Vec<Header>>,
 }
 
 impl Host for Shared {
@@ -40,6 +43,11 @@ impl Host for Shared {
 
     fn fail(&self, error: Error) {
         self.failure.lock().expect("no panic").get_or_insert(error);
+    }
+
+    /// All speakers of a host here are one: the first that asks tells.
+    fn launched(&self) -> Vec<Header> {
+        std::mem::take(&mut *self.launched.lock().expect("no panic"))
     }
 
     fn departures(&self) -> Vec<(usize, String)> {
@@ -162,6 +170,30 @@ fn a_failure_reaches_every_host_and_the_first_stands() {
             news[0].1.tell(&Error::peer("a later one"));
             assert_eq!(job.failures(None).0, failures);
         }
+    }
+}
+
+#[test]
+fn calls_that_hosts_launch_are_compared_after_the_fact() {
+    for hosts in [&[0, 1, 2][..], &[0, 1]] {
+        let job = Job::new(hosts, Times::default());
+        let _news = job.meet(job.ranks());
+        let launch = |host: usize, call: &Call, number| job.hosts[host].launched.lock().expect("no panic").push(Header::of(call, number));
+        for number in 1..=200 {
+            (0..hosts.len()).for_each(|host| launch(host, &Call::barrier(None), number));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(job.hosts.iter().all(|host| host.failure().is_none()), "{:?}", job.hosts[0].failure());
+        let last = hosts.len() - 1;
+        let [usual, other] = [Op::Barrier, Op::AllToAll].map(|op| Call { op, ..Call::barrier(None) });
+        (0..=last).for_each(|host| launch(host, if host == last { &other } else { &usual }, 201));
+        let (failures, took) = job.failures(None);
+        for failure in failures.iter().flatten() {
+            assert_eq!(failure.kind, Kind::Mismatch);
+            let text = format!("rank {last} (host \"node{last}\", pid {}) called all_to_all", 100 + last);
+            assert!(failure.message.contains("called barrier as #201") && failure.message.contains(&text), "{failure}");
+        }
+        assert!(took < Duration::from_secs(1), "{took:?}");
     }
 }
 

@@ -102,15 +102,17 @@ fn run(wake: &Wake) {
             let hosts = state.speakers.iter().map(|(&id, speaker)| (id, Arc::clone(&speaker.host)));
             hosts.collect::<Vec<_>>()
         };
-        let looks: Vec<_> = hosts.iter().map(|(id, host)| (*id, host.failure(), host.departures(), host.waiting())).collect();
+        let looks: Vec<_> =
+            hosts.iter().map(|(id, host)| (*id, host.failure(), host.departures(), host.waiting(), host.launched())).collect();
         drop(hosts);
         let mut polled = Vec::new();
         {
             let mut state = state();
-            for (id, failure, departures, waiting) in &looks {
+            for (id, failure, departures, waiting, launched) in &looks {
                 if let Some(speaker) = state.speakers.get_mut(id) {
                     speaker.tell_departures(departures);
                     speaker.refusals.waiting = *waiting;
+                    speaker.tell_launched(launched);
                     failure.iter().for_each(|failure| speaker.tell(failure));
                 }
             }

@@ -1,0 +1,115 @@
+//! Launches: calls on CUDA tensors, which hosts compare after the fact, as nothing there may wait for a GPU or for another host.
+//!
+//! The first rank of each host tells the first of all what it has launched, at the next turn of its speaker; that one compares, call by call.
+//! What ranks of one host launch is compared inside it.
+
+use crate::boot::hosts::Layout;
+use crate::error::Error;
+use crate::hosts::header::Header;
+use crate::rank::Rank;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Headers kept of one rank. Older ones are not compared: no host launches so far ahead of the others.
+const KEPT: usize = 4096;
+/// Most headers that are told at once; further ones are not compared: no program launches so many within a turn.
+pub(super) const TOLD: usize = 512;
+
+/// Calls that the first ranks of all hosts have launched, as the first of all knows them: in order, those that are not compared yet.
+#[derive(Default)]
+pub(super) struct Launches {
+    own: VecDeque<Header>,
+    others: BTreeMap<Rank, VecDeque<Header>>,
+}
+
+fn keep(kept: &mut VecDeque<Header>, headers: impl IntoIterator<Item = Header>) {
+    kept.extend(headers);
+    kept.drain(..kept.len().saturating_sub(KEPT));
+}
+
+impl Launches {
+    /// Notes what this rank has launched.
+    pub(super) fn launched(&mut self, headers: &[Header]) {
+        keep(&mut self.own, headers.iter().copied());
+    }
+
+    /// Notes what `rank` says that it has launched.
+    pub(super) fn told(&mut self, rank: Rank, headers: Vec<Header>) {
+        keep(self.others.entry(rank).or_default(), headers);
+    }
+
+    /// Compares what both this rank, `me`, and another have launched: the first difference.
+    pub(super) fn compare(&mut self, layout: &Layout, me: Rank, group: &str) -> Option<Error> {
+        for (&rank, theirs) in &mut self.others {
+            while let (Some(their), Some(oldest)) = (theirs.front(), self.own.front()) {
+                let Some(behind) = their.sequence.checked_sub(oldest.sequence) else {
+                    // Compared with nothing: ours is gone.
+                    theirs.pop_front();
+                    continue;
+                };
+                let Some(own) = usize::try_from(behind).ok().and_then(|behind| self.own.get(behind)) else { break };
+                let shown = [own.to_bytes(None), their.to_bytes(None)].concat();
+                theirs.pop_front();
+                if let Err(error) = Header::agree(&shown, Header::BYTES, &[me, rank], layout, group) {
+                    return Some(error);
+                }
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boot::hosts::Placement;
+    use crate::coll::call::Call;
+    use crate::sys::host::Host;
+
+    fn headers(numbers: std::ops::Range<u64>, bytes: impl Fn(u64) -> usize) -> Vec<Header> {
+        let span = |number| crate::coll::call::Span { addr: 0, bytes: bytes(number) };
+        let call = |number| Call {
+            op: crate::coll::call::Op::AllReduce,
+            inputs: vec![span(number)],
+            outputs: vec![span(number)],
+            ..Call::barrier(None)
+        };
+        numbers.map(|number| Header::of(&call(number), number)).collect()
+    }
+
+    #[test]
+    fn the_first_difference_is_found_however_far_ahead_a_host_is() {
+        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
+        let layout = Layout::of(&["a", "b", "c"].map(place));
+        let mut launches = Launches::default();
+        let compare = |launches: &mut Launches| launches.compare(&layout, Rank(0), "g").map(|error| error.message);
+        launches.told(Rank(1), headers(1..4, |_| 8));
+        assert_eq!(compare(&mut launches), None, "nothing of our own yet");
+        launches.launched(&headers(1..3, |_| 8));
+        launches.told(Rank(2), headers(1..2, |_| 8));
+        assert_eq!(compare(&mut launches), None);
+        launches.launched(&headers(3..9, |number| if number == 5 { 16 } else { 8 }));
+        launches.told(Rank(2), headers(2..5, |_| 8));
+        assert_eq!(compare(&mut launches), None, "the fifth is not told yet");
+        launches.told(Rank(2), headers(5..9, |_| 8));
+        assert_eq!(
+            compare(&mut launches).as_deref(),
+            Some(
+                "ranks of group \"g\" do not agree: rank 0 (host \"a\", pid 7) called all_reduce(16 × uint8, 16 bytes, SUM) as #5, \
+                 rank 2 (host \"c\", pid 7) called all_reduce(8 × uint8, 8 bytes, SUM) as #5"
+            )
+        );
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded_and_too_old_calls_are_not_compared() {
+        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
+        let layout = Layout::of(&["a", "b"].map(place));
+        let mut launches = Launches::default();
+        let many = KEPT as u64 + 10;
+        launches.launched(&headers(1..many, |_| 8));
+        assert_eq!(launches.own.len(), KEPT);
+        launches.told(Rank(1), headers(1..many, |number| if number < 9 { 16 } else { 8 }));
+        assert_eq!(launches.compare(&layout, Rank(0), "g"), None);
+        assert!(launches.others[&Rank(1)].is_empty());
+    }
+}
