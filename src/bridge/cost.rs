@@ -37,11 +37,11 @@ fn make(mesh: &CostMesh, basis: &str, gb_per_s: &[f64], us: &[f64], profile: &[u
     match basis {
         "torch" => Model::torch(&mesh, links).map(Some),
         "links" => Model::links(&mesh, links).map(Some),
-        "measured" if profile.is_empty() => Model::measured(&mesh),
+        "measured" if profile.is_empty() => Model::measured(&mesh, links),
         "measured" => {
             let path = Path::new(OsStr::from_bytes(profile));
             let here = Hardware::here(mesh.device, mesh.job).ok_or_else(|| Error::config("what hardware this is cannot be told"))?;
-            Model::of_profile(&mesh, profile::accept(Profile::load(path)?, path, &here)?).map(Some)
+            Model::of_profile(&mesh, links, profile::accept(Profile::load(path)?, path, &here)?).map(Some)
         }
         other => Err(Error::value(format!("{other:?} is no basis of prices; there are torch, links and measured"))),
     }

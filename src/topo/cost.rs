@@ -77,8 +77,10 @@ pub enum Way {
     HostMemory,
     /// Processes of one host, on tensors in its memory.
     SharedMemory,
-    /// Ways between hosts.
+    /// Ways between GPUs of different hosts.
     Network,
+    /// Ways between hosts for tensors in their memory: TCP.
+    Sockets,
 }
 
 /// Part of NVLink's rate on paper that arrives: 370 of 450 GB/s on H200 (2026-11-20, copy engines of 8 GPUs, all at once).
@@ -114,6 +116,8 @@ impl Way {
             Self::SharedMemory => Link { gb_per_s: 9.0, us: 0.3 },
             // torch's.
             Self::Network => Link { gb_per_s: TORCH_GB_PER_S * TORCH_BETWEEN_HOSTS, us: TORCH_HOP_US[1] },
+            // 10 Gb/s on paper, for all ranks of a host; half of a message there and back (docs/measurements/cpu.md, 2026-11-24).
+            Self::Sockets => Link { gb_per_s: 1.25, us: 135.0 },
         }
     }
 }
@@ -137,6 +141,7 @@ impl std::fmt::Display for Way {
             Self::HostMemory => f.write_str("host memory"),
             Self::SharedMemory => f.write_str("shared memory"),
             Self::Network => f.write_str("network"),
+            Self::Sockets => f.write_str("network (TCP, 10 Gb/s)"),
         }
     }
 }

@@ -8,6 +8,7 @@ bytes and not GiB: of the longest tensor that a rank gives or gets. The formulas
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
@@ -56,17 +57,22 @@ class MeshTopoInfo:
         )
 
     @staticmethod
-    def build_from_mesh(mesh: DeviceMesh, basis: Basis = "auto") -> MeshTopoInfo:
+    def build_from_mesh(
+        mesh: DeviceMesh, basis: Basis = "auto", wire: tuple[float, float] | None = None
+    ) -> MeshTopoInfo:
         """The dimensions of ``mesh`` as this host is built: NVLinks, PCIe, shared memory, the network between hosts.
 
         ``basis="torch"`` has torch's constants and returns torch's numbers, to the last digit. Asks no other rank.
+        ``wire``: of the network, for mesh dimensions that span hosts: the GB/s that a host sends (of CUDA: a GPU), and
+        the µs of a trip. ``None``: as given to :func:`install_cost_model`, else 1.25 GB/s and 135 µs for CPU tensors,
+        torch's constants for CUDA. ``torch`` goes by its constants alone.
 
         Raises:
             SymmConfigError: ``SYMM_PROFILE`` names a faulty file or a profile of other hardware; ``basis`` is
                 ``measured`` and there is no profile of this hardware; the file of ``SYMM_TOPOLOGY_FILE`` is faulty.
-            ValueError: ``basis`` is none of the four.
+            ValueError: ``basis`` is none of the four, or ``wire`` is no speed.
         """
-        return _build(mesh, basis, job_ranks())
+        return _build(mesh, basis, job_ranks(), wire or default_wire)
 
     @property
     def origin(self) -> str:
@@ -99,15 +105,19 @@ class MeshTopoInfo:
         return mesh_dim % dims
 
 
+#: What :func:`install_cost_model` was told of the network.
+default_wire: tuple[float, float] | None = None
+
+
 @lru_cache(maxsize=256)
-def _build(mesh: DeviceMesh, basis: Basis, job: int) -> MeshTopoInfo:
+def _build(mesh: DeviceMesh, basis: Basis, job: int, wire: tuple[float, float] | None) -> MeshTopoInfo:
     if basis not in ("auto", "measured", "links", "torch"):
         raise ValueError(f"{basis!r} is no basis of prices: there are auto, measured, links and torch")
     sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
     per_host = _mesh_resources.num_devices_per_host(mesh.device_type) if basis == "torch" else None
-    info = from_prices(mesh, sizes, "measured" if basis == "auto" else basis, job, per_host)
+    info = from_prices(mesh, sizes, "measured" if basis == "auto" else basis, job, per_host, wire=wire)
     if info is None and basis == "auto":
-        info = from_prices(mesh, sizes, "links", job)
+        info = from_prices(mesh, sizes, "links", job, wire=wire)
     if info is None:
         _native = load()
         raise _native.SymmConfigError(
@@ -124,6 +134,7 @@ def from_prices(
     job: int,
     per_host: int | None = None,
     profile: os.PathLike[str] | None = None,
+    wire: tuple[float, float] | None = None,
 ) -> MeshTopoInfo | None:
     """The dimensions of ``mesh``, with ``sizes``, by ``basis``; ``None`` if that is ``measured`` and nothing was.
 
@@ -132,14 +143,20 @@ def from_prices(
     Raises:
         SymmConfigError: as :meth:`MeshTopoInfo.build_from_mesh`.
     """
-    prices = load()._prices(
-        _device_of(mesh),
-        sizes,
-        job,
-        per_host or devices_per_host(mesh.device_type),
-        basis,
-        profile=os.fsencode(profile) if profile else b"",
-    )
+
+    def opened(gb_per_s: Sequence[float] = (), us: Sequence[float] = ()) -> _Prices | None:
+        device, room = _device_of(mesh), per_host or devices_per_host(mesh.device_type)
+        file = os.fsencode(profile) if profile else b""
+        answer: _Prices | None = load()._prices(device, sizes, job, room, basis, gb_per_s, us, profile=file)
+        return answer
+
+    prices = opened()
+    if prices is not None and wire is not None and basis != "torch":
+        between = [prices.price("all_reduce", 0, dim)[1] == "two_level" for dim in range(len(sizes))]
+        if any(between):
+            links = zip(between, prices.gb_per_s, prices.us, strict=True)
+            rates, trips = zip(*(wire if far else (gb_per_s, us) for far, gb_per_s, us in links), strict=True)
+            prices = opened(rates, trips)
     if prices is None:
         return None
     info = object.__new__(MeshTopoInfo)

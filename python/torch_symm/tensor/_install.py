@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,17 +21,27 @@ _torchs_cost: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.re
 _torchs_step: Callable[[DTensorSpec, DTensorSpec], float] = _collective_utils.one_step_redistribute_cost
 
 
-def install_cost_model() -> None:
+def install_cost_model(wire: tuple[float, float] | None = None) -> None:
     """From now on DTensor chooses shardings, and the order of steps, by this package's prices.
 
     On meshes whose groups are all symm; on others torch's own hold. May be called again; ``uninstall_cost_model``
     undoes it. Call it on all ranks: they must choose alike, and read the same profile.
+
+    ``wire``: speed of the network, of meshes that span hosts: GB/s of a host (of CUDA: a GPU), µs of a trip. It holds
+    for :meth:`MeshTopoInfo.build_from_mesh`, too, until it is installed without, or uninstalled.
+
+    Raises:
+        ValueError: ``wire`` is no speed.
     """
+    if wire is not None and not (0 < wire[0] < math.inf and 0 <= wire[1] < math.inf):
+        raise ValueError(f"wire={wire!r}: GB/s must be above 0, µs at least 0")
+    _cost.default_wire = wire
     _replace({"redistribute_cost": _redistribute_cost, "one_step_redistribute_cost": _one_step_cost})
 
 
 def uninstall_cost_model() -> None:
     """Torch's prices hold again. May be called again."""
+    _cost.default_wire = None
     _replace({"redistribute_cost": _torchs_cost, "one_step_redistribute_cost": _torchs_step})
 
 

@@ -6,6 +6,7 @@
 //! size, and `topo` may not know of algorithms. `docs/design/cost-model.md`.
 
 mod algorithms;
+mod between;
 mod curve;
 pub mod hardware;
 pub mod profile;
@@ -14,8 +15,7 @@ use crate::coll::call::Op;
 use crate::coll::cuda::plan::Tuning;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::topo;
-use crate::topo::cost::{self, Link, Way};
+use crate::topo::cost::{self, Link};
 use algorithms::Algorithms;
 use hardware::{Device, Hardware};
 use profile::{Group, Local, Profile};
@@ -61,6 +61,20 @@ struct Dim {
     link: Link,
     algorithms: Algorithms,
     measured: Option<Group>,
+    /// Where it spans hosts: `link` is between these, `algorithms` and `measured` are those of the ranks of one.
+    span: Option<Span>,
+}
+
+/// A dimension's groups on several hosts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Span {
+    hosts: usize,
+    /// Ranks of a group on one host.
+    locals: usize,
+    /// Part of what a group sends from a host that its link carries: on CPU all groups of the host share one, on CUDA each rank has one.
+    load: f64,
+    /// Link between ranks of a host.
+    inside: Link,
 }
 
 /// The collective of this name that has a price.
@@ -82,23 +96,24 @@ impl Model {
     pub fn links(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Self> {
         let (links, origin) = match links {
             Some(links) => (links, "links as given".into()),
-            None => detected(mesh)?,
+            None => between::detected(mesh)?,
         };
         Self::new(Basis::Links, mesh, links, None, origin)
     }
 
-    /// The profile for this hardware, wherever [`profile::find`] finds it. `None` if there is none.
+    /// The profile for this hardware, wherever [`profile::find`] finds it; what it does not have goes by `links`, or by those that are
+    /// detected. `None` if there is none.
     ///
     /// # Errors
     /// Those of [`profile::find`].
-    pub fn measured(mesh: &Mesh) -> Result<Option<Self>> {
+    pub fn measured(mesh: &Mesh, links: Option<Vec<Link>>) -> Result<Option<Self>> {
         let Some(hardware) = Hardware::here(mesh.device, mesh.job) else { return Ok(None) };
-        profile::find(&hardware)?.map(|found| Self::of_profile(mesh, found)).transpose()
+        profile::find(&hardware)?.map(|found| Self::of_profile(mesh, links, found)).transpose()
     }
 
     /// `found`, a profile and its file.
-    pub fn of_profile(mesh: &Mesh, (profile, path): (Profile, PathBuf)) -> Result<Self> {
-        let (links, _) = detected(mesh)?;
+    pub fn of_profile(mesh: &Mesh, links: Option<Vec<Link>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
+        let links = links.map_or_else(|| between::detected(mesh).map(|(links, _)| links), Ok)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
         Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
     }
@@ -113,7 +128,9 @@ impl Model {
                 link.gb_per_s, link.us
             )));
         }
-        let dims = mesh.ranks.iter().zip(links).map(|(&ranks, link)| dim(mesh, ranks, link, profile)).collect::<Result<_>>()?;
+        let spans = if basis == Basis::Torch { vec![None; links.len()] } else { between::spans(mesh)? };
+        let dims = mesh.ranks.iter().zip(links).zip(spans);
+        let dims = dims.map(|((&ranks, link), span)| dim(mesh, ranks, link, span, profile)).collect::<Result<_>>()?;
         let reference_us = profile.map_or(0.0, |profile| profile.measured.reference_us);
         Ok(Self { basis, dims, origin, reference_us, local: profile.and_then(|profile| profile.local) })
     }
@@ -125,7 +142,7 @@ impl Model {
     /// Microseconds of the collective named `op` along mesh dimension `dim`, all its groups at work at once. `bytes` is the longest tensor
     /// that a rank gives or gets: what all_gather returns, what reduce_scatter and all_to_all take.
     pub fn us(&self, op: &str, bytes: f64, dim: usize) -> Result<f64> {
-        let (op, Dim { ranks, link, algorithms, measured }) = (priced(op)?, self.dim(dim)?);
+        let (op, Dim { ranks, link, algorithms, measured, span }) = (priced(op)?, self.dim(dim)?);
         if !(bytes >= 0.0 && bytes.is_finite()) {
             return Err(Error::value(format!("{bytes} bytes cannot be moved")));
         }
@@ -142,20 +159,33 @@ impl Model {
         if *ranks == 1 {
             return Ok(0.0);
         }
-        let measured = measured.as_ref().and_then(|group| group.us(op, algorithms.name(op, bytes, *ranks), bytes));
-        Ok(measured.unwrap_or_else(|| algorithms.estimate(op, bytes, *ranks, *link)))
+        let on_one_host = |ranks: usize, link: Link| {
+            let measured = measured.as_ref().and_then(|group| group.us(op, algorithms.name(op, bytes, ranks), bytes));
+            measured.unwrap_or_else(|| algorithms.estimate(op, bytes, ranks, link))
+        };
+        Ok(match span {
+            None => on_one_host(*ranks, *link),
+            Some(span) => {
+                let inside = if span.locals > 1 { on_one_host(span.locals, span.inside) } else { 0.0 };
+                inside + span.us(op, bytes, *link)
+            }
+        })
     }
 
     /// The algorithm that serves it.
     pub fn algorithm(&self, op: &str, bytes: f64, dim: usize) -> Result<&'static str> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
-        Ok(if self.basis == Basis::Torch { "ring" } else { dim.algorithms.name(op, bytes.max(0.0), dim.ranks) })
+        Ok(match dim.span {
+            _ if self.basis == Basis::Torch => "ring",
+            Some(_) => "two_level",
+            None => dim.algorithms.name(op, bytes.max(0.0), dim.ranks),
+        })
     }
 
     /// Basis of the price of `op` along `dim`.
     pub fn basis(&self, op: &str, dim: usize) -> Result<Basis> {
         let (op, dim) = (priced(op)?, self.dim(dim)?);
-        let measured = dim.measured.as_ref().is_some_and(|group| group.has(op));
+        let measured = dim.span.is_none() && dim.measured.as_ref().is_some_and(|group| group.has(op));
         Ok(if self.basis == Basis::Measured && !measured { Basis::Links } else { self.basis })
     }
 
@@ -180,39 +210,21 @@ impl Model {
     }
 }
 
-fn dim(mesh: &Mesh, ranks: usize, link: Link, profile: Option<&Profile>) -> Result<Dim> {
+fn dim(mesh: &Mesh, ranks: usize, link: Link, span: Option<Span>, profile: Option<&Profile>) -> Result<Dim> {
     if ranks == 0 {
         return Err(Error::value("a mesh dimension of no ranks"));
     }
-    let measured = profile.and_then(|profile| profile.group(ranks)).cloned();
+    let near = span.map_or(ranks, |span| span.locals);
+    let measured = profile.and_then(|profile| profile.group(near)).cloned();
     let config = Config::get();
     let thresholds = measured.as_ref().map(Group::thresholds).unwrap_or_default();
-    let mut tuning = Tuning::of(ranks);
+    let mut tuning = Tuning::of(near);
     for text in [measured.as_ref().map_or("", |group| &group.cuda_tuning), &config.cuda_tuning] {
         // One that cannot be read is ignored where groups are set up as well, with a warning.
         tuning = tuning.overlaid(text).unwrap_or(tuning);
     }
-    let algorithms = Algorithms::of(mesh.device, ranks, config.workspace_mb << 20, thresholds, tuning);
-    Ok(Dim { ranks, link, algorithms, measured })
-}
-
-/// The links of each dimension: those of the host while a dimension and all behind it fit into one, else the network.
-fn detected(mesh: &Mesh) -> Result<(Vec<Link>, String)> {
-    let inside = match mesh.device {
-        Device::Cpu => Way::SharedMemory,
-        Device::Cuda if !Config::get().p2p => Way::HostMemory,
-        Device::Cuda => Way::between(&topo::detect()?).unwrap_or(Way::HostMemory),
-    };
-    let mut total: usize = 1;
-    let mut ways = vec![inside; mesh.ranks.len()];
-    for (way, &ranks) in ways.iter_mut().zip(&mesh.ranks).rev() {
-        total = total.saturating_mul(ranks);
-        if total > mesh.per_host {
-            *way = Way::Network;
-        }
-    }
-    let names: Vec<String> = ways.iter().map(Way::to_string).collect();
-    Ok((ways.into_iter().map(Way::link).collect(), format!("links as detected, nothing measured: {}", names.join(", "))))
+    let algorithms = Algorithms::of(mesh.device, near, config.workspace_mb << 20, thresholds, tuning);
+    Ok(Dim { ranks, link, algorithms, measured, span })
 }
 
 #[cfg(test)]

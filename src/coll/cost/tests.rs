@@ -1,4 +1,5 @@
 use super::*;
+use crate::topo::cost::Way;
 use profile::Measured;
 
 fn mesh(ranks: &[usize]) -> Mesh {
@@ -21,7 +22,7 @@ fn profile() -> (Profile, PathBuf) {
 
 #[test]
 fn a_measured_point_is_its_own_price() {
-    let model = Model::of_profile(&mesh(&[4]), profile()).expect("made");
+    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
     assert_eq!(model.us("all_reduce", 1024.0, 0), Ok(4.0));
     assert_eq!(model.us("all_reduce", 1048576.0, 0), Ok(70.0));
     assert_eq!(model.algorithm("all_reduce", 1024.0, 0), Ok("inline"));
@@ -32,7 +33,7 @@ fn a_measured_point_is_its_own_price() {
 
 #[test]
 fn the_step_lies_where_the_plan_changes() {
-    let model = Model::of_profile(&mesh(&[4]), profile()).expect("made");
+    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
     let last = (1..16384).rev().find(|&bytes| model.algorithm("all_reduce", f64::from(bytes), 0) == Ok("inline")).expect("short ones");
     let (before, after) = (model.us("all_reduce", f64::from(last), 0), model.us("all_reduce", f64::from(last + 1), 0));
     assert!(before.clone().expect("a price") < 6.1 && after.clone().expect("a price") > 8.9, "{before:?} {after:?} at {last}");
@@ -40,10 +41,10 @@ fn the_step_lies_where_the_plan_changes() {
 
 #[test]
 fn what_was_not_measured_is_estimated() {
-    let model = Model::of_profile(&mesh(&[4]), profile()).expect("made");
+    let model = Model::of_profile(&mesh(&[4]), None, profile()).expect("made");
     let links = Model::links(&mesh(&[4]), None).expect("made");
     assert_eq!(model.us("broadcast", 1e6, 0), links.us("broadcast", 1e6, 0));
-    let split = Model::of_profile(&mesh(&[2, 2]), profile()).expect("made");
+    let split = Model::of_profile(&mesh(&[2, 2]), None, profile()).expect("made");
     assert_eq!((split.basis("all_reduce", 0), links.basis("all_reduce", 0)), (Ok(Basis::Links), Ok(Basis::Links)));
     assert_eq!(split.us("all_reduce", 1e6, 1), Model::links(&mesh(&[2, 2]), None).expect("made").us("all_reduce", 1e6, 1));
 }
@@ -59,7 +60,24 @@ fn a_single_rank_pays_nothing_but_in_torchs_model() {
 fn hosts_are_joined_by_the_network() {
     let model = Model::links(&Mesh { per_host: 2, ..mesh(&[2, 2]) }, None).expect("made");
     let bandwidths: Vec<f64> = model.dim_links().map(|link| link.gb_per_s).collect();
-    assert_eq!(bandwidths, [Way::Network.link().gb_per_s, Way::SharedMemory.link().gb_per_s]);
+    assert_eq!(bandwidths, [Way::Sockets.link().gb_per_s, Way::SharedMemory.link().gb_per_s]);
+    assert_eq!((model.algorithm("all_reduce", 1e6, 0), model.algorithm("all_reduce", 1e6, 1)), (Ok("two_level"), Ok("staged")));
+}
+
+#[test]
+fn what_was_measured_on_one_host_prices_no_network() {
+    // Two groups of four ranks, one of each host in turn: four of a host send at once.
+    let several = Mesh { per_host: 4, ..mesh(&[4, 4]) };
+    let model = Model::of_profile(&several, None, profile()).expect("made");
+    assert_eq!((model.us("all_reduce", 1048576.0, 1), model.basis("all_reduce", 1)), (Ok(70.0), Ok(Basis::Measured)));
+    let wire = 6.6 + 2.0 * 135.0 + 4.0 * 1.5 * 1048576.0 / 1250.0;
+    assert_eq!((model.us("all_reduce", 1048576.0, 0), model.basis("all_reduce", 0)), (Ok(wire), Ok(Basis::Links)));
+    // One group of two hosts: what its ranks do on each is measured.
+    let whole = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, None, profile()).expect("made");
+    assert_eq!(whole.us("all_reduce", 1048576.0, 0), Ok(70.0 + 6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0));
+    let slow = Link { gb_per_s: 0.125, us: 10.0 };
+    let given = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, Some(vec![slow]), profile()).expect("made");
+    assert_eq!(given.us("all_reduce", 1048576.0, 0), Ok(70.0 + 6.6 + 2.0 * 10.0 + 1048576.0 / 125.0));
 }
 
 #[test]

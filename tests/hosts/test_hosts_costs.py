@@ -1,0 +1,79 @@
+"""Prices of meshes that span hosts: the network's, where a dimension crosses it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from machines import run_hosts
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+#: Prices are of links, not of the machine at hand.
+ENVIRONMENT = {"SYMM_PROFILE": "0"}
+
+
+def prices(rank: int, world_size: int) -> None:
+    from torch_symm import tensor
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    topo = tensor.MeshTopoInfo.build_from_mesh(mesh)
+    for cost in (
+        tensor.allgather_cost,
+        tensor.allreduce_cost,
+        tensor.reduce_scatter_cost,
+        tensor.all_to_all_cost,
+        tensor.broadcast_cost,
+    ):
+        for size in (8, 4096, 1 << 20, 64 << 20):
+            assert cost(size, topo, 0) > 3 * cost(size, topo, 1), (cost, size)
+    assert [topo.price("all_reduce", 1 << 20, dim)[1] for dim in (0, 1)] == ["two_level", "staged"]
+    # Two ranks of each host share the wire: 6.6 µs, two trips, and each of them a megabyte.
+    fast = tensor.MeshTopoInfo.build_from_mesh(mesh, wire=(12.5, 10.0))
+    assert tensor.allreduce_cost(1 << 20, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
+    assert tensor.allreduce_cost(1 << 20, fast, 1) == tensor.allreduce_cost(1 << 20, topo, 1)
+    # One dimension over all ranks: half of each host, which has the price of two ranks.
+    flat = init_device_mesh("cpu", (4,))
+    whole = tensor.MeshTopoInfo.build_from_mesh(flat, wire=(12.5, 10.0))
+    inner = tensor.allreduce_cost(1 << 20, topo, 1)
+    assert tensor.allreduce_cost(1 << 20, whole, 0) == pytest.approx(inner + 6.6 + 20 + (1 << 20) / 12500)
+
+
+def test_a_dimension_across_hosts_has_the_price_of_the_network() -> None:
+    run_hosts(prices, (2, 2), env=ENVIRONMENT)
+
+
+def plans(rank: int, world_size: int) -> None:
+    from torch_symm import tensor
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = torch.arange(256 * 256.0).reshape(256, 256)
+
+    def spec(*placements: Shard | Replicate) -> DTensor:
+        return distribute_tensor(whole, mesh, placements)
+
+    full = spec(Replicate(), Replicate())._spec
+    across, inside = (spec(*placed)._spec for placed in ((Shard(0), Replicate()), (Replicate(), Shard(0))))
+    assert tensor.redistribute_cost(across, full) > 3 * tensor.redistribute_cost(inside, full)
+    tensor.install_cost_model(wire=(1.25, 100.0))
+    try:
+        # The terms differ inside a host alone: there one of them moves.
+        moved = spec(Shard(0), Shard(1)) + spec(Shard(0), Shard(0))
+        assert moved.placements[0] == Shard(0), f"what lies on other hosts stays there: {moved.placements}"
+        assert torch.equal(moved.full_tensor(), whole + whole)
+        wired = tensor.MeshTopoInfo.build_from_mesh(mesh)
+        assert wired.mesh_dim_bandwidth[0] == 1.25 and wired.mesh_dim_latency[0] == 100.0
+    finally:
+        tensor.uninstall_cost_model()
+    with pytest.raises(ValueError, match="GB/s must be above 0"):
+        tensor.install_cost_model(wire=(0.0, 1.0))
+    assert tensor.MeshTopoInfo.build_from_mesh(mesh).mesh_dim_latency[0] != 100.0
+    dist.barrier()
+
+
+def test_plans_prefer_the_dimension_inside_a_host() -> None:
+    run_hosts(plans, (2, 2), env=ENVIRONMENT)
