@@ -95,6 +95,8 @@ pub struct Config {
     pub trace_dir: Option<PathBuf>,
     /// `TMPDIR`, else `/tmp`.
     pub temporary: PathBuf,
+    /// `TORCH_GLOO_LAZY_INIT`, torch's own: Gloo connects two ranks when they first have something for each other.
+    pub gloo_lazy: bool,
 }
 
 /// Settings of the environment whose names begin with `SYMM_`.
@@ -249,6 +251,7 @@ impl Config {
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
+            gloo_lazy: set("TORCH_GLOO_LAZY_INIT").is_some_and(|value| value != "0"),
         };
         (config, complaints)
     }
@@ -303,6 +306,7 @@ mod tests {
             test_host: String::new(),
             trace_dir: None,
             temporary: "/tmp".into(),
+            gloo_lazy: false,
         };
         assert_eq!((config, complaints), (expected, 0));
     }
@@ -345,6 +349,7 @@ mod tests {
             blocking_wait: true,
             trace_dir: Some("/scratch/traces".into()),
             temporary: "/scratch".into(),
+            gloo_lazy: false,
             debug_call_site: true,
             hosts: HostsChoice::Nccl,
             gloo_interface: None,

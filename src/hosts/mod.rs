@@ -237,6 +237,13 @@ impl HostsGroup {
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
         joined.agree_on(partials, limit.left())?;
+        let config = Config::get();
+        // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
+        if has_rail && !config.gloo_lazy {
+            let interfaces = config.gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
+            // A store that cannot delete keeps them.
+            rail::keys(&format!("symm-rail/{local}"), host, interfaces).for_each(|key| drop(worker.delete(&key)));
+        }
         Ok(joined)
     }
 

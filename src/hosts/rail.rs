@@ -51,6 +51,12 @@ impl Transfer<'_> {
     }
 }
 
+/// Keys in the store of the group by which the rank on `host` tells the others of its rail `name` where it can be reached: Gloo's, one for
+/// each of its `interfaces`.
+pub(super) fn keys(name: &str, host: usize, interfaces: usize) -> impl Iterator<Item = String> {
+    (0..interfaces.max(1)).map(move |interface| format!("{name}/{interface}/{host}"))
+}
+
 /// Backend between hosts. It moves bytes between the ranks' staging and knows nothing of what they mean. Several transfers may be under
 /// way; all ranks of the rail start them in the same order.
 ///

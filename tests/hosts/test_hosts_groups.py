@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -187,3 +188,30 @@ def test_data_parallel_training_goes_as_on_one_host() -> None:
     assert there[0] == there[3]
     assert there[0] == pytest.approx(here[0], rel=1e-4)
     assert there[0][-1] < there[0][0]
+
+
+def left_in_the_store(rank: int, world_size: int) -> None:
+    store = ranks.file_store("default", world_size)
+    group = dist.new_group([0, 1, 2, 3])
+    assert total(group) == total() == 10
+    # Who has joined first may look before the others have taken their keys back.
+    dist.barrier()
+    ranks.meet("joined", rank, world_size)
+    until = time.monotonic() + 10
+    while (keys := [key for key in store.list_keys() if "symm-rail" in key]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not keys, keys
+
+
+def test_addresses_of_rails_are_taken_back_from_the_store() -> None:
+    run_hosts(left_in_the_store, (2, 2))
+
+
+def test_gloo_that_connects_later_finds_its_addresses() -> None:
+    def late(rank: int, world_size: int) -> None:
+        group = dist.new_group([0, 1, 2, 3])
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor, group=group)
+        assert bool((tensor == 4).all())
+
+    run_hosts(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
