@@ -66,7 +66,7 @@ fn hosts_are_joined_by_the_network() {
 
 #[test]
 fn what_was_measured_on_one_host_prices_no_network() {
-    // Two groups of four ranks, one of each host in turn: four of a host send at once.
+    // Four hosts of four ranks: the groups along dimension 0 have one rank of each, and four share the wire of a host.
     let several = Mesh { per_host: 4, ..mesh(&[4, 4]) };
     let model = Model::of_profile(&several, None, profile()).expect("made");
     assert_eq!((model.us("all_reduce", 1048576.0, 1), model.basis("all_reduce", 1)), (Ok(70.0), Ok(Basis::Measured)));
@@ -74,10 +74,10 @@ fn what_was_measured_on_one_host_prices_no_network() {
     assert_eq!((model.us("all_reduce", 1048576.0, 0), model.basis("all_reduce", 0)), (Ok(wire), Ok(Basis::Links)));
     // One group of two hosts: what its ranks do on each is measured.
     let whole = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, None, profile()).expect("made");
-    assert_eq!(whole.us("all_reduce", 1048576.0, 0), Ok(70.0 + 6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0));
+    assert_eq!(whole.us("all_reduce", 1048576.0, 0), Ok(70.0 + (6.6 + 2.0 * 135.0 + 1048576.0 / 1250.0)));
     let slow = Link { gb_per_s: 0.125, us: 10.0 };
     let given = Model::of_profile(&Mesh { per_host: 4, ..mesh(&[8]) }, Some(vec![slow]), profile()).expect("made");
-    assert_eq!(given.us("all_reduce", 1048576.0, 0), Ok(70.0 + 6.6 + 2.0 * 10.0 + 1048576.0 / 125.0));
+    assert_eq!(given.us("all_reduce", 1048576.0, 0), Ok(70.0 + (6.6 + 2.0 * 10.0 + 1048576.0 / 125.0)));
 }
 
 #[test]
