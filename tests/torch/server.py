@@ -9,8 +9,6 @@ this machine.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import sys
 import tempfile
@@ -22,34 +20,25 @@ import gates
 
 
 def make_case(module: Any, hosts: list[str]) -> type[unittest.TestCase]:
-    """torch's test class, starting its ranks by fork; rank ``r`` is on host ``hosts[r]``, if there are several."""
-    fork = multiprocessing.get_context("fork")
+    """torch's test class on warm ranks; rank ``r`` is on host ``hosts[r]``, if there are several."""
+    # Not earlier: torch reads the environment that main() sets.
+    from torch_symm.testing import WarmMultiProcessTestCase
 
-    class TestSymm(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
+    class TestSymm(  # type: ignore[misc]
+        WarmMultiProcessTestCase,
+        module.TestDistBackend,  # type: ignore[name-defined]
+        module.DistributedTest._DistTestBase,  # type: ignore[name-defined]
+    ):
         def setUp(self) -> None:
             super().setUp()
             module.INIT_METHOD = os.environ["INIT_METHOD"]
-            sys.stdout.flush()
-            self._start_processes(fork.Process)
+            self._spawn_processes()
 
         @classmethod
         def _run(cls, rank: int, *args: Any, **kwargs: Any) -> None:
             if len(set(hosts)) > 1:
                 os.environ.update(SYMM_HOSTS="gloo", SYMM_TEST_HOST=hosts[rank], GLOO_SOCKET_IFNAME="lo")
             super()._run(rank, *args, **kwargs)
-
-        def _join_processes(self, fn: Any) -> None:
-            # The inherited loop looks every 0.1 s; this returns as soon as there is something for it to see.
-            until = time.monotonic() + 60
-            running = {process.sentinel: process for process in self.processes}
-            while running and time.monotonic() < until:
-                for sentinel in multiprocessing.connection.wait(list(running), timeout=0.5):
-                    process = running.pop(sentinel)  # type: ignore[call-overload]
-                    process.join()
-                    if process.exitcode == self.TEST_ERROR_EXIT_CODE:
-                        # The other ranks get a moment to say what they saw.
-                        until = min(until, time.monotonic() + 3)
-            super()._join_processes(fn)
 
     return TestSymm
 

@@ -1,0 +1,130 @@
+"""torch's ``MultiProcessTestCase`` on forked ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+# torch's harness asks for GPUs while it is imported: through NVML, after which a fork may still use CUDA.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+from torch.testing._internal import common_distributed as common
+
+if TYPE_CHECKING:
+    import unittest
+
+    class _Upstream(unittest.TestCase):
+        """What is used of torch's class, which has no types."""
+
+        processes: list[multiprocessing.Process]
+        pid_to_pipe: dict[int, multiprocessing.connection.Connection]
+        TEST_ERROR_EXIT_CODE: int
+        Event: Any
+
+        def _spawn_processes(self) -> None: ...
+        def _start_processes(self, proc: Callable[..., Any]) -> None: ...
+        def _check_return_codes(self, fn: Callable[..., Any], elapsed_time: float) -> None: ...
+else:
+    _Upstream = common.MultiProcessTestCase
+
+skip_if_lt_x_gpu = common.skip_if_lt_x_gpu
+
+#: Seconds that the other ranks have to end after the first has failed.
+GRACE_S = 3.0
+#: Seconds that a rank has to send its stack.
+STACK_S = 5.0
+
+
+class _Forked(multiprocessing.get_context("fork").Process):  # type: ignore[misc] # made by the platform
+    """A rank that begins as a copy of the test's process."""
+
+    def run(self) -> None:
+        """Calls the target as torchrun would: with one thread, which needs no pool that a fork has lost."""
+        import torch
+
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        super().run()
+
+
+class WarmMultiProcessTestCase(_Upstream):
+    """torch's ``MultiProcessTestCase``, whose ranks are forked from the test's process instead of started anew.
+
+    Take it as the base in place of torch's class, or name it before a class that derives from torch's. All else is
+    torch's: ``rank``, ``world_size``, ``file_name``, ``setUp`` with ``_spawn_processes()``, skips by exit code.
+    A case costs milliseconds instead of the imports of every rank. What differs:
+
+    - A rank begins with what the test's process has done: what it imported, its environment, its random state.
+    - Ranks have one thread of torch each, unless ``OMP_NUM_THREADS`` is set.
+    - The time limit's error names the ranks that hang and has their stacks.
+    - Where the test's process has already used CUDA, a fork could not: ranks start anew, as torch's do.
+    """
+
+    def _spawn_processes(self) -> None:
+        if used_cuda():
+            warnings.warn("this process has used CUDA, so ranks start anew: slow, as torch's", stacklevel=2)
+            super()._spawn_processes()
+            return
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with warnings.catch_warnings():
+            # Python 3.12 warns where there are threads; a rank uses none of their locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._start_processes(_Forked)
+
+    def _join_processes(self, fn: Callable[..., Any]) -> None:
+        limit = float(common.get_timeout(self.id()))
+        start = time.monotonic()
+        deadline = start + limit
+        running = dict(enumerate(self.processes))
+        try:
+            while running and (left := deadline - time.monotonic()) > 0:
+                # Looks again now and then: children of a dead rank may hold what tells its end.
+                multiprocessing.connection.wait([process.sentinel for process in running.values()], min(left, 0.2))
+                for rank, process in list(running.items()):
+                    if process.exitcode is None:
+                        continue
+                    del running[rank]
+                    # The others get a moment to say what they saw.
+                    if process.exitcode == self.TEST_ERROR_EXIT_CODE and time.monotonic() + GRACE_S < deadline:
+                        deadline = time.monotonic() + GRACE_S
+            late = time.monotonic() - start >= limit
+            stacks = [f"rank {rank}:\n{self._stack_of(process)}" for rank, process in running.items() if late]
+            for process in running.values():
+                process.kill()
+                process.join()
+            if running and late:
+                raise RuntimeError(f"ranks {sorted(running)} did not end within {limit:.0f} s\n" + "\n".join(stacks))
+            self._check_return_codes(fn, time.monotonic() - start)
+        finally:
+            for pipe in self.pid_to_pipe.values():
+                pipe.close()
+
+    def _stack_of(self, process: Any) -> str:
+        """The Python stacks of a running rank, which a thread of it sends; ``""`` if it is stopped or in C for long."""
+        pipe = self.pid_to_pipe[process.pid]
+        try:
+            os.kill(process.pid, signal.SIGCONT)
+            pipe.send(self.Event.GET_TRACEBACK)
+            return str(pipe.recv()) if pipe.poll(STACK_S) else ""
+        except (OSError, EOFError):
+            return ""
+
+
+def used_cuda() -> bool:
+    """Whether this process has begun to use CUDA, whose driver does not outlive a fork."""
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder):
+        try:
+            if os.readlink(f"{folder}/{name}").startswith("/dev/nvidia-uvm"):
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,260 @@
+"""What happens in a forked rank: its log, its group, the body, and how that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: Calls of each rank that a report shows.
+CALLS = 4
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_here: tuple[int, int, Path] | None = None
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How a body ended: ``kind`` is ``"passed"``, ``"skipped"``, ``"xfailed"`` or ``"failed"``.
+
+    ``reason``: one line. ``at``: ``file:line`` where a failure was raised. ``text``: its traceback, of the rank that
+    failed first. ``when``: seconds of the monotonic clock, which ranks share.
+    """
+
+    kind: str
+    reason: str = ""
+    at: str = ""
+    text: str = ""
+    when: float = 0.0
+    value: Any = None
+
+
+@dataclasses.dataclass
+class Order:
+    """What every rank of a case is told."""
+
+    body: Callable[[int, int], Any]
+    world_size: int
+    backend: str | None
+    group_timeout: float
+    folder: Path
+    #: Of a rank, beside its parent's environment.
+    env: Callable[[int], dict[str, str]]
+    #: The text of an exception; without it a plain traceback.
+    describe: Callable[[BaseException], str] | None
+    #: Whether ``sys.stdout`` stays what a fixture made it.
+    keep_streams: bool
+
+
+def place() -> tuple[int, int, Path]:
+    """This rank, the number of ranks, and the folder that they share.
+
+    Raises:
+        RuntimeError: this process is no rank of a test.
+    """
+    if _here is None:
+        raise RuntimeError("this is no rank of a test: call it in a function that run_ranks or @pytest.mark.ranks runs")
+    return _here
+
+
+def shared_folder() -> Path:
+    """A folder that the ranks of this case share; it is removed after the case.
+
+    Raises:
+        RuntimeError: this process is no rank of a test.
+    """
+    return place()[2]
+
+
+def init_process_group(backend: str = "symm", timeout: float = 60.0, name: str = "default", **options: Any) -> None:
+    """``torch.distributed.init_process_group`` for the ranks of this case, over a fresh file, without a port.
+
+    For bodies with ``backend=None``. ``timeout`` in seconds; ``name`` tells several groups of one case apart.
+
+    Raises:
+        RuntimeError: this process is no rank of a test; or what torch raises.
+    """
+    import torch.distributed as dist
+
+    import torch_symm
+
+    rank, world_size, folder = place()
+    store = torch_symm.FileStore(folder / f"store-{name}", world_size)
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, **options)
+
+
+def meet(name: str, timeout: float = 30.0) -> None:
+    """Returns once every rank of this case has called it with this ``name``; needs no group. ``timeout`` in seconds.
+
+    Raises:
+        TimeoutError: names the ranks that did not come.
+        RuntimeError: this process is no rank of a test.
+    """
+    rank, world_size, folder = place()
+    (folder / f"meet-{name}-{rank}").touch()
+    deadline = time.monotonic() + timeout
+    while absent := [r for r in range(world_size) if not (folder / f"meet-{name}-{r}").exists()]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {absent} did not come to {name!r} within {timeout} s")
+        time.sleep(0.002)
+
+
+def log_to(path: Path, keep_streams: bool = False) -> None:
+    """Redirects what this process prints to ``path``; ``keep_streams``: not what Python prints."""
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if not keep_streams:
+        # pytest's capture holds other objects than the descriptors.
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
+
+
+def serve(order: Order, rank: int, parent: int) -> None:
+    """The life of a rank. Never returns."""
+    global _here
+    try:
+        # Its children are found by this, also after it has ended.
+        os.setsid()
+        # Dies with its parent, whatever that dies of.
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        _here = (rank, order.world_size, order.folder)
+        log_to(order.folder / f"log-{rank}", order.keep_streams)
+        _show_stacks_on_request(order.folder, rank)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        os.environ.update(order.env(rank))
+        outcome = _run(order, rank)
+        _write_calls(order.folder, rank)
+        _flush()
+        try:
+            content = pickle.dumps(outcome)
+        except Exception as error:
+            outcome = Outcome("failed", f"what it returned cannot be pickled: {error}", when=time.monotonic())
+            content = pickle.dumps(outcome)
+        (order.folder / f"outcome-{rank}").write_bytes(content)
+        os._exit(1 if outcome.kind == "failed" else 0)
+    except BaseException:  # The child must not return into its parent's code
+        traceback.print_exc()
+        _flush()
+    finally:
+        os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _run(order: Order, rank: int) -> Outcome:
+    try:
+        import torch
+        import torch.distributed as dist
+
+        # As torchrun does. It also keeps a pool of threads away that the parent had and a fork has not.
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)
+        if order.backend is not None:
+            init_process_group(order.backend, order.group_timeout)
+            if order.backend == "gloo":
+                # A rank that leaves at once breaks the others' connecting.
+                meet("joined", order.group_timeout)
+        value = order.body(rank, order.world_size)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return Outcome("passed", value=value)
+    except BaseException as error:
+        return _of(error, order, time.monotonic())
+
+
+def _of(error: BaseException, order: Order, when: float) -> Outcome:
+    if isinstance(error, unittest.SkipTest):
+        return Outcome("skipped", str(error))
+    outcomes = sys.modules.get("_pytest.outcomes")
+    if outcomes and isinstance(error, outcomes.Skipped):
+        return Outcome("skipped", str(error))
+    if outcomes and isinstance(error, outcomes.XFailed):
+        return Outcome("xfailed", str(error))
+    frames = [frame for frame in traceback.walk_tb(error.__traceback__) if not ours(frame[0].f_code.co_filename)]
+    at = ""
+    if frames:
+        # The deepest line in the body's own file; an error is often raised below it.
+        file = frames[0][0].f_code.co_filename
+        at = next(f"{Path(file).name}:{line}" for frame, line in reversed(frames) if frame.f_code.co_filename == file)
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first}".removesuffix(": ")
+    try:
+        # The others fail for this reason, and a good text takes long.
+        os.close(os.open(order.folder / "first", os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return Outcome("failed", reason, at, "", when)
+    return Outcome("failed", reason, at, _text(error, order), when)
+
+
+def _text(error: BaseException, order: Order) -> str:
+    error = error.with_traceback(_of_the_test(error.__traceback__))
+    with contextlib.suppress(Exception):  # What a test raises need not be printable
+        if order.describe:
+            return order.describe(error)
+    return "".join(traceback.format_exception(error))
+
+
+def _of_the_test(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package, at its beginning, and those of torch at its end."""
+    import torch
+
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    kept: list[TracebackType] = []
+    while trace:
+        kept.append(trace)
+        trace = trace.tb_next
+    while len(kept) > 1 and ours(kept[0].tb_frame.f_code.co_filename):
+        del kept[0]
+    while len(kept) > 1 and kept[-1].tb_frame.f_code.co_filename.startswith(torch_folder):
+        del kept[-1]
+    for entry in reversed(kept):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace
+
+
+def ours(file: str) -> bool:
+    """Whether ``file`` is one of this package."""
+    return os.path.dirname(file) == os.path.dirname(__file__)
+
+
+def _show_stacks_on_request(folder: Path, rank: int) -> None:
+    """Keeps the stacks of all threads at a fatal signal or SIGUSR1, and then, unless the thread is in C, last calls."""
+    signal.signal(signal.SIGUSR1, lambda *_: _write_calls(folder, rank))
+    stacks = os.open(folder / f"stacks-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=True)
+
+
+def _write_calls(folder: Path, rank: int) -> None:
+    """Keeps the last calls of groups of symm, if this process has used any."""
+    native = sys.modules.get("torch_symm._native")
+    if native is None:
+        return
+    import torch_symm
+
+    lines = []
+    for call in torch_symm.trace()["calls"][-CALLS:]:
+        number = "" if call["sequence"] is None else f" #{call['sequence']}"
+        lines.append(f"{call['call']}{number} {call['outcome'] or call['state']}")
+    (folder / f"calls-{rank}").write_text("\n".join(lines))

@@ -1,0 +1,88 @@
+"""What went wrong on which rank, for people."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ._rank import ours
+from ._run import Ending
+
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+def describe(endings: Sequence[Ending], bad: Collection[int], expect_killed: Collection[int] = ()) -> str:
+    """The report of ranks ``bad``: who failed first and where, in one line; its traceback; the others; last calls."""
+    late = [ending for ending in endings if ending.rank in bad and ending.status is None]
+    dead = [ending for ending in endings if ending.rank in bad and ending.status is not None]
+    raised = sorted((e for e in dead if e.outcome and e.outcome.kind == "failed"), key=lambda e: e.outcome.when)  # type: ignore[union-attr]
+    # A rank that hangs or died is the reason why others fail.
+    silent = [ending for ending in dead if ending not in raised]
+    first = [*silent, *late, *raised][0]
+    causes = [*silent, *late] or [first]
+    lines = ["; ".join(_headline(ending, len(endings), expect_killed) for ending in causes)]
+    for ending in raised:
+        if ending.outcome and ending.outcome.text:
+            lines += ["", f"rank {ending.rank}:", ending.outcome.text.rstrip()]
+    for ending in late:
+        lines += ["", f"rank {ending.rank}, where it hung:", _trimmed(ending.stacks) or "  no stack"]
+    lines.append("")
+    lines += [f"rank {ending.rank} (pid {ending.pid}) {_ended(ending, expect_killed)}" for ending in endings]
+    if any(ending.calls for ending in endings):
+        lines += ["", "last calls:"]
+        lines += [f"rank {ending.rank}: {'; '.join(ending.calls) or 'not known'}" for ending in endings]
+    return "\n".join(lines)
+
+
+def _headline(ending: Ending, world_size: int, expect_killed: Collection[int]) -> str:
+    return f"rank {ending.rank} of {world_size} {_ended(ending, expect_killed)}"
+
+
+def _ended(ending: Ending, expect_killed: Collection[int]) -> str:
+    """``failed at sums.py:3: ValueError: …`` and the like."""
+    if ending.status is None:
+        return f"did not end within {ending.waited:.1f} s{_where(ending.stacks)}"
+    if ending.status < 0:
+        return f"was killed by {_signal(-ending.status)}{_where(ending.stacks)}"
+    if ending.outcome is None:
+        return f"ended with exit code {ending.status} in the middle of the test"
+    if ending.rank in expect_killed:
+        return f"should have been killed, it {ending.outcome.kind}"
+    if ending.outcome.kind == "failed":
+        return f"failed{' at ' if ending.outcome.at else ''}{ending.outcome.at}: {ending.outcome.reason}"
+    return ending.outcome.kind
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _where(stacks: str) -> str:
+    """Where the main thread is, in code that is neither torch's nor the interpreter's library if there is any."""
+    main = _trimmed(stacks).rpartition("hread 0x")[2]
+    frames = [found for line in main.splitlines() if (found := _FRAME.match(line))]
+    own = [found for found in frames if "/site-packages/" not in found["file"] and "/lib/python" not in found["file"]]
+    for found in (own or frames)[:1]:
+        return f", at {Path(found['file']).name}:{found['line']} in {found['name']}"
+    return ""
+
+
+def _trimmed(stacks: str) -> str:
+    """The main thread's part comes last; of it only what the test itself called."""
+    lines: list[str] = []
+    hidden = False
+    for line in stacks.splitlines():
+        found = _FRAME.match(line)
+        if found is None:
+            hidden = line.startswith("Extension modules")
+        elif ours(found["file"]):
+            # Below are the frames of the process that it was forked from.
+            hidden = True
+        if not hidden:
+            lines.append(line)
+    return "\n".join(lines).rstrip()

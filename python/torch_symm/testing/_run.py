@@ -1,0 +1,243 @@
+"""Forks the ranks of a case, waits for them with a limit, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from . import _rank
+from ._rank import Order, Outcome
+
+#: Seconds that the other ranks have to end after the first has failed.
+GRACE_S = 8.0
+#: Seconds that ranks have to print their stacks.
+STACKS_S = 0.5
+
+
+class RanksFailed(AssertionError):
+    """Some rank of a case failed, died or did not end. Its text has the rank, the line, and what the others did."""
+
+
+@dataclasses.dataclass
+class Ending:
+    """How one rank ended. ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed."""
+
+    rank: int
+    pid: int
+    status: int | None
+    outcome: Outcome | None
+    log: str
+    calls: list[str]
+    stacks: str
+    #: Seconds from the start of the case, or from another rank's failure, that it was waited for.
+    waited: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did anything but pass or skip."""
+        return self.status != 0 or self.outcome is None or self.outcome.kind == "failed"
+
+
+class Results(list[Any]):
+    """What the function returned, by rank; ``None`` for ranks that ended as expected without returning.
+
+    ``logs``: what each rank printed. ``seconds``: from the first fork until the last rank had ended.
+    """
+
+    logs: list[str]
+    seconds: float
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "symm",
+    timeout: float = 60.0,
+    group_timeout: float = 60.0,
+    expect_killed: Collection[int] = (),
+    expect_gone: Collection[int] = (),
+    env: dict[str, str] | None = None,
+) -> Results:
+    """Calls ``fn(rank, world_size, *args)`` in ``world_size`` processes forked from this one; returns the results.
+
+    Args:
+        backend: of the default group, made before and destroyed after, without a port; ``None``: no group.
+        timeout: seconds for everything; then the ranks' stacks are taken and all of them killed.
+        group_timeout: seconds, the group's own.
+        expect_killed: ranks that must die of SIGKILL.
+        expect_gone: ranks that may end in any way.
+        env: of the ranks, beside this process's environment.
+
+    The function and its arguments need not be picklable; what it returns must be.
+
+    Raises:
+        RanksFailed: a rank raised, died or did not end.
+    """
+    from ._report import describe
+
+    start = time.monotonic()
+    endings = run_case(
+        lambda rank, size: fn(rank, size, *args),
+        world_size,
+        backend=backend,
+        timeout=timeout,
+        group_timeout=group_timeout,
+        may_end={*expect_killed, *expect_gone},
+        env=lambda rank: env or {},
+    )
+    results = Results([None] * world_size)
+    results.seconds = time.monotonic() - start
+    results.logs = [ending.log for ending in endings]
+    bad = []
+    for ending in endings:
+        if ending.rank in expect_killed:
+            if ending.status != -signal.SIGKILL:
+                bad.append(ending.rank)
+        elif ending.rank in expect_gone and ending.status is not None:
+            continue
+        elif ending.failed:
+            bad.append(ending.rank)
+        elif ending.outcome is not None:
+            results[ending.rank] = ending.outcome.value
+    if bad:
+        logs = "".join(f"\n\nrank {rank} printed:\n{results.logs[rank][-4000:]}" for rank in bad if results.logs[rank])
+        raise RanksFailed(describe(endings, bad, expect_killed) + logs)
+    return results
+
+
+def run_case(
+    body: Callable[[int, int], Any],
+    world_size: int,
+    *,
+    backend: str | None,
+    timeout: float,
+    group_timeout: float,
+    may_end: Collection[int] = (),
+    env: Callable[[int], dict[str, str]] = lambda rank: {},
+    describe: Callable[[BaseException], str] | None = None,
+    keep_streams: bool = False,
+) -> list[Ending]:
+    """Runs ``body(rank, world_size)`` on forked ranks and says how each ended. None of them is left when it returns."""
+    with tempfile.TemporaryDirectory(prefix="symm-test-", ignore_cleanup_errors=True) as directory:
+        folder = Path(directory)
+        order = Order(body, world_size, backend, group_timeout, folder, env, describe, keep_streams)
+        ranks = _Ranks()
+        try:
+            for rank in range(world_size):
+                ranks.fork(order, rank)
+            ranks.wait(timeout, may_end)
+        finally:
+            ranks.kill()
+        return [_ending(folder, ranks, rank) for rank in range(world_size)]
+
+
+class _Ranks:
+    """Forked ranks until all of them have been waited for."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        #: Exit codes, or minus a signal, of ranks that ended by themselves.
+        self.status: dict[int, int] = {}
+        self.waited = 0.0
+        self._files: dict[int, int] = {}
+        self._poll = select.poll()
+        self._start = time.monotonic()
+
+    def fork(self, order: Order, rank: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError):
+                stream.flush()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # Python 3.12 warns where there are threads. A rank uses none of their locks and runs no exit handlers.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _rank.serve(order, rank, parent)
+        self.pids.append(pid)
+        # A descriptor: unlike a pipe, children that the rank forked do not hold it.
+        file = os.pidfd_open(pid)
+        self._files[file] = rank
+        self._poll.register(file, select.POLLIN)
+
+    def wait(self, timeout: float, may_end: Collection[int]) -> None:
+        """Returns when all have ended or time is up; then those left have been asked for their stacks."""
+        since, deadline = self._start, self._start + timeout
+        while self._files and (left := deadline - time.monotonic()) > 0:
+            for file, _ in self._poll.poll(left * 1000):
+                rank = self._take(file)
+                if self.status[rank] != 0 and rank not in may_end and time.monotonic() + GRACE_S < deadline:
+                    since, deadline = time.monotonic(), time.monotonic() + GRACE_S
+        self.waited = time.monotonic() - since
+        for rank in self._files.values():
+            os.kill(self.pids[rank], signal.SIGCONT)
+            os.kill(self.pids[rank], signal.SIGUSR1)
+        if self._files:
+            time.sleep(STACKS_S)
+            for file, _ in self._poll.poll(0):
+                self._take(file)
+
+    def _take(self, file: int) -> int:
+        rank = self._files.pop(file)
+        self._poll.unregister(file)
+        os.close(file)
+        self.status[rank] = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+        return rank
+
+    def kill(self) -> None:
+        """Ends whoever is left, with all children of ranks, and removes the shared memory of those killed."""
+        left = list(self._files.items())
+        for _, rank in left:
+            # So that it maps and forks nothing more.
+            os.kill(self.pids[rank], signal.SIGSTOP)
+        memory = {path for _, rank in left for path in _shared_memory(self.pids[rank])}
+        for file, rank in left:
+            os.kill(self.pids[rank], signal.SIGKILL)
+            os.waitpid(self.pids[rank], 0)
+            os.close(file)
+        self._files = {}
+        for pid in self.pids:
+            # The number cannot be anybody else's while a member of this process group lives.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+        for path in memory:
+            with contextlib.suppress(OSError):
+                if path.stat().st_ctime >= time.time() - (time.monotonic() - self._start) - 1:
+                    path.unlink()
+
+
+def _shared_memory(pid: int) -> Iterable[Path]:
+    """Files of /dev/shm that a process has mapped."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return {
+            Path(path) for path in re.findall(r" (/dev/shm/[^\n]+)$", maps, re.MULTILINE) if "(deleted)" not in path
+        }
+    return ()
+
+
+def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
+    def text(name: str) -> str:
+        with contextlib.suppress(OSError):
+            return (folder / f"{name}-{rank}").read_text(errors="replace")
+        return ""
+
+    outcome = None
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
+        # Written by a process that this one forked, in a folder of mode 0700.
+        outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
+    calls, status = text("calls").splitlines(), ranks.status.get(rank)
+    return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)

@@ -1,0 +1,122 @@
+"""pytest's plug-in of torch-symm: ``@pytest.mark.ranks(4)`` runs a test's body on as many processes.
+
+A module of its own: pytest imports it at every start, and ``torch_symm`` would bring torch. Nothing but pytest is
+imported, and nothing happens, until a marked test runs. ``docs/guide/testing.md`` has the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import pytest
+
+#: What stands in the mark.
+_USAGE = "ranks(n, *, backend='symm', timeout=60, group_timeout=0.75 * timeout, env=None): n is a number or a list"
+_COUNT = "_number_of_ranks"
+
+
+class _RankLater:
+    """Stands for a rank in the process that ranks are forked from."""
+
+    def __index__(self) -> NoReturn:
+        raise RuntimeError(f"{self!r}: fixtures are made once, before ranks are forked; only the test has a rank")
+
+    __int__ = __index__
+
+    def __repr__(self) -> str:
+        return "rank of a test that has not begun"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the mark known."""
+    config.addinivalue_line("markers", f"{_USAGE}; the test's body runs on n processes of one torch.distributed group")
+
+
+def settings(item: Any) -> dict[str, Any] | None:
+    """The mark's arguments, checked: ``counts``, ``backend``, ``timeout``, ``group_timeout``, ``env``.
+
+    Returns ``None`` for a test without the mark.
+
+    Raises:
+        pytest.UsageError: the mark is written wrongly.
+    """
+    mark = item.get_closest_marker("ranks")
+    if mark is None:
+        return None
+
+    def read(n: Any = None, *, ranks: Any = None, backend: Any = "symm", timeout: float = 60.0, **rest: Any) -> Any:
+        counts = n if ranks is None else ranks
+        counts = list(counts) if isinstance(counts, Sequence) and not isinstance(counts, str) else [counts]
+        if (n is not None and ranks is not None) or not counts or not all(type(c) is int and c > 0 for c in counts):
+            raise TypeError("n must be a positive number of ranks, or a list of such")
+        limit, env = rest.pop("group_timeout", 0.75 * timeout), rest.pop("env", None)
+        if rest:
+            raise TypeError(f"unknown: {', '.join(rest)}")
+        return {"counts": counts, "backend": backend, "timeout": timeout, "group_timeout": limit, "env": env}
+
+    try:
+        found: dict[str, Any] = read(*mark.args, **mark.kwargs)
+    except TypeError as error:
+        raise pytest.UsageError(f"{item.nodeid}: {error}; the mark is {_USAGE}") from None
+    return found
+
+
+def number_of_ranks(item: Any) -> int:
+    """How many ranks a marked test has, of those that its mark lists."""
+    given = settings(item)
+    assert given is not None
+    callspec = getattr(item, "callspec", None)
+    chosen = callspec.params.get(_COUNT) if callspec else None
+    count: int = chosen or given["counts"][0]
+    return count
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Makes a test for each number of ranks where the mark lists several."""
+    given = settings(metafunc.definition)
+    if given and len(given["counts"]) > 1:
+        metafunc.fixturenames.append(_COUNT)
+        metafunc.parametrize(_COUNT, given["counts"], ids=[f"{count}-ranks" for count in given["counts"]])
+
+
+@pytest.fixture
+def world_size(request: pytest.FixtureRequest) -> int:
+    """How many ranks this test runs on."""
+    if settings(request.node) is None:
+        raise pytest.UsageError(f"{request.node.nodeid}: world_size is for tests with @pytest.mark.ranks(n)")
+    return number_of_ranks(request.node)
+
+
+@pytest.fixture
+def rank(request: pytest.FixtureRequest) -> Any:
+    """The rank of the process that runs the test's body."""
+    if settings(request.node) is None:
+        raise pytest.UsageError(f"{request.node.nodeid}: rank is for tests with @pytest.mark.ranks(n)")
+    return _RankLater()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuses what cannot run on ranks."""
+    if item.get_closest_marker("ranks") is None:
+        return
+    if not isinstance(item, pytest.Function) or (item.cls and hasattr(item.cls, "assertRaises")):
+        message = "unittest's classes have no @pytest.mark.ranks: take torch_symm.testing.WarmMultiProcessTestCase"
+        raise pytest.UsageError(f"{item.nodeid}: {message}")
+    if inspect.iscoroutinefunction(item.obj):
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks runs no coroutine: call asyncio.run in the test")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs the body of a marked test on ranks, forked when all its fixtures are there."""
+    given = settings(pyfuncitem)
+    if given is None:
+        return None
+    from torch_symm.testing import _case
+
+    wanted = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in wanted}
+    _case.run(pyfuncitem, arguments, _RankLater, number_of_ranks(pyfuncitem), given)
+    return True
