@@ -15,6 +15,7 @@ import pytest
 #: What stands in the mark.
 _USAGE = "ranks(n, *, backend='symm', timeout=60, group_timeout=0.75 * timeout, env=None): n is a number or a list"
 _COUNT = "_number_of_ranks"
+_WARM = pytest.StashKey[Any]()
 
 
 class _RankLater:
@@ -95,6 +96,45 @@ def rank(request: pytest.FixtureRequest) -> Any:
     if settings(request.node) is None:
         raise pytest.UsageError(f"{request.node.nodeid}: rank is for tests with @pytest.mark.ranks(n)")
     return _RankLater()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Forks the process that marked tests run in, before any test has changed this one."""
+    options = session.config.option
+    marked = any(item.get_closest_marker("ranks") for item in getattr(session, "items", []))
+    if marked and not options.collectonly and not options.usepdb:
+        from torch_symm.testing._warm import WarmProcess
+
+        session.stash[_WARM] = WarmProcess(session)
+        session.stash[_WARM].start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    """Has a marked test run in the warm process, and reports what it says."""
+    warm = item.session.stash.get(_WARM, None)
+    if warm is None or item.get_closest_marker("ranks") is None:
+        return None
+    if warm.inside:
+        from torch_symm.testing._warm import protocol
+
+        return protocol(item, nextitem)
+    later = item.session.items[item.session.items.index(item) + 1 :]
+    following = next((other for other in later if other.get_closest_marker("ranks")), None)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in warm.run(item, following):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ends the warm process."""
+    warm = session.stash.get(_WARM, None)
+    if warm is not None and not warm.inside:
+        warm.stop()
+        del session.stash[_WARM]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from ._rank import shared_folder
+from ._rank import shared_folder, used_cuda
 from ._report import describe
 from ._run import Ending, run_case
 
 #: The line with which symm says where a dump is; the report has its calls.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*\n", re.MULTILINE)
+
+_CUDA = "ask for GPUs in tests, not while modules are imported, or set PYTORCH_NVML_BASED_CUDA_CHECK=1"
 
 
 def run(
@@ -58,7 +60,10 @@ def run(
 def _conclude(endings: list[Ending]) -> None:
     bad = [ending.rank for ending in endings if ending.failed]
     if bad:
-        pytest.fail(describe(endings, bad), pytrace=False)
+        text = describe(endings, bad)
+        if used_cuda():
+            text += f"\n\nthe process that ranks are forked from has used CUDA, which they cannot use then: {_CUDA}"
+        pytest.fail(text, pytrace=False)
     for kind, leave in (("xfailed", pytest.xfail), ("skipped", pytest.skip)):
         found = [e.outcome.reason for e in endings if e.outcome and e.outcome.kind == kind]
         if found:

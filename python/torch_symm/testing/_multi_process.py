@@ -17,6 +17,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from torch.testing._internal import common_distributed as common
 
+from ._rank import used_cuda
+
 if TYPE_CHECKING:
     import unittest
 
@@ -116,15 +118,3 @@ class WarmMultiProcessTestCase(_Upstream):
             return str(pipe.recv()) if pipe.poll(STACK_S) else ""
         except (OSError, EOFError):
             return ""
-
-
-def used_cuda() -> bool:
-    """Whether this process has begun to use CUDA, whose driver does not outlive a fork."""
-    folder = "/proc/self/fd"
-    for name in os.listdir(folder):
-        try:
-            if os.readlink(f"{folder}/{name}").startswith("/dev/nvidia-uvm"):
-                return True
-        except OSError:
-            continue
-    return False

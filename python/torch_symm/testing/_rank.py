@@ -113,6 +113,25 @@ def meet(name: str, timeout: float = 30.0) -> None:
         time.sleep(0.002)
 
 
+def dies_with(parent: int) -> None:
+    """Makes this forked process end when ``parent``, which forked it, does, whatever that dies of."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def used_cuda() -> bool:
+    """Whether this process has begun to use CUDA, whose driver does not outlive a fork."""
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder):
+        try:
+            if os.readlink(f"{folder}/{name}").startswith("/dev/nvidia-uvm"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
 def log_to(path: Path, keep_streams: bool = False) -> None:
     """Redirects what this process prints to ``path``; ``keep_streams``: not what Python prints."""
     log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
@@ -131,10 +150,7 @@ def serve(order: Order, rank: int, parent: int) -> None:
     try:
         # Its children are found by this, also after it has ended.
         os.setsid()
-        # Dies with its parent, whatever that dies of.
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        dies_with(parent)
         _here = (rank, order.world_size, order.folder)
         log_to(order.folder / f"log-{rank}", order.keep_streams)
         _show_stacks_on_request(order.folder, rank)

@@ -1,0 +1,135 @@
+"""A process that pytest forks when it has collected, and that runs the marked tests from then on.
+
+Ranks are forked from it. What other tests do in pytest's own process, threads or CUDA above all, does not reach them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import warnings
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from ._rank import dies_with
+
+#: Seconds that the process has to end a test after pytest's own process was told to fail it.
+GRACE_S = 5.0
+
+
+class WarmProcess:
+    """Runs marked tests, with their fixtures, one after another; forked by :meth:`start`, and anew if it dies."""
+
+    #: Whether this is that process.
+    inside = False
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+        factory = getattr(session.config, "_tmp_path_factory", None)
+        if factory is not None:
+            # One folder for both processes.
+            factory.getbasetemp()
+
+    def run(self, item: pytest.Item, following: pytest.Item | None) -> list[Any]:
+        """Runs the test and returns its reports; ``following`` is the next test that the process will get.
+
+        Raises:
+            pytest.exit.Exception: the test asked for it.
+        """
+        try:
+            self._connection.send((self._index(item), following and self._index(following)))
+            kind, value = self._connection.recv()
+        except pytest.fail.Exception as limit:
+            # A time limit of another plug-in. The process has its own copy, and more to tell.
+            if not self._connection.poll(GRACE_S):
+                self._restart()
+                return [_failed(item, str(limit))]
+            kind, value = self._connection.recv()
+        except (EOFError, OSError):
+            status = self._restart()
+            return [_failed(item, f"the warm process, which makes fixtures and forks ranks, ended with {status}")]
+        if kind == "exit":
+            pytest.exit(value)
+        if kind == "error":
+            return [_failed(item, value)]
+        config = self._session.config
+        return [config.hook.pytest_report_from_serializable(config=config, data=data) for data in value]
+
+    def stop(self) -> None:
+        """Ends the process after it has torn down its fixtures."""
+        with contextlib.suppress(OSError, EOFError):
+            self._connection.send(None)
+            self._connection.recv()
+        self._end()
+
+    def _index(self, item: pytest.Item) -> int:
+        return self._session.items.index(item)
+
+    def _restart(self) -> int:
+        status = self._end()
+        self.start()
+        return status
+
+    def _end(self) -> int:
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def start(self) -> None:
+        """Forks the process; it knows the session's stash as it is now."""
+        ours, theirs = Pipe()
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            # pytest-xdist's workers have a thread; the process uses none of its locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            self._serve(theirs, parent)
+        theirs.close()
+        self._connection: Connection[Any, Any] = ours
+
+    def _serve(self, requests: Connection[Any, Any], parent: int) -> NoReturn:
+        try:
+            dies_with(parent)
+            WarmProcess.inside = True
+            # Captures into files of its own: those of the parent have one offset for both.
+            capture: Any = self._session.config.pluginmanager.getplugin("capturemanager")
+            capture.stop_global_capturing()
+            capture.start_global_capturing()
+            while (request := requests.recv()) is not None:
+                requests.send(self._answer(*request))
+            self._session._setupstate.teardown_exact(None)
+            requests.send(None)
+        finally:
+            os._exit(0)
+
+    def _answer(self, index: int, following: int | None) -> tuple[str, Any]:
+        items, config = self._session.items, self._session.config
+        item = items[index]
+        try:
+            # pytest-xdist may give out tests in another order than was foreseen.
+            self._session._setupstate.teardown_exact(item)
+            after = None if following is None else items[following]
+            reports = item.ihook.pytest_runtest_protocol(item=item, nextitem=after)
+            to_data = config.hook.pytest_report_to_serializable
+            return "reports", [to_data(config=config, report=report) for report in reports]
+        except pytest.exit.Exception as error:
+            return "exit", str(error)
+        except BaseException as error:  # Whatever it is, this test's
+            return "error", f"{type(error).__name__}: {error}"
+
+
+def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
+    """All phases of a test inside of the process; its reports are shown by pytest's own."""
+    return runtestprotocol(item, log=False, nextitem=following)
+
+
+def _failed(item: pytest.Item, text: str) -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
