@@ -1,0 +1,363 @@
+"""The kit for tests of distributed code: outcomes and reports of marked tests, what is left, torch's own case class.
+
+Each test runs pytest in a process of its own on a small file, as a user of the package would.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch_symm_pytest
+from ranks import run_ranks
+from torch_symm import testing
+from torch_symm.testing import RanksFailed
+
+HEAD = """
+import os, subprocess, sys, time
+import pytest, torch
+import torch.distributed as dist
+"""
+
+
+def pytest_on(folder: Path, body: str, *options: str, **env: str) -> tuple[int, str]:
+    """Runs pytest on a file with this content; returns its exit code and what it printed."""
+    (folder / "test_it.py").write_text(HEAD + textwrap.dedent(body))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *options, "test_it.py"]
+    full = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    done = subprocess.run(command, cwd=folder, env=full, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def outcomes(text: str) -> dict[str, int]:
+    """Numbers of the last line, by outcome."""
+    return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", text.strip().splitlines()[-1])}
+
+
+def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
+    body = """
+    @pytest.fixture(scope="module")
+    def made():
+        return {"pid": os.getpid(), "call": lambda x: x + 1}
+
+    @pytest.fixture
+    def lock():
+        import threading
+        return threading.Lock()
+
+    @pytest.mark.ranks([2, 3])
+    @pytest.mark.parametrize("value", [5, 7])
+    def test_all(rank, world_size, value, made, lock, tmp_path):
+        total = torch.tensor([rank + value])
+        dist.all_reduce(total)
+        assert total.item() == sum(range(world_size)) + value * world_size
+        assert (rank, world_size) == (dist.get_rank(), dist.get_world_size())
+        assert os.environ["RANK"] == str(rank) and dist.get_backend() == "symm"
+        assert lock.acquire(blocking=False) and made["call"](1) == 2 and made["pid"] == os.getppid()
+        (tmp_path / str(rank)).touch()
+        dist.barrier()
+        assert len(list(tmp_path.iterdir())) == world_size
+
+    class TestMany:
+        pytestmark = pytest.mark.ranks(2, backend="gloo", env={"COLOUR": "red"})
+
+        def test_method(self):
+            assert dist.get_backend() == "gloo" and os.environ["COLOUR"] == "red" and self is not None
+
+    @pytest.mark.ranks(ranks=2, backend=None)
+    def test_no_group(rank):
+        from torch_symm.testing import init_process_group, meet, shared_folder
+        assert not dist.is_initialized()
+        (shared_folder() / f"here-{rank}").touch()
+        meet("written")
+        assert (shared_folder() / f"here-{1 - rank}").exists()
+        init_process_group("symm", timeout=20)
+        dist.barrier()
+
+    def test_here():
+        assert "RANK" not in os.environ
+    """
+    code, text = pytest_on(tmp_path, body)
+    assert code == 0 and outcomes(text)["passed"] == 7, text
+    assert "test_all[5-2-ranks]" in text or "test_all[2-ranks-5]" in text, text
+
+
+def test_failures_name_rank_line_and_last_calls(tmp_path: Path) -> None:
+    body = """
+    @pytest.mark.ranks(3)
+    def test_wrong(rank):
+        print("this is rank", rank)
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        if rank == 1:
+            assert total.tolist() == [3.0, 4.0]  # line 12
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_signal(rank):
+        if rank:
+            os.kill(os.getpid(), 11)
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_exit(rank):
+        if rank:
+            os._exit(7)
+
+    @pytest.mark.ranks(2)
+    def test_skip(rank):
+        pytest.skip("not today")
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(reason="known")
+    def test_known(rank):
+        assert rank > 5
+
+    @pytest.mark.ranks(2)
+    def test_told(rank):
+        pytest.xfail("told")
+    """
+    code, text = pytest_on(tmp_path, body)
+    assert code == 1 and outcomes(text).items() >= {"failed": 3, "skipped": 1, "xfailed": 2}.items(), text
+    line = next(i for i, line in enumerate((tmp_path / "test_it.py").read_text().splitlines(), 1) if "line 12" in line)
+    assert f"rank 1 of 3 failed at test_it.py:{line}: AssertionError: assert [3.0, 3.0] == [3.0, 4.0]" in text
+    assert "At index 1 diff: 3.0 != 4.0" in text, "the explanation of pytest's assertions"
+    assert re.search(r"rank 0 \(pid \d+\) failed at test_it.py:\d+: SymmPeerError: rank 1", text), text
+    assert re.search(r"last calls:\nrank 0: all_reduce\(2 × float32.*#1 completed; barrier #2 SymmPeerError", text), (
+        text
+    )
+    assert re.search(r"Captured rank 2 call -+\nthis is rank 2", text), text
+    assert re.search(r"rank 1 of 2 was killed by SIGSEGV, at test_it.py:\d+ in test_signal", text), text
+    assert "rank 1 of 2 ended with exit code 7 in the middle of the test" in text
+    assert "not today" in text and "the last calls of this process are in" not in text
+
+
+def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
+    body = """
+    def hangs(rank):
+        shared = open(f"/dev/shm/symm-kit-{os.getpid()}-{rank}", "w+b")
+        shared.truncate(4096)
+        import mmap
+        mapped = mmap.mmap(shared.fileno(), 4096)
+        child = subprocess.Popen(["sleep", "1000"])
+        print("child", child.pid, "has", shared.name)
+        dist.barrier()
+        if rank == 1:
+            while True:
+                time.sleep(0.01)
+        dist.barrier()
+
+    @pytest.mark.ranks(3, timeout=3)
+    def test_symm(rank):
+        hangs(rank)
+
+    @pytest.mark.ranks(3, timeout=3, backend="gloo")
+    def test_gloo(rank):
+        hangs(rank)
+    """
+    code, text = pytest_on(tmp_path, body)
+    assert code == 1 and outcomes(text) == {"failed": 2}, text
+    assert len(re.findall(r"rank 1 of 3 did not end within 3.0 s, at test_it.py:\d+ in hangs\n", text)) == 2, text
+    where = r"rank 1, where it hung:\n(?:.*\n)*?Current thread .*\n +File .*test_it.py.* in hangs\n +File .* in test_"
+    assert len(re.findall(where, text)) == 2, text
+    assert len(re.findall(r"rank 0 \(pid \d+\) failed at test_it.py:\d+: ", text)) == 2, text
+    processes = [int(pid) for pid in re.findall(r"^child (\d+) ", text, re.MULTILINE)]
+    processes += [int(pid) for pid in re.findall(r"^rank \d \(pid (\d+)\)", text, re.MULTILINE)]
+    assert len(processes) == 12 and not [pid for pid in processes if running(pid)], text
+    memory = [Path(name) for name in re.findall(r"/dev/shm/symm-kit-\d+-\d", text)]
+    # Of ranks that ended by themselves the memory is theirs to remove.
+    assert len(memory) == 6 and not [path for path in memory if path.name.endswith("-1") and path.exists()]
+    for path in memory:
+        path.unlink(missing_ok=True)
+
+
+def running(pid: int) -> bool:
+    """Whether there is such a process, which is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Marked:
+    """As much of a test as its mark."""
+
+    nodeid = "test_it.py::test_it"
+
+    def __init__(self, mark: pytest.MarkDecorator) -> None:
+        self.mark = mark.mark
+
+    def get_closest_marker(self, name: str) -> pytest.Mark:
+        """The mark."""
+        return self.mark
+
+
+@pytest.mark.parametrize(
+    ("mark", "said"),
+    [
+        (pytest.mark.ranks(), "n must be a positive number of ranks"),
+        (pytest.mark.ranks(0), "n must be a positive number of ranks"),
+        (pytest.mark.ranks("4"), "n must be a positive number of ranks"),
+        (pytest.mark.ranks(2, ranks=[3]), "n must be a positive number of ranks"),
+        (pytest.mark.ranks(2, timeut=3), "unknown: timeut"),
+    ],
+)
+def test_wrong_marks_say_what_is_right(mark: pytest.MarkDecorator, said: str) -> None:
+    with pytest.raises(pytest.UsageError) as caught:
+        torch_symm_pytest.settings(Marked(mark))
+    assert said in str(caught.value) and "ranks(n, *, backend='symm'" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_what_cannot_run_on_ranks_is_refused(tmp_path: Path) -> None:
+    body = """
+    import unittest
+
+    class TestCase(unittest.TestCase):
+        @pytest.mark.ranks(2)
+        def test_it(self): pass
+
+    @pytest.mark.ranks(2)
+    async def test_coroutine(): pass
+
+    def test_unmarked(rank): pass
+
+    @pytest.fixture
+    def early(rank):
+        return [1, 2][rank]
+
+    @pytest.mark.ranks(2)
+    def test_early(early): pass
+    """
+    code, text = pytest_on(tmp_path, body)
+    assert code != 0 and "WarmMultiProcessTestCase" in text and "asyncio.run" in text, text
+    assert "rank is for tests with @pytest.mark.ranks(n)" in text and "only the test has a rank" in text, text
+
+
+def test_the_warm_process_is_not_what_other_tests_made_of_pytest(tmp_path: Path) -> None:
+    body = """
+    STATE = []
+
+    def test_first():
+        STATE.append(1)
+
+    @pytest.mark.ranks(2)
+    def test_clean():
+        assert STATE == []
+
+    @pytest.fixture
+    def fatal():
+        os.kill(os.getpid(), 9)
+
+    @pytest.mark.ranks(2)
+    def test_fatal(fatal): pass
+
+    @pytest.mark.ranks(2)
+    def test_after():
+        dist.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_ends_the_run():
+        dist.barrier()
+    """
+    code, text = pytest_on(tmp_path, body)
+    assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 4}.items(), text
+    assert "the warm process, which makes fixtures and forks ranks, ended with -9" in text, text
+
+
+def test_without_a_marked_test_nothing_is_imported_and_nothing_is_forked(tmp_path: Path) -> None:
+    file = tmp_path / "test_plain.py"
+    file.write_text(
+        "import os, pathlib, sys\n"
+        "def test_it():\n"
+        "    assert 'torch' not in sys.modules and 'torch_symm' not in sys.modules\n"
+        "    assert 'torch_symm_pytest' in sys.modules\n"
+        "    assert pathlib.Path(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read_text() == ''\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+CASE = """
+import os, sys, time, unittest
+import torch
+import torch.distributed as dist
+from torch_symm.testing import WarmMultiProcessTestCase, skip_if_lt_x_gpu
+
+class TestIt(WarmMultiProcessTestCase):
+    @property
+    def world_size(self): return 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+
+    def tearDown(self):
+        super().tearDown()
+        if os.path.exists(self.file_name):
+            os.unlink(self.file_name)
+
+    def group(self):
+        dist.init_process_group("gloo", store=dist.FileStore(self.file_name, 2), rank=self.rank, world_size=2)
+
+    def test_sum(self):
+        self.group()
+        total = torch.tensor([self.rank + 1])
+        dist.all_reduce(total)
+        self.assertEqual(total.item(), 3)
+
+    def test_wrong(self):
+        if self.rank == 1:
+            self.assertEqual(1, 2)
+
+    def test_skip(self):
+        self.skipTest("today")
+
+    @skip_if_lt_x_gpu(8)
+    def test_gpus(self):
+        raise AssertionError("this machine has 8 GPUs")
+
+    def test_hang(self):
+        if self.rank == 1:
+            time.sleep(100)
+
+    def test_dead(self):
+        if self.rank == 0:
+            os._exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_torchs_case_class_keeps_its_verdicts(tmp_path: Path) -> None:
+    (tmp_path / "case.py").write_text(
+        CASE
+        + "\nfrom torch.testing._internal import common_distributed\n"
+        + "common_distributed.TIMEOUT_OVERRIDE['test_hang'] = 1\n"
+        + "result = unittest.main(exit=False).result\n"
+        + "for verdict in ('errors', 'failures', 'skipped'):\n"
+        + "    print(verdict, *sorted(case._testMethodName for case, _ in getattr(result, verdict)))\n"
+    )
+    command = [sys.executable, str(tmp_path / "case.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    verdicts = ["errors test_hang test_wrong", "failures test_dead", "skipped test_gpus test_skip"]
+    assert done.stdout.splitlines()[-3:] == verdicts and "Ran 6 tests" in done.stderr, done.stdout + done.stderr
+    assert "ranks [1] did not end within 1 s" in done.stderr and "in test_hang" in done.stderr, done.stderr
+    assert "Process 1 exited with error code 10" in done.stderr
+
+
+def test_run_ranks_reports_and_returns() -> None:
+    assert run_ranks(lambda rank, world_size, text: text * rank, 3, "a", backend=None) == ["", "a", "aa"]
+
+    def unpicklable(rank: int, world_size: int) -> object:
+        return lambda: rank
+
+    with pytest.raises(RanksFailed, match=r"rank [01] of 2 failed: what it returned cannot be pickled"):
+        testing.run_ranks(unpicklable, 2, backend=None)
+    with pytest.raises(RuntimeError, match="this is no rank of a test"):
+        testing.shared_folder()
