@@ -175,7 +175,7 @@ $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
 	@echo "torch-symm: downloading torch $(TORCH), 3 GB with what it needs, and tools"
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off torch==$(TORCH) torchvision numpy "setuptools>=77" cmake ninja wheel \
-		pytest pytest-timeout expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
+		pytest pytest-timeout pytest-xdist expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
 tools:

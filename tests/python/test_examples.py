@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
+#: What pytest runs, not torchrun.
+TESTS = "14_pytest.py"
+EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")} - {TESTS})
 #: Those that every change runs.
 QUICK = ("02_fsdp2.py", "08_stores.py", "10_symmetric_memory.py")
 BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
@@ -30,7 +32,7 @@ def launch(example: str, *arguments: str, ranks: int = 4) -> subprocess.Complete
 
 
 def test_examples_are_there() -> None:
-    assert len(EXAMPLES) == 13
+    assert len(EXAMPLES) + 1 == 14
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,13 @@ def test_example_passes(example: str) -> None:
     result = launch(example)
     assert result.returncode == 0, result.stdout + result.stderr
     assert any(line.startswith("ok: ") for line in result.stdout.splitlines()), result.stdout + result.stderr
+
+
+def test_example_of_tests_passes() -> None:
+    command = [sys.executable, str(ROOT / "examples" / TESTS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
+    assert result.returncode == 0 and "8 passed" in result.stdout, result.stdout + result.stderr
+    assert "ok: all tests passed" in result.stdout
 
 
 @pytest.mark.slow

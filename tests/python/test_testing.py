@@ -152,17 +152,17 @@ def test_time_limits_name_who_hangs_and_leave_nothing(tmp_path: Path) -> None:
                 time.sleep(0.01)
         dist.barrier()
 
-    @pytest.mark.ranks(3, timeout=3)
+    @pytest.mark.ranks(3, timeout=2)
     def test_symm(rank):
         hangs(rank)
 
-    @pytest.mark.ranks(3, timeout=3, backend="gloo")
+    @pytest.mark.ranks(3, timeout=2, backend="gloo")
     def test_gloo(rank):
         hangs(rank)
     """
     code, text = pytest_on(tmp_path, body)
     assert code == 1 and outcomes(text) == {"failed": 2}, text
-    assert len(re.findall(r"rank 1 of 3 did not end within 3.0 s, at test_it.py:\d+ in hangs\n", text)) == 2, text
+    assert len(re.findall(r"rank 1 of 3 did not end within 2.0 s, at test_it.py:\d+ in hangs\n", text)) == 2, text
     where = r"rank 1, where it hung:\n(?:.*\n)*?Current thread .*\n +File .*test_it.py.* in hangs\n +File .* in test_"
     assert len(re.findall(where, text)) == 2, text
     assert len(re.findall(r"rank 0 \(pid \d+\) failed at test_it.py:\d+: ", text)) == 2, text
@@ -268,6 +268,26 @@ def test_the_warm_process_is_not_what_other_tests_made_of_pytest(tmp_path: Path)
     code, text = pytest_on(tmp_path, body)
     assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 4}.items(), text
     assert "the warm process, which makes fixtures and forks ranks, ended with -9" in text, text
+
+
+@pytest.mark.slow
+def test_workers_of_xdist_run_marked_tests(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    body = """
+    @pytest.mark.ranks([2, 3])
+    @pytest.mark.parametrize("value", [1, 2])
+    def test_it(value, world_size):
+        total = torch.tensor([value])
+        dist.all_reduce(total)
+        assert total.item() == value * world_size
+
+    @pytest.mark.ranks(2)
+    def test_wrong(rank):
+        assert rank == 0
+    """
+    code, text = pytest_on(tmp_path, body, "-n", "2")
+    assert code == 1 and outcomes(text).items() >= {"failed": 1, "passed": 4}.items(), text
+    assert "rank 1 of 2 failed at test_it.py" in text
 
 
 def test_without_a_marked_test_nothing_is_imported_and_nothing_is_forked(tmp_path: Path) -> None:
