@@ -44,6 +44,7 @@ def test_example_passes(example: str) -> None:
     assert any(line.startswith("ok: ") for line in result.stdout.splitlines()), result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_example_of_tests_passes() -> None:
     command = [sys.executable, str(ROOT / "examples" / TESTS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=False)
