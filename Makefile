@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ TORCH := 2.15.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint fmt docs loom fuzz fuzz-build soak faults tsan asan mutants test-aarch64 wheel wheels matrix build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint fmt docs loom fuzz fuzz-build soak faults tsan asan mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -38,6 +38,19 @@ test-python: build
 
 test-python-slow: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts
+
+# Accelerate, transformers' Trainer, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an
+# environment of its own upon $(VENV), into which pip installs them in half a minute.
+CLIENTS_VENV ?= .venv-clients
+test-clients: build $(CLIENTS_VENV)/.ready
+	$(CLIENTS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/clients
+
+SITE = import sysconfig; print(sysconfig.get_path("purelib"))
+$(CLIENTS_VENV)/.ready: $(VENV)/.ready
+	$(BIN)/python -m venv $(CLIENTS_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(CLIENTS_VENV)/bin/python -c '$(SITE)')/beside.pth"
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check accelerate transformers pytorch-ignite lightning torchmetrics torchft
+	@touch $@
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build
@@ -187,4 +200,4 @@ tools:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "the headers of $(PYTHON) are missing: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
 
 clean:
-	rm -rf target build dist $(VENV) $(DOCS_VENV) python/*.egg-info python/torch_symm/*.so
+	rm -rf target build dist $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) python/*.egg-info python/torch_symm/*.so

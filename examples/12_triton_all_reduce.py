@@ -103,7 +103,7 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     if gpus < max(2, world):
         if local == 0:
-            print(f"ok: nothing to do: this example needs 2 GPUs or more and one per rank, here are {gpus} for {world}")
+            print(f"skipped: needs 2 GPUs or more and one per rank, here are {gpus} for {world}")
         return
     torch.cuda.set_device(local)
     dist.init_process_group(given.backend)

@@ -57,7 +57,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     if HEADS % world or not dist.is_nccl_available() or (device.type == "cpu" and shutil.which("g++") is None):
         if rank == 0:
-            print(f"ok: nothing was run; needs ranks that divide {HEADS} heads, a C++ compiler, a torch with NCCL")
+            print(f"skipped: needs ranks that divide {HEADS} heads, a C++ compiler, a torch with NCCL")
         dist.destroy_process_group()
         return
     torch.manual_seed(0)

@@ -449,6 +449,8 @@ pub mod ffi {
         fn shares(device: i32) -> bool;
         /// Identity of this process's host as text: equal where ranks share one.
         fn host_identity() -> String;
+        /// Logs a line of Python's at INFO.
+        fn inform(text: &str);
         /// Version of the package.
         fn version() -> String;
     }
@@ -459,6 +461,7 @@ mod cuda;
 mod device_backends;
 mod fused;
 mod group;
+mod inform;
 mod kernels;
 mod links;
 mod load;
@@ -475,6 +478,7 @@ mod window;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats};
 use group::{GroupHandle, join};
+use inform::inform;
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};

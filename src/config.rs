@@ -86,6 +86,9 @@ pub struct Config {
     /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl` or `auto` (the default): what connects the hosts of a group whose options do not say; the same on all
     /// ranks.
     pub hosts: HostsChoice,
+    /// `SYMM_REPLACES`: `gloo`: groups of Gloo are symm's for CPU tensors. Python acts on it, before this is read; `python/torch_symm/_replace.py`.
+    /// Default: empty, none.
+    pub replaces: String,
     /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
     pub gloo_interface: Option<String>,
     /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
@@ -100,7 +103,7 @@ pub struct Config {
 }
 
 /// Settings of the environment whose names begin with `SYMM_`.
-const NAMES: [&str; 17] = [
+const NAMES: [&str; 18] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
@@ -111,6 +114,7 @@ const NAMES: [&str; 17] = [
     "SYMM_NVRTC",
     "SYMM_P2P",
     "SYMM_PROFILE",
+    "SYMM_REPLACES",
     "SYMM_SHARED_GPUS",
     "SYMM_SPIN",
     "SYMM_STORE_BYTES",
@@ -219,6 +223,13 @@ impl Config {
             }
             choice
         });
+        let replaces = set("SYMM_REPLACES").filter(|name| {
+            let known = name == "gloo";
+            if !known {
+                complaints.push(format!("SYMM_REPLACES={name:?} is not gloo; ignored"));
+            }
+            known
+        });
         let trace_dir = set("SYMM_TRACE_DIR").filter(|path| {
             let absolute = path.starts_with('/');
             if !absolute {
@@ -247,6 +258,7 @@ impl Config {
             blocking_wait,
             debug_call_site,
             hosts: hosts.unwrap_or(HostsChoice::Nccl),
+            replaces: replaces.unwrap_or_default(),
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
@@ -302,6 +314,7 @@ mod tests {
             blocking_wait: false,
             debug_call_site: false,
             hosts: HostsChoice::Nccl,
+            replaces: String::new(),
             gloo_interface: None,
             test_host: String::new(),
             trace_dir: None,
@@ -330,6 +343,7 @@ mod tests {
             ("SYMM_BLOCKING_WAIT", "1"),
             ("SYMM_DEBUG", "site"),
             ("SYMM_TRACE_DIR", "/scratch/traces"),
+            ("SYMM_REPLACES", "gloo"),
             ("TMPDIR", "/scratch"),
         ]);
         let expected = Config {
@@ -352,6 +366,7 @@ mod tests {
             gloo_lazy: false,
             debug_call_site: true,
             hosts: HostsChoice::Nccl,
+            replaces: "gloo".into(),
             gloo_interface: None,
             test_host: String::new(),
         };
@@ -362,8 +377,8 @@ mod tests {
             assert_eq!((config.debug_call_site, complaints), expected, "{words}");
         }
         let (config, complaints) =
-            parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here")]);
-        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 4));
+            parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here"), ("SYMM_REPLACES", "nccl")]);
+        assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 5));
     }
 
     #[test]

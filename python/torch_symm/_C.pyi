@@ -1,6 +1,7 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import overload
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -49,9 +50,24 @@ class Options:
     def __deepcopy__(self, memo: dict[int, object]) -> Options: ...
 
 class ProcessGroupSymm(Backend):
-    """A joined group. Made by ``dist.init_process_group("symm")`` and ``dist.new_group``."""
+    """A joined group. Made by ``dist.init_process_group("symm")``, ``dist.new_group``, or by whoever has a store.
 
+    All ``size`` ranks make it with stores that share keys, which no other group uses: give a ``PrefixStore``. It
+    returns once all have. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes), bounds that and every call
+    that brings no limit of its own. Messages name the group by ``group_name``, or call it ``"default"``.
+
+    Raises:
+        SymmConfigError: the group cannot be formed; the message says why.
+        SymmTimeout: not all ranks came in time; the message names those who did not.
+        ValueError: a timeout below 0, above a year, or that is no number.
+    """
+
+    @overload
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None: ...
+    @overload
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta | float = ..., group_name: str = ""
+    ) -> None: ...
     @property
     def options(self) -> Options: ...
     def _set_default_timeout(self, timeout: timedelta) -> None: ...
@@ -59,6 +75,14 @@ class ProcessGroupSymm(Backend):
     def get_sequence_number(self) -> int: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
+
+class _SymmForGloo(ProcessGroupSymm):
+    """In the place of a group of Gloo: an instance of ``ProcessGroupGloo``, too, as far as Python can tell.
+
+    ``cuda``: whether Gloo's own stands beside it, for CUDA tensors.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, options: Options, cuda: bool) -> None: ...
 
 class NativeStore(Store):
     """Common to the stores of this package; every method of ``torch.distributed.Store`` and ``barrier``.
@@ -191,6 +215,7 @@ def _prices(
 def _profile_key(device: str, ranks: int) -> str: ...
 def _shipped_profiles(folder: bytes) -> None: ...
 def _own_profiles() -> bytes: ...
+def _inform(text: str) -> None: ...
 def _cuda_libraries(folders: Sequence[bytes]) -> None: ...
 def _through_rust(store: Store) -> NativeStore: ...
 def _drive(clients: Sequence[Store], work: str, calls: int) -> tuple[float, list[int]]: ...

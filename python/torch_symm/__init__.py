@@ -2,8 +2,8 @@
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
 ``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
-GPUs are connected, :func:`stats`, :func:`trace` and the version. The native part is loaded when one of them is first
-asked for.
+GPUs are connected, :func:`replace`, :func:`stats`, :func:`trace` and the version. The native part is loaded when one
+of them is first asked for.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from torch_symm._hosts import host_group
     from torch_symm._memory import mem_allocator
+    from torch_symm._replace import replace
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
     from torch_symm._trace import dump_trace, trace
@@ -52,6 +53,7 @@ __all__ = [
     "dump_trace",
     "host_group",
     "mem_allocator",
+    "replace",
     "stats",
     "topology",
     "trace",
@@ -65,6 +67,7 @@ _MODULES = {
     "dump_trace": "_trace",
     "host_group": "_hosts",
     "mem_allocator": "_memory",
+    "replace": "_replace",
     "stats": "_stats",
     "topology": "_topology",
     "trace": "_trace",

@@ -26,26 +26,29 @@ def create_group(options: Any, group_options: Any) -> Any:
         SymmConfigError, SymmTimeout: the group cannot be formed; the message names the ranks.
     """
     native = load()
-    if group_options is None:
-        timeout = options.timeout
-    elif isinstance(group_options, native.Options):
-        timeout = group_options._timeout
-    else:
+    if group_options is not None and not isinstance(group_options, native.Options):
         raise TypeError(f"pg_options must be a torch_symm.Options, not {type(group_options).__name__}")
+    _torch.record_without_torch()
+    _choose_symmetric_memory()
+    own = prepared(native, options, group_options)
+    try:
+        return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
+    except BaseException:
+        forget_failed_start()
+        raise
+
+
+def prepared(native: Any, options: Any, group_options: Any) -> Any:
+    """The :class:`torch_symm.Options` of the group that is to be made; this process is ready for it."""
+    timeout = options.timeout if group_options is None else group_options._timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     _dtensor.announce()
-    _torch.record_without_torch()
-    _choose_symmetric_memory()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
     if group_options is not None:
         own.between_hosts, own.partials = group_options.between_hosts, group_options.partials
     _leave_with_multiprocessing(native)
-    try:
-        return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
-    except BaseException:
-        _forget_failed_start()
-        raise
+    return own
 
 
 #: Of the process whose end was arranged for.
@@ -61,7 +64,7 @@ def _leave_with_multiprocessing(native: Any) -> None:
         util.Finalize(None, leave_all, (native,), exitpriority=-1)
 
 
-def _forget_failed_start() -> None:
+def forget_failed_start() -> None:
     """Lets a process whose default group could not be made meet others, new ones among them, in another try.
 
     torch names groups by a counter, puts the name before all keys of the store, and counts a default group that came

@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 from threading import RLock
@@ -93,7 +94,8 @@ def _make_backend(engine: str, *described: Any) -> Any:
     """What connects the hosts of a group; imported where a group is first on several."""
     from torch_symm import _torch
 
-    return {"gloo": _torch.gloo, "nccl": _torch.nccl}[engine](*described)
+    engines: dict[str, Callable[..., Any]] = {"gloo": _torch.gloo, "nccl": _torch.nccl}
+    return engines[engine](*described)
 
 
 def leave_all(native: ModuleType) -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,25 +52,83 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGro
     return cast("dist.ProcessGroup", group)
 
 
-def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:
-    """A Gloo backend that belongs to no group of torch's; it is a plug-in from 2.14 on.
+#: torch's own entry for Gloo, where :func:`make_gloo_by` has put another in its place; from 2.14 on.
+_own_gloo: Any = None
+
+
+def gloo(name: str, store: Store, rank: int, size: int, timeout: timedelta, ranks: list[int] | None = None) -> Backend:
+    """A Gloo backend that belongs to no group of torch's; it is a plug-in from 2.14 on. ``ranks`` are global.
 
     Raises:
         RuntimeError: this torch was built without Gloo, or its ranks do not meet.
     """
-    plugin: Any = distributed_c10d.Backend._plugins.get("GLOO")
+    plugin: Any = _own_gloo or distributed_c10d.Backend._plugins.get("GLOO")
     if plugin is None:
         if not distributed_c10d.is_gloo_available():
             raise RuntimeError("this torch was built without Gloo")
-        return distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    if not plugin.extended_api:
-        made: Backend = plugin.creator_fn(store, rank, size, timeout)
+        # Not what distributed_c10d calls by this name: that may be ours.
+        own: Any = torch._C._distributed_c10d.ProcessGroupGloo
+        made: Backend = own(store, rank, size, timeout=timeout)
+        options: Any = made.options
+        options.group_name, options.global_ranks_in_group = name, ranks or []
         return made
-    options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+    if not plugin.extended_api:
+        made = plugin.creator_fn(store, rank, size, timeout)
+        return made
+    options = torch._C._distributed_c10d._DistributedBackendOptions()
     options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = timeout, name
+    options.timeout, options.group_id, options.global_ranks_in_group = timeout, name, ranks or []
     made = plugin.creator_fn(options, None)
     return made
+
+
+def make_gloo_by(create: Callable[[Any, Any], Any]) -> None:
+    """From now on ``create`` makes the groups of the name ``gloo``, as a plug-in's function does, for all of torch.
+
+    :func:`gloo` and the helper of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` still make torch's. Calling it again does nothing.
+
+    Raises:
+        RuntimeError: this torch was built without Gloo.
+    """
+    global _own_gloo
+    if not distributed_c10d.is_gloo_available():
+        raise RuntimeError("this torch was built without Gloo")
+    there: Any = distributed_c10d
+    plugins = distributed_c10d.Backend._plugins
+    if "GLOO" not in plugins and hasattr(there, "_register_builtin_gloo_backend"):
+        # Else torch would, when a group first asks for it.
+        there._register_builtin_gloo_backend()
+    plugin: Any = plugins.get("GLOO")
+    if plugin is None:
+        if not isinstance(there.ProcessGroupGloo, _GlooMaker):
+            there.ProcessGroupGloo = _GlooMaker(there.ProcessGroupGloo, create)
+    elif _own_gloo is None:
+        _own_gloo = plugin
+        plugins["GLOO"] = type(plugin)(create, True)
+
+
+class _GlooMaker:
+    """Stands for the class ``ProcessGroupGloo`` within torch's module, which before 2.14 calls it for each group."""
+
+    def __init__(self, own: Any, create: Callable[[Any, Any], Any]) -> None:
+        self._own, self._create = own, create
+
+    def __call__(self, store: Any, rank: int, size: int, **given: Any) -> Any:
+        caller = sys._getframe(1)
+        if caller.f_code.co_name != "_new_process_group_helper":
+            return self._own(store, rank, size, **given)
+        found = caller.f_locals
+        options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, rank, size
+        options.timeout, options.group_id = given["timeout"], found["group_name"]
+        options.global_ranks_in_group = found["global_ranks_in_group"]
+        return self._create(options, found.get("backend_options"))
+
+    def __instancecheck__(self, backend: object) -> bool:
+        return isinstance(backend, self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Backend:

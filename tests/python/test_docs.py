@@ -17,8 +17,8 @@ TEXT = {".rs", ".cu", ".cuh", ".cpp", ".hpp", ".py", ".pyi", ".toml", ""}
 PATH = re.compile(rf"(?:{'|'.join((*SOURCES, 'docs'))}|\.ci)/[\w./*{{}},-]*")
 CODE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-# Named in the documents and nowhere else here: torch's names, and those of formulas.
-FOREIGN = {"record_stream", "x_r"}
+# Named in the documents and nowhere else here: names of torch and of its clients, and those of formulas.
+FOREIGN = {"record_stream", "x_r", "PartialState", "HfArgumentParser", "available_backends"}
 
 
 def documents(*folders: str) -> list[Path]:

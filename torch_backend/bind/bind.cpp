@@ -110,6 +110,19 @@ void bind(py::module_ module) {
           py::arg("size"),
           py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          py::init([](const Holder<::c10d::Store>& store, int rank, int size, const Timeout& timeout, const std::string& group) {
+            auto options = c10::make_intrusive<Options>(milliseconds_of(timeout));
+            options->group_name = group;
+            // Joining waits for peers; pybind11 needs the lock again for what comes out.
+            const py::gil_scoped_release release;
+            return c10::make_intrusive<ProcessGroupSymm>(store, rank, size, std::move(options));
+          }),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("timeout") = Timeout(kBackendDefaultTimeout),
+          py::arg("group_name") = "")
       .def_property_readonly(
           "options",
           [](ProcessGroupSymm& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
@@ -127,6 +140,8 @@ void bind(py::module_ module) {
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
 
+  bind_for_gloo(module);
+  module.def("_inform", [](const std::string& text) { inform(rust::Str(text)); }, py::arg("text"));
   module.def("_stats", [] { return std::string(stats()); });
   module.def("_shares", &shares, py::arg("device"));
 

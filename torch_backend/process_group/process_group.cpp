@@ -254,6 +254,14 @@ void ProcessGroupSymm::shutdown() {
   pools_.let_go();
 }
 
+c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::joined(
+    const c10::intrusive_ptr<::c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<Options> options) const {
+  return c10::make_intrusive<ProcessGroupSymm>(store, rank, size, std::move(options));
+}
+
 c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
     const c10::intrusive_ptr<::c10d::Store>& store,
     const std::vector<int>& ranks,
@@ -275,7 +283,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::split(
   }
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-split/" + opts->group_name, store);
   const auto place = static_cast<int>(me - ranks.begin());
-  auto child = c10::make_intrusive<ProcessGroupSymm>(prefixed, place, static_cast<int>(ranks.size()), options);
+  auto child = joined(prefixed, place, static_cast<int>(ranks.size()), options);
   std::lock_guard<std::mutex> lock(mutex_);
   children_.insert_or_assign(opts->group_name, c10::weak_intrusive_ptr<ProcessGroupSymm>(child));
   return child;
@@ -303,7 +311,7 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
   auto options = child_options(*opts);
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
-  return c10::make_intrusive<ProcessGroupSymm>(prefixed, rank, size, options);
+  return joined(prefixed, rank, size, options);
 }
 
 } // namespace symm

@@ -21,7 +21,7 @@
 
 namespace symm {
 
-class ProcessGroupSymm final : public ::c10d::Backend {
+class ProcessGroupSymm : public ::c10d::Backend {
  public:
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
@@ -135,6 +135,16 @@ class ProcessGroupSymm final : public ::c10d::Backend {
       const int& rank,
       const int& size) override;
 
+ protected:
+  // A group of the same kind, for `split` and `merge`.
+  virtual c10::intrusive_ptr<ProcessGroupSymm> joined(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options) const;
+  // Adds `work` to the block that is being coalesced, if there is one.
+  WorkPtr remember(WorkPtr work);
+
  private:
   // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
@@ -156,7 +166,6 @@ class ProcessGroupSymm final : public ::c10d::Backend {
   WorkPtr transfer(std::shared_ptr<Operation> operation, const at::Tensor& tensor, int peer, int tag, bool send);
   // The group that an earlier `split` of this name made, if it can still be used.
   c10::intrusive_ptr<::c10d::Backend> living_child(const std::string& name);
-  WorkPtr remember(WorkPtr work);
   // Work of a call that is complete already.
   WorkPtr completed(std::shared_ptr<Operation> operation);
   WorkPtr sum_sparse(const at::Tensor& tensor, const ::c10d::AllreduceOptions& opts);

@@ -1,9 +1,9 @@
 """Tests of distributed code with pytest: each marked test runs on as many processes as its mark says.
 
-    pytest examples/14_pytest.py          # or pytest -n 4 with pytest-xdist, as no test uses a port
+    pytest examples/15_pytest.py          # or pytest -n 4 with pytest-xdist, as no test uses a port
 
 All that a CI job needs: pip install torch torch-symm pytest; pytest --junitxml report.xml. No GPU, no launcher. Under
-another name, test_training.py say, pytest finds such a file by itself. ``python examples/14_pytest.py`` runs pytest.
+another name, test_training.py say, pytest finds such a file by itself. ``python examples/15_pytest.py`` runs pytest.
 """
 
 from __future__ import annotations

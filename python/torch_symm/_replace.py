@@ -1,0 +1,171 @@
+"""symm in the place of Gloo, for programs that choose backends by names they know.
+
+Every rank says in the store whether it can take part, then how its joining ended; so all agree, group by group. What
+symm refuses, such as several hosts that nothing connects, is torch's Gloo on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend, Store
+
+#: What ranks tell about themselves: whether they can have a GPU, or why symm cannot serve them.
+_CPU, _CUDA, _UNABLE = "cpu", "cuda", "unable: "
+#: How joining ended.
+_JOINED, _REFUSED, _FAILED = "joined", "refused: ", "failed: "
+
+#: What this process has said already: the same for many groups.
+_said: set[str] = set()
+
+
+def replace(backend: str) -> None:
+    """Makes symm serve the CPU tensors of every group of ``backend``, ``"gloo"``, made from now on; on all ranks alike.
+
+    That is ``backend="gloo"``, ``"cpu:gloo,cuda:nccl"`` and ``init_process_group()`` without a backend. CUDA tensors of
+    such a group stay with Gloo. A group that symm refuses, on any rank, is Gloo's on all; the log says why at INFO.
+    ``dist.get_backend()`` is ``"gloo"``, and the backend passes for a ``ProcessGroupGloo`` with ``isinstance``.
+    ``SYMM_REPLACES=gloo`` does the same without an import.
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: this torch was built without Gloo.
+    """
+    if backend != "gloo":
+        raise ValueError(f"torch_symm.replace: symm can stand for 'gloo', not for {backend!r}")
+    from torch_symm import _torch
+
+    _torch.make_gloo_by(create)
+
+
+def create(options: Any, group_options: Any) -> Backend:
+    """The group that torch asks Gloo for, described by ``_DistributedBackendOptions``.
+
+    Raises:
+        DistStoreError: not all ranks came within the timeout; the message names those who did not.
+        DistBackendError: the group could be formed on some ranks only; the message has their reason.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    from torch_symm._rendezvous import _restarts
+
+    meeting = PrefixStore(f"symm/replaces/{_restarts()}", options.store)
+    rank = int(options.group_rank)
+    # The same processes may meet in the same store again.
+    told = PrefixStore(f"turn {meeting.add(f'turn of {rank}', 1)}", meeting)
+    exchange = _Exchange(told, rank, int(options.group_size), _seconds(options.timeout))
+    able = exchange.of("able", _able(options))
+    if reason := _first(able, _UNABLE):
+        return _gloo(options, reason)
+    return _join(options, group_options, exchange, cuda=_CUDA in able)
+
+
+def _join(options: Any, group_options: Any, exchange: _Exchange, *, cuda: bool) -> Backend:
+    from torch import distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    from torch_symm import _group
+    from torch_symm._native import load
+
+    native = load()
+    # Options of Gloo's, which torch ignores, too.
+    own = _group.prepared(native, options, group_options if isinstance(group_options, native.Options) else None)
+    group = None
+    try:
+        store = PrefixStore("symm", exchange.store)
+        group = native._SymmForGloo(store, exchange.rank, exchange.size, own, cuda)
+        mine = _JOINED
+    except native.SymmConfigError as error:
+        mine = f"{_REFUSED}{error}"
+    except BaseException as error:
+        exchange.tell("joined", f"{_FAILED}{error}")
+        _group.forget_failed_start()
+        raise
+    joined = exchange.of("joined", mine)
+    if set(joined) == {_JOINED} and group is not None:
+        _say("symm serves the CPU tensors of groups of gloo")
+        made: Backend = group
+        return made
+    if group is not None:
+        group.shutdown()
+    if reason := _first(joined, _FAILED):
+        _group.forget_failed_start()
+        raise dist.DistBackendError(f"a group of gloo, in whose place symm stands, failed: {reason}")
+    return _gloo(options, _first(joined, _REFUSED))
+
+
+def _gloo(options: Any, reason: str) -> Backend:
+    from torch_symm import _torch
+
+    _say(f"Gloo serves group {options.group_id!r} itself: {reason}")
+    size, ranks = int(options.group_size), list(options.global_ranks_in_group)
+    timeout = timedelta(seconds=_seconds(options.timeout))
+    return _torch.gloo(str(options.group_id), options.store, int(options.group_rank), size, timeout, ranks)
+
+
+class _Exchange:
+    """Words of every rank to all others, through a store."""
+
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._deadline = time.monotonic() + seconds
+
+    def tell(self, question: str, word: str) -> None:
+        self.store.set(f"{question}/{self.rank}", word)
+
+    def of(self, question: str, mine: str) -> list[str]:
+        """What each rank answers, in their order."""
+        from torch import distributed as dist
+
+        self.tell(question, mine)
+        keys = [f"{question}/{rank}" for rank in range(self.size)]
+        left = timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+        try:
+            self.store.wait(keys, left)
+        except dist.DistStoreError as error:
+            from torch_symm._rendezvous import _named
+
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise dist.DistStoreError(
+                f"a group of gloo, in whose place symm stands, waits for {_named(missing)}, which did not come in time "
+                "or lack SYMM_REPLACES=gloo, which all ranks need"
+            ) from error
+        return [word.decode() for word in self.store.multi_get(keys)]
+
+
+def _able(options: Any) -> str:
+    from torch_symm._autoload import devices
+    from torch_symm._native import load
+
+    if getattr(options, "enable_reconfigure", False):
+        return f"{_UNABLE}enable_reconfigure is Gloo's alone"
+    try:
+        load()
+    except (ImportError, OSError) as error:
+        return f"{_UNABLE}{error}"
+    return _CUDA if "cuda" in devices() else _CPU
+
+
+def _first(words: list[str], kind: str) -> str:
+    """The first of that kind, without the kind, with its rank; empty if there is none."""
+    return next((f"rank {rank}: {word[len(kind) :]}" for rank, word in enumerate(words) if word.startswith(kind)), "")
+
+
+def _seconds(timeout: Any) -> float:
+    return float(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+
+
+def _say(sentence: str) -> None:
+    if sentence in _said:
+        return
+    _said.add(sentence)
+    from torch_symm._native import load
+
+    try:
+        load()._inform(sentence)
+    except (ImportError, OSError):
+        logging.getLogger("torch_symm").info(sentence)

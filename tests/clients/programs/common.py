@@ -1,0 +1,43 @@
+"""What the programs train, and how they say what came out: the same on every backend."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch_symm
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(rank: int, count: int = 5) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Other data on every rank, so that parameters stay alike only where gradients are averaged."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    for _ in range(count):
+        inputs = torch.randn(16, 8, generator=generator)
+        yield inputs, inputs.sum(1, keepdim=True)
+
+
+def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
+    """Prints, on every rank, a line of JSON: a digest of parameters and numbers, and who served the group."""
+    digest = hashlib.sha256()
+    for tensor in model.parameters():
+        digest.update(tensor.detach().numpy().tobytes())
+    group = dist.group.WORLD
+    served = isinstance(group._get_backend(torch.device("cpu")), torch_symm.ProcessGroupSymm)
+    told = {
+        "rank": dist.get_rank(),
+        "parameters": digest.hexdigest(),
+        "numbers": [float(number) for number in numbers],
+        "backend": str(dist.get_backend()),
+        "symm": served,
+        "calls": len(torch_symm.trace()["calls"]) if served else 0,
+    }
+    print("told " + json.dumps(told), flush=True)

@@ -1,0 +1,76 @@
+"""Libraries that people train with, unchanged, on symm: the bits that Gloo gives, on every rank.
+
+Run by `make test-clients`, which installs them in an environment of their own. Two ranks under torchrun: a sum of two
+numbers has one result, so the bits can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+RANKS = 2
+
+
+def told(program: str, *arguments: str, replaces: str = "") -> list[dict[str, Any]]:
+    """What every rank of the program says, by rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMM_REPLACES": replaces, "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [*command, str(PROGRAMS / program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    # Ranks share the pipe: the words of two may stand in one line.
+    lines = re.findall(r"told (\{.*?\})", result.stdout)
+    found = sorted((json.loads(line) for line in lines), key=lambda line: int(line["rank"]))
+    assert [line["rank"] for line in found] == list(range(RANKS)), result.stdout + result.stderr
+    return found
+
+
+def same_bits(gloo: list[dict[str, Any]], symm: list[dict[str, Any]]) -> None:
+    assert not any(line["symm"] for line in gloo)
+    assert all(line["symm"] and line["calls"] >= 5 for line in symm), symm
+    for theirs, ours in zip(gloo, symm, strict=True):
+        assert (theirs["parameters"], theirs["numbers"]) == (ours["parameters"], ours["numbers"])
+    # Gradients were averaged: every rank saw other data.
+    assert len({line["parameters"] for line in symm}) == 1
+
+
+@pytest.mark.parametrize(
+    ("library", "program"),
+    [
+        ("accelerate", "accelerate_trains.py"),
+        ("transformers", "trainer_trains.py"),
+        ("ignite", "ignite_trains.py"),
+    ],
+)
+def test_a_client_that_checks_names(library: str, program: str) -> None:
+    pytest.importorskip(library)
+    symm = told(program, replaces="gloo")
+    same_bits(told(program), symm)
+    assert {line["backend"] for line in symm} == {"gloo"}
+
+
+def test_fabric_and_torchmetrics_take_the_name() -> None:
+    pytest.importorskip("lightning")
+    symm = told("fabric_trains.py", "symm")
+    same_bits(told("fabric_trains.py", "gloo"), symm)
+    assert {line["backend"] for line in symm} == {"symm"}
+
+
+def test_torchft_with_ten_lines() -> None:
+    pytest.importorskip("torchft")
+    same_bits(told("torchft_reconfigures.py", "gloo"), told("torchft_reconfigures.py", "symm"))

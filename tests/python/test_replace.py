@@ -1,0 +1,208 @@
+"""symm in the place of Gloo: what programs see that ask for Gloo by name, and when Gloo itself serves them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import file_store, init, meet, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+from torch_symm import _autoload, _native
+
+CPU = torch.device("cpu")
+
+
+def served_by(group: dist.ProcessGroup | None = None) -> str:
+    backend = (group or dist.group.WORLD)._get_backend(CPU)
+    # Clients that know Gloo ask so.
+    assert isinstance(backend, dist.ProcessGroupGloo)
+    return "symm" if isinstance(backend, torch_symm.ProcessGroupSymm) else "gloo"
+
+
+def sums(group: dist.ProcessGroup | None = None) -> None:
+    """Every rank's number, summed by a group of all ranks."""
+    world = dist.get_world_size()
+    tensor = torch.full((1000,), float(dist.get_rank() + 1))
+    dist.all_reduce(tensor, group=group)
+    assert (tensor == world * (world + 1) / 2).all()
+
+
+def as_gloo(rank: int, world: int) -> None:
+    torch_symm.replace("gloo")
+    torch_symm.replace("gloo")
+    for turn in range(2):
+        # The same store again: the words of the first turn are still there.
+        init(rank, world, "gloo", name="again")
+        assert dist.get_backend() == "gloo" and served_by() == "symm"
+        sums()
+        dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
+        if turn == 0:
+            dist.destroy_process_group()
+    pair = dist.new_group([0, 1], backend="gloo")
+    assert rank > 1 or served_by(pair) == "symm"
+    everyone = dist.new_group(timeout=timedelta(seconds=20))
+    assert served_by(everyone) == "symm" and dist.get_backend(everyone) == "gloo"
+    sums(everyone)
+    mixed = dist.new_group(backend="cpu:gloo,cuda:symm")
+    assert served_by(mixed) == "symm"
+    sums(mixed)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), everyone)
+    assert everyone._get_backend(CPU).options.timeout == timedelta(seconds=30)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    assert served_by(mesh.get_group()) == "symm"
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    model(torch.ones(3, 4) * rank).sum().backward()
+    assert (model.module.weight.grad == sum(range(world)) * 3 / world).all()
+    # As with Gloo, and not "custom", which is what torch calls the groups of plug-ins.
+    assert model._get_ddp_logging_data()["backend_name"] == "gloo"
+
+
+def test_a_group_of_gloo_is_symm() -> None:
+    run_ranks(as_gloo, 3, backend=None)
+
+
+def without_a_name(rank: int, world: int) -> None:
+    dist.init_process_group(store=file_store("unnamed", world), rank=rank, world_size=world)
+    assert served_by() == "symm"
+    sums()
+
+
+def test_no_backend_means_symm_for_cpu_tensors() -> None:
+    def replaced(rank: int, world: int) -> None:
+        torch_symm.replace("gloo")
+        without_a_name(rank, world)
+
+    run_ranks(replaced, 2, backend=None)
+
+
+def on_two_hosts(rank: int, world: int, hosts: str) -> str:
+    os.environ.update(SYMM_TEST_HOST=str(rank), SYMM_HOSTS=hosts, SYMM_LOG="info")
+    torch_symm.replace("gloo")
+    init(rank, world, "gloo")
+    sums()
+    sums(dist.new_group(backend="gloo"))
+    return served_by()
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("refuse", "gloo"), ("gloo", "symm")])
+def test_hosts_that_symm_does_not_connect_are_gloos(hosts: str, expected: str) -> None:
+    results = run_ranks(on_two_hosts, 2, hosts, backend=None)
+    assert list(results) == [expected] * 2
+    for log in results.logs:
+        if expected == "symm":
+            assert log.count("symm serves the CPU tensors of groups of gloo") == 1
+        else:
+            assert "Gloo serves group" in log and "run on different hosts" in log
+
+
+def without_native_part(rank: int, world: int) -> str:
+    torch_symm.replace("gloo")
+    store = file_store("default", world)
+    if rank == 1:
+
+        def load() -> Any:
+            raise ImportError("no native part here")
+
+        _native.load = load
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    sums()
+    return type(dist.group.WORLD._get_backend(CPU)).__name__
+
+
+def test_one_rank_that_symm_cannot_serve_moves_all_to_gloo() -> None:
+    assert set(run_ranks(without_native_part, 3, backend=None)) == {"ProcessGroupGloo"}
+
+
+def one_replaces(rank: int, world: int) -> None:
+    if rank == 0:
+        torch_symm.replace("gloo")
+        with pytest.raises(dist.DistStoreError, match=r"waits for rank 1, which .* lack SYMM_REPLACES=gloo"):
+            init(rank, world, "gloo", timeout=1)
+        meet("refused", rank, 1)
+    else:
+        with pytest.raises(RuntimeError):
+            init(rank, world, "gloo", timeout=1)
+
+
+def test_ranks_that_do_not_all_replace_are_told() -> None:
+    run_ranks(one_replaces, 2, backend=None, timeout=30)
+
+
+def beside_gloo(rank: int, world: int) -> None:
+    torch_symm.replace("gloo")
+    if rank == 0:
+        # One rank that might have a GPU is enough.
+        _autoload.devices = lambda: ["cpu", "cuda"]
+    init(rank, world, "gloo")
+    assert served_by() == "symm"
+    sums()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
+    work = dist.all_gather_into_tensor(torch.empty(world), torch.tensor([float(rank)]), async_op=True)
+    work.wait()
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=4)
+    else:
+        dist.recv(torch.empty(3), 0, tag=4)
+
+
+def test_gloo_stands_beside_where_a_rank_may_have_a_gpu() -> None:
+    run_ranks(beside_gloo, 2, backend=None)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="can stand for 'gloo', not for 'nccl'"):
+        torch_symm.replace("nccl")
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print([kind.__name__ for kind in type(dist.group.WORLD._get_backend(torch.device("cpu"))).__mro__[:2]])
+"""
+
+
+@pytest.mark.parametrize(("value", "expected"), [("gloo", "ProcessGroupSymm"), ("nccl", "Backend")])
+def test_the_setting_needs_no_import(value: str, expected: str) -> None:
+    environment = {**os.environ, "SYMM_REPLACES": value}
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert expected in result.stdout, result.stdout
+
+
+def made_by_hand(rank: int, world: int) -> None:
+    store = dist.PrefixStore("by hand", file_store("hand", world))
+    group = dist.ProcessGroup(store, rank, world)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    backend = torch_symm.ProcessGroupSymm(store, rank, world, timeout=timedelta(seconds=20))
+    backend._set_sequence_number_for_group()
+    group._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
+    tensor = torch.tensor([rank + 1.0])
+    group.allreduce([tensor]).wait()
+    assert tensor.item() == world * (world + 1) / 2
+    assert backend.options.timeout == timedelta(seconds=20)
+    # A number of seconds, by place as with ProcessGroupGloo, and a name for messages.
+    other = torch_symm.ProcessGroupSymm(dist.PrefixStore("other", store), rank, world, 12.5)
+    assert other.options.timeout == timedelta(seconds=12.5)
+    named = torch_symm.ProcessGroupSymm(dist.PrefixStore("named", store), rank, world, group_name="replicas")
+    assert named.options.group_name == "replicas" and named.options.timeout == timedelta(minutes=30)
+    for made in (named, other, backend):
+        made.shutdown()
+
+
+def test_a_group_made_by_hand() -> None:
+    run_ranks(made_by_hand, 2, backend=None)
+
+
+def test_a_group_made_by_hand_checks_its_timeout() -> None:
+    with pytest.raises(ValueError, match="timeout must be from 0"):
+        torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)

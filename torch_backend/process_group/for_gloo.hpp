@@ -1,0 +1,81 @@
+// A group of symm in the place of one of Gloo.
+#pragma once
+
+#include "process_group/process_group.hpp"
+
+namespace symm {
+
+// Serves CPU tensors as any group of symm, and is named "gloo". CUDA tensors go to a backend of Gloo beside it, if there is one.
+class SymmForGloo final : public ProcessGroupSymm {
+ public:
+  // Joins as a group of symm does. `cuda`, the same on all ranks, says whether a backend of Gloo joins, too.
+  SymmForGloo(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options,
+      bool cuda);
+
+  const std::string getBackendName() const override {
+    return "gloo";
+  }
+
+  WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const ::c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ::c10d::ReduceScatterOptions& opts)
+      override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const ::c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  // Has nothing to do: neither symm on CPU tensors nor Gloo sets a device up.
+  void eagerConnectSingleDevice(at::Device) override {}
+  // Gloo has no memory of its own.
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    return false;
+  }
+  void abort() override;
+  void shutdown() override;
+
+ protected:
+  c10::intrusive_ptr<ProcessGroupSymm> joined(
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options) const override;
+
+ private:
+  // What Gloo's work `call` gives where a tensor is on CUDA, else what `ours` does.
+  template <typename Call, typename Ours>
+  WorkPtr by_device(const at::Tensor& tensor, Call&& call, Ours&& ours);
+
+  // Null: no rank can have a GPU.
+  c10::intrusive_ptr<::c10d::Backend> gloo_;
+};
+
+} // namespace symm
