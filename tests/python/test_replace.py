@@ -145,6 +145,9 @@ def beside_gloo(rank: int, world: int) -> None:
     assert served_by() == "symm"
     sums()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30))
+    # What is not on the CPU is Gloo's, which has no answer for this device.
+    with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce"):
+        dist.group.WORLD._get_backend(CPU).allreduce([torch.empty(3, device="meta")])
     work = dist.all_gather_into_tensor(torch.empty(world), torch.tensor([float(rank)]), async_op=True)
     work.wait()
     if rank == 0:

@@ -103,3 +103,32 @@ def test_nccl_meets_through_our_stores(method: str) -> None:
         dist.destroy_process_group()
 
     run_ranks(body, 2, backend=None)
+
+
+def test_cuda_tensors_of_a_replaced_gloo_stay_with_gloo() -> None:
+    """Two ranks share a GPU, which Gloo allows: what symm does not serve there works all the same."""
+
+    def body(rank: int, world: int) -> None:
+        torch_symm.replace("gloo")
+        init(rank, world, backend="gloo")
+        assert isinstance(dist.group.WORLD._get_backend(torch.device("cuda")), torch_symm.ProcessGroupSymm)
+        for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+            calls = len(torch_symm.trace()["calls"])
+            for device, recorded in (("cuda:0", 0), ("cpu", 3)):
+                value = torch.full((1000,), rank + 1.0, device=device)
+                dist.all_reduce(value, group=group)
+                assert bool((value == 3).all()), device
+                everyone = [torch.empty_like(value) for _ in range(world)]
+                dist.all_gather(everyone, value * (rank + 1), group=group)
+                assert [int(one[0]) for one in everyone] == [3, 6]
+                dist.broadcast(value, 1, group=group)
+                assert len(torch_symm.trace()["calls"]) - calls == recorded, device
+            if rank == 0:
+                dist.send(torch.arange(5.0, device="cuda:0"), 1)
+            else:
+                got = torch.empty(5, device="cuda:0")
+                dist.recv(got, 0)
+                assert got.tolist() == [0, 1, 2, 3, 4]
+        dist.destroy_process_group()
+
+    run_ranks(body, 2, backend=None)
