@@ -40,7 +40,7 @@ test-python-slow: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts
 
 # Accelerate, transformers' Trainer, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an
-# environment of its own upon $(VENV), into which pip installs them in half a minute.
+# environment of its own upon $(VENV), into which pip installs them.
 CLIENTS_VENV ?= .venv-clients
 test-clients: build $(CLIENTS_VENV)/.ready
 	$(CLIENTS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/clients
