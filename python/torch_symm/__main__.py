@@ -1,26 +1,60 @@
-"""``python -m torch_symm``: the commands of this package."""
+"""``torch-symm``, which is ``python -m torch_symm``: the commands of this package."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import TextIO
 
-from torch_symm._trace import command as trace
-from torch_symm.doctor import command as doctor
-from torch_symm.tune import command as tune
+from torch_symm._command import PROGRAM, closest
+
+#: Where each command is, and what it does. A module has ``parser()`` and ``run(parser, given)``.
+COMMANDS = {
+    "doctor": ("doctor.command", "say whether it works here, and what to do where it does not"),
+    "bench": ("bench.command", "measure collectives, with the flags and columns of nccl-tests"),
+    "trace": ("_trace.command", "say from the dumps of a failed run who is missing where"),
+    "tune": ("tune.command", "measure what collectives cost here, for the cost model"),
+}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command that ``arguments`` name; 0 if it went through."""
-    parser = argparse.ArgumentParser(prog="python -m torch_symm")
-    commands = parser.add_subparsers(title="commands", required=True)
-    doctor.add_to(commands)
-    trace.add_to(commands)
-    tune.add_to(commands)
-    given = parser.parse_args(arguments)
-    return int(given.run(given))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that ``arguments`` name (default: the program's); 0 if it went through."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help", "help"):
+        return _help(sys.stdout if words else sys.stderr, 0 if words else 2)
+    if name in ("-V", "--version"):
+        from torch_symm._version import __version__
+
+        print(f"torch-symm {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"{PROGRAM}: there is no command {name!r}{closest(name, COMMANDS)}", file=sys.stderr)
+        print(f"  commands: {', '.join(COMMANDS)}\n  what they do: {PROGRAM} --help", file=sys.stderr)
+        return 2
+    command = import_module(f"torch_symm.{COMMANDS[name][0]}")
+    parser = command.parser()
+    try:
+        return int(command.run(parser, parser.parse(words[1:])))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read has gone; the interpreter's last flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _help(stream: TextIO, status: int) -> int:
+    lines = [f"usage: {PROGRAM} COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<8}{does}" for name, (_, does) in COMMANDS.items()]
+    lines += ["", f"options and examples of a command: {PROGRAM} COMMAND --help", "", "examples:"]
+    lines += [f"  {PROGRAM} doctor", f"  {PROGRAM} bench all_reduce -b 8 -e 64M -f 4 -g 2"]
+    print("\n".join(lines), file=stream)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,33 +1,40 @@
-"""``python -m torch_symm trace``."""
+"""``torch-symm trace``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
+
+from torch_symm._command import Parser
 
 from .dump import Dump, NotADump, read
-from .report import render
+from .report import as_json, render
 from .torch_form import convert
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser of the package's commands."""
-    parser = commands.add_parser(
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
         "trace",
-        help="say from the dumps of a failed run who is missing where",
-        description="Reads the dumps that the ranks of a run wrote when it failed, and says how far each rank came, "
-        "who never began which collective, and where ranks disagree.",
+        "Reads the dumps that the ranks of a run wrote when it failed, and says how far each rank came, who never "
+        "began which collective, and where ranks disagree.",
+        [
+            ("/tmp/torch-symm-1000", "all dumps in a folder"),
+            ("--torch out trace-*.json", "write them as torchfrtrace reads them"),
+        ],
     )
-    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder of dumps")
-    parser.add_argument("--torch", type=Path, metavar="FOLDER", help="write them as torchfrtrace reads them, instead")
-    parser.set_defaults(run=_run)
+    made.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder of dumps")
+    made.add_argument("--torch", type=Path, metavar="FOLDER", help="write them as torchfrtrace reads them, instead")
+    made.add_argument("--json", action="store_true", help="print one JSON object: what is said of each group")
+    return made
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(_parser: Parser, given: argparse.Namespace) -> int:
+    """Prints what the dumps say together; 2 if one cannot be used."""
     dumps, status = [], 0
     try:
         for path in _files(given.dumps):
@@ -39,7 +46,7 @@ def _run(given: argparse.Namespace) -> int:
         if dumps and given.torch:
             _convert(dumps, given.torch)
         elif dumps:
-            print(render(dumps))
+            print(json.dumps({"groups": as_json(dumps)}, indent=1) if given.json else render(dumps))
     except (NotADump, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -63,6 +63,19 @@ def render(dumps: Sequence[Dump]) -> str:
     return "\n\n".join("\n".join(_lines(group)) for group in groups)
 
 
+def as_json(dumps: Sequence[Dump]) -> list[dict[str, object]]:
+    """The report by group: name, global ranks of its members, of those with a dump, and the lines for people."""
+    return [
+        {
+            "group": group.name,
+            "ranks": [member.global_rank for member in group.members],
+            "dumps": sorted(view.global_rank for view in group.views.values()),
+            "says": [line.strip() for line in _lines(group)],
+        }
+        for group in merge(dumps)
+    ]
+
+
 def _lines(group: Group) -> Iterator[str]:
     dumped = _names(sorted(group.views))
     yield f'group "{group.name}" of {len(group.members)} ranks; dumps of {dumped}'

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
-from .pattern import Pattern, pieces
+from .pattern import Pattern, check_parts, pieces
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -24,18 +24,39 @@ DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "i32": torch.int32,
     "i64": torch.int64,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+}
+REDOPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
 }
 POISON = -1
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a builder needs: place, element type and number of elements of S."""
+    """What a builder needs: place, element type and number of elements of S, what combines them, and the root."""
 
     rank: int
     world: int
     dtype: torch.dtype
     count: int
+    redop: str = "sum"
+    root: int = 0
+
+    @property
+    def reduce_op(self) -> dist.ReduceOp.RedOpType:
+        """As torch has it."""
+        return REDOPS[self.redop]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is."""
+        return self.rank == self.root
 
     @property
     def share(self) -> int:
@@ -43,8 +64,8 @@ class Shape:
         return self.count // self.world
 
     def pattern(self, ranks: range | list[int], start: int, count: int) -> Pattern:
-        """The sum over ``ranks`` of ``count`` elements from ``start``."""
-        return Pattern(ranks, start, count, self.world, self.dtype)
+        """What ``count`` elements of ``ranks`` from ``start`` on are combined to."""
+        return Pattern(ranks, start, count, self.world, self.dtype, self.redop)
 
     def empty(self, count: int) -> torch.Tensor:
         """A flat tensor of ``count`` elements."""
@@ -82,11 +103,12 @@ def _all_reduce(shape: Shape) -> Work:
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
     tensor = shape.empty(shape.count)
-    exact = shape.world & (shape.world - 1) == 0 and shape.dtype.is_floating_point
+    op, growth = shape.reduce_op, shape.world if shape.redop == "sum" else 1
+    exact = growth & (growth - 1) == 0 and shape.dtype.is_floating_point and shape.redop != "prod"
     return Work(
         lambda: own.fill(tensor),
-        lambda group: dist.all_reduce(tensor, group=group),
-        lambda calls: total.check(tensor, "all_reduce", float(shape.world ** (calls - 1))),
+        lambda group: dist.all_reduce(tensor, op, group=group),
+        lambda calls: total.check(tensor, "all_reduce", float(growth ** (calls - 1))),
         checks_chain=exact,
     )
 
@@ -95,9 +117,11 @@ def _functional_all_reduce(shape: Shape) -> Work:
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
     tensor, results = shape.empty(shape.count), [shape.empty(0)]
+    # Its names are those of torch's enumeration.
+    name = "product" if shape.redop == "prod" else shape.redop
 
     def call(group: dist.ProcessGroup) -> None:
-        results[0] = funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
+        results[0] = funcol.wait_tensor(funcol.all_reduce(tensor, name, group))  # type: ignore[no-untyped-call]
 
     return Work(lambda: own.fill(tensor), call, lambda _calls: total.check(results[0], "functional all_reduce"))
 
@@ -107,14 +131,26 @@ def _all_gather(shape: Shape) -> Work:
     source, output = shape.empty(shape.share), shape.empty(shape.count)
     parts[shape.rank].fill(source)
 
-    def check(_calls: int) -> None:
-        for rank, part in enumerate(pieces(output, shape.share)):
-            parts[rank].check(part, f"all_gather_into_tensor, part of rank {rank}")
-
     return Work(
         lambda: _refill(output),
         lambda group: dist.all_gather_into_tensor(output, source, group=group),
-        check,
+        lambda _calls: check_parts(parts, pieces(output, shape.share), "all_gather_into_tensor"),
+    )
+
+
+def _all_gather_in_place(shape: Shape) -> Work:
+    parts = [shape.pattern([rank], 0, shape.share) for rank in range(shape.world)]
+    output = shape.empty(shape.count)
+    source = output[shape.rank * shape.share : (shape.rank + 1) * shape.share]
+
+    def reset() -> None:
+        _refill(output)
+        parts[shape.rank].fill(source)
+
+    return Work(
+        reset,
+        lambda group: dist.all_gather_into_tensor(output, source, group=group),
+        lambda _calls: check_parts(parts, pieces(output, shape.share), "all_gather_into_tensor in place"),
     )
 
 
@@ -122,10 +158,24 @@ def _reduce_scatter(shape: Shape) -> Work:
     source, output = shape.empty(shape.count), shape.empty(shape.share)
     shape.pattern([shape.rank], 0, shape.count).fill(source)
     total = shape.pattern(range(shape.world), shape.rank * shape.share, shape.share)
+    op = shape.reduce_op
     return Work(
         lambda: _refill(output),
-        lambda group: dist.reduce_scatter_tensor(output, source, group=group),
+        lambda group: dist.reduce_scatter_tensor(output, source, op, group=group),
         lambda _calls: total.check(output, "reduce_scatter_tensor"),
+    )
+
+
+def _reduce_scatter_in_place(shape: Shape) -> Work:
+    source, op = shape.empty(shape.count), shape.reduce_op
+    output = source[shape.rank * shape.share : (shape.rank + 1) * shape.share]
+    own = shape.pattern([shape.rank], 0, shape.count)
+    total = shape.pattern(range(shape.world), shape.rank * shape.share, shape.share)
+    return Work(
+        lambda: own.fill(source),
+        lambda group: dist.reduce_scatter_tensor(output, source, op, group=group),
+        lambda _calls: total.check(output, "reduce_scatter_tensor in place"),
+        checks_chain=False,
     )
 
 
@@ -135,36 +185,46 @@ def _all_to_all(shape: Shape) -> Work:
     start = shape.rank * shape.share
     parts = [shape.pattern([rank], start, shape.share) for rank in range(shape.world)]
 
-    def check(_calls: int) -> None:
-        for rank, part in enumerate(pieces(output, shape.share)):
-            parts[rank].check(part, f"all_to_all_single, part of rank {rank}")
-
     return Work(
         lambda: _refill(output),
         lambda group: dist.all_to_all_single(output, source, group=group),
-        check,
+        lambda _calls: check_parts(parts, pieces(output, shape.share), "all_to_all_single"),
     )
 
 
 def _broadcast(shape: Shape) -> Work:
-    root = shape.pattern([0], 0, shape.count)
+    root = shape.pattern([shape.root], 0, shape.count)
     tensor = shape.empty(shape.count)
     return Work(
-        lambda: root.fill(tensor) if shape.rank == 0 else _refill(tensor),
-        lambda group: dist.broadcast(tensor, 0, group=group),
+        lambda: root.fill(tensor) if shape.is_root else _refill(tensor),
+        lambda group: dist.broadcast(tensor, shape.root, group=group),
         lambda _calls: root.check(tensor, "broadcast"),
+    )
+
+
+def _functional_broadcast(shape: Shape) -> Work:
+    root = shape.pattern([shape.root], 0, shape.count)
+    tensor, results = shape.empty(shape.count), [shape.empty(0)]
+
+    def call(group: dist.ProcessGroup) -> None:
+        results[0] = funcol.wait_tensor(funcol.broadcast(tensor, shape.root, group))  # type: ignore[no-untyped-call]
+
+    return Work(
+        lambda: root.fill(tensor) if shape.is_root else _refill(tensor),
+        call,
+        lambda _calls: root.check(results[0], "functional broadcast"),
     )
 
 
 def _reduce(shape: Shape) -> Work:
     own = shape.pattern([shape.rank], 0, shape.count)
     total = shape.pattern(range(shape.world), 0, shape.count)
-    tensor = shape.empty(shape.count)
+    tensor, op = shape.empty(shape.count), shape.reduce_op
     # The tensors of the other ranks are undefined afterwards, hence only one call has a defined result.
     return Work(
         lambda: own.fill(tensor),
-        lambda group: dist.reduce(tensor, 0, group=group),
-        lambda _calls: total.check(tensor, "reduce") if shape.rank == 0 else None,
+        lambda group: dist.reduce(tensor, shape.root, op, group=group),
+        lambda _calls: total.check(tensor, "reduce") if shape.is_root else None,
         checks_chain=False,
     )
 
@@ -172,33 +232,29 @@ def _reduce(shape: Shape) -> Work:
 def _gather(shape: Shape) -> Work:
     source = shape.empty(shape.share)
     shape.pattern([shape.rank], 0, shape.share).fill(source)
-    if shape.rank != 0:
-        return Work(_nothing, lambda group: dist.gather(source, None, 0, group=group), lambda _calls: None)
+    if not shape.is_root:
+        return Work(_nothing, lambda group: dist.gather(source, None, shape.root, group=group), lambda _calls: None)
     outputs = [shape.empty(shape.share) for _ in range(shape.world)]
     parts = [shape.pattern([rank], 0, shape.share) for rank in range(shape.world)]
 
-    def check(_calls: int) -> None:
-        for rank, output in enumerate(outputs):
-            parts[rank].check(output, f"gather, part of rank {rank}")
-
     return Work(
         lambda: _refill(*outputs),
-        lambda group: dist.gather(source, outputs, 0, group=group),
-        check,
+        lambda group: dist.gather(source, outputs, shape.root, group=group),
+        lambda _calls: check_parts(parts, outputs, "gather"),
     )
 
 
 def _scatter(shape: Shape) -> Work:
     output = shape.empty(shape.share)
-    wanted = shape.pattern([0], shape.rank * shape.share, shape.share)
+    wanted = shape.pattern([shape.root], shape.rank * shape.share, shape.share)
     sources: list[torch.Tensor] | None = None
-    if shape.rank == 0:
+    if shape.is_root:
         sources = [shape.empty(shape.share) for _ in range(shape.world)]
         for rank, source in enumerate(sources):
-            shape.pattern([0], rank * shape.share, shape.share).fill(source)
+            shape.pattern([shape.root], rank * shape.share, shape.share).fill(source)
     return Work(
         lambda: _refill(output),
-        lambda group: dist.scatter(output, sources, 0, group=group),
+        lambda group: dist.scatter(output, sources, shape.root, group=group),
         lambda _calls: wanted.check(output, "scatter"),
     )
 
@@ -255,4 +311,17 @@ OPS: dict[str, Op] = {
     "scatter": Op(_scatter, _others, lambda _n: 2.0, lambda n: 2.0 + 2 * _others(n), divided=True),
     "send_recv": Op(_send_recv, _one, lambda _n: 2.0, lambda _n: 4.0, messages_per_call=2),
     "barrier": Op(_barrier, lambda _n: 0.0, lambda _n: 0.0, lambda _n: 0.0),
+}
+
+#: How each operation of nccl-tests is called into other tensors, and in place; ``None`` where torch has no such call.
+PLACEMENTS: dict[str, tuple[Callable[[Shape], Work] | None, Callable[[Shape], Work] | None]] = {
+    "all_reduce": (_functional_all_reduce, _all_reduce),
+    "all_gather": (_all_gather, _all_gather_in_place),
+    "reduce_scatter": (_reduce_scatter, _reduce_scatter_in_place),
+    "all_to_all": (_all_to_all, None),
+    "broadcast": (_functional_broadcast, _broadcast),
+    "reduce": (None, _reduce),
+    "gather": (_gather, None),
+    "scatter": (_scatter, None),
+    "send_recv": (_send_recv, None),
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 
 import torch
 
@@ -12,17 +13,41 @@ TILE = PERIOD * 1024
 
 
 class WrongResult(AssertionError):
-    """A backend returned something else than the exact expected value."""
+    """A backend returned something else than the exact expected value; ``count``: in so many elements."""
+
+    def __init__(self, text: str, count: int = 1) -> None:
+        """``text``: names the first wrong element."""
+        super().__init__(text)
+        self.count = count
 
 
-def _values(rank: int, start: int, count: int, world: int) -> torch.Tensor:
+def largest(dtype: torch.dtype) -> int:
+    """The largest integer up to 256, which is exact even in bfloat16, that ``dtype`` has beside the poison."""
+    return min(256, torch.iinfo(dtype).max - 1) if not dtype.is_floating_point else 256
+
+
+def _values(rank: int, start: int, count: int, world: int, redop: str, limit: int) -> torch.Tensor:
     """Elements ``start .. start + count`` of the tensor of ``rank``, as float64 integers.
 
-    They stay below ``257 / world``: a sum over all ranks is at most 256, exact even in bfloat16.
+    Whatever ``redop`` makes of those of all ranks is an integer of at most ``limit``, and so exact: a sum stays below
+    ``limit + 1`` as values stay below ``(limit + 1) / world``; an average is one of multiples of ``world``; of a
+    product only as many factors are 2 as ``limit`` bears.
     """
-    modulus = min(31, 1 + 256 // world)
     index = torch.arange(start, start + count, dtype=torch.int64) % PERIOD
-    return ((index * 5 + rank * 17) % modulus).to(torch.float64)
+    # What ranks add to each other's values changes every seven elements: else many ranks would make every sum alike.
+    spread = index * 37 + (17 + index // 7) * rank
+    if redop == "prod":
+        doubling = rank < limit.bit_length() - 1
+        return 1 + (spread % 2 * doubling).to(torch.float64)
+    step = world if redop == "avg" else 1
+    modulus = max(2, min(31, 1 + limit // (world * step)))
+    return ((spread % modulus) * step).to(torch.float64)
+
+
+def _combined(values: Sequence[torch.Tensor], redop: str) -> torch.Tensor:
+    combine = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}.get(redop, torch.add)
+    total = reduce(combine, values)
+    return total / len(values) if redop == "avg" else total
 
 
 def pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
@@ -31,17 +56,18 @@ def pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
 
 
 class Pattern:
-    """What a span of a tensor should hold: the sum over ``ranks`` of their values from ``start`` on.
+    """What a span of a tensor should hold: what the values of ``ranks`` from ``start`` on are combined to.
 
     Keeps at most ``TILE`` elements; longer tensors repeat it.
     """
 
-    def __init__(self, ranks: Sequence[int], start: int, count: int, world: int, dtype: torch.dtype) -> None:
-        """``count`` elements from ``start`` on, in a job of ``world`` ranks."""
-        total = torch.zeros(min(count, TILE), dtype=torch.float64)
-        for rank in ranks:
-            total += _values(rank, start, total.numel(), world)
-        self._tile = total.to(dtype)
+    def __init__(
+        self, ranks: Sequence[int], start: int, count: int, world: int, dtype: torch.dtype, redop: str = "sum"
+    ) -> None:
+        """``count`` elements from ``start`` on, in a job of ``world`` ranks whose values ``redop`` combines."""
+        length, limit = min(count, TILE), largest(dtype)
+        values = [_values(rank, start, length, world, redop, limit) for rank in ranks]
+        self._tile = (_combined(values, redop) if len(values) > 1 else values[0]).to(dtype)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Writes the pattern into the flat ``tensor``."""
@@ -52,14 +78,36 @@ class Pattern:
         """Compares the flat ``tensor`` with the pattern times ``scale`` (a power of two, so exact).
 
         Raises:
-            WrongResult: names ``what``, the first wrong element and both values.
+            WrongResult: names ``what``, the first wrong element and both values; counts all.
         """
         tile = self._tile if scale == 1.0 else self._tile * scale
+        first, count = "", 0
         for number, part in enumerate(pieces(tensor, TILE)):
             wanted = tile[: part.numel()]
-            if not torch.equal(part, wanted):
-                where = int((part != wanted).nonzero()[0])
-                raise WrongResult(
-                    f"{what}: element {number * TILE + where} of {tensor.numel()} is {part[where].item()}, "
-                    f"expected {wanted[where].item()}"
-                )
+            if torch.equal(part, wanted):
+                continue
+            wrong = (part != wanted).nonzero()
+            where = int(wrong[0])
+            first = first or (
+                f"{what}: element {number * TILE + where} of {tensor.numel()} is {part[where].item()}, "
+                f"expected {wanted[where].item()}"
+            )
+            count += wrong.numel()
+        if count:
+            raise WrongResult(first, count)
+
+
+def check_parts(parts: Sequence[Pattern], tensors: Iterable[torch.Tensor], what: str) -> None:
+    """Compares the part of each rank.
+
+    Raises:
+        WrongResult: names ``what`` and the first wrong element; counts those of all parts.
+    """
+    found: list[WrongResult] = []
+    for rank, tensor in enumerate(tensors):
+        try:
+            parts[rank].check(tensor, f"{what}, part of rank {rank}")
+        except WrongResult as wrong:
+            found.append(wrong)
+    if found:
+        raise WrongResult(str(found[0]), sum(wrong.count for wrong in found))

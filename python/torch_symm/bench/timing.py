@@ -17,6 +17,7 @@ from .ops import Work
 MAX_SAMPLES = 2000
 MAX_ROUNDS = 16
 MAX_BURST = 64
+FIXED_ROUNDS = 5
 BATCH = 8
 BATCH_BELOW_US = 10.0
 # From here on the skew with which ranks leave the start line (about 0.1 ms) is below 2 % of a call.
@@ -32,10 +33,12 @@ def _shared(*shape: int) -> torch.Tensor:
 class SharedTensors:
     """Memory that all ranks of a run share: samples, estimates, budget; and the start line."""
 
-    def __init__(self, world: int, barrier: Barrier) -> None:
-        """For ``world`` ranks that meet at ``barrier``."""
-        self.samples = _shared(2, world, MAX_SAMPLES + MAX_ROUNDS)
-        self.estimates = _shared(2, world)
+    def __init__(self, world: int, barrier: Barrier, sides: int = 2, samples: int = MAX_SAMPLES + MAX_ROUNDS) -> None:
+        """For ``world`` ranks that meet at ``barrier``, and up to ``samples`` of each of ``sides``."""
+        self.samples = _shared(sides, world, samples)
+        self.estimates = _shared(sides, world)
+        self.failed = _shared(sides, world)
+        self.wrong = _shared(sides, world)
         self.cpu_seconds = _shared(world)
         self.copy_rates = _shared(world, limits.TRIALS)
         self.budget_s = _shared(1)
@@ -79,14 +82,27 @@ def plan(estimate_us: float, budget_s: float, world: int, least: int, rounds: in
     cost_us = max(estimate_us, 0.1) * batch
     wanted = int(min(MAX_SAMPLES, max(least, budget_s * 1e6 / cost_us)))
     a_round = math.ceil(wanted / rounds)
-    longest = min(MAX_BURST, int(112 / max(1.0, math.log2(world)))) - int(lead)
+    longest = _longest_burst(world) - int(lead)
     samples = max(1, min(a_round, longest // batch))
     # Rounded down: rounds × bursts × samples stays within MAX_SAMPLES + rounds, the shared tensors's room.
     return Rhythm(rounds, a_round // samples, samples, batch, lead)
 
 
-def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm) -> list[float]:
-    """One burst of blocking calls, checked; µs per call of each sample.
+def fixed(calls: int, estimate_us: float, world: int) -> Rhythm:
+    """The rhythm of ``calls`` calls, or the next number that rounds and bursts divide, each timed by itself."""
+    rounds = min(FIXED_ROUNDS, calls)
+    a_round, lead = math.ceil(calls / rounds), estimate_us < LEAD_BELOW_US
+    longest = _longest_burst(world) - int(lead)
+    bursts = math.ceil(a_round / longest)
+    return Rhythm(rounds, bursts, math.ceil(a_round / bursts), 1, lead)
+
+
+def _longest_burst(world: int) -> int:
+    return min(MAX_BURST, int(112 / max(1.0, math.log2(world))))
+
+
+def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm, checked: bool = True) -> list[float]:
+    """One burst of blocking calls, ``checked`` or not; µs per call of each sample.
 
     Raises:
         WrongResult: the tensors do not hold what the calls made must leave.
@@ -106,7 +122,9 @@ def burst(work: Work, group: dist.ProcessGroup, rhythm: Rhythm) -> list[float]:
             for _ in repeats:
                 call(group)
             stamps.append(now())
-    if work.checks_chain:
+    if not checked:
+        pass
+    elif work.checks_chain:
         work.check(rhythm.samples * rhythm.batch + int(rhythm.lead))
     else:
         check_once(work, group)

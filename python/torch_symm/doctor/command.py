@@ -1,13 +1,13 @@
-"""``python -m torch_symm doctor``."""
+"""``torch-symm doctor``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
-from typing import Any
+
+from torch_symm._command import Parser
 
 from . import devices, host, library
 from .probed import Probed, probe
@@ -18,18 +18,18 @@ from .trial import trial
 LAUNCHED = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser of the package's commands."""
-    parser = commands.add_parser(
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
         "doctor",
-        help="say whether it works here, and what to do where it does not",
-        description="Says which software and hardware is at hand, what collectives will use, and whether ranks can "
-        "form a group; with a remedy for each problem. Exit status 1 if something would fail.",
+        "Says which software and hardware is at hand, what collectives will use, and whether ranks can form a group; "
+        "with a remedy for each problem. Exit status 1 if something would fail.",
+        [("", "everything, in some seconds"), ("--ranks 8 --quick", "whether 8 ranks fit, without starting any")],
     )
-    parser.add_argument("--ranks", type=_count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
-    parser.add_argument("--quick", action="store_true", help="leave out the trial with real ranks")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
+    made.add_argument("--ranks", type=_count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
+    made.add_argument("--quick", action="store_true", help="leave out the trial with real ranks")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
 
 
 def _count(text: str) -> int:
@@ -38,22 +38,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _run(given: argparse.Namespace) -> int:
+def run(_parser: Parser, given: argparse.Namespace) -> int:
+    """Prints section by section; 1 if something would fail."""
     sections = []
-    try:
-        for section in _sections(given.ranks or _launched(), given.quick):
-            sections.append(section)
-            if not given.json:
-                print(render(section), flush=True)
-        found = problems(sections)
-        print(json.dumps(as_json(sections), indent=1) if given.json else verdict(found), flush=True)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # Whoever read has gone; the interpreter's last flush must not complain either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    for section in _sections(given.ranks or _launched(), given.quick):
+        sections.append(section)
+        if not given.json:
+            print(render(section), flush=True)
+    found = problems(sections)
+    print(json.dumps(as_json(sections), indent=1) if given.json else verdict(found), flush=True)
     return int(any(problem.fatal for problem in found))
 
 

@@ -1,4 +1,4 @@
-"""``python -m torch_symm tune``."""
+"""``torch-symm tune``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_symm._command import Parser
 from torch_symm.bench.units import parse_size
 
 from . import points as sizes
@@ -35,30 +36,35 @@ VISITS = 6
 CPU_RANKS = 4
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the parser of the package's commands."""
-    parser = commands.add_parser(
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
         "tune",
-        help="measure what collectives cost here, for the cost model",
-        description="Measures what collectives cost on this machine and writes a profile for the cost model, "
-        "or compares one with what is measured now.",
+        "Measures what collectives cost on this machine and writes a profile for the cost model, or compares one with "
+        "what is measured now.",
+        [
+            ("", "about a minute; the profile goes to the user's cache"),
+            ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
+            ("--check --json out/check.json", "how exact the profile is"),
+        ],
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
-    parser.add_argument("--ranks", type=int, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
-    parser.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
-    parser.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
-    parser.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
-    parser.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
-    parser.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
-    parser.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
-    parser.add_argument("--json", type=Path, help="where --check and --plans write all figures")
-    parser.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
-    parser.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
-    parser.set_defaults(run=lambda given: _run(parser, given))
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
+    made.add_argument("--ranks", type=int, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
+    made.add_argument("--seconds", type=float, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
+    made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
+    made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
+    made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
+    made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
+    made.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
+    made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
+    made.add_argument("--json", type=Path, help="where --check and --plans write all figures")
+    made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
+    made.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
+    return made
 
 
-def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Measures, checks or draws; 0 if it went through."""
     if given.draw:
         return _draw(parser, given)
     if given.plot:
@@ -98,7 +104,7 @@ def _run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return 130
 
 
-def _need_matplotlib(parser: argparse.ArgumentParser) -> None:
+def _need_matplotlib(parser: Parser) -> None:
     """Ends the command before anything is measured that could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
@@ -224,7 +230,7 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     return 0
 
 
-def _draw(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+def _draw(parser: Parser, given: argparse.Namespace) -> int:
     from .check import Compared
     from .plot import draw
 

@@ -1,0 +1,69 @@
+"""What the commands of ``torch-symm`` share: a parser whose help has examples and whose errors have a remedy."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: How this program was called.
+PROGRAM = "python -m torch_symm" if Path(sys.argv[0]).name == "__main__.py" else "torch-symm"
+WIDTH = 100
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean …?`` with the one of ``known`` that is most like ``word``; empty if none is."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def named(what: str, word: str, known: Iterable[str]) -> str:
+    """``word``, if it is one of ``known``.
+
+    Raises:
+        ValueError: it is not; the text says which is meant, or which there are.
+    """
+    names = list(known)
+    if word in names:
+        return word
+    raise ValueError(f"no {what} {word!r}{closest(word, names) or '; there are ' + ', '.join(names)}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Of one command. ``examples``: lines to type, without the program's name; the first stands below each error."""
+
+    def __init__(self, name: str, description: str, examples: Sequence[tuple[str, str]]) -> None:
+        """``examples``: arguments, and what they do."""
+        self._examples = [(f"{PROGRAM} {name} {arguments}".strip(), does) for arguments, does in examples]
+        longest = max(len(line) for line, _ in self._examples)
+        lines = [f"  {line:<{longest}}  # {does}" for line, does in self._examples]
+        self._options: list[str] = []
+        super().__init__(
+            prog=f"{PROGRAM} {name}",
+            description=textwrap.fill(description, WIDTH),
+            epilog="\n".join(["examples:", *lines]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse has it; the names of options are kept."""
+        self._options += [name for name in names if name.startswith("-")]
+        return super().add_argument(*names, **options)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """What ``arguments`` say. Ends the program with status 2 and a sentence where they cannot be understood."""
+        given, unknown = self.parse_known_args(arguments)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            what = "option" if word.startswith("-") else "argument"
+            self.error(f"there is no {what} {word}{closest(word, self._options)}")
+        return given
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and what to type instead."""
+        self.exit(2, f"{self.prog}: {message}\n  for example: {self._examples[0][0]}\n  all options: {self.prog} -h\n")

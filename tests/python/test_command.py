@@ -1,0 +1,111 @@
+"""``torch-symm``: its commands' help, their errors, and that a misspelt word is told what to type instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from torch_symm import __main__ as entry
+from torch_symm._command import Parser, closest, named
+from torch_symm._trace import command as trace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", list(entry.COMMANDS))
+def test_help_has_examples_that_can_be_parsed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.main([name, "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--json" in said
+    command = import_module(f"torch_symm.{entry.COMMANDS[name][0]}")
+    lines = [line.partition("#")[0].split() for line in said.partition("examples:")[2].splitlines() if line]
+    assert lines
+    for line in lines:
+        command.parser().parse(line[line.index(name) + 1 :])
+
+
+def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if line.startswith("  ")][: len(entry.COMMANDS)] == list(
+        entry.COMMANDS
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["docter"], "there is no command 'docter'; did you mean doctor?"),
+        (["xyz"], "commands: doctor, "),
+        ([], "usage: "),
+    ],
+)
+def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(typed) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("doctor --quik", "there is no option --quik; did you mean --quick?"),
+        ("doctor now", "there is no argument now"),
+        ("bench al_reduce", "no operation 'al_reduce'; did you mean all_reduce?"),
+        ("bench -d f31", "no type 'f31'; did you mean f32?"),
+        ("bench -o summ", "no reduction 'summ'; did you mean sum?"),
+        ("bench -b 8x", "not a size: '8x'"),
+        ("bench -b 8 -e 4", "-e 4 is below -b 8"),
+        ("bench -b 8 -e 1G -i 8", "more than 200 sizes; try -f 2"),
+        ("bench -b 8 -e 16 -f 1", "-f 1 gives no larger size"),
+        ("bench -g 1", "at least 2 ranks"),
+        ("bench -r 2", "ranks are 0 to 1"),
+        ("bench --against glo", "no side 'glo'; did you mean gloo?"),
+        ("bench --plot out.gif", "the name ends in one of .png, .svg"),
+        ("bench --csv nowhere/out.csv", "there is no folder nowhere"),
+        ("bench -n 0", "-n is at least 1"),
+        ("tune --largest 8x", "not a size"),
+    ],
+)
+def test_errors_say_what_to_type(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.main(typed.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert says in said
+    assert f"for example: {entry.PROGRAM} {typed.split()[0]}" in said
+
+
+def test_names_are_matched() -> None:
+    assert closest("all_reduc", ["all_reduce", "barrier"]) == "; did you mean all_reduce?"
+    assert closest("zzz", ["all_reduce"]) == ""
+    assert named("side", "gloo", ["gloo"]) == "gloo"
+    with pytest.raises(ValueError, match="no side 'x'; there are gloo, nccl"):
+        named("side", "x", ["gloo", "nccl"])
+
+
+def test_the_program_is_this_module() -> None:
+    # The oldest Python that is served reads no TOML.
+    found = re.search(r'^torch-symm = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert found
+    module, function = found.groups()
+    assert getattr(import_module(module), function) is entry.main
+
+
+def test_a_parser_keeps_its_options() -> None:
+    parser = Parser("doctor", "Text.", [("", "all")])
+    parser.add_argument("--quick", action="store_true")
+    assert parser.parse(["--quick"]).quick
+
+
+def test_traces_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch_symm
+
+    path = torch_symm.dump_trace(tmp_path / "trace-1-rank0.json")
+    parser = trace.parser()
+    assert trace.run(parser, parser.parse(["--json", path])) == 0
+    assert "groups" in json.loads(capsys.readouterr().out)
