@@ -69,6 +69,9 @@ def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.
         ("bench --csv nowhere/out.csv", "there is no folder nowhere"),
         ("bench -n 0", "-n is at least 1"),
         ("tune --largest 8x", "not a size"),
+        ("check --ops all_reduc", "no collective 'all_reduc'; did you mean all_reduce?"),
+        ("check --ranks 1", "groups of 2 to 8 ranks"),
+        ("check --ranks two", "'two' are no numbers of ranks"),
     ],
 )
 def test_errors_say_what_to_type(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,110 @@
+"""``torch-symm check``: its reference is right, it notices what is wrong, and it says what it checked."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import reduced as expected_reduction
+from ranks import run_ranks
+from torch_symm import __main__ as entry
+from torch_symm.check import faults
+from torch_symm.check.cases import LENGTHS, OPS, Case, blocks
+from torch_symm.check.exercise import Exercise
+from torch_symm.check.faults import CULPRIT, FAULTS, Told, judged
+from torch_symm.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
+
+PAIRS = [(redop, dtype) for dtype in DTYPES for redop in REDOPS if served(redop, dtype)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_reference_is_that_of_the_other_tests(world: int) -> None:
+    for redop, dtype in PAIRS:
+        inputs = [values(dtype, 600, rank) for rank in range(world)]
+        wanted = expected_reduction(redop, inputs, [FACTOR] * world)
+        assert difference(reduced(redop, inputs), wanted) is None, (redop, dtype)
+        assert world > 3 or wanted.reshape(-1).view(torch.uint8).unique().numel() > 1, (redop, dtype)
+
+
+def test_every_collective_type_and_length_is_there() -> None:
+    cases = [case for block in blocks(OPS, quick=False) for case in block]
+    assert {case.op for case in cases} == set(OPS)
+    assert {case.dtype for case in cases if case.op == "scatter"} == set(DTYPES)
+    assert {case.count for case in cases if case.op == "all_reduce"} >= set(LENGTHS)
+    assert {(case.redop, case.dtype) for case in cases if case.op == "reduce"} == set(PAIRS)
+    assert {(case.asynchronous, case.offset) for case in cases} == {(a, o) for a in (False, True) for o in (0, 1)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_is_found(dtype: torch.dtype) -> None:
+    right = values(dtype, 40, 3)
+    wrong = right.clone()
+    wrong[17:18] = torch.zeros(1, dtype=torch.uint8).to(dtype) if dtype != torch.bool else ~right[17:18]
+    if difference(wrong[17:18], right[17:18]) is None:
+        wrong[17:18] = torch.ones(1, dtype=torch.uint8).to(dtype)
+    assert difference(right, right) is None
+    assert str(difference(wrong, right)).startswith("element 17 of 40 is ")
+
+
+def with_a_broken_call(rank: int, world: int, name: str, op: str) -> str | None:
+    sound = getattr(dist, name)
+
+    def broken(tensor: torch.Tensor, *given: object, **options: object) -> object:
+        work = sound(tensor, *given, **options)
+        if work is not None:
+            work.wait()
+        # Beside the tensor, whose memory begins one element earlier.
+        beside = tensor.as_strided((1,), (1,), tensor.storage_offset() - 1)
+        (tensor[-1:] if op != "beside" else beside).zero_()
+        return None
+
+    setattr(dist, name, broken)
+    group = dist.group.WORLD
+    assert group is not None
+    case = Case("all_reduce" if op == "beside" else op, torch.float32, "SUM" if name == "all_reduce" else "", 17, 5)
+    return Exercise(case, rank, world, group, torch.device("cpu")).finding()
+
+
+def test_wrong_results_and_writes_beside_tensors_are_found() -> None:
+    for finding in run_ranks(with_a_broken_call, 2, "all_reduce", "all_reduce"):
+        assert finding.startswith("element 16 of 17 is 0.0, should be ")
+    for finding in run_ranks(with_a_broken_call, 2, "broadcast", "broadcast"):
+        assert finding.startswith("element 16 of 17 is 0.0, should be ")
+    for finding in run_ranks(with_a_broken_call, 2, "all_reduce", "beside"):
+        assert finding == "the element beside a tensor was written"
+
+
+def test_faults_are_judged_by_exception_and_name() -> None:
+    killed = FAULTS[0]
+    right = [Told(rank, "SymmPeerError", f"rank {CULPRIT} (pid 1) has ended", 0.1) for rank in range(CULPRIT)]
+    assert judged(killed, right).right
+    assert not judged(killed, right[:1]).right
+    assert not judged(killed, [right[0], Told(1, "SymmTimeout", f"rank {CULPRIT}", 0.1)]).right
+    assert not judged(killed, [right[0], Told(1, "SymmPeerError", "somebody", 0.1)]).right
+
+
+def test_a_check_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["check", "--quick", "--ranks", "2", "--ops", "all_reduce,send_recv,barrier", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["findings"] == [] and found["left"] == 0
+    assert {(row["op"], row["ranks"]) for row in found["calls"]} == {
+        (op, 2) for op in ("all_reduce", "send_recv", "barrier")
+    }
+    assert sum(row["calls"] for row in found["calls"]) == 3 * len(PAIRS) + 3 * len(DTYPES) + 4
+
+
+@pytest.mark.slow
+def test_a_whole_check_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["check", "--faults"]) == 0
+    said = capsys.readouterr().out
+    assert "what I checked: 19 types, 9 reductions" in said
+    assert all(fault.does in said for fault in faults.FAULTS)
+    assert f"and {len(faults.FAULTS)} faults right" in said
+
+
+@pytest.mark.slow
+def test_what_time_does_not_allow_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["check", "--quick", "--ranks", "2", "--seconds", "0"]) == 0
+    assert "calls were left out, since the time was over" in capsys.readouterr().out
