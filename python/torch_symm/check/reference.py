@@ -39,7 +39,7 @@ def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     # Knuth's multiplicative hash: no reduction of many ranks' values is the same for all elements.
     mixed = ((index + seed * _PERIOD) * 2654435761 % (1 << 32)) >> 9
     if dtype == torch.bool:
-        return mixed % 3 == 0
+        return mixed % 2 == 0
     if dtype in INTEGERS:
         return (mixed % 4 if dtype in UNSIGNED else mixed % 7 - 3).to(dtype)
     if dtype in COMPLEX:
