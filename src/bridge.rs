@@ -441,6 +441,9 @@ pub mod ffi {
         fn call_site_number(text: &str) -> u32;
         /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between hosts.
         fn stats() -> String;
+
+        /// Seconds between two tables of `SYMM_STATS`; 0: none.
+        fn stats_seconds() -> u64;
         /// Journal as JSON: the last calls of this process.
         fn trace_text() -> TopologyReport;
         /// Writes `content` to `path` (the system's bytes), or as `name` where dumps are kept if that is empty; answers the file's path.
@@ -476,7 +479,7 @@ mod version;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
-use cuda::{blocking_wait, capture_of, stats};
+use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
 use inform::inform;
 use kernels::{check_reduce, cuda_libraries};

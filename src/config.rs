@@ -91,6 +91,8 @@ pub struct Config {
     pub replaces: String,
     /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
     pub gloo_interface: Option<String>,
+    /// `SYMM_STATS`: seconds between two tables of statistics; 0: none. Default: 0.
+    pub stats_seconds: u64,
     /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
     pub test_host: String,
     /// `SYMM_TRACE_DIR`: an absolute path, where dumps of the flight recorder go (`docs/guide/trace.md`); absent: a folder of the user's in
@@ -117,6 +119,7 @@ const NAMES: [&str; 18] = [
     "SYMM_REPLACES",
     "SYMM_SHARED_GPUS",
     "SYMM_SPIN",
+    "SYMM_STATS",
     "SYMM_STORE_BYTES",
     "SYMM_TEST_HOST",
     "SYMM_TOPOLOGY_FILE",
@@ -185,6 +188,7 @@ impl Config {
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
         let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
+        let stats_seconds = number("SYMM_STATS").unwrap_or(0);
         let mut switch = |name: &str, usual: bool| match set(name).as_deref() {
             None => usual,
             Some("0") => false,
@@ -260,6 +264,7 @@ impl Config {
             hosts: hosts.unwrap_or(HostsChoice::Nccl),
             replaces: replaces.unwrap_or_default(),
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
+            stats_seconds,
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
             temporary: absolute("TMPDIR").unwrap_or_else(|| "/tmp".into()),
@@ -316,6 +321,7 @@ mod tests {
             hosts: HostsChoice::Nccl,
             replaces: String::new(),
             gloo_interface: None,
+            stats_seconds: 0,
             test_host: String::new(),
             trace_dir: None,
             temporary: "/tmp".into(),
@@ -342,6 +348,7 @@ mod tests {
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
             ("SYMM_BLOCKING_WAIT", "1"),
             ("SYMM_DEBUG", "site"),
+            ("SYMM_STATS", "5"),
             ("SYMM_TRACE_DIR", "/scratch/traces"),
             ("SYMM_REPLACES", "gloo"),
             ("TMPDIR", "/scratch"),
@@ -368,6 +375,7 @@ mod tests {
             hosts: HostsChoice::Nccl,
             replaces: "gloo".into(),
             gloo_interface: None,
+            stats_seconds: 5,
             test_host: String::new(),
         };
         assert_eq!((config, complaints), (expected, 0));

@@ -13,8 +13,10 @@ from torch_symm._command import PROGRAM, closest
 #: Where each command is, and what it does. A module has ``parser()`` and ``run(parser, given)``.
 COMMANDS = {
     "doctor": ("doctor.command", "say whether it works here, and what to do where it does not"),
+    "topo": ("topo.command", "show cores, caches, GPUs and what connects them, and which algorithm serves which size"),
     "check": ("check.command", "compare every collective with a reference, on this machine, in under a minute"),
     "bench": ("bench.command", "measure collectives, with the flags and columns of nccl-tests"),
+    "top": ("top.command", "watch the calls of a running job, and who is waited for"),
     "trace": ("_trace.command", "say from the dumps of a failed run who is missing where"),
     "tune": ("tune.command", "measure what collectives cost here, for the cost model"),
 }

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from torch_symm import _dtensor, _torch
 from torch_symm._native import leave_all, load
+from torch_symm.top import live
 
 
 def create_group(options: Any, group_options: Any) -> Any:
@@ -31,6 +32,7 @@ def create_group(options: Any, group_options: Any) -> Any:
     _torch.record_without_torch()
     _choose_symmetric_memory()
     own = prepared(native, options, group_options)
+    live.start(native)
     try:
         return native.ProcessGroupSymm(options.store, int(options.group_rank), int(options.group_size), own)
     except BaseException:

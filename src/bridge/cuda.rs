@@ -47,6 +47,10 @@ pub(super) fn blocking_wait() -> bool {
     Config::get().blocking_wait
 }
 
+pub(super) fn stats_seconds() -> u64 {
+    Config::get().stats_seconds
+}
+
 pub(super) fn stats() -> String {
     let mut answer = String::new();
     guarded(|| {

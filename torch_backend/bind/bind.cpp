@@ -143,6 +143,7 @@ void bind(py::module_ module) {
   bind_for_gloo(module);
   module.def("_inform", [](const std::string& text) { inform(rust::Str(text)); }, py::arg("text"));
   module.def("_stats", [] { return std::string(stats()); });
+  module.def("_stats_seconds", [] { return stats_seconds(); });
   module.def("_shares", &shares, py::arg("device"));
 
   bind_symmetric_memory(module);

@@ -1,0 +1,52 @@
+"""The files in which ranks leave their last calls for others to read."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from torch_symm._trace.dump import Dump, NotADump, read
+
+
+def folder() -> Path:
+    """Where processes with this one's environment and user leave traces."""
+    named = os.environ.get("SYMM_TRACE_DIR", "").strip()
+    if named.startswith("/"):
+        return Path(named)
+    temporary = os.environ.get("TMPDIR", "")
+    return Path(temporary if temporary.startswith("/") else "/tmp") / f"torch-symm-{os.geteuid()}"
+
+
+def name(pid: int) -> str:
+    """The file of process ``pid``."""
+    return f"stats-{pid}.json"
+
+
+def job(of: Dump, place: Path) -> list[Dump]:
+    """The calls of all processes of this host that are in a group with ``of``, as far as they have written any."""
+    pids = {member.pid for view in of.views for member in view.members}
+    found = {of.pid: of}
+    for pid in sorted(pids - {of.pid}):
+        # Of an earlier process with this number, or half way gone.
+        with suppress(NotADump):
+            one = read(place / name(pid))
+            if {view.key for view in one.views} & {view.key for view in of.views}:
+                found[pid] = one
+    return [found[pid] for pid in sorted(found)]
+
+
+def newest(place: Path) -> int | None:
+    """The process of this user that wrote last and still runs."""
+    written = []
+    for path in place.glob("stats-*.json"):
+        number = path.stem.partition("-")[2]
+        with suppress(OSError):
+            if number.isdigit() and running(int(number)):
+                written.append((path.stat().st_mtime_ns, int(number)))
+    return max(written)[1] if written else None
+
+
+def running(pid: int) -> bool:
+    """Whether there is a process with this number."""
+    return Path(f"/proc/{pid}").exists()

@@ -1,0 +1,67 @@
+"""``SYMM_STATS``: a thread that writes this process's last calls, and in the first rank prints those of all."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch_symm._trace.dump import Dump, parse
+
+from . import files, table
+
+#: Of the process whose thread runs.
+_started: int | None = None
+
+
+def start(native: Any) -> None:
+    """Starts the thread where ``SYMM_STATS`` asks for it, once in a process."""
+    global _started
+    seconds = native._stats_seconds()
+    if seconds and _started != os.getpid():
+        _started = os.getpid()
+        ended = threading.Event()
+        atexit.register(ended.set)
+        threading.Thread(target=_run, args=(native, seconds, ended), name="symm-stats", daemon=True).start()
+
+
+def _run(native: Any, seconds: int, ended: threading.Event) -> None:
+    while not ended.wait(seconds):
+        try:
+            own, path = write(native)
+        except Exception as error:  # A failure to tell must not end the job, nor fill its log
+            print(f"SYMM_STATS: no statistics any more: {error}", file=sys.stderr, flush=True)
+            return
+        if _first(own):
+            # Others write at the same time.
+            ended.wait(min(0.5, seconds / 2))
+            print(table.render(files.job(own, path.parent)), file=sys.stderr, flush=True)
+
+
+def write(native: Any) -> tuple[Dump, Path]:
+    """Writes the last calls of this process for others to read, until it ends.
+
+    Raises:
+        SymmConfigError: the folder cannot be used.
+    """
+    text: str = native._trace()
+    written = Path(native._keep_trace(b"", files.name(os.getpid()), text.encode()))
+    atexit.unregister(_remove)
+    atexit.register(_remove, written)
+    return parse(json.loads(text), "this process"), written
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _first(own: Dump) -> bool:
+    """Whether this process is the first of this host in its groups."""
+    here = {member.global_rank: member.pid for view in own.views if view.left_ns is None for member in view.members}
+    return bool(here) and here[min(here)] == own.pid

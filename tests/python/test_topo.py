@@ -1,0 +1,91 @@
+"""``torch-symm topo``: cores and caches as Linux lists them, the algorithms, pairs, and a drawing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from torch_symm import __main__ as entry
+from torch_symm.topo import cpu, plot
+
+#: Two memory nodes of two cores with two threads each; a third-level cache a node.
+FILES = {
+    "node/node0/cpulist": "0-1,4-5",
+    "node/node1/cpulist": "2-3,6-7",
+    **{f"cpu/cpu{core}/topology/core_cpus_list": f"{core % 4},{core % 4 + 4}" for core in range(8)},
+    **{f"cpu/cpu{core}/topology/physical_package_id": str(core % 4 // 2) for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index0/level": "1" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index0/type": "Data" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index0/size": "32K" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index0/shared_cpu_list": f"{core % 4},{core % 4 + 4}" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index1/level": "1" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index1/type": "Instruction" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index3/level": "3" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index3/type": "Unified" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index3/size": "16M" for core in range(8)},
+    **{f"cpu/cpu{core}/cache/index3/shared_cpu_list": "0-1,4-5" if core % 4 < 2 else "2-3,6-7" for core in range(8)},
+}
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(7)))
+    monkeypatch.setattr(cpu.cgroup, "cores_allowed", lambda: 3.5)
+    return tmp_path
+
+
+def test_lists_of_cores_are_read_and_written() -> None:
+    assert cpu.numbers("0-3,8, 10-11") == [0, 1, 2, 3, 8, 10, 11]
+    assert cpu.numbers("") == []
+    assert cpu.ranges([8, 0, 1, 2, 3]) == "0-3,8"
+    assert cpu.ranges([]) == ""
+
+
+def test_sockets_nodes_and_caches(system: Path) -> None:
+    section = cpu.section(4, system)
+    found = section.found
+    assert (found["sockets"], found["cores"], found["limit"]) == (2, 4, 3.5)
+    assert found["nodes"] == {"0": [0, 1, 4, 5], "1": [2, 3, 6, 7]}
+    assert [(cache["name"], cache["size"], len(cache["shared"])) for cache in found["caches"]] == [
+        ("L1d", "32K", 4),
+        ("L3", "16M", 2),
+    ]
+    said = "\n".join(section.lines)
+    assert "2 sockets, 4 cores, 7 hardware threads usable (0-6)" in said
+    assert "NUMA node 1: hardware threads 2-3,6-7, usable 2-3,6" in said
+    assert "L3: 16M each, of threads 0-1,4-5 | 2-3,6-7" in said
+    assert "0.88 hardware threads a rank, so they wait" in said
+
+
+def test_a_host_that_shows_nothing_has_one_node(tmp_path: Path) -> None:
+    found = cpu.section(2, tmp_path).found
+    assert found["nodes"] == {"0": sorted(os.sched_getaffinity(0))}
+    assert found["caches"] == []
+
+
+@pytest.mark.slow
+def test_all_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["topo", "--json", "--ranks", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"processor", "gpus", "cpu"} <= set(found)
+    assert found["cpu"]["ranks"] == 3 and found["cpu"]["algorithms"]["all_reduce"]["8"]
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["topo", "--measure", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert measured.get("pairs") or (measured["gb_per_s"] > 0 and measured["us_of_8_bytes"] > 0)
+
+
+def test_the_host_is_drawn(tmp_path: Path, system: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    path = tmp_path / "host.svg"
+    plot.draw(cpu.section(4, system).found, [{"name": "GPU"}] * 3, [[0, 18, 0], [18, 0, 4], [0, 4, 0]], path)
+    drawn = path.read_text()
+    assert "NUMA node 1" in drawn and "NV18" in drawn and "PCIe" in drawn and "cuda:2" in drawn
