@@ -84,3 +84,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"torch_symm.{_MODULES[name]}"), name)
     return getattr(import_module("torch_symm._native").load(), name)
+
+
+def __dir__() -> list[str]:
+    """Names that ``help`` and completion show, those that are loaded when asked for among them."""
+    return sorted({*globals(), *__all__})

@@ -13,6 +13,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
+from torch_symm import _repr
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
@@ -86,6 +87,7 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     native._make_backends_with(_make_backend)
+    _repr.install(native)
     # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
 

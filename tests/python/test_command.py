@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import pydoc
 import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._command import Parser, closest, named
 from torch_symm._trace import command as trace
@@ -106,9 +111,29 @@ def test_a_parser_keeps_its_options() -> None:
 
 
 def test_traces_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import torch_symm
-
     path = torch_symm.dump_trace(tmp_path / "trace-1-rank0.json")
     parser = trace.parser()
     assert trace.run(parser, parser.parse(["--json", path])) == 0
     assert "groups" in json.loads(capsys.readouterr().out)
+
+
+def test_help_shows_every_public_name() -> None:
+    said = pydoc.plain(pydoc.render_doc(torch_symm))
+    missing = [name for name in torch_symm.__all__ if name != "__version__" and name not in said]
+    assert not missing
+    assert set(torch_symm.__all__) <= set(dir(torch_symm))
+
+
+def shown(rank: int, world: int) -> list[str]:
+    groups = [dist.group.WORLD, dist.new_group([1, 2], backend="symm")]
+    return [repr(group._get_backend(torch.device("cpu"))) for group in groups if isinstance(group, dist.ProcessGroup)]
+
+
+def test_groups_and_options_show_what_they_are() -> None:
+    results = run_ranks(shown, 3)
+    assert len(results[0]) == 1 and len(results[2]) == 2
+    assert "ProcessGroupSymm" in results[0][0] and "rank 0 of 3, timeout 60 s" in results[0][0]
+    assert "rank 1 of 2, global ranks [1, 2]" in results[2][1]
+    assert repr(torch_symm.Options(timeout=5, between_hosts="gloo")) == (
+        "torch_symm.Options(timeout=5, between_hosts='gloo')"
+    )
