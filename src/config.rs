@@ -105,7 +105,7 @@ pub struct Config {
 }
 
 /// Settings of the environment whose names begin with `SYMM_`.
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 19] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
@@ -384,8 +384,13 @@ mod tests {
             let (config, complaints) = parse(&[("SYMM_DEBUG", words)]);
             assert_eq!((config.debug_call_site, complaints), expected, "{words}");
         }
-        let (config, complaints) =
-            parse(&[("SYMM_SPIN", "-1"), ("SYMM_CMA", "no"), ("SYMM_STORE_BYTES", "1G"), ("SYMM_TRACE_DIR", "here"), ("SYMM_REPLACES", "nccl")]);
+        let (config, complaints) = parse(&[
+            ("SYMM_SPIN", "-1"),
+            ("SYMM_CMA", "no"),
+            ("SYMM_STORE_BYTES", "1G"),
+            ("SYMM_TRACE_DIR", "here"),
+            ("SYMM_REPLACES", "nccl"),
+        ]);
         assert_eq!((config.spin, config.cma, config.store_bytes, config.trace_dir, complaints), (None, true, None, None, 5));
     }
 
