@@ -1,6 +1,7 @@
 //! Configuration from the environment. The only reader of `std::env`; read once by each process, printed once at INFO.
 
 use crate::sys::fork::PerProcess;
+use crate::sys::logging;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -279,8 +280,7 @@ impl Config {
         CONFIG.get().get_or_init(|| {
             let (config, mut complaints) = Self::parse(|name| std::env::var(name).ok());
             complaints.extend(std::env::vars_os().filter_map(|(name, _)| misspelt(name.to_str()?)));
-            // Fails only where the program around us has set a logger: then that one is used.
-            let _ = env_logger::Builder::new().parse_filters(&config.log).try_init();
+            logging::start(&config.log);
             for complaint in complaints {
                 log::warn!("{complaint}");
             }

@@ -67,7 +67,7 @@ pub(super) fn gather(attempt: &Attempt<'_>, claim: &Claim<'_>) -> Result<Gathere
             })
             .collect();
         seen.extend(live.iter().map(|record| record.nonce));
-        agree(attempt.spec.group, &live, attempt.several)?;
+        agree(attempt.spec.group, &live)?;
         if live.len() == keys.len() {
             if live.iter().any(|record| record.host != attempt.host) {
                 return Ok(Gathered::Apart(live.into_iter().map(Record::placement).collect()));

@@ -375,6 +375,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<J
         segment_bytes: spec.segment_bytes,
         host: attempt.host.clone(),
         host_name: host::name(),
+        several,
         pid: attempt.own.pid,
         start_time: attempt.own.start_time,
         uid: rustix::process::geteuid().as_raw(),

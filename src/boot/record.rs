@@ -24,6 +24,8 @@ pub(super) struct Record {
     pub(super) host: Host,
     /// Name of the host, for messages only.
     pub(super) host_name: String,
+    /// Whether its rank connects hosts.
+    pub(super) several: bool,
     pub(super) pid: u32,
     pub(super) start_time: u64,
     pub(super) uid: u32,
@@ -90,9 +92,9 @@ impl Record {
     }
 }
 
-/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how. `several`: also where they
-/// are on several hosts, of which each then forms a group of its own.
-pub(super) fn agree(group: &str, records: &[&Record], several: bool) -> Result<()> {
+/// Whether `records`, in rank order, can form the group: names the ranks that differ from the first, and how. They may be
+/// on several hosts, of which each then forms a group of its own, if all connect them.
+pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     let Some((first, rest)) = records.split_first() else {
         return Ok(());
     };
@@ -116,11 +118,12 @@ pub(super) fn agree(group: &str, records: &[&Record], several: bool) -> Result<(
         )));
     }
     if let Some((ranks, other)) = differing(&|record| record.host != first.host) {
-        if several {
-            return Ok(());
-        }
+        let Some(refuses) = records.iter().find(|record| !record.several) else { return Ok(()) };
         let reason = apart((first.rank, &first.placement()), (other.rank, &other.placement()));
-        return Err(Error::config(format!("{ranks} {reason}; SYMM_HOSTS=refuse keeps hosts apart, auto on all ranks connects them")));
+        return Err(Error::config(format!(
+            "{ranks} {reason}; rank {} has SYMM_HOSTS=refuse, auto on all ranks connects hosts",
+            refuses.rank
+        )));
     }
     if let Some((ranks, other)) = differing(&|record| record.uid != first.uid) {
         return Err(Error::config(format!(
@@ -159,6 +162,7 @@ mod tests {
             segment_bytes: 4096,
             host,
             host_name: "here".into(),
+            several: false,
             pid: 100 + rank,
             start_time: 7,
             uid: 0,
@@ -202,11 +206,11 @@ mod tests {
             (|r| r.protocol = 7, "(protocol 7)"),
             (
                 |r| r.host.boot = "c".into(),
-                "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); SYMM_HOSTS=refuse keeps",
+                "ranks 0, 2 and 3 run on different hosts (\"here\", which have booted apart); rank 0 has SYMM_HOSTS=refuse",
             ),
             (
                 |r| r.host.test = "b".into(),
-                "run on different hosts (\"here\" and \"b\", by SYMM_TEST_HOST); SYMM_HOSTS=refuse keeps hosts apart, auto",
+                "run on different hosts (\"here\" and \"b\", by SYMM_TEST_HOST); rank 0 has SYMM_HOSTS=refuse, auto",
             ),
             (
                 |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),
@@ -220,13 +224,13 @@ mod tests {
             (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),
         ];
         let good: Vec<Record> = (0..4).map(record).collect();
-        assert_eq!(agree("g", &good.iter().collect::<Vec<_>>(), false), Ok(()));
-        assert_eq!(agree("g", &[], false), Ok(()));
+        assert_eq!(agree("g", &good.iter().collect::<Vec<_>>()), Ok(()));
+        assert_eq!(agree("g", &[]), Ok(()));
         for (change, expected) in cases {
             let mut bad = good.clone();
             change(&mut bad[2]);
             change(&mut bad[3]);
-            let error = agree("g", &bad.iter().collect::<Vec<_>>(), false).expect_err("refused");
+            let error = agree("g", &bad.iter().collect::<Vec<_>>()).expect_err("refused");
             assert_eq!(error.kind, Kind::Config);
             assert!(error.message.contains(expected), "{error}");
         }
@@ -234,13 +238,15 @@ mod tests {
 
     #[test]
     fn hosts_that_may_be_connected_need_not_agree_on_memory_or_users() {
-        let mut far = Record { uid: 5, segment_bytes: 8, ..record(1) };
+        let mut far = Record { uid: 5, segment_bytes: 8, several: true, ..record(1) };
         far.host.boot = "c".into();
-        assert_eq!(agree("g", &[&record(0), &far], true), Ok(()));
+        let here = Record { several: true, ..record(0) };
+        assert_eq!(agree("g", &[&here, &far]), Ok(()));
+        assert!(agree("g", &[&here, &far, &record(2)]).is_err_and(|error| error.message.contains("rank 2 has SYMM_HOSTS=refuse")));
         assert_eq!(far.placement().name, "here");
         far.host.test = "b".into();
         assert_eq!((far.placement().name.as_str(), far.placement().pid), ("b", 101));
         far.size = 8;
-        assert!(agree("g", &[&record(0), &far], true).is_err_and(|error| error.message.contains("disagree on the size")));
+        assert!(agree("g", &[&here, &far]).is_err_and(|error| error.message.contains("disagree on the size")));
     }
 }

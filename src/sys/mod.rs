@@ -7,6 +7,7 @@ pub mod host;
 pub mod interface;
 pub mod interrupt;
 pub mod lock;
+pub mod logging;
 pub mod private;
 pub mod process;
 pub mod random;
