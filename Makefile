@@ -49,7 +49,8 @@ SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 $(CLIENTS_VENV)/.ready: $(VENV)/.ready
 	$(BIN)/python -m venv $(CLIENTS_VENV)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(CLIENTS_VENV)/bin/python -c '$(SITE)')/beside.pth"
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check accelerate transformers pytorch-ignite lightning torchmetrics torchft
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		accelerate==1.15.* transformers==5.24.* pytorch-ignite==0.5.* lightning==2.6.* torchmetrics==1.9.* torchft==0.2.*
 	@touch $@
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
