@@ -129,15 +129,14 @@ impl HostsGroup {
             headers.iter().try_for_each(|header| self.compare(*header, timeout))?;
         }
         self.engine.count(calls.len());
-        self.in_order(cuda, &mut state, target, timeout, calls.first(), |device, stream| {
-            calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
-        })?;
         state.collectives += headers.len() as u64;
-        // Compared with other hosts after the fact: those of one host are compared by their kernels.
+        // Other hosts compare them while they run; those of one host are compared by their kernels.
         if self.layout.local(self.rank) == 0 {
             self.shared.current.launched(headers);
         }
-        Ok(())
+        self.in_order(cuda, &mut state, target, timeout, calls.first(), |device, stream| {
+            calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
+        })
     }
 
     /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
@@ -316,7 +315,9 @@ impl HostsGroup {
         if memory > 0 {
             steps = plan::of(call, layout, self.rank, backends.memory(ordinal, memory)?).steps;
         }
-        let outcome = steps.iter().try_for_each(|step| match step {
+        // Before anything waits for another host there, for which loading would wait in turn.
+        let prepared = steps.iter().try_for_each(|step| if let Step::Sum(sum) = step { sum.prepare(device, layout) } else { Ok(()) });
+        let enqueue = |step: &Step| match step {
             Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
             Step::Rail(transfer) => {
                 traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
@@ -328,7 +329,8 @@ impl HostsGroup {
             }
             Step::Sum(sum) => sum.launch(device, stream, layout),
             Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
-        });
+        };
+        let outcome = prepared.and_then(|()| steps.iter().try_for_each(enqueue));
         traffic.ended(&[rail, Path::CudaAll]);
         backends.finish().and(outcome)
     }

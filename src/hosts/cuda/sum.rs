@@ -73,15 +73,23 @@ impl Sum {
         Ok((levels.outer, SumPartials { from, stride, to, bytes, hosts, divisor, factor }))
     }
 
+    fn variant(&self, op: ReduceOp) -> Variant {
+        // The number of hosts is an argument: one kernel serves all.
+        Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(self.dtype), op: Some(op), zero_copy: false }
+    }
+
+    /// Loads its kernel on `device`, whose context is current: the first time that may wait for what runs there.
+    pub(super) fn prepare(&self, device: &Device, layout: &Layout) -> Result<()> {
+        load(device, &self.variant(Levels::of(self.op, self.dtype, layout).outer), NAMES.1).map(drop)
+    }
+
     /// Enqueues it on `stream` of `device`, whose context is current.
     pub(super) fn launch(&self, device: &Device, stream: Stream, layout: &Layout) -> Result<()> {
         if self.to.bytes == 0 {
             return Ok(());
         }
         let (op, args) = self.args(layout)?;
-        // The number of hosts is an argument: one kernel serves all.
-        let variant = Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(self.dtype), op: Some(op), zero_copy: false };
         let blocks = self.to.bytes.div_ceil(UNIT * THREADS as usize).min(BLOCKS);
-        load(device, &variant, NAMES.1)?.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
+        load(device, &self.variant(op), NAMES.1)?.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
     }
 }
