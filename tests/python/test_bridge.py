@@ -22,7 +22,7 @@ READS = {
         "version",
     ),
     "watch_interrupts",
-    *("blocking_wait", "own_profiles", "sequence", "set_timeout", "timeout"),
+    *("blocking_wait", "own_profiles", "sequence", "set_timeout", "stats_seconds", "timeout"),
     *("fail", "fused_workspace", "made"),
     *("buffers", "bytes", "global_ranks", "is_current", "pads", "record", "tables"),
     *("gb_per_s", "local", "origin", "reference_us", "trip_us"),
