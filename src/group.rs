@@ -100,9 +100,9 @@ fn group_name(options: &JoinOptions) -> &str {
     if options.is_default { "default" } else { options.group.as_str() }
 }
 
-/// What joining needs to know. A group that is too large for one host needs no memory.
-fn join_spec(options: &JoinOptions) -> Result<JoinSpec<'_>> {
-    let size = usize::try_from(options.size).ok().filter(|&size| size > 0);
+/// What joining a group of at most `most` ranks needs to know. One that is too large for one host needs no memory.
+fn join_spec(options: &JoinOptions, most: usize) -> Result<JoinSpec<'_>> {
+    let size = usize::try_from(options.size).ok().filter(|size| (1..=most).contains(size));
     let size =
         size.ok_or_else(|| Error::config(format!("a group of {} ranks cannot be made; there must be 1 to {MAX_RANKS}", options.size)))?;
     let rank = u32::try_from(options.rank).ok().filter(|&rank| (rank as usize) < size).map(Rank);
@@ -125,16 +125,12 @@ fn join_spec(options: &JoinOptions) -> Result<JoinSpec<'_>> {
 impl Group {
     /// Joins the group that `options` name, meeting its other members through `store`.
     pub fn join(store: &dyn Store, options: &JoinOptions) -> Result<Self> {
-        let size = options.size;
-        if size > MAX_RANKS as i32 {
-            return Err(Error::config(format!("a group of {size} ranks cannot be made; there must be 1 to {MAX_RANKS}")));
-        }
-        Self::of(boot::join(store, &join_spec(options)?)?, options)
+        Self::of(boot::join(store, &join_spec(options, MAX_RANKS)?)?, options)
     }
 
     /// Joins the group as `join` does if its members are on one host, and else tells where they are.
     pub fn find(store: &dyn Store, options: &JoinOptions) -> Result<Found<Self>> {
-        Ok(match boot::find(store, &join_spec(options)?)? {
+        Ok(match boot::find(store, &join_spec(options, usize::MAX)?)? {
             Found::Together(joined) => Found::Together(Self::of(joined, options)?),
             Found::Apart(apart) => Found::Apart(apart),
         })

@@ -124,12 +124,12 @@ impl HostsGroup {
         let needed = if calls.iter().any(|call| plan::exchanges(call.op)) { Which::All } else { Which::Rail };
         let mut state = cuda.state();
         self.connected(cuda, &mut state, target, needed, timeout)?;
-        let headers: Vec<Header> = (state.collectives + 1..).zip(calls).map(|(number, call)| Header::of(call, number)).collect();
+        let headers = (state.collectives + 1..).zip(calls).map(|(number, call)| Header::of(call, number));
+        state.collectives += calls.len() as u64;
         if Config::get().debug_call_site && Stream(target.stream).capture()?.is_none() {
-            headers.iter().try_for_each(|header| self.compare(*header, timeout))?;
+            headers.clone().try_for_each(|header| self.compare(header, timeout))?;
         }
         self.engine.count(calls.len());
-        state.collectives += headers.len() as u64;
         // Other hosts compare them while they run; those of one host are compared by their kernels.
         if self.layout.local(self.rank) == 0 {
             self.shared.current.launched(headers);
