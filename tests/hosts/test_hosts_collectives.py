@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import expected
@@ -30,21 +30,26 @@ def two_level(op: str, inputs: Sequence[torch.Tensor], layout: Sequence[int]) ->
     return expected.reduced("SUM" if op == "PREMUL_SUM" else op, parts)
 
 
-def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
-    cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
-    cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
-    cases += [("SUM", torch.bfloat16, 300_001)]
+def check_reductions(
+    cases: Sequence[tuple[str, torch.dtype, int]],
+    reference: Callable[[str, Sequence[torch.Tensor], Sequence[int]], torch.Tensor],
+    rank: int,
+    layout: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compares every form of a reduction with ``reference`` for each op, dtype and number of elements of ``cases``."""
+    world_size = sum(layout)
     for op, dtype, count in cases:
         about = (op, dtype, count, rank)
         reduce_op = expected.op_of(op, rank + 0.5)
         inputs = [expected.seeded(dtype, (count,), other) for other in range(world_size)]
-        wanted = two_level(op, inputs, layout)
+        wanted = reference(op, inputs, layout)
         got = inputs[rank].clone()
-        dist.all_reduce(got, reduce_op)
+        dist.all_reduce(got, reduce_op, group)
         expected.assert_same(got, wanted, about)
         root = world_size - 1
         got = inputs[rank].clone()
-        dist.reduce(got, root, reduce_op)
+        dist.reduce(got, root, reduce_op, group)
         expected.assert_same(got, wanted if rank == root else inputs[rank], about)
         # Of another length for each rank.
         lists = [
@@ -52,8 +57,15 @@ def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
             for other in range(world_size)
         ]
         got = torch.empty(count + rank, dtype=dtype)
-        dist.reduce_scatter(got, lists[rank], reduce_op)
-        expected.assert_same(got, two_level(op, [lists[other][rank] for other in range(world_size)], layout), about)
+        dist.reduce_scatter(got, lists[rank], reduce_op, group)
+        expected.assert_same(got, reference(op, [lists[other][rank] for other in range(world_size)], layout), about)
+
+
+def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
+    cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
+    cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
+    cases += [("SUM", torch.bfloat16, 300_001)]
+    check_reductions(cases, two_level, rank, layout)
 
 
 def movements(rank: int, world_size: int, _layout: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from machines import run_hosts
-from test_hosts_collectives import two_level
+from test_hosts_collectives import check_reductions, two_level
 
 OPS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM", "MAX")
 
@@ -36,26 +36,7 @@ def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
     cases += [("SUM", dtype, count) for dtype in (torch.bfloat16, torch.float8_e5m2) for count in COUNTS]
     # Several turns; with three hosts each adds up a part.
     cases += [("SUM", torch.float16, 600_011), ("AVG", torch.float8_e4m3fn, 300_001)]
-    for op, dtype, count in cases:
-        about = (op, dtype, count, rank)
-        reduce_op = expected.op_of(op, rank + 0.5)
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world_size)]
-        wanted = once(op, inputs, layout)
-        got = inputs[rank].clone()
-        dist.all_reduce(got, reduce_op, group)
-        expected.assert_same(got, wanted, about)
-        root = world_size - 1
-        got = inputs[rank].clone()
-        dist.reduce(got, root, reduce_op, group)
-        expected.assert_same(got, wanted if rank == root else inputs[rank], about)
-        # Of another length for each rank.
-        lists = [
-            [expected.seeded(dtype, (count + to,), 100 * other + to) for to in range(world_size)]
-            for other in range(world_size)
-        ]
-        got = torch.empty(count + rank, dtype=dtype)
-        dist.reduce_scatter(got, lists[rank], reduce_op, group)
-        expected.assert_same(got, once(op, [lists[other][rank] for other in range(world_size)], layout), about)
+    check_reductions(cases, once, rank, layout, group)
     forms(rank, world_size, layout, group)
 
 

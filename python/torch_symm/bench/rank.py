@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,23 +45,31 @@ class Task:
     rounds: int
 
 
+def join(rank: int, world: int, backends: Sequence[str], rendezvous: str) -> list[dist.ProcessGroup]:
+    """Makes this process rank ``rank`` of a group of each backend, the default group first."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    dist.init_process_group(backends[0], init_method=rendezvous, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    default = dist.group.WORLD
+    assert default is not None
+    return [default, *(new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in backends[1:])]
+
+
+def copy_bandwidth(rank: int, shared: SharedTensors) -> float:
+    """Bytes per second that all ranks copy at once; all call it."""
+    shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
+    shared.align()
+    return float(shared.copy_rates.sum(dim=0).max())
+
+
 def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) -> None:
     """Entry point of a rank process.
 
     Raises:
         WrongResult: a backend returned a wrong value; names backend, cell and element.
     """
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    dist.init_process_group(
-        task.backends[0], init_method=task.rendezvous, rank=rank, world_size=task.world, timeout=GROUP_TIMEOUT
-    )
-    default = dist.group.WORLD
-    assert default is not None
-    groups = [default, *(new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in task.backends[1:])]
-    shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
-    shared.align()
-    bandwidth = float(shared.copy_rates.sum(dim=0).max())
+    groups = join(rank, task.world, task.backends, task.rendezvous)
+    bandwidth = copy_bandwidth(rank, shared)
     if rank == 0:
         results.put(bandwidth)
     gc.disable()

@@ -13,12 +13,10 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from torch_symm._torch import new_group
-
 from .. import limits
 from ..ops import DTYPES, OPS, PLACEMENTS, Shape, Work
 from ..pattern import WrongResult
-from ..rank import GROUP_TIMEOUT
+from ..rank import copy_bandwidth, join
 from ..record import quantile
 from ..timing import Rhythm, SharedTensors, burst, check_once, fixed
 from . import record
@@ -45,19 +43,8 @@ class Task:
 
 def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) -> None:
     """Entry point of a rank process."""
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    dist.init_process_group(
-        task.sides[0], init_method=task.rendezvous, rank=rank, world_size=task.world, timeout=GROUP_TIMEOUT
-    )
-    default = dist.group.WORLD
-    assert default is not None
-    groups = [default, *(new_group(backend=side, timeout=GROUP_TIMEOUT) for side in task.sides[1:])]
-    bandwidth = 0.0
-    if task.limit:
-        shared.copy_rates[rank] = torch.tensor(limits.measure_copy(shared.align), dtype=torch.float64)
-        shared.align()
-        bandwidth = float(shared.copy_rates.sum(dim=0).max())
+    groups = join(rank, task.world, task.sides, task.rendezvous)
+    bandwidth = copy_bandwidth(rank, shared) if task.limit else 0.0
     gc.disable()
     for wanted in task.rows:
         sides: dict[str, dict[str, Figure]] = {side: {} for side in task.sides}
