@@ -59,6 +59,46 @@ dtypes! {
     U64, "uint64", 8, 29;
 }
 
+/// torch's code of pairs of [`DType::F16`], complex32.
+const COMPLEX32: i32 = 8;
+/// torch's code of pairs of [`DType::BF16`], bcomplex32.
+const BCOMPLEX32: i32 = 46;
+
+impl DType {
+    /// What elements of the type with this `c10::ScalarType` code are to a call that only copies them: where the table
+    /// lacks the type but elements are whole bytes, those bytes.
+    pub fn copied(code: i32) -> Result<Self> {
+        match code {
+            COMPLEX32 => Ok(DType::F16),
+            BCOMPLEX32 => Ok(DType::BF16),
+            // bits1x8 to bits16; uint1 to uint7, int1 to int7, float8_e8m0fnu and float4_e2m1fn_x2.
+            18..=22 | 30..=45 => Ok(DType::U8),
+            listed => Self::from_torch(listed),
+        }
+    }
+
+    /// What elements of the type with this code are to a call that combines them: complex numbers that the table lacks
+    /// are sums of their parts.
+    pub fn combined(code: i32, op: ReduceOp) -> Result<Self> {
+        let (parts, name) = match code {
+            COMPLEX32 => (DType::F16, "complex32"),
+            BCOMPLEX32 => (DType::BF16, "bcomplex32"),
+            listed => return Self::from_torch(listed),
+        };
+        match op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => Ok(parts),
+            ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+                Err(Error::not_implemented(format!(
+                    "reduce op {} is not defined for {name}; use SUM, AVG or PREMUL_SUM, or reduce its parts as {} with \
+                     torch.view_as_real",
+                    op.name(),
+                    parts.name()
+                )))
+            }
+        }
+    }
+}
+
 macro_rules! reduce_ops {
     ($($name:ident, $label:literal, $torch:literal;)*) => {
         /// Operation by which elements of different ranks become one.
@@ -114,5 +154,24 @@ mod tests {
             assert_eq!(ReduceOp::from_torch(op as u8), Ok(op));
         }
         assert!(DType::from_torch(12).is_err(), "qint8 is not numeric");
+    }
+
+    #[test]
+    fn types_without_a_row_are_copied_as_bytes_and_complex_ones_summed_by_parts() {
+        for &dtype in DType::ALL {
+            assert_eq!(DType::copied(dtype as i32), Ok(dtype));
+            assert_eq!(DType::combined(dtype as i32, ReduceOp::BitOr), Ok(dtype));
+        }
+        for code in [18, 22, 30, 44, 45] {
+            assert_eq!(DType::copied(code), Ok(DType::U8));
+            assert!(DType::combined(code, ReduceOp::Sum).is_err());
+        }
+        for code in [12, 13, 14, 16, 17, 47, -1] {
+            assert!(DType::copied(code).is_err(), "quantized or unknown: {code}");
+        }
+        for (code, parts) in [(COMPLEX32, DType::F16), (BCOMPLEX32, DType::BF16)] {
+            assert_eq!((DType::copied(code), DType::combined(code, ReduceOp::Avg)), (Ok(parts), Ok(parts)));
+            assert!(DType::combined(code, ReduceOp::Product).unwrap_err().to_string().contains("torch.view_as_real"));
+        }
     }
 }

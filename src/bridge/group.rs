@@ -225,10 +225,12 @@ pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
     calls
         .iter()
         .map(|call| {
+            let op = Op::from_code(call.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op.repr)))?;
+            let reduce_op = ReduceOp::from_torch(call.reduce_op)?;
             Ok(Call {
-                op: Op::from_code(call.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op.repr)))?,
-                dtype: DType::from_torch(call.dtype)?,
-                reduce_op: ReduceOp::from_torch(call.reduce_op)?,
+                op,
+                dtype: if op.reduces() { DType::combined(call.dtype, reduce_op)? } else { DType::copied(call.dtype)? },
+                reduce_op,
                 root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
                 factor: call.factor,
                 inputs: spans(&call.inputs),
@@ -243,7 +245,7 @@ pub(super) fn message(transfer: &ffi::Transfer) -> Result<Message> {
     Ok(Message {
         peer: u32::try_from(transfer.peer).ok().map(Rank),
         tag: transfer.tag,
-        dtype: DType::from_torch(transfer.dtype)?,
+        dtype: DType::copied(transfer.dtype)?,
         span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
         timeout: milliseconds(transfer.timeout_ms),
     })

@@ -16,5 +16,8 @@ pub(super) fn cuda_libraries(folders: &CxxVector<CxxString>) {
 }
 
 pub(super) fn check_reduce(dtype: i32, reduce_op: u8) -> Status {
-    guarded(|| crate::kernels::cpu::supports(ReduceOp::from_torch(reduce_op)?, DType::from_torch(dtype)?))
+    guarded(|| {
+        let reduce_op = ReduceOp::from_torch(reduce_op)?;
+        crate::kernels::cpu::supports(reduce_op, DType::combined(dtype, reduce_op)?)
+    })
 }

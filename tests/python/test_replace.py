@@ -160,6 +160,95 @@ def test_gloo_stands_beside_where_a_rank_may_have_a_gpu() -> None:
     run_ranks(beside_gloo, 2, backend=None)
 
 
+#: Types that only pass through; torch has no operators for most of them.
+OPAQUE = ("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits16", "uint4", "int7")
+
+
+def what_only_gloo_took(rank: int, world: int, replaced: bool) -> list[list[int]]:
+    """Calls that a group of symm refused once, on a group named gloo; the bytes of the results."""
+    if replaced:
+        torch_symm.replace("gloo")
+    init(rank, world, "gloo")
+    assert served_by() == ("symm" if replaced else "gloo")
+    backend = dist.group.WORLD._get_backend(CPU)
+    results: list[torch.Tensor] = []
+    for name in OPAQUE:
+        mine = torch.arange(8, dtype=torch.uint8).add(rank).view(getattr(torch, name))
+        theirs = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
+        ops = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        results.append(theirs)
+    pairs = torch.view_as_complex(torch.arange(12.0).view(6, 2).half()) * (rank + 1)
+    dist.reduce(summed := pairs.clone(), 0)
+    results += [summed] if rank == 0 else []
+    dist.reduce_scatter(part := torch.empty_like(pairs), [pairs, pairs * 2])
+    results.append(part)
+    # Several tensors in one call, between calls of one and beside a call that is under way.
+    one, other = torch.full((5,), 1.0 + rank), torch.full((5,), 10.0 * rank)
+    under_way = dist.all_reduce(torch.ones(1 << 16), async_op=True)
+    for _ in range(2):
+        backend.allreduce([one, other]).wait()
+        dist.all_reduce(one)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 1, 1
+    backend.broadcast([first := torch.full((3,), 7.0 + rank), second := torch.full((3,), 4.0 + rank)], options).wait()
+    gathered = [[torch.empty(5) for _ in range(2 * world)] for _ in range(2)]
+    backend.allgather(gathered, [one, other]).wait()
+    under_way.wait()
+    results += [one, other, first, second, *gathered[0], *gathered[1]]
+    dist.barrier()
+    dist.destroy_process_group()
+    return [result.view(torch.uint8).tolist() for result in results]
+
+
+def test_what_symm_refuses_is_as_with_gloo() -> None:
+    replaced, plain = (run_ranks(what_only_gloo_took, 2, replaced, backend=None) for replaced in (True, False))
+    assert replaced == plain
+    assert replaced[0][0] == list(range(1, 9))
+
+
+def refused_by_both(rank: int, world: int) -> None:
+    torch_symm.replace("gloo")
+    init(rank, world, "gloo")
+    backend = dist.group.WORLD._get_backend(CPU)
+    one, wide = torch.ones(3), torch.ones(3, dtype=torch.float64)
+    for tensors in ([one, wide], [one, torch.ones(4)], [one, torch.eye(3).to_sparse()]):
+        with pytest.raises(ValueError, match="ProcessGroupSymm::allreduce"):
+            backend.allreduce(tensors)
+    with pytest.raises(NotImplementedError, match="PRODUCT is not defined for complex32; use SUM"):
+        dist.reduce(torch.zeros(3, dtype=torch.complex32), 0, dist.ReduceOp.PRODUCT)
+    with pytest.raises(TypeError, match="not served"):
+        options = dist.AllreduceOptions()
+        backend.allreduce([torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu)], options)
+    sums()
+    split = dist.split_group(split_ranks=[list(range(world))])
+    if split is not None:
+        backend = split._get_backend(CPU)
+        backend.allreduce([one, other := torch.ones(3)]).wait()
+        assert (other == 2 * world).all()
+
+
+def test_what_both_refuse_raises_as_before() -> None:
+    run_ranks(refused_by_both, 2, backend=None)
+
+
+def one_calls_with_several(rank: int, world: int) -> None:
+    torch_symm.replace("gloo")
+    init(rank, world, "gloo", timeout=1)
+    backend = dist.group.WORLD._get_backend(CPU)
+    with pytest.raises(RuntimeError):
+        if rank == 0:
+            backend.allreduce([torch.ones(3), torch.ones(3)]).wait()
+        else:
+            backend.allreduce([torch.ones(3)]).wait()
+    meet("failed", rank, world)
+
+
+def test_ranks_that_disagree_whose_call_it_is_end_at_the_timeout() -> None:
+    run_ranks(one_calls_with_several, 2, backend=None, timeout=30)
+
+
 def test_other_names_are_refused() -> None:
     with pytest.raises(ValueError, match="can stand for 'gloo', not for 'nccl'"):
         torch_symm.replace("nccl")

@@ -1,6 +1,7 @@
 #include "process_group/for_gloo.hpp"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <algorithm>
+#include <utility>
 
 #include "hosts/backend_rail.hpp"
 
@@ -10,9 +11,12 @@ using WorkPtr = ProcessGroupSymm::WorkPtr;
 
 namespace {
 
-// The tensor by whose device a call is told; undefined: none.
-at::Tensor first(const ProcessGroupSymm::Tensors& tensors) {
-  return tensors.empty() ? at::Tensor() : tensors.front();
+// Whether Gloo works on all these tensors in one call, and symm does not: it takes one. Of lists that Gloo refuses, too, symm says why.
+bool several(const ProcessGroupSymm::Tensors& tensors) {
+  return tensors.size() > 1 && std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+           return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() &&
+               tensor.scalar_type() == tensors.front().scalar_type() && tensor.sizes() == tensors.front().sizes();
+         });
 }
 
 } // namespace
@@ -23,10 +27,9 @@ SymmForGloo::SymmForGloo(
     int size,
     c10::intrusive_ptr<Options> options,
     bool cuda)
-    : ProcessGroupSymm(store, rank, size, options) {
+    : ProcessGroupSymm(store, rank, size, std::move(options)), gloo_store_(store), cuda_(cuda) {
   if (cuda) {
-    const auto beside = c10::make_intrusive<::c10d::PrefixStore>("gloo", store);
-    gloo_ = made_backend(options->group_name, "cuda", beside, rank, size, options->timeout);
+    gloo();
   }
 }
 
@@ -35,87 +38,109 @@ c10::intrusive_ptr<ProcessGroupSymm> SymmForGloo::joined(
     int rank,
     int size,
     c10::intrusive_ptr<Options> options) const {
-  return c10::make_intrusive<SymmForGloo>(store, rank, size, std::move(options), gloo_ != nullptr);
+  return c10::make_intrusive<SymmForGloo>(store, rank, size, std::move(options), cuda_);
+}
+
+c10::intrusive_ptr<::c10d::Backend> SymmForGloo::gloo() {
+  std::lock_guard<std::mutex> lock(joining_);
+  auto found = joined_gloo();
+  if (!found) {
+    const auto options = getBackendOptions();
+    found = made_backend(options->group_name, "gloo", gloo_store_, getRank(), getSize(), options->timeout);
+    std::lock_guard<std::mutex> set(setting_);
+    gloo_ = found;
+  }
+  return found;
+}
+
+c10::intrusive_ptr<::c10d::Backend> SymmForGloo::joined_gloo() {
+  std::lock_guard<std::mutex> lock(setting_);
+  return gloo_;
+}
+
+bool SymmForGloo::elsewhere(const at::Tensor& tensor) const {
+  return cuda_ && tensor.defined() && !tensor.is_cpu();
+}
+
+bool SymmForGloo::elsewhere(const Tensors& tensors) const {
+  return !tensors.empty() && elsewhere(tensors.front());
 }
 
 template <typename Call, typename Ours>
-WorkPtr SymmForGloo::by_device(const at::Tensor& tensor, Call&& call, Ours&& ours) {
-  if (gloo_ && tensor.defined() && !tensor.is_cpu()) {
-    return remember(call(*gloo_));
-  }
-  return ours();
+WorkPtr SymmForGloo::served(bool by_gloo, Call&& call, Ours&& ours) {
+  return by_gloo ? remember(call(*gloo())) : ours();
 }
 
-// The tensor that tells the device, and the call with its arguments.
-#define SYMM_BY_DEVICE(tensor, function, ...)                                \
-  return by_device(                                                          \
-      tensor,                                                                \
+// Whether Gloo serves the call, and the call with its arguments.
+#define SYMM_OR_GLOO(by_gloo, function, ...)                                 \
+  return served(                                                             \
+      by_gloo,                                                               \
       [&](::c10d::Backend& gloo) { return gloo.function(__VA_ARGS__); },     \
       [&] { return ProcessGroupSymm::function(__VA_ARGS__); })
 
 WorkPtr SymmForGloo::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  SYMM_BY_DEVICE(first(tensors), broadcast, tensors, opts);
+  SYMM_OR_GLOO(elsewhere(tensors) || several(tensors), broadcast, tensors, opts);
 }
 
 WorkPtr SymmForGloo::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  SYMM_BY_DEVICE(first(tensors), allreduce, tensors, opts);
+  SYMM_OR_GLOO(elsewhere(tensors) || several(tensors), allreduce, tensors, opts);
 }
 
 WorkPtr SymmForGloo::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  SYMM_BY_DEVICE(first(tensors), allreduce_sparse, tensors, opts);
+  SYMM_OR_GLOO(elsewhere(tensors), allreduce_sparse, tensors, opts);
 }
 
 WorkPtr SymmForGloo::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
-  SYMM_BY_DEVICE(first(tensors), allreduce_coalesced, tensors, opts);
+  SYMM_OR_GLOO(elsewhere(tensors), allreduce_coalesced, tensors, opts);
 }
 
 WorkPtr SymmForGloo::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  SYMM_BY_DEVICE(first(tensors), reduce, tensors, opts);
+  SYMM_OR_GLOO(elsewhere(tensors), reduce, tensors, opts);
 }
 
 WorkPtr SymmForGloo::allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), allgather, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs) || several(inputs), allgather, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::_allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) {
-  SYMM_BY_DEVICE(input, _allgather_base, output, input, opts);
+  SYMM_OR_GLOO(elsewhere(input), _allgather_base, output, input, opts);
 }
 
 WorkPtr SymmForGloo::allgather_coalesced(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), allgather_coalesced, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs), allgather_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const ::c10d::AllgatherOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), allgather_into_tensor_coalesced, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs), allgather_into_tensor_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), gather, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs), gather, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& opts) {
-  SYMM_BY_DEVICE(first(outputs), scatter, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(outputs), scatter, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::reduce_scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ReduceScatterOptions& opts) {
-  SYMM_BY_DEVICE(first(outputs), reduce_scatter, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(outputs), reduce_scatter, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::_reduce_scatter_base(
     at::Tensor& output,
     at::Tensor& input,
     const ::c10d::ReduceScatterOptions& opts) {
-  SYMM_BY_DEVICE(input, _reduce_scatter_base, output, input, opts);
+  SYMM_OR_GLOO(elsewhere(input), _reduce_scatter_base, output, input, opts);
 }
 
 WorkPtr SymmForGloo::reduce_scatter_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const ::c10d::ReduceScatterOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), reduce_scatter_tensor_coalesced, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs), reduce_scatter_tensor_coalesced, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::alltoall_base(
@@ -124,45 +149,45 @@ WorkPtr SymmForGloo::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const ::c10d::AllToAllOptions& opts) {
-  SYMM_BY_DEVICE(input, alltoall_base, output, input, output_splits, input_splits, opts);
+  SYMM_OR_GLOO(elsewhere(input), alltoall_base, output, input, output_splits, input_splits, opts);
 }
 
 WorkPtr SymmForGloo::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
-  SYMM_BY_DEVICE(first(inputs), alltoall, outputs, inputs, opts);
+  SYMM_OR_GLOO(elsewhere(inputs), alltoall, outputs, inputs, opts);
 }
 
 WorkPtr SymmForGloo::send(Tensors& tensors, int destination, int tag) {
-  SYMM_BY_DEVICE(first(tensors), send, tensors, destination, tag);
+  SYMM_OR_GLOO(elsewhere(tensors), send, tensors, destination, tag);
 }
 
 WorkPtr SymmForGloo::recv(Tensors& tensors, int source, int tag) {
-  SYMM_BY_DEVICE(first(tensors), recv, tensors, source, tag);
+  SYMM_OR_GLOO(elsewhere(tensors), recv, tensors, source, tag);
 }
 
 WorkPtr SymmForGloo::recvAnysource(Tensors& tensors, int tag) {
-  SYMM_BY_DEVICE(first(tensors), recvAnysource, tensors, tag);
+  SYMM_OR_GLOO(elsewhere(tensors), recvAnysource, tensors, tag);
 }
 
-#undef SYMM_BY_DEVICE
+#undef SYMM_OR_GLOO
 
 void SymmForGloo::setTimeout(std::chrono::milliseconds timeout) {
   ProcessGroupSymm::setTimeout(timeout);
-  if (gloo_) {
-    gloo_->setTimeout(timeout);
+  if (const auto gloo = joined_gloo()) {
+    gloo->setTimeout(timeout);
   }
 }
 
 void SymmForGloo::abort() {
   ProcessGroupSymm::abort();
-  if (gloo_) {
-    gloo_->abort();
+  if (const auto gloo = joined_gloo()) {
+    gloo->abort();
   }
 }
 
 void SymmForGloo::shutdown() {
   ProcessGroupSymm::shutdown();
-  if (gloo_) {
-    gloo_->shutdown();
+  if (const auto gloo = joined_gloo()) {
+    gloo->shutdown();
   }
 }
 

@@ -5,7 +5,8 @@
 
 namespace symm {
 
-// Serves CPU tensors as any group of symm, and is named "gloo". CUDA tensors go to a backend of Gloo beside it, if there is one.
+// Serves CPU tensors as any group of symm, and is named "gloo". A backend of Gloo beside it gets CUDA tensors, if a rank can have any, and
+// the calls on CPU tensors that symm refuses and Gloo takes.
 class SymmForGloo final : public ProcessGroupSymm {
  public:
   // Joins as a group of symm does. `cuda`, the same on all ranks, says whether a backend of Gloo joins, too.
@@ -70,11 +71,24 @@ class SymmForGloo final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options) const override;
 
  private:
-  // What Gloo's work `call` gives where a tensor is on CUDA, else what `ours` does.
+  // What Gloo's work `call` gives if `by_gloo`, else what `ours` does.
   template <typename Call, typename Ours>
-  WorkPtr by_device(const at::Tensor& tensor, Call&& call, Ours&& ours);
+  WorkPtr served(bool by_gloo, Call&& call, Ours&& ours);
+  // Whether the tensor by which a call's device is told is for Gloo.
+  bool elsewhere(const at::Tensor& tensor) const;
+  bool elsewhere(const Tensors& tensors) const;
+  // Gloo's group. Joins it first if this is the first call for it: all ranks make the same.
+  c10::intrusive_ptr<::c10d::Backend> gloo();
+  // Gloo's group if it has been joined.
+  c10::intrusive_ptr<::c10d::Backend> joined_gloo();
 
-  // Null: no rank can have a GPU.
+  const c10::intrusive_ptr<::c10d::Store> gloo_store_;
+  // Whether a rank can have a GPU.
+  const bool cuda_;
+  // Held by the thread that joins. Whoever ends the group does not wait for it.
+  std::mutex joining_;
+  // Guards gloo_.
+  std::mutex setting_;
   c10::intrusive_ptr<::c10d::Backend> gloo_;
 };
 
