@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torch_symm.bench.gpu.__main__ as command_line
 from torch_symm.bench.gpu.calls import OPS, Call, Setting
-from torch_symm.bench.gpu.launch import Options, StandsStill, measure
-from torch_symm.bench.gpu.meeting import Doing, Meeting
+from torch_symm.bench.gpu.launch import Options, measure
 from torch_symm.bench.gpu.record import Absent, Measured, write_json
 from torch_symm.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
+from torch_symm.bench.progress import Doing, Progress, StandsStill
 
 KB = 1 << 10
 
@@ -148,16 +147,17 @@ def test_without_any_side_the_run_has_failed() -> None:
 
 
 def test_the_rank_that_got_farthest_tells_what_they_were_at() -> None:
-    meeting = Meeting(2, 3, multiprocessing.get_context("spawn").Barrier(2))
-    assert meeting.doing() == Doing(0, None, None)
-    meeting.enter(0, 4, 1)
-    assert meeting.doing() == Doing(1, 4, 1)
-    meeting.enter(1, 4, 1)
-    meeting.enter(1, 4, None)
-    assert meeting.doing() == Doing(3, 4, None)
-    meeting.enter(0, 4, None)
-    meeting.enter(0, None, 2)
-    assert meeting.doing() == Doing(5, None, 2)
+    progress = Progress(2)
+    assert progress.doing() == Doing(0, None, None)
+    progress.enter(0, 4, 1)
+    assert progress.doing() == Doing(1, 4, 1, behind=(1,))
+    progress.enter(1, 4, 1)
+    progress.enter(1, 4, None)
+    assert progress.doing() == Doing(3, 4, None, behind=(0,))
+    progress.enter(0, 4, None)
+    assert progress.doing().behind == ()
+    progress.enter(0, None, 2)
+    assert progress.doing() == Doing(5, None, 2, behind=(1,))
 
 
 COMMAND = (sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +17,10 @@ import torch
 from torch_symm import __main__ as entry
 from torch_symm.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.bench.pattern import Pattern, WrongResult, check_parts
-from torch_symm.bench.perf import columns, cuda, plot, request
+from torch_symm.bench.perf import columns, cuda, launch, mpi, plot, request
 from torch_symm.bench.perf.record import Absent, Figure, Found
 from torch_symm.bench.perf.request import Wanted
+from torch_symm.bench.progress import Doing, Progress, StandsStill
 from torch_symm.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
 
 KB = 1 << 10
@@ -172,25 +178,127 @@ def test_rows_of_all_operations_are_measured_and_right(tmp_path: Path, capsys: p
 
 
 def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
-    rows = request.rows(["all_reduce", "all_gather"], ["f32"], ["sum"], [0], [KB], 2)
-    assert cuda.unmeasured(rows) is None
-    found = list(cuda.run(rows, ["gloo", "torch"], 1, False, device="cpu"))
+    rows = [
+        *request.rows(["all_reduce", "all_gather"], ["f32"], ["sum"], [0], [KB], 2),
+        # What not all sides measure: by exact values.
+        *request.rows(["all_reduce", "reduce"], ["i8"], ["max"], [1], [KB], 2),
+        *request.rows(["gather", "scatter", "broadcast"], ["f16"], ["sum"], [1], [KB], 2),
+    ]
+    how = cuda.How(calls=1, warmup=1, checks=2, device="cpu")
+    found = list(cuda.run(rows, ["gloo", "torch"], how))
     assert [one for one in found if isinstance(one, Absent)] == [Absent("torch", "is not measured on cpu tensors")]
     measured: Sequence[Found] = [one for one in found if isinstance(one, Found)]
     assert [one.wanted for one in measured] == rows
     assert all(one.sides["symm"] and one.sides["gloo"] and not one.wrong for one in measured)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (Wanted("gather", "f32", "none", 0, 8, 2), "gather is not measured on GPUs"),
-        (Wanted("all_reduce", "i8", "sum", -1, 8, 2), "-d i8 is not measured on GPUs"),
-        (Wanted("all_reduce", "f32", "max", -1, 8, 2), "only -o sum and -r 0"),
-    ],
-)
-def test_what_is_not_measured_on_gpus_is_refused(row: Wanted, says: str) -> None:
-    assert says in str(cuda.unmeasured([row]))
+def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_symm.bench.gpu import patterned
+    from torch_symm.bench.gpu.calls import Place, Setting
+    from torch_symm.bench.gpu.inputs import Inputs
+    from torch_symm.bench.record import Cell
+
+    cell = Cell("all_reduce", "i32", 2, KB, KB, "max")
+    assert patterned.wanted(cell) and not patterned.wanted(Cell("all_reduce", "f32", 2, KB, KB))
+    nothing = torch.empty(0)
+    inputs = Inputs(2, KB // 4, torch.int32, torch.device("cpu"), 1)
+    call = patterned.builder(cell)(Setting(0, inputs, nothing, None, Place(nothing, nothing)))  # type: ignore[arg-type]
+    call.reset()
+    # Nobody called: what is there are this rank's own values.
+    assert "elements wrong: all_reduce: element" in str(call.check(1))
+    assert call.check(2) is None
+
+
+def test_the_limit_of_links_is_that_of_the_slowest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_symm.doctor.report import Section
+    from torch_symm.topo import pairs
+
+    rates = {(0, 0): 900.0, (0, 1): 90.0, (1, 0): 80.0, (0, 2): 10.0}
+    found = [{"from": one, "to": to, "gb_per_s": rate} for (one, to), rate in rates.items()]
+    monkeypatch.setattr(pairs, "gpus", lambda: Section("measured", {"pairs": found}, []))
+    assert cuda._link_rate(2) == 80e9 and cuda._link_rate(3) == 10e9
+    monkeypatch.setattr(pairs, "gpus", lambda: Section("measured", {"error": "no GPU"}, []))
+    assert cuda._link_rate(2) == 0.0
+
+
+def test_a_peer_that_hangs_ends_the_run_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes: list[Progress] = []
+    ranks: list[int] = []
+
+    def noted(world: int) -> Progress:
+        notes.append(Progress(world))
+        return notes[-1]
+
+    def stop_one() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (notes and notes[0].doing().steps > 8):
+            time.sleep(0.02)
+        ranks.extend(sorted(child.pid for child in multiprocessing.active_children() if child.pid))
+        os.kill(ranks[1], signal.SIGSTOP)
+
+    monkeypatch.setattr(launch, "Progress", noted)
+    thread = threading.Thread(target=stop_one)
+    thread.start()
+    # Not the functional form, whose first call may import for seconds.
+    typed = ["bench", "reduce", "-b", "64K", "-e", "64K", "-n", "100000", "--limit", "5", "--device", "cpu"]
+    assert entry.main(typed) == 1
+    thread.join()
+    said = capsys.readouterr().err
+    assert "symm, reduce f32 64 KB: rank 1 of 2 stopped for 5 s (--limit)" in said, said
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_who_stands_still_is_named() -> None:
+    rows = request.rows(["all_reduce"], ["f32"], ["sum"], [0], [64 * KB], 2)
+    assert launch._place(Doing(5, 0, 1), ["symm", "gloo"], rows) == "gloo, all_reduce f32 64 KB"
+    assert launch._place(Doing(5, None, None), ["symm"], rows) == "before the first row"
+    assert launch._who(Doing(5, 0, 1, behind=(1, 2)), (), 4) == "ranks 1, 2 of 4 did not get on"
+    assert launch._who(Doing(5, 0, 1, behind=(1,)), (3,), 4) == "rank 3 of 4 stopped"
+    assert launch._who(Doing(5, 0, 1), (), 4) == "none of 4 ranks got on"
+
+
+def test_without_mpi_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpi, "missing", lambda: f"needs mpi4py, which is not installed: {mpi.NEEDS}")
+    with pytest.raises(SystemExit) as ended:
+        entry.main(["bench", "--against", "mpi", "--device", "cpu"])
+    assert ended.value.code == 2
+    assert "pip install impi-rt mpi4py" in capsys.readouterr().err
+
+
+def test_rows_that_mpi_lacks_are_told() -> None:
+    assert "no type for bf16" in str(mpi.unmeasured(Wanted("broadcast", "bf16", "none", 0, 8, 2)))
+    assert "no reduction avg" in str(mpi.unmeasured(Wanted("reduce", "f32", "avg", 0, 8, 2)))
+    assert mpi.unmeasured(Wanted("all_gather", "f32", "none", -1, 8, 2)) is None
+
+
+@pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
+def test_mpi_is_measured_in_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["bench", "all", "-b", "4K", "-n", "2", "-w", "1", "-d", "f32,bf16", "--against", "mpi", "--device", "cpu"]
+    assert entry.main([*typed, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [row for row in found["rows"] if row["side"] == "mpi"]
+    assert {row["op"] for row in rows} == set(PLACEMENTS)
+    assert all(row["wrong"] == 0 and row["median_us"] > 0 and row["dtype"] == "f32" for row in rows)
+    assert all("no type for bf16" in one["notes"]["mpi"] for one in found["notes"])
+
+
+def test_mpi_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text("#!/bin/sh\necho starting\nexec sleep 100\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(mpi, "_mpiexec", lambda: str(program))
+    rows = request.rows(["all_reduce"], ["f32"], ["sum"], [0], [KB], 2)
+    with pytest.raises(StandsStill, match=r"mpi, all_reduce f32 1 KB: nothing for 0.5 s"):
+        mpi.measure(2, rows, 1, 1, 1, 0.5)
+    program.write_text("#!/bin/sh\necho out of luck\nexit 3\n")
+    with pytest.raises(RuntimeError, match="mpi ended with status 3: out of luck"):
+        mpi.measure(2, rows, 1, 1, 1, 5.0)
 
 
 def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch_symm import __main__ as entry
 from torch_symm.check import faults
 from torch_symm.check.cases import LENGTHS, OPS, Case, blocks
 from torch_symm.check.exercise import Exercise
-from torch_symm.check.faults import CULPRIT, FAULTS, Told, judged
+from torch_symm.check.faults import FAULTS, RANKS, Told, judged
 from torch_symm.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
 
 PAIRS = [(redop, dtype) for dtype in DTYPES for redop in REDOPS if served(redop, dtype)]
@@ -78,10 +78,10 @@ def test_wrong_results_and_writes_beside_tensors_are_found() -> None:
 
 def test_faults_are_judged_by_exception_and_name() -> None:
     killed = FAULTS[0]
-    right = [Told(rank, "SymmPeerError", f"rank {CULPRIT} (pid 1) has ended", 0.1) for rank in range(CULPRIT)]
+    right = [Told(rank, "SymmPeerError", f"rank {RANKS - 1} (pid 1) has ended", 0.1) for rank in range(RANKS - 1)]
     assert judged(killed, right).right
     assert not judged(killed, right[:1]).right
-    assert not judged(killed, [right[0], Told(1, "SymmTimeout", f"rank {CULPRIT}", 0.1)]).right
+    assert not judged(killed, [right[0], Told(1, "SymmTimeout", f"rank {RANKS - 1}", 0.1)]).right
     assert not judged(killed, [right[0], Told(1, "SymmPeerError", "somebody", 0.1)]).right
 
 

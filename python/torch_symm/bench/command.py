@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: What ``--against`` knows.
 AGAINST = ("nccl", "gloo", "torch", "mpi")
 CPU_RANKS = 2
+#: Seconds in which ranks get on by a burst of calls; of a call of 1 GB, too, on a busy machine.
+LIMIT_S = 120.0
 
 
 def parser() -> Parser:
@@ -66,6 +68,13 @@ def parser() -> Parser:
     made.add_argument("-G", "--cudagraph", type=int, default=0, help="not 0: time of a call in a CUDA graph")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
     made.add_argument("--backend", default="symm", help="the tested backend, on CPU (default: symm)")
+    made.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help=f"end a run whose ranks do not get on for so long (default: {LIMIT_S:.0f})",
+    )
     made.add_argument("--against", metavar="SIDES", help="compare in the same run, by commas: " + ", ".join(AGAINST))
     made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
     made.add_argument("-F", "--output_file", "--csv", dest="csv", type=Path, metavar="FILE", help="write all as CSV")
@@ -136,7 +145,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         "failure": failure or None,
     }
     try:
-        written = _write(given, rows, found, plot.title(asdict(here)))
+        written = _write(given, plan.device, rows, found, plot.title(asdict(here)))
         if written:
             say(f"# written: {', '.join(written)}")
     except OSError as error:
@@ -162,7 +171,7 @@ def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
 def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
     import torch
 
-    from .perf import cuda, request
+    from .perf import mpi, request
 
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
@@ -173,10 +182,14 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
         parser.error(f"-g {world}: a group to measure has at least 2 ranks")
     if given.iters < 1 or given.warmup_iters < 0 or given.check < 0:
         parser.error("-n is at least 1, -w and -c are at least 0")
+    if given.limit <= 0:
+        parser.error(f"--limit {given.limit:g}: seconds, more than 0")
     against = [name for name in (given.against or "").lower().split(",") if name]
     for name in against:
         if name not in AGAINST:
             parser.error(f"--against: no side {name!r}{closest(name, AGAINST) or '; there are ' + ', '.join(AGAINST)}")
+    if "mpi" in against and device == "cpu" and (lacking := mpi.missing()):
+        parser.error(f"--against mpi: {lacking}")
     try:
         least = parse_size(given.minbytes)
         most = parse_size(given.maxbytes) if given.maxbytes else least
@@ -195,8 +208,6 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
         )
     except ValueError as error:
         parser.error(str(error))
-    if device == "cuda" and (reason := cuda.unmeasured(rows)):
-        parser.error(reason)
     return Plan(device, world, rows, against)
 
 
@@ -217,33 +228,54 @@ def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent 
     """Rows and absent sides; a text: why it ended early."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-    from .__main__ import unusable
-    from .perf import cuda, launch
-    from .perf.record import Absent
-
     try:
-        if plan.device == "cuda":
-            yield from cuda.run(plan.rows, plan.against, given.iters, bool(given.cudagraph))
-            return
-        sides = [given.backend]
-        if reason := unusable(given.backend):
-            yield f"--backend: {reason}"
-            return
-        for name in plan.against:
-            reason = "serves CUDA tensors only" if name in ("nccl", "torch") else unusable(name)
-            if reason and name == "mpi":
-                reason += "; in a checkout `make bench-mpi` measures the core without torch against Intel MPI"
-            if reason:
-                yield Absent(name, reason)
-            elif name not in sides:
-                sides.append(name)
-        yield from launch.measure(
-            plan.world, sides, plan.rows, given.iters, given.warmup_iters, given.check, bool(given.plot)
-        )
+        yield from _on_gpus(plan, given) if plan.device == "cuda" else _on_cpus(plan, given)
     except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
         yield str(error).strip()
     except KeyboardInterrupt:
         yield "interrupted"
+
+
+def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
+    from .perf import cuda
+
+    how = cuda.How(
+        calls=given.iters,
+        warmup=given.warmup_iters,
+        checks=given.check,
+        graph=bool(given.cudagraph),
+        limit=bool(given.plot),
+        still_s=given.limit,
+    )
+    yield from cuda.run(plan.rows, plan.against, how)
+
+
+def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
+    from .__main__ import unusable
+    from .perf import launch, mpi
+    from .perf.record import Absent
+
+    sides = [given.backend]
+    if reason := unusable(given.backend):
+        yield f"--backend: {reason}"
+        return
+    for name in plan.against:
+        if name == "mpi":
+            continue
+        if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else unusable(name):
+            yield Absent(name, reason)
+        elif name not in sides:
+            sides.append(name)
+    calls = (given.iters, given.warmup_iters, given.check)
+    by_mpi = {}
+    if "mpi" in plan.against:
+        by_mpi = mpi.measure(plan.world, [row for row in plan.rows if not mpi.unmeasured(row)], *calls, given.limit)
+    for found in launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit):
+        if "mpi" in plan.against:
+            reason = mpi.unmeasured(found.wanted)
+            notes = {**found.notes, **({"mpi": reason} if reason else {})}
+            found = replace(found, sides={**found.sides, "mpi": by_mpi.get(found.wanted, {})}, notes=notes)
+        yield found
 
 
 def _progress(plan: Plan, done: int) -> None:
@@ -254,7 +286,9 @@ def _progress(plan: Plan, done: int) -> None:
         print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
 
 
-def _write(given: argparse.Namespace, rows: list[Found], found: dict[str, object], heading: str) -> list[str]:
+def _write(
+    given: argparse.Namespace, device: str, rows: list[Found], found: dict[str, object], heading: str
+) -> list[str]:
     """Writes the files that are asked for; their names."""
     from .perf import columns, plot
 
@@ -265,5 +299,5 @@ def _write(given: argparse.Namespace, rows: list[Found], found: dict[str, object
     if given.csv:
         columns.write_csv(rows, given.csv)
     if given.plot and rows:
-        plot.draw(rows, heading, given.plot)
+        plot.draw(rows, heading, given.plot, "the slowest link" if device == "cuda" else "memory")
     return [str(path) for path in (given.json if given.json != "-" else None, given.csv, given.plot) if path]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import spawn
 from . import rank as rank_process
 from .beside import Beside, running
 from .ops import DTYPES, OPS
+from .progress import end
 from .record import Cell, Row
 from .timing import SharedTensors
 
@@ -95,10 +96,17 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
             yield CopyRate(world, message) if isinstance(message, float) else message
 
 
-def reported(processes: Any, results: Any, expected: int, counts: type = object) -> Iterator[Any]:
+def reported(
+    processes: Any,
+    results: Any,
+    expected: int,
+    counts: type = object,
+    watched: Callable[[Sequence[Any]], None] = lambda _processes: None,
+) -> Iterator[Any]:
     """What rank processes put into ``results``, until there were ``expected`` messages of type ``counts``.
 
-    Ends the processes, however it ends.
+    ``watched`` is called every now and then with the processes; what it raises ends the run. Ends the processes,
+    however it ends.
 
     Raises:
         RuntimeError: the processes have ended without some of the messages.
@@ -111,13 +119,11 @@ def reported(processes: Any, results: Any, expected: int, counts: type = object)
             except queue.Empty:
                 if processes.join(timeout=0) and results.empty():
                     raise RuntimeError(f"the ranks ended with {expected} results missing") from None
+                watched(processes.processes)
                 continue
             expected -= isinstance(message, counts)
             yield message
-        while not processes.join():
-            pass
+        while not processes.join(timeout=POLL_S):
+            watched(processes.processes)
     finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.terminate()
-            process.join()
+        end(processes.processes)

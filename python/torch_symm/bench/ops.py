@@ -39,7 +39,7 @@ POISON = -1
 
 @dataclass(frozen=True)
 class Shape:
-    """What a builder needs: place, element type and number of elements of S, what combines them, and the root."""
+    """What a builder needs: rank, element type and number of elements of S, what combines them, root and device."""
 
     rank: int
     world: int
@@ -47,6 +47,7 @@ class Shape:
     count: int
     redop: str = "sum"
     root: int = 0
+    device: torch.device | None = None
 
     @property
     def reduce_op(self) -> dist.ReduceOp.RedOpType:
@@ -65,11 +66,11 @@ class Shape:
 
     def pattern(self, ranks: range | list[int], start: int, count: int) -> Pattern:
         """What ``count`` elements of ``ranks`` from ``start`` on are combined to."""
-        return Pattern(ranks, start, count, self.world, self.dtype, self.redop)
+        return Pattern(ranks, start, count, self.world, self.dtype, self.redop, self.device)
 
     def empty(self, count: int) -> torch.Tensor:
         """A flat tensor of ``count`` elements."""
-        return torch.empty(count, dtype=self.dtype)
+        return torch.empty(count, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)

@@ -62,12 +62,19 @@ class Pattern:
     """
 
     def __init__(
-        self, ranks: Sequence[int], start: int, count: int, world: int, dtype: torch.dtype, redop: str = "sum"
+        self,
+        ranks: Sequence[int],
+        start: int,
+        count: int,
+        world: int,
+        dtype: torch.dtype,
+        redop: str = "sum",
+        device: torch.device | None = None,
     ) -> None:
         """``count`` elements from ``start`` on, in a job of ``world`` ranks whose values ``redop`` combines."""
         length, limit = min(count, TILE), largest(dtype)
         values = [_values(rank, start, length, world, redop, limit) for rank in ranks]
-        self._tile = (_combined(values, redop) if len(values) > 1 else values[0]).to(dtype)
+        self._tile = (_combined(values, redop) if len(values) > 1 else values[0]).to(device, dtype)
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Writes the pattern into the flat ``tensor``."""

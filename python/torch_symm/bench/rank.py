@@ -45,14 +45,16 @@ class Task:
     rounds: int
 
 
-def join(rank: int, world: int, backends: Sequence[str], rendezvous: str) -> list[dist.ProcessGroup]:
+def join(
+    rank: int, world: int, backends: Sequence[str], rendezvous: str, timeout: timedelta = GROUP_TIMEOUT
+) -> list[dist.ProcessGroup]:
     """Makes this process rank ``rank`` of a group of each backend, the default group first."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    dist.init_process_group(backends[0], init_method=rendezvous, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(backends[0], init_method=rendezvous, rank=rank, world_size=world, timeout=timeout)
     default = dist.group.WORLD
     assert default is not None
-    return [default, *(new_group(backend=peer, timeout=GROUP_TIMEOUT) for peer in backends[1:])]
+    return [default, *(new_group(backend=peer, timeout=timeout) for peer in backends[1:])]
 
 
 def copy_bandwidth(rank: int, shared: SharedTensors) -> float:

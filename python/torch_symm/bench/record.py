@@ -17,13 +17,18 @@ DISTURBED_CORES = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure. ``size`` is S as asked for; ``bytes`` is S rounded up to whole elements (a rank)."""
+    """One thing to measure. ``size`` is S as asked for; ``bytes`` is S rounded up to whole elements (a rank).
+
+    ``redop`` and ``root`` say how, where the operation has them.
+    """
 
     op: str
     dtype: str
     world: int
     size: int
     bytes: int
+    redop: str = "sum"
+    root: int = 0
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,13 @@ def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, .
 
 
 def _faults(given: argparse.Namespace) -> list[Seen]:
+    import torch
+
     from . import faults
 
     seen = []
-    for one in faults.play():
+    world = min(faults.RANKS, torch.cuda.device_count()) if given.device == "cuda" else faults.RANKS
+    for one in faults.play(given.device, world):
         seen.append(one)
         if not given.json:
             print(f"  a rank {one.fault.does}: {'' if one.right else 'WRONG: '}{one.text}", flush=True)

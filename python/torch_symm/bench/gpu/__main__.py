@@ -14,17 +14,18 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from .. import machine
+from ..progress import StandsStill
 from ..units import parse_size
 from .calls import OPS
 from .cell import HOST_OP, HOST_SIZE
-from .launch import PATIENT_SETTINGS, Options, StandsStill, cells, measure
+from .inputs import RANDOM as DTYPES
+from .launch import PATIENT_SETTINGS, Options, cells, measure
 from .record import Absent, Measured, Run
 from .sides import cpu_sides, gpu_sides
 from .table import progress_line, write_tables
 
 SIZES = "1K,8K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,64K,1M,16M,64M"
-DTYPES = ("bf16", "f32")
 MAX_RANKS = 8
 SECONDS, QUICK_SECONDS = 300.0, 90.0
 TURNS, QUICK_TURNS = 7, 3

@@ -74,7 +74,6 @@ class Op:
 
     build: Callable[[Setting], Call]
     divided: bool = False
-    messages_per_call: int = 1
 
 
 def _all_reduce(at: Setting) -> Call:
@@ -196,6 +195,6 @@ OPS: dict[str, Op] = {
     "reduce_scatter": Op(_reduce_scatter, divided=True),
     "all_to_all": Op(_all_to_all, divided=True),
     "broadcast": Op(_broadcast),
-    "send_recv": Op(_send_recv, messages_per_call=2),
+    "send_recv": Op(_send_recv),
     "barrier": Op(_barrier),
 }

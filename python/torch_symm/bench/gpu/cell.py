@@ -8,14 +8,15 @@ from typing import TypeAlias
 
 import torch
 
-from ..ops import DTYPES
+from ..ops import DTYPES, OPS
 from ..record import Cell
-from .calls import OPS, Call, Setting
+from . import patterned
+from .calls import Call, Setting
 from .host import entrances
 from .inputs import Inputs
 from .process import Process
 from .record import Figure, Measured
-from .sides import Builder
+from .sides import Builder, Side
 
 LARGE = 4 << 20
 MANY_CALLS, FEW_CALLS = 20, 5
@@ -46,13 +47,14 @@ class _Bench:
         dtype = DTYPES[cell.dtype]
         self._inputs = Inputs(process.task.world, cell.bytes // dtype.itemsize, dtype, process.device, seed)
         self._pristine = torch.empty(self._inputs.count, dtype=dtype, device=process.device)
-        self._inputs.fill(self._pristine, process.rank)
+        if not patterned.wanted(cell):
+            self._inputs.fill(self._pristine, process.rank)
         self._figures: dict[str, Figure] = {}
 
     def measured(self) -> Measured:
         cell, ready = self._cell, Ready()
         for number, side in list(self._process.sides.items()):
-            build = side.builder(cell.op, cell.bytes)
+            build = self._builder(side)
             if build is None:
                 continue
             self._figures[side.name] = Figure()
@@ -64,12 +66,18 @@ class _Bench:
                     ready[number] = call, graph
         self._alternate(ready)
         for number, (call, _graph) in ready.items():
-            if not self._still_right(number, call):
+            if self._process.task.checks and not self._still_right(number, call):
                 continue
             self._read(number)
-            if (cell.op, cell.size) == (HOST_OP, HOST_SIZE) and self._process.sides[number].calls_dist:
+            hosted = (cell.op, cell.size) == (HOST_OP, HOST_SIZE) and not patterned.wanted(cell)
+            if hosted and self._process.sides[number].calls_dist:
                 self._host_times(number)
         return Measured(cell, self._calls, self._figures)
+
+    def _builder(self, side: Side) -> Builder | None:
+        if not patterned.wanted(self._cell):
+            return side.builder(self._cell.op, self._cell.bytes)
+        return patterned.builder(self._cell) if side.is_plain else None
 
     def _figure(self, number: int) -> Figure:
         return self._figures[self._process.task.sides[number]]
@@ -81,6 +89,7 @@ class _Bench:
     def _prepared(self, number: int, build: Builder) -> Call | None:
         """The call, once it has been made and found right."""
         found: list[Call] = []
+        task = self._process.task
 
         def once() -> str | None:
             call = build(self._setting(number))
@@ -88,7 +97,15 @@ class _Bench:
             call.run()
             self._process.settle(self._process.sides[number])
             found.append(call)
-            wrong = call.check(1)
+            wrong = call.check(1) if task.checks else None
+            for _ in range(task.checks - 1):
+                if wrong is None:
+                    call.reset()
+                    call.run()
+                    wrong = call.check(1)
+            for _ in range(task.warmup):
+                call.run()
+            self._process.settle(self._process.sides[number])
             return wrong and f"wrong: {wrong}"
 
         error = self._process.together(number, once)
@@ -110,7 +127,7 @@ class _Bench:
             call.reset()
             graphs[0].replay()
             self._process.settle(self._process.sides[number])
-            wrong = call.check(self._calls)
+            wrong = call.check(self._calls) if self._process.task.checks else None
             return wrong and f"wrong in a graph: {wrong}"
 
         # Two steps: where one rank has no graph, the others must not wait for it on the GPU.

@@ -34,7 +34,8 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from .. import machine
-from .launch import POLL_S, StandsStill, end
+from ..progress import StandsStill, end
+from .launch import POLL_S
 from .record import write_json
 from .sides import GROUP_TIMEOUT
 from .table import write_table

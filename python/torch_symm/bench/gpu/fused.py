@@ -30,10 +30,11 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from .. import machine
+from ..progress import StandsStill, end
 from . import fused_rank
 from .fused_rank import Finished, Task
 from .fused_sides import MM, OURS, SMALL, engines, shapes
-from .launch import PATIENT_SETTINGS, POLL_S, START_S, StandsStill, end
+from .launch import PATIENT_SETTINGS, POLL_S, START_S
 from .meeting import Meeting
 from .record import write_json
 from .table import write_table

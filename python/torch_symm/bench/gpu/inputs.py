@@ -11,6 +11,8 @@ from ..pattern import pieces
 
 # Elements that are made and compared at a time; bounds the memory of the float64 reference.
 PIECE = 1 << 24
+#: Types of which there are random values and bounds for their sums.
+RANDOM = ("bf16", "f32")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ..ops import DTYPES
+from ..progress import Doing, StandsStill, Watch, end
 from ..record import Cell
 from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
-from .meeting import Doing, Meeting
+from .meeting import Meeting
 from .process import Message, Task
 from .record import Absent, Measured
 from .sides import GROUP_TIMEOUT, Makers
@@ -28,7 +29,6 @@ POLL_S = 0.2
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
 # Processes import torch, make a context on their GPU and meet, before they get to a side.
 START_S = 150.0
-KILL_S = 5.0
 
 #: So that NCCL ends a call that waits in vain, and not the process: it aborts the communicator (2), does not kill the
 #: process when its watchdog is late, and does not first wait a minute for a dump.
@@ -39,13 +39,12 @@ PATIENT_SETTINGS = {
 }
 
 
-class StandsStill(RuntimeError):
-    """The ranks have not got on for so long that one of them must hang."""
-
-
 @dataclass(frozen=True)
 class Options:
-    """What to measure. ``seconds``: when they have passed, no further cell begins; ``still_s``: when a rank hangs."""
+    """What to measure. ``seconds``: when they have passed, no further cell begins; ``still_s``: when a rank hangs.
+
+    ``rows``: cells in place of every combination of ``ops``, ``dtypes`` and ``sizes``.
+    """
 
     world: int
     device: str
@@ -57,11 +56,14 @@ class Options:
     seconds: float
     turns: int
     still_s: float = STILL_S
+    warmup: int = 0
+    checks: int = 1
+    rows: tuple[Cell, ...] = ()
 
 
 def cells(options: Options) -> list[Cell]:
     """The cells, operation by operation and dtype by dtype, from small to large."""
-    found = []
+    found = list(options.rows)
     for op in options.ops:
         for dtype in options.dtypes if op != "barrier" else options.dtypes[:1]:
             for size in options.sizes if op != "barrier" else (0,):
@@ -98,7 +100,7 @@ def measure(options: Options) -> Iterator[Message]:
         except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
             if not todo or time.monotonic() >= deadline:
                 return  # they only did not end well
-            doing = meeting.doing()
+            doing = meeting.progress.doing()
             if doing.side is None:
                 raise
             name = started_sides[doing.side]
@@ -122,6 +124,8 @@ def _start(
             rendezvous="symm+" + (Path(folder) / "rendezvous").as_uri(),
             seconds=max(0.0, deadline - time.monotonic()),
             turns=options.turns,
+            warmup=options.warmup,
+            checks=options.checks,
         )
         processes = spawn(rank_process.main, (task, meeting, results), nprocs=options.world, join=False)  # type: ignore[no-untyped-call]
         try:
@@ -132,7 +136,7 @@ def _start(
 
 def _reported(processes: Any, results: Any, meeting: Meeting, still_s: float) -> Iterator[Message]:
     """What the ranks put into ``results``, until all of them have ended."""
-    steps, since, limit = 0, time.monotonic(), START_S
+    watch = Watch(meeting.progress, START_S, still_s)
     while True:
         try:
             yield results.get(timeout=POLL_S)
@@ -141,24 +145,8 @@ def _reported(processes: Any, results: Any, meeting: Meeting, still_s: float) ->
             pass
         if processes.join(timeout=0) and results.empty():
             return
-        now, doing = time.monotonic(), meeting.doing()
-        if doing.steps != steps:
-            steps, since, limit = doing.steps, now, still_s
-        elif now - since > limit:
-            raise StandsStill(f"nothing happened for {limit:.0f} s")
-
-
-def end(processes: Sequence[Any]) -> None:
-    """Ends processes, whatever they are waiting for."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    until = time.monotonic() + KILL_S
-    for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join(KILL_S)
+        if watch.stuck():
+            raise StandsStill(f"nothing happened for {watch.limit_s:.0f} s")
 
 
 def _place(doing: Doing, todo: Sequence[Cell]) -> str:

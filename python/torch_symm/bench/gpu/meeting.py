@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 
 import torch
+
+from ..progress import Progress
 
 MAX_TURNS = 16
 MODES = ("graph", "eager", "host", "group", "backend", "launch")
 TEXT_BYTES = 1200
 # Longer than the launcher lets a run stand still.
 PATIENCE_S = 200.0
-NOBODY = -1
 
 
 def _shared(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     tensor: torch.Tensor = torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call]
     return tensor
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What the rank that got farthest is at. ``steps`` grows while anybody gets on; ``side`` is None between sides."""
-
-    steps: int
-    cell: int | None
-    side: int | None
 
 
 class Meeting:
@@ -39,21 +30,7 @@ class Meeting:
         self._texts = _shared(world, TEXT_BYTES, dtype=torch.uint8)
         self._samples = _shared(sides, len(MODES), world, MAX_TURNS, dtype=torch.float64)
         self._number = _shared(1, dtype=torch.int64)
-        self._doing = _shared(world, 3, dtype=torch.int64)
-        self._doing[:, 1:] = NOBODY
-
-    def enter(self, rank: int, cell: int | None, side: int | None) -> None:
-        """Notes what this rank does next, for a launcher that finds it dead or hanging."""
-        row = self._doing[rank]
-        row[1] = NOBODY if cell is None else cell
-        row[2] = NOBODY if side is None else side
-        row[0] += 1
-
-    def doing(self) -> Doing:
-        """For the launcher: what the ranks are at. They wait for each other, so that no rank is two steps ahead."""
-        rows = self._doing.tolist()
-        _steps, cell, side = max(rows)
-        return Doing(sum(row[0] for row in rows), *(None if each == NOBODY else each for each in (cell, side)))
+        self.progress = Progress(world)
 
     def align(self) -> None:
         """Returns once all ranks have called it.

@@ -19,7 +19,10 @@ Message: TypeAlias = Absent | Measured
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``seconds``: when the run is late for it, turns become few; when they are over, it ends."""
+    """What all ranks do. ``seconds``: when the run is late for it, turns become few; when they are over, it ends.
+
+    ``warmup`` untimed calls of a side come before its timed ones; ``checks`` of its results are compared, 0: none.
+    """
 
     world: int
     device: str
@@ -29,6 +32,8 @@ class Task:
     rendezvous: str
     seconds: float
     turns: int
+    warmup: int = 0
+    checks: int = 1
 
 
 class Process:
@@ -51,7 +56,7 @@ class Process:
 
         Where ranks saw different things, a timeout counts most: the others may be its consequence.
         """
-        self.meeting.enter(self.rank, self.cell, side)
+        self.meeting.progress.enter(self.rank, self.cell, side)
         try:
             error = body()
         except NotThere as missing:
@@ -61,7 +66,7 @@ class Process:
             # After some errors the device serves this process no more, on no side. The launcher starts others then.
             self.clock.settle()
         errors = self.meeting.agree(self.rank, error)
-        self.meeting.enter(self.rank, self.cell, None)
+        self.meeting.progress.enter(self.rank, self.cell, None)
         return next((error for error in errors if is_timeout(error)), errors[0] if errors else None)
 
     def settle(self, side: Side) -> None:

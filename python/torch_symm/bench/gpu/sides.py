@@ -62,6 +62,11 @@ class Side:
         """Whether its calls are those of torch.distributed."""
         return "send_recv" in self.builders
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is still there, and its calls are those of torch.distributed on ordinary memory."""
+        return self.calls_dist and not self.keep and self.failures < MAX_FAILURES
+
     def builder(self, op: str, size: int) -> Builder | None:
         """How ``op`` is done here; None where it is not."""
         if self.failures >= MAX_FAILURES or (self.limit is not None and size > self.limit):

@@ -1,4 +1,4 @@
-"""Time and bus bandwidth over size, of all sides, with what plain copies of memory would allow (needs matplotlib)."""
+"""Time and bus bandwidth over size, of all sides, with what plain copies would allow (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ENDINGS = (".png", ".svg", ".pdf", ".html")
 _COLORS = ("#0b6e4f", "#8a8a8a", "#b5541c", "#3b5b92", "#7a4b94", "#a08000")
 
 
-def draw(rows: Sequence[Found], heading: str, path: Path) -> None:
+def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory") -> None:
     """Writes a figure of ``rows`` to ``path``: a row of two plots for each operation, type, reduction and root.
 
-    ``.html`` has the figure and the table in one file that needs no other.
+    ``bound``: what sets the limit that is drawn. ``.html`` has figure and table in one file that needs no other.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,7 +43,7 @@ def draw(rows: Sequence[Found], heading: str, path: Path) -> None:
             found.wanted.size / found.limit_us / 1e3 * found.wanted.bus_factor for found in part if found.limit_us
         ]
         if limits:
-            right.axhline(max(limits), linestyle=":", color="#c0392b", label="limit of memory")
+            right.axhline(max(limits), linestyle=":", color="#c0392b", label=f"limit of {bound}")
         left.set_yscale("log")
         right.set_ylim(bottom=0)
         for axis in (left, right):

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from multiprocessing.queues import Queue
 from typing import TypeAlias
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from .. import limits
 from ..ops import DTYPES, OPS, PLACEMENTS, Shape, Work
 from ..pattern import WrongResult
+from ..progress import Progress
 from ..rank import copy_bandwidth, join
 from ..record import quantile
 from ..timing import Rhythm, SharedTensors, burst, check_once, fixed
@@ -29,7 +32,10 @@ Message: TypeAlias = Found
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks do. ``sides``: the tested one first; ``calls`` timed ones after ``warmup``, ``checks`` checked."""
+    """What all ranks do. ``sides``: the tested one first; ``calls`` timed ones after ``warmup``, ``checks`` checked.
+
+    ``bandwidth``: whether to measure that of plain copies; ``timeout_s``: of the groups.
+    """
 
     world: int
     sides: tuple[str, ...]
@@ -38,20 +44,21 @@ class Task:
     calls: int
     warmup: int
     checks: int
-    limit: bool
+    bandwidth: bool
+    timeout_s: float
 
 
-def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) -> None:
+def main(rank: int, task: Task, shared: SharedTensors, progress: Progress, results: Queue[Message]) -> None:
     """Entry point of a rank process."""
-    groups = join(rank, task.world, task.sides, task.rendezvous)
-    bandwidth = copy_bandwidth(rank, shared) if task.limit else 0.0
+    groups = join(rank, task.world, task.sides, task.rendezvous, timedelta(seconds=task.timeout_s))
+    bandwidth = copy_bandwidth(rank, shared) if task.bandwidth else 0.0
     gc.disable()
-    for wanted in task.rows:
+    for number, wanted in enumerate(task.rows):
         sides: dict[str, dict[str, Figure]] = {side: {} for side in task.sides}
         notes: dict[str, str] = {}
         for placement, build in zip(record.PLACEMENTS, PLACEMENTS[wanted.op], strict=True):
             if build is not None:
-                _Row(rank, task, shared, groups, wanted, build).measure(sides, placement, notes)
+                _Row(rank, task, shared, progress, groups, number, build).measure(sides, placement, notes)
         if rank == 0:
             limit = limits.limit_us(wanted.op, wanted.size, task.world, bandwidth, staged=False)
             results.put(Found(wanted, sides, notes, limit))
@@ -68,11 +75,14 @@ class _Row:
         rank: int,
         task: Task,
         shared: SharedTensors,
+        progress: Progress,
         groups: Sequence[dist.ProcessGroup],
-        wanted: Wanted,
+        number: int,
         build: Callable[[Shape], Work],
     ) -> None:
+        wanted = task.rows[number]
         self._rank, self._task, self._shared, self._groups, self._wanted = rank, task, shared, groups, wanted
+        self._enter = partial(progress.enter, rank, number)
         dtype = DTYPES[wanted.dtype]
         redop = "sum" if wanted.redop == "none" else wanted.redop
         shape = Shape(rank, task.world, dtype, wanted.size // dtype.itemsize, redop, max(0, wanted.root))
@@ -96,6 +106,7 @@ class _Row:
             for side in able if turn % 2 == 0 else reversed(able):
                 self._timed(side, rhythms[side])
         for side in able:
+            self._enter(side)
             for _ in range(task.checks - 1):
                 with self._counting(side):
                     check_once(self._work, self._groups[side])
@@ -107,6 +118,7 @@ class _Row:
         """Makes the first call, checked, and the untimed ones; whether all ranks could."""
         shared, group, work = self._shared, self._groups[side], self._work
         shared.align()
+        self._enter(side)
         try:
             work.reset()
             work.call(group)
@@ -119,6 +131,7 @@ class _Row:
         shared.align()
         if bool(shared.failed[side].any()):
             return False
+        self._enter(side)
         work.reset()
         start = time.perf_counter_ns()
         for _ in range(self._task.warmup):
@@ -130,6 +143,7 @@ class _Row:
     def _timed(self, side: int, rhythm: Rhythm) -> None:
         self._shared.align()
         for _ in range(rhythm.bursts):
+            self._enter(side)
             samples = burst(self._work, self._groups[side], rhythm, checked=False)
             start = self._filled[side]
             self._filled[side] += len(samples)

@@ -1,0 +1,102 @@
+"""What the ranks of a run are at, in memory that the launcher reads; and how it ends ranks that do not get on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NOBODY = -1
+KILL_S = 5.0
+
+
+class StandsStill(RuntimeError):
+    """The ranks have not got on for so long that one of them must hang."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the rank that got farthest is at. ``steps`` grows while anybody gets on; ``side`` is None between sides.
+
+    ``behind``: the ranks that have not come as far.
+    """
+
+    steps: int
+    cell: int | None
+    side: int | None
+    behind: tuple[int, ...] = ()
+
+
+class Progress:
+    """A note of every rank."""
+
+    def __init__(self, world: int) -> None:
+        """For ``world`` ranks."""
+        self._rows: torch.Tensor = torch.zeros((world, 3), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._rows[:, 1:] = NOBODY
+
+    def enter(self, rank: int, cell: int | None, side: int | None) -> None:
+        """Notes what this rank does next, for a launcher that finds it dead or hanging."""
+        row = self._rows[rank]
+        row[1] = NOBODY if cell is None else cell
+        row[2] = NOBODY if side is None else side
+        row[0] += 1
+
+    def doing(self) -> Doing:
+        """For the launcher: what the ranks are at. They wait for each other, so that no rank is two steps ahead."""
+        rows = self._rows.tolist()
+        most, cell, side = max(rows)
+        behind = tuple(rank for rank, row in enumerate(rows) if row[0] < most)
+        at_cell, at_side = (None if each == NOBODY else each for each in (cell, side))
+        return Doing(sum(row[0] for row in rows), at_cell, at_side, behind)
+
+
+class Watch:
+    """Tells when ``progress`` stands still: nothing for ``first_s`` at the start, for ``still_s`` later."""
+
+    def __init__(self, progress: Progress, first_s: float, still_s: float) -> None:
+        """Its clock begins now."""
+        self._progress, self._still_s = progress, still_s
+        self._steps, self._since, self._limit = 0, time.monotonic(), first_s
+
+    def stuck(self) -> Doing | None:
+        """What the ranks are at if they stand still."""
+        now, doing = time.monotonic(), self._progress.doing()
+        if doing.steps != self._steps:
+            self._steps, self._since, self._limit = doing.steps, now, self._still_s
+        return doing if now - self._since > self._limit else None
+
+    @property
+    def limit_s(self) -> float:
+        """The limit that holds at present."""
+        return self._limit
+
+
+def stopped(processes: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks whose processes are stopped, by a signal or a debugger."""
+    return tuple(rank for rank, process in enumerate(processes) if _state(process.pid) in ("T", "t"))
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def end(processes: Sequence[Any]) -> None:
+    """Ends processes, whatever they are waiting for."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    until = time.monotonic() + KILL_S
+    for process in processes:
+        # One that is stopped does not hear of it.
+        process.join(0.1 if _state(process.pid) in ("T", "t") else max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(KILL_S)
