@@ -64,6 +64,8 @@ def train_sharded(mesh: DeviceMesh, data: list[list[Batch]], *, has_average: boo
         mean = loss.detach() / dist.get_world_size()
         dist.all_reduce(mean)
         losses.append(mean.item())
+        if dist.get_rank() == 0 and len(losses) % 5 == 0:
+            print(f"step {len(losses)}/{STEPS}, loss {losses[-1]:.4f}", flush=True)
     return model, losses
 
 

@@ -51,6 +51,8 @@ def main() -> None:
     torch.manual_seed(rank)
     tokens, weight = torch.randn(32, 64), torch.randn(64, 64)
     wanted = attention_like(tokens, weight, group)
+    if rank == 0:
+        print(f"compiling with {compiler} …", flush=True)
     started = time.perf_counter()
     compiled = torch.compile(attention_like, backend=compiler, fullgraph=True)
     difference = 0.0

@@ -90,6 +90,8 @@ def train(gathered: Callable[..., torch.Tensor], scattered: Callable[..., torch.
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        if dist.get_rank() == 0:
+            print(f"step {len(losses)}/{STEPS}, loss {losses[-1]:.2f}", flush=True)
     return losses, [up.detach(), down.detach(), tokens.grad]
 
 

@@ -70,6 +70,8 @@ def main() -> None:
     arguments = (tokens, weights, dist.group.WORLD, HEADS // world)
     wanted = block(*arguments)
 
+    if rank == 0:
+        print(f"compiling a block of {HEADS} heads on {world} ranks …", flush=True)
     symm_mem.install()
     warnings.filterwarnings("ignore", message="erase_node")  # of torch's own pass
     with config.patch(_micro_pipeline_tp=True):

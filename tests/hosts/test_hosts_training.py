@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 STEPS, ROWS, WIDTH = 6, 8, 33
 
 Program = Callable[[int, int], list[float]]
@@ -180,16 +180,24 @@ def free_port() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "example", ("01_ddp_digits", "02_fsdp2", "03_tensor_parallel", "04_pipeline", "06_objects", "09_train_transformer")
+    "program",
+    (
+        "examples/01_ddp_digits",
+        "examples/02_fsdp2",
+        "examples/03_tensor_parallel",
+        "examples/04_pipeline",
+        "examples/06_objects",
+        "benches/train_transformer",
+    ),
 )
-def test_examples_by_torchrun_on_two_nodes(example: str) -> None:
-    """Examples compare themselves with one process, and fail where they differ."""
+def test_programs_by_torchrun_on_two_nodes(program: str) -> None:
+    """They compare themselves with one process, and fail where they differ."""
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "hosts"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous]
     own = {"SYMM_HOSTS": "gloo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     nodes = [
         subprocess.Popen(
-            [*command, str(EXAMPLES / f"{example}.py")],
+            [*command, str(ROOT / f"{program}.py")],
             env={**os.environ, **own, "SYMM_TEST_HOST": name},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """Trains a small language model on Python's own source with FSDP2 or tensor parallelism, on GPUs or on CPUs.
 
-    torchrun --nproc-per-node 4 examples/09_train_transformer.py --parallel fsdp --compare
+    torchrun --nproc-per-node 4 benches/train_transformer.py --parallel fsdp --compare
 
 The text is the standard library that lies beside the interpreter, byte by byte, so nothing is fetched. With FSDP2 each
 rank trains on batches of its own and holds a part of every layer, which is gathered before it is used; with tensor
