@@ -60,25 +60,24 @@ def test_even_shards_are_torchs(mesh_shape: tuple[int, ...]) -> None:
     run_ranks(even_shards, 4, mesh_shape)
 
 
-def dtypes(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_every_dtype(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for dtype in expected.DTYPES:
         whole = expected.seeded(dtype, (8, 12), 7)
-        mine = cut(whole, world, 0, rank)
+        mine = cut(whole, world_size, 0, rank)
         got = shard_dim_alltoall(mine, 0, 1, mesh, 0)
         assert same_bits(got, torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0)), dtype
-        assert same_bits(got, cut(whole, world, 1, rank)), dtype
+        assert same_bits(got, cut(whole, world_size, 1, rank)), dtype
         assert same_bits(shard_dim_alltoall(got, 1, 0, mesh, 0), mine), dtype
         uneven = expected.seeded(dtype, (7, 5), 9)
-        got = shard_dim_alltoall(cut(uneven, world, 0, rank), 0, 1, mesh, 0, gather_size=7)
-        assert same_bits(got, cut(uneven, world, 1, rank)), dtype
+        got = shard_dim_alltoall(cut(uneven, world_size, 0, rank), 0, 1, mesh, 0, gather_size=7)
+        assert same_bits(got, cut(uneven, world_size, 1, rank)), dtype
     # Every pattern of bits of a float, signalling NaNs included, comes through as it is.
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
-    assert same_bits(shard_dim_alltoall(cut(patterns, world, 0, rank), 0, 1, mesh, 0), cut(patterns, world, 1, rank))
-
-
-def test_every_dtype() -> None:
-    run_ranks(dtypes, 4)
+    assert same_bits(
+        shard_dim_alltoall(cut(patterns, world_size, 0, rank), 0, 1, mesh, 0), cut(patterns, world_size, 1, rank)
+    )
 
 
 def uneven_shards(rank: int, world: int, mesh_shape: tuple[int, ...]) -> None:
@@ -105,8 +104,9 @@ def test_uneven_shards_of_three_ranks() -> None:
     run_ranks(uneven_shards, 3, (3,))
 
 
-def layouts(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_inputs_that_are_not_contiguous(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     base = numbered((8, 6, 12), rank)
     odd: list[tuple[torch.Tensor, torch.Tensor]] = [
         (base.transpose(0, 2), base.transpose(0, 2).contiguous()),
@@ -124,18 +124,15 @@ def layouts(rank: int, world: int) -> None:
             assert same_bits(uneven, again)
 
 
-def test_inputs_that_are_not_contiguous() -> None:
-    run_ranks(layouts, 4)
-
-
 def raised(call: Callable[[], Any]) -> BaseException:
     with pytest.raises(Exception) as caught:
         call()
     return caught.value
 
 
-def refused(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_wrong_arguments_are_refused_as_by_torch(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     mine = numbered((4, 8), rank)
     wrong: list[tuple[Any, ...]] = [
         (2, 0, mesh, 0),
@@ -159,10 +156,6 @@ def refused(rank: int, world: int) -> None:
     assert same_bits(shard_dim_alltoall(mine, 1, 0, mesh, 0), torchs.shard_dim_alltoall(mine, 1, 0, mesh, 0))
 
 
-def test_wrong_arguments_are_refused_as_by_torch() -> None:
-    run_ranks(refused, 4)
-
-
 def disagreeing(rank: int, world: int, shapes: list[tuple[int, int]]) -> str:
     mesh = init_device_mesh("cpu", (world,))
     with pytest.raises(torch_symm.SymmMismatch) as caught:
@@ -176,31 +169,29 @@ def test_ranks_that_hold_other_shapes_are_named() -> None:
     assert all("rank 2" in message for message in results), results
 
 
-def quiet(rank: int, world: int) -> None:
+@pytest.mark.ranks(2)
+def test_no_warning(world_size: int) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
     logging.getLogger("torch.distributed.tensor._collective_utils").addHandler(handler)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world_size,))
     shard_dim_alltoall(torch.zeros(4, 4), 0, 1, mesh, 0)
     assert not records
     torchs.shard_dim_alltoall(torch.zeros(4, 4), 0, 1, mesh, 0)
     assert [record for record in records if "does not support alltoall" in record.getMessage()]
 
 
-def test_no_warning() -> None:
-    run_ranks(quiet, 2)
-
-
-def differentiated(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_gradients(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for shape, size in (((8, 12), None), ((7, 5), 7), ((2, 3), 2)):
         whole = numbered(shape, 0)
         weights = torch.arange(float(whole.numel())).view(shape) ** 2
-        mine = cut(whole, world, 0, rank).clone().requires_grad_()
+        mine = cut(whole, world_size, 0, rank).clone().requires_grad_()
         moved = shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=size)
-        (moved * moved * cut(weights, world, 1, rank)).sum().backward()
-        assert torch.equal(mine.grad, cut(2 * whole * weights, world, 0, rank))
+        (moved * moved * cut(weights, world_size, 1, rank)).sum().backward()
+        assert torch.equal(mine.grad, cut(2 * whole * weights, world_size, 0, rank))
         still = shard_dim_alltoall(mine, 0, -2, mesh, 0, gather_size=size)
         assert torch.equal(torch.autograd.grad(still.sum(), mine)[0], torch.ones_like(mine))
     # Twice: the second derivative of x**3 is 6 x.
@@ -211,29 +202,23 @@ def differentiated(rank: int, world: int) -> None:
     assert torch.equal(second, 6 * mine.detach())
 
 
-def test_gradients() -> None:
-    run_ranks(differentiated, 4)
-
-
-def checked_by_torch(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_torchs_check_of_the_operator(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     name = mesh.get_group(0).group_name
     operator = torch.ops.torch_symm.shard_dim_alltoall.default
     torch.library.opcheck(operator, (numbered((4, 8), rank).requires_grad_(), 0, 1, None, name))
-    uneven = cut(numbered((7, 5), 0), world, 0, rank).clone().requires_grad_()
+    uneven = cut(numbered((7, 5), 0), world_size, 0, rank).clone().requires_grad_()
     torch.library.opcheck(operator, (uneven, 0, 1, 7, name))
 
 
-def test_torchs_check_of_the_operator() -> None:
-    run_ranks(checked_by_torch, 4)
-
-
-def without_data(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_meta_and_fake_tensors(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for shape, size in (((4, 8), None), ((7, 5), 7), ((2, 3), 2), ((0, 4), None)):
         for dtype in (torch.float32, torch.complex64, torch.float8_e5m2):
             real = numbered(shape, 0).to(dtype)
-            mine = real if size is None else cut(real, world, 0, rank).contiguous()
+            mine = real if size is None else cut(real, world_size, 0, rank).contiguous()
             wanted = shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=size)
             before = dist.group.WORLD._get_backend(torch.device("cpu")).get_sequence_number()
             meta = shard_dim_alltoall(mine.to("meta"), 0, 1, mesh, 0, gather_size=size)
@@ -248,12 +233,10 @@ def without_data(rank: int, world: int) -> None:
                 assert torchs.shard_dim_alltoall(mine, 0, 1, mesh, 0).shape == meta.shape
 
 
-def test_meta_and_fake_tensors() -> None:
-    run_ranks(without_data, 4)
-
-
-def compiled(rank: int, world: int, backend: str) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.parametrize("backend", ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
+def test_compiled_without_a_break(rank: int, world_size: int, backend: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
 
     def there_and_back(mine: torch.Tensor) -> torch.Tensor:
         moved = shard_dim_alltoall(mine * 2, 0, 1, mesh, 0)
@@ -272,21 +255,13 @@ def compiled(rank: int, world: int, backend: str) -> None:
         return shard_dim_alltoall(mine, 0, 1, mesh, 0, gather_size=7) + 1
 
     whole = numbered((7, 5), 0)
-    got = torch.compile(uneven, backend=backend, fullgraph=True)(cut(whole, world, 0, rank))
-    assert same_bits(got, cut(whole, world, 1, rank) + 1)
+    got = torch.compile(uneven, backend=backend, fullgraph=True)(cut(whole, world_size, 0, rank))
+    assert same_bits(got, cut(whole, world_size, 1, rank) + 1)
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
-def test_compiled_without_a_break(backend: str) -> None:
-    run_ranks(compiled, 4, backend, timeout=200)
-
-
-def on_gloo(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(3, backend="gloo")
+def test_groups_of_another_backend(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     whole = numbered((7, 5), 0)
-    got = shard_dim_alltoall(cut(whole, world, 0, rank), 0, 1, mesh, 0, gather_size=7)
-    assert same_bits(got, cut(whole, world, 1, rank))
-
-
-def test_groups_of_another_backend() -> None:
-    run_ranks(on_gloo, 3, backend="gloo")
+    got = shard_dim_alltoall(cut(whole, world_size, 0, rank), 0, 1, mesh, 0, gather_size=7)
+    assert same_bits(got, cut(whole, world_size, 1, rank))

@@ -84,8 +84,9 @@ def test_every_pair_of_placements_gives_torchs_shards(mesh_shape: tuple[int, ...
     run_ranks(every_pair, 4, mesh_shape, timeout=200)
 
 
-def nothing_gathered(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_shards_move_once_and_nothing_is_gathered(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for shape in ((8, 12), (7, 5), (2, 9)):
         tensor = distribute_tensor(whole(shape), mesh, [Shard(0)])
         with CommDebugMode() as counted:
@@ -94,12 +95,9 @@ def nothing_gathered(rank: int, world: int) -> None:
         assert moved.to_local().is_contiguous()
 
 
-def test_shards_move_once_and_nothing_is_gathered() -> None:
-    run_ranks(nothing_gathered, 4)
-
-
-def gradients(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_gradients_move_back(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for shape in ((8, 12), (7, 5), (2, 9)):
         factors = distribute_tensor(whole(shape) + 1, mesh, [Shard(1)])
         tensor = distribute_tensor(whole(shape), mesh, [Shard(0)]).requires_grad_()
@@ -110,12 +108,10 @@ def gradients(rank: int, world: int) -> None:
         assert torch.equal(tensor.grad.full_tensor(), whole(shape) + 1)
 
 
-def test_gradients_move_back() -> None:
-    run_ranks(gradients, 4)
-
-
-def compiled(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.slow
+def test_compiled(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
 
     def step(tensor: DTensor) -> DTensor:
         return (tensor * 2).redistribute(mesh, [Shard(1)]) + 1
@@ -131,13 +127,9 @@ def compiled(rank: int, world: int) -> None:
             assert torch.equal(tensor.grad.full_tensor(), (whole(shape) * 2 + 1) * 4)
 
 
-@pytest.mark.slow
-def test_compiled() -> None:
-    run_ranks(compiled, 4, timeout=200)
-
-
-def fake(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+@pytest.mark.ranks(4)
+def test_fake_tensors(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
     for shape in ((8, 12), (7, 5)):
         real = distribute_tensor(whole(shape), mesh, [Shard(0)])
         plain, wanted = real.to_local(), real.redistribute(mesh, [Shard(1)]).to_local()
@@ -148,10 +140,6 @@ def fake(rank: int, world: int) -> None:
             )
             got = tensor.redistribute(mesh, [Shard(1)]).to_local()
         assert (got.shape, got.dtype, got.device) == (wanted.shape, wanted.dtype, wanted.device)
-
-
-def test_fake_tensors() -> None:
-    run_ranks(fake, 4)
 
 
 def other_groups(rank: int, world: int, backend: str) -> None:
@@ -169,7 +157,8 @@ def test_meshes_of_other_backends_stay_with_torch() -> None:
     run_ranks(other_groups, 3, "gloo", backend="gloo")
 
 
-def part_of_the_ranks(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_ranks_outside_the_mesh(rank: int) -> None:
     mesh = DeviceMesh("cpu", [0, 2, 3])
     tensor = distribute_tensor(whole((7, 5)), mesh, [Shard(0)])
     moved = tensor.redistribute(mesh, [Shard(1)])
@@ -179,35 +168,25 @@ def part_of_the_ranks(rank: int, world: int) -> None:
         assert moved.to_local().numel() == 0
 
 
-def test_ranks_outside_the_mesh() -> None:
-    run_ranks(part_of_the_ranks, 4)
-
-
-def debugged(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
-    local = whole((7, 5)).chunk(world)[rank]
+@pytest.mark.ranks(3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_under_torchs_debug_wrapper(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    local = whole((7, 5)).chunk(world_size)[rank]
     tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((7, 5)), stride=(5, 1), run_check=False)
-    assert same_bits(tensor.redistribute(mesh, [Shard(1)]).to_local(), whole((7, 5)).chunk(world, 1)[rank])
+    assert same_bits(tensor.redistribute(mesh, [Shard(1)]).to_local(), whole((7, 5)).chunk(world_size, 1)[rank])
 
 
-def test_under_torchs_debug_wrapper() -> None:
-    run_ranks(debugged, 3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-
-
-def all_ranks_in_one(rank: int, world: int) -> None:
+@pytest.mark.ranks(4)
+def test_ranks_that_torch_plays_in_one_process(rank: int, world_size: int) -> None:
     from torch.distributed._local_tensor import LocalTensorMode
 
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (world_size,))
     if rank:
         return
-    with LocalTensorMode(frozenset(range(world))):
+    with LocalTensorMode(frozenset(range(world_size))):
         moved = distribute_tensor(whole((8, 12)), mesh, [Shard(0)]).redistribute(mesh, [Shard(1)])
         full = moved.full_tensor().reconcile()
     assert torch.equal(full, whole((8, 12)))
-
-
-def test_ranks_that_torch_plays_in_one_process() -> None:
-    run_ranks(all_ranks_in_one, 4)
 
 
 GROUP = """
