@@ -172,6 +172,17 @@ pub mod ffi {
         links: Vec<u32>,
     }
 
+    /// A line of the log.
+    struct LogLine {
+        /// `ERROR`, `WARN`, `INFO`, `DEBUG` or `TRACE`.
+        level: String,
+        /// Path of the module that wrote it.
+        target: String,
+        text: String,
+        /// Since 1970.
+        seconds: f64,
+    }
+
     /// A table for people to read.
     struct TopologyReport {
         status: Status,
@@ -380,6 +391,10 @@ pub mod ffi {
         fn sequence(self: &GroupHandle) -> u64;
         /// The timeout of calls that bring none.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
+        /// Notes in the flight recorder who was waited for, from now on or no longer.
+        fn watch(self: &GroupHandle, on: bool);
+        /// Index of the CUDA device on which the group is set up; -1: on none.
+        fn device(self: &GroupHandle) -> i32;
         fn timeout(self: &GroupHandle) -> i64;
         /// Returns the first failure; kind 0 while the group lives.
         fn error(self: &GroupHandle) -> Status;
@@ -454,6 +469,12 @@ pub mod ffi {
         fn host_identity() -> String;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);
+        /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error.
+        fn log_to_queue(filter: &str);
+        /// Writes the log to standard error again; what is kept stays there to be taken.
+        fn log_to_standard_error();
+        /// Takes the lines that are kept; waits for the first, so long at most, while lines are kept.
+        fn log_lines(limit_ms: u64) -> Vec<LogLine>;
         /// Version of the package.
         fn version() -> String;
     }
@@ -481,7 +502,7 @@ mod window;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
-use inform::inform;
+use inform::{inform, log_lines, log_to_queue, log_to_standard_error};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};

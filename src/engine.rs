@@ -39,6 +39,8 @@ pub trait Run: Send + 'static {
     fn control(&self) -> &ControlBlock;
     /// Number of collectives begun.
     fn sequence(&self) -> u64;
+    /// Name of the algorithm of the last call; empty: none was chosen.
+    fn served(&self) -> &'static str;
     /// Runs `call`, which has been validated and is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
     fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()>;
 }
@@ -50,6 +52,10 @@ impl Run for Runner {
 
     fn sequence(&self) -> u64 {
         self.sequence()
+    }
+
+    fn served(&self) -> &'static str {
+        self.served()
     }
 
     fn run(&mut self, call: &Call, limit: &Limit, _entry: u64) -> Result<()> {
@@ -370,7 +376,8 @@ impl<R: Run> Engine<R> {
                 None => self.recorder.begin(call, timeout, next),
             };
             let outcome = runner.run(call, limit, number);
-            self.recorder.end(number, &outcome, runner.sequence() == next);
+            let begun = runner.sequence() == next;
+            self.recorder.end(number, &outcome, begun, if begun { runner.served() } else { "" });
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));

@@ -248,7 +248,7 @@ impl Group {
             self.recorder.message(send, message, timeout, trace::Target::Host)
         };
         let completion = completion.observed(Arc::clone(&self.recorder) as Arc<dyn Observer>, number);
-        start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false))
+        start(timeout, completion).inspect_err(|error| self.recorder.end(number, &Err(error.clone()), false, ""))
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.

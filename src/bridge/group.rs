@@ -167,6 +167,26 @@ impl GroupHandle {
         }
     }
 
+    pub(super) fn watch(&self, on: bool) {
+        guarded(|| {
+            let watch = |group: &Group| {
+                group.recorder().watch(on);
+                Ok(())
+            };
+            self.on_either(watch, |group| watch(group.inner()))
+        });
+    }
+
+    pub(super) fn device(&self) -> i32 {
+        let mut device = -1;
+        guarded(|| {
+            let found = |group: &Group| Ok(group.device().unwrap_or(-1));
+            device = self.on_either(found, |group| found(group.inner()))?;
+            Ok(())
+        });
+        device
+    }
+
     pub(super) fn timeout(&self) -> i64 {
         with!(self, |group| Ok(group.timeout().as_millis() as i64)).unwrap_or(0)
     }

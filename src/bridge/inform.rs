@@ -1,7 +1,9 @@
-//! Lines of Python in the log, as C++ sees them.
+//! The log, as C++ sees it: lines of Python in it, and lines of it for Python.
 
-use super::guarded;
+use super::{ffi, guarded};
 use crate::config::Config;
+use crate::sys::logging;
+use std::time::Duration;
 
 pub(super) fn inform(text: &str) {
     guarded(|| {
@@ -10,4 +12,37 @@ pub(super) fn inform(text: &str) {
         log::info!("{text}");
         Ok(())
     });
+}
+
+pub(super) fn log_to_queue(filter: &str) {
+    guarded(|| {
+        let usual = &Config::get().log;
+        logging::to_queue(if filter.is_empty() { usual } else { filter });
+        Ok(())
+    });
+}
+
+pub(super) fn log_to_standard_error() {
+    guarded(|| {
+        logging::to_standard_error();
+        Ok(())
+    });
+}
+
+pub(super) fn log_lines(limit_ms: u64) -> Vec<ffi::LogLine> {
+    let mut lines = Vec::new();
+    guarded(|| {
+        let taken = logging::take_lines(Duration::from_millis(limit_ms));
+        lines = taken
+            .into_iter()
+            .map(|line| ffi::LogLine {
+                level: line.level.to_string(),
+                target: line.target,
+                text: line.text,
+                seconds: line.at.as_secs_f64(),
+            })
+            .collect();
+        Ok(())
+    });
+    lines
 }

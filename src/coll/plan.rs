@@ -18,6 +18,17 @@ pub enum Plan {
     },
 }
 
+impl Plan {
+    /// Name of the plan in profiles of costs and in the flight recorder.
+    pub fn name(self) -> &'static str {
+        match self {
+            Plan::Inline => "inline",
+            Plan::Staged { store: Store::Cached, .. } => "staged",
+            Plan::Staged { store: Store::Streaming, .. } => "staged_streaming",
+        }
+    }
+}
+
 /// Thresholds between one way and the next. Ranks do not compare them: how a rank writes its own results concerns nobody else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {

@@ -43,6 +43,8 @@ pub(super) struct MemberWords {
     awaited: AtomicU64,
     /// Its barriers of symmetric memory, see [`Barriers`].
     barriers: AtomicU64,
+    /// Times at which the last collective of even and of odd number began.
+    starts: [AtomicU64; 2],
     attending: AtomicU32,
     /// Number of the core, plus 1, where it last began something; 0: nothing begun yet.
     pub(super) core: AtomicU32,
@@ -213,6 +215,12 @@ impl ControlBlock {
     pub fn begin(&self, number: u64, op: Op) {
         self.words(self.rank).doing.store(Doing { number, op, finished: false }.word(), Ordering::Relaxed);
         self.note_core();
+    }
+
+    /// Time at which `rank` began collective `number`, in nanoseconds of the host's monotonic clock, as the rank itself writes it before
+    /// it posts its call. Nobody begins the next but one before every rank has begun the next.
+    pub fn start(&self, rank: Rank, number: u64) -> &AtomicU64 {
+        &self.words(rank).starts[(number % 2) as usize]
     }
 
     /// Tells peers that this rank has finished its part of that collective.

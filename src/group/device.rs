@@ -2,8 +2,8 @@
 
 use super::Group;
 use crate::coll::call::{Call, Op, Span};
-use crate::coll::cuda::communicator::Communicator;
 pub use crate::coll::cuda::communicator::CudaTarget;
+use crate::coll::cuda::communicator::{Communicator, Stage};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
@@ -33,6 +33,11 @@ impl Group {
     pub(super) fn communicator(&self) -> Option<Arc<Communicator>> {
         self.check_process().ok()?;
         in_use(&self.communicator)
+    }
+
+    /// torch's index of the device on which this rank's memory of the group is set up.
+    pub fn device(&self) -> Option<i32> {
+        self.communicator().map(|communicator| communicator.device())
     }
 
     /// Sets up the group's memory on `device`; collective: blocks until all ranks have called it or launched. Idempotent.
@@ -108,14 +113,17 @@ impl Group {
         let CudaTarget { device, stream, background } = target;
         let first = self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background });
         let mut next = first;
-        let outcome = communicator.launch(calls, target, timeout, |sequence| {
-            self.recorder.start(next, sequence);
-            next += 1;
+        let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
+            Stage::Begins(sequence) => {
+                self.recorder.start(next, sequence);
+                next += 1;
+            }
+            Stage::Served(algorithm) => self.recorder.served(next - 1, algorithm),
         });
         outcome.inspect_err(|error| {
             // The last that was begun, and those behind it.
             (first.max(next.saturating_sub(1))..first + calls.len() as u64)
-                .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next));
+                .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next, ""));
             self.recorder.saw(error);
         })
     }
@@ -137,7 +145,7 @@ impl Group {
         let note = |transfer: &Transfer| self.recorder.message(transfer.send, &transfer.message, timeout, place);
         let numbers: Vec<u64> = transfers.iter().map(note).collect();
         communicator.transfer(&sends, &receives, target, timeout).inspect_err(|error| {
-            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true));
+            numbers.iter().for_each(|&number| self.recorder.end(number, &Err(error.clone()), true, ""));
             self.recorder.saw(error);
         })
     }

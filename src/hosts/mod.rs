@@ -134,6 +134,10 @@ impl Run for Runner {
         self.sequence
     }
 
+    fn served(&self) -> &'static str {
+        "two_level"
+    }
+
     fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()> {
         if let Some(failure) = self.control().failure() {
             return Err(failure);

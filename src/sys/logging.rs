@@ -1,21 +1,97 @@
 //! Log of a process and of those that it forks, each with its own filter: a logger can be set once, and a child inherits it.
+//!
+//! Lines go to standard error, or into a queue of which another logging system takes them, on a thread of its own: who logs holds locks
+//! of this crate, and never waits for anybody else's.
 
 use super::fork::PerProcess;
 use env_logger::{Builder, Logger};
-use log::{Log, Metadata, Record};
-use std::sync::OnceLock;
+use log::{Level, Log, Metadata, Record};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, SystemTime};
+
+/// Lines that wait to be taken, at most: what comes then goes to standard error.
+const MOST: usize = 10_000;
+
+/// A line of the log.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// Its level.
+    pub level: Level,
+    /// Path of the module that wrote it, as `symm::boot::claim`.
+    pub target: String,
+    /// What it says.
+    pub text: String,
+    /// Time since 1970 at which it was written.
+    pub at: Duration,
+}
+
+#[derive(Default)]
+struct Queue {
+    state: Mutex<State>,
+    /// Whoever takes lines sleeps on it.
+    added: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    lines: VecDeque<Line>,
+    /// Filter of lines that go into the queue; absent: they go to standard error.
+    filter: Option<Arc<Logger>>,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change under this lock is a single step.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn filter(&self) -> Option<Arc<Logger>> {
+        self.lock().filter.clone()
+    }
+
+    /// Whether there was room for `line`, and it was still wanted.
+    fn add(&self, line: Line) -> bool {
+        let mut state = self.lock();
+        let room = state.filter.is_some() && state.lines.len() < MOST;
+        if room {
+            state.lines.push_back(line);
+            self.added.notify_one();
+        }
+        room
+    }
+
+    fn take(&self, limit: Duration) -> Vec<Line> {
+        let state = self.lock();
+        let idle = |state: &mut State| state.lines.is_empty() && state.filter.is_some();
+        let (mut state, _) = self.added.wait_timeout_while(state, limit, idle).unwrap_or_else(PoisonError::into_inner);
+        state.lines.drain(..).collect()
+    }
+}
 
 static LOGGER: PerProcess<OnceLock<Logger>> = PerProcess::new(OnceLock::new);
+static QUEUE: PerProcess<Queue> = PerProcess::new(Queue::default);
 
 /// Passes on to the logger of the process at hand.
 struct Current;
 
 impl Log for Current {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        LOGGER.get().get().is_some_and(|logger| logger.enabled(metadata))
+        match QUEUE.get().filter() {
+            Some(filter) => filter.enabled(metadata),
+            None => LOGGER.get().get().is_some_and(|logger| logger.enabled(metadata)),
+        }
     }
 
     fn log(&self, record: &Record<'_>) {
+        let queue = QUEUE.get();
+        if let Some(filter) = queue.filter() {
+            let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            let line = || Line { level: record.level(), target: record.target().into(), text: record.args().to_string(), at };
+            if !filter.matches(record) || queue.add(line()) {
+                return;
+            }
+        }
         if let Some(logger) = LOGGER.get().get() {
             logger.log(record);
         }
@@ -24,12 +100,81 @@ impl Log for Current {
     fn flush(&self) {}
 }
 
+fn filtered(filter: &str) -> Logger {
+    Builder::new().parse_filters(filter).build()
+}
+
 /// Starts this process's log, to standard error, with `filter` as `env_logger` reads it. Where the program around us has set a logger, that
 /// one is used.
 pub fn start(filter: &str) {
     static OURS: OnceLock<bool> = OnceLock::new();
     if *OURS.get_or_init(|| log::set_logger(&Current).is_ok()) {
-        let logger = LOGGER.get().get_or_init(|| Builder::new().parse_filters(filter).build());
+        let logger = LOGGER.get().get_or_init(|| filtered(filter));
         log::set_max_level(logger.filter());
+    }
+}
+
+/// Puts the lines that `filter` passes into the queue from now on, in place of standard error. A forked child begins without a queue.
+pub fn to_queue(filter: &str) {
+    let logger = filtered(filter);
+    log::set_max_level(logger.filter());
+    QUEUE.get().lock().filter = Some(Arc::new(logger));
+}
+
+/// Writes lines to standard error again. Those in the queue stay there to be taken.
+pub fn to_standard_error() {
+    let queue = QUEUE.get();
+    queue.lock().filter = None;
+    queue.added.notify_all();
+    log::set_max_level(LOGGER.get().get().map_or(log::LevelFilter::Off, Logger::filter));
+}
+
+/// Takes the lines of the queue; waits for the first as long as lines go there, `limit` at most.
+pub fn take_lines(limit: Duration) -> Vec<Line> {
+    QUEUE.get().take(limit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Line {
+        Line { level: Level::Info, target: "symm".into(), text: text.into(), at: Duration::ZERO }
+    }
+
+    #[test]
+    fn lines_wait_until_somebody_takes_them() {
+        let queue = Queue::default();
+        assert!(!queue.add(line("nobody wants it")));
+        assert!(queue.take(Duration::MAX).is_empty(), "nothing comes any more");
+        queue.lock().filter = Some(Arc::new(filtered("info")));
+        assert!(queue.add(line("one")) && queue.add(line("two")));
+        queue.lock().filter = None;
+        let taken: Vec<_> = queue.take(Duration::ZERO).into_iter().map(|line| line.text).collect();
+        assert_eq!(taken, ["one", "two"]);
+    }
+
+    #[test]
+    fn a_full_queue_takes_no_more() {
+        let queue = Queue::default();
+        queue.lock().filter = Some(Arc::new(filtered("info")));
+        let added = (0..MOST + 10).filter(|_| queue.add(line("one"))).count();
+        assert_eq!((added, queue.take(Duration::ZERO).len(), queue.add(line("again"))), (MOST, MOST, true));
+    }
+
+    #[test]
+    fn who_waits_is_woken_by_a_line_and_by_the_end() {
+        let queue = Queue::default();
+        queue.lock().filter = Some(Arc::new(filtered("info")));
+        std::thread::scope(|scope| {
+            let taker = scope.spawn(|| (queue.take(Duration::MAX).len(), queue.take(Duration::MAX).len()));
+            queue.add(line("one"));
+            while !queue.lock().lines.is_empty() {
+                std::thread::yield_now();
+            }
+            queue.lock().filter = None;
+            queue.added.notify_all();
+            assert_eq!(taker.join().expect("no panic"), (1, 0));
+        });
     }
 }

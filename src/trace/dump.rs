@@ -86,6 +86,9 @@ struct Call {
     outcome: Option<&'static str>,
     phase: Option<String>,
     phase_ns: Option<u64>,
+    algorithm: Option<&'static str>,
+    waited_ns: Option<u64>,
+    waited_for: Option<u32>,
 }
 
 /// The name of a kind of failure: of the exception that callers get.
@@ -186,6 +189,9 @@ fn call(entry: &Entry, other_hosts: Option<&str>, day: Day) -> Call {
         outcome,
         phase: phase.map(|(phase, _)| phase_text(phase, other_hosts)),
         phase_ns: phase.and_then(|(_, at)| day.of(at)),
+        algorithm: Some(entry.algorithm).filter(|name| !name.is_empty()),
+        waited_ns: entry.waited.map(|(time, _)| time),
+        waited_for: entry.waited.and_then(|(_, last)| last).map(|rank| rank.0),
     }
 }
 

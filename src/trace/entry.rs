@@ -90,6 +90,10 @@ pub(super) struct Entry {
     pub(super) state: State,
     /// Last phase that has begun, and when.
     pub(super) phase: Option<(Phase, u64)>,
+    /// Name of the algorithm that served it; empty: none did, or it is not known.
+    pub(super) algorithm: &'static str,
+    /// Nanoseconds until the last rank had begun, and that rank; of calls that a profiler saw.
+    pub(super) waited: Option<(u64, Option<Rank>)>,
 }
 
 impl Entry {
@@ -111,6 +115,8 @@ impl Entry {
         ended: 0,
         state: State::Scheduled,
         phase: None,
+        algorithm: "",
+        waited: None,
     };
 
     /// Entry of `call` when it is asked for.

@@ -72,6 +72,10 @@ pub struct Recorder {
     messages: AtomicU64,
     cuda: AtomicBool,
     failed: AtomicBool,
+    /// A profiler sees the group's calls: who was waited for is noted.
+    watched: AtomicBool,
+    /// The group's collectives are those of several hosts and of this one, which have the same numbers.
+    twofold: AtomicBool,
     /// Generation of the process whose journal it is.
     generation: u64,
     /// Receiver of a value that comes once the dump has been written.
@@ -93,6 +97,8 @@ impl Recorder {
             messages: AtomicU64::new(0),
             cuda: AtomicBool::new(false),
             failed: AtomicBool::new(false),
+            watched: AtomicBool::new(false),
+            twofold: AtomicBool::new(false),
             generation: fork::generation(),
             writing: Mutex::new(None),
         })
@@ -117,18 +123,51 @@ impl Recorder {
     /// Notes that the entry `number` begins as collective `sequence`.
     pub fn start(&self, number: u64, sequence: u64) {
         let started = clock::now();
-        self.journal.ring.change(number, |entry| *entry = Entry { sequence, started, state: State::Started, ..*entry });
+        self.journal.ring.change(number, |entry| {
+            *entry = Entry { sequence, started, state: State::Started, ..*entry };
+            if entry.place == Target::Host {
+                self.tell_start(sequence, started);
+            }
+        });
+    }
+
+    /// Tells peers when this rank began collective `sequence`.
+    fn tell_start(&self, sequence: u64, at: u64) {
+        if !self.twofold.load(Ordering::Relaxed) {
+            // Published with the post of the call.
+            self.control.start(self.control.rank(), sequence).store(at, Ordering::Relaxed);
+        }
+    }
+
+    /// Time that `entry`, which has ended well, waited for the last rank to begin, and that rank. Costs a look at each peer's memory.
+    fn waited(&self, entry: &Entry) -> (u64, Option<Rank>) {
+        let begun = |rank| self.control.start(rank, entry.sequence).load(Ordering::Relaxed);
+        let last = self.control.peers().max_by_key(|&rank| begun(rank));
+        let late = last.map_or(0, begun).min(entry.ended).saturating_sub(entry.started);
+        (late, last.filter(|_| late > 0))
+    }
+
+    /// Notes from now on, or no longer, who was waited for.
+    pub fn watch(&self, on: bool) {
+        self.watched.store(on, Ordering::Relaxed);
+    }
+
+    /// Notes that `algorithm` serves the entry `number`.
+    pub fn served(&self, number: u64, algorithm: &'static str) {
+        self.journal.ring.change(number, |entry| entry.algorithm = algorithm);
     }
 
     /// Notes a call on the host that begins at once, as collective `sequence`; returns its number.
     pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
         self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
+        self.tell_start(sequence, entry.created);
         number
     }
 
     /// Notes which hosts the group has beside this one, as messages name them.
     pub fn note_hosts(&self, others: String) {
+        self.twofold.store(true, Ordering::Relaxed);
         self.journal.groups().note_hosts(self.group, others);
     }
 
@@ -138,11 +177,16 @@ impl Recorder {
         self.journal.ring.change(number, |entry| entry.phase = Some((phase, at)));
     }
 
-    /// Notes how the entry `number` ended. `begun`: whether the call took part in the group's sequence.
-    pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool) {
+    /// Notes how the entry `number` ended, which `algorithm` served. `begun`: whether the call took part in the group's sequence.
+    pub fn end(&self, number: u64, outcome: &Result<()>, begun: bool, algorithm: &'static str) {
         let at = clock::now();
+        let watched = self.watched.load(Ordering::Relaxed) && !self.twofold.load(Ordering::Relaxed);
         self.journal.ring.change(number, |entry| {
             entry.end(outcome, at);
+            entry.algorithm = algorithm;
+            if watched && begun && outcome.is_ok() && entry.place == Target::Host {
+                entry.waited = Some(self.waited(entry));
+            }
             if !begun {
                 entry.sequence = 0;
             }

@@ -37,17 +37,18 @@ fn a_dump_tells_each_calls_story() {
     let (journal, control) = (journal(), control("a \"group\""));
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
     let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
-    recorder.end(done, &Ok(()), true);
+    recorder.end(done, &Ok(()), true, "inline");
     let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
-    recorder.end(failed, &Err(Error::mismatch("no")), true);
+    recorder.end(failed, &Err(Error::mismatch("no")), true, "");
     let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
-    recorder.end(refused, &Err(Error::peer("no")), false);
+    recorder.end(refused, &Err(Error::peer("no")), false, "");
     let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host);
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
     let place = Target::Cuda { device: 1, stream: 77, background: true };
     let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
     recorder.start(launched, 1);
+    recorder.served(launched, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
     let message = Message { peer: None, tag: 5, dtype: DType::I32, span, timeout: None };
     let received = recorder.message(false, &message, LIMIT, Target::Host);
@@ -71,10 +72,40 @@ fn a_dump_tells_each_calls_story() {
     assert_eq!((&calls[1]["outcome"], &calls[1]["root"]), (&"SymmMismatch".into(), &2.into()));
     assert_eq!((&calls[5]["device"], &calls[5]["stream"], &calls[0]["device"]), (&"cuda:1".into(), &77.into(), &"cpu".into()));
     assert_eq!((&calls[6]["peer"], &calls[6]["tag"], &calls[6]["elements"]), (&2.into(), &5.into(), &3.into()));
+    assert_eq!((&calls[0]["algorithm"], &calls[1]["algorithm"]), (&"inline".into(), &Value::Null));
+    assert_eq!((&calls[5]["algorithm"], &calls[0]["waited_ns"]), (&"reduce_staged".into(), &Value::Null), "nobody watches");
     let times = |index: usize| ["created_ns", "started_ns", "ended_ns"].map(|field| calls[index][field].as_u64());
     let [created, started, ended] = times(0);
     assert!(created.is_some() && created == started && ended > started, "{:?}", times(0));
     assert!(times(4)[0].is_some() && times(4)[1].is_none() && times(4)[2].is_some(), "{:?}", times(4));
+}
+
+#[test]
+fn who_was_waited_for_is_noted_where_a_profiler_watches() {
+    let (journal, control) = (journal(), control("watched"));
+    let recorder = Recorder::in_journal(journal, &control, LIMIT);
+    let run = |sequence: u64, peers: [u64; 2]| {
+        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence);
+        let own = control.start(Rank(1), sequence).load(Ordering::Relaxed);
+        for (rank, late) in [Rank(0), Rank(2)].into_iter().zip(peers) {
+            control.start(rank, sequence).store(own + late, Ordering::Relaxed);
+        }
+        while clock::now() < own + 2000 {}
+        recorder.end(number, &Ok(()), true, "inline");
+    };
+    run(1, [500, 1000]);
+    recorder.watch(true);
+    run(2, [500, 1000]);
+    run(3, [0, 0]);
+    run(4, [u64::MAX / 2, 7]);
+    recorder.watch(false);
+    run(5, [500, 1000]);
+    let dump = rendered(journal);
+    let calls = dump["calls"].as_array().expect("a list");
+    let seen = |index: usize| (calls[index]["waited_ns"].as_u64(), calls[index]["waited_for"].as_u64());
+    assert_eq!((seen(0), seen(1), seen(2), seen(4)), ((None, None), (Some(1000), Some(2)), (Some(0), None), (None, None)));
+    let took = calls[3]["ended_ns"].as_u64().zip(calls[3]["started_ns"].as_u64()).map(|(ended, started)| ended - started);
+    assert_eq!(seen(3), (took, Some(0)), "no longer than the call, whatever a peer says");
 }
 
 #[test]
@@ -128,7 +159,7 @@ fn what_an_entry_costs() {
             let start = Instant::now();
             for sequence in 1..=10_000 {
                 let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence);
-                recorder.end(number, &Ok(()), true);
+                recorder.end(number, &Ok(()), true, "inline");
             }
             start.elapsed().as_nanos() as f64 / 1e4
         })

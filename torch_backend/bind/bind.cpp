@@ -135,13 +135,18 @@ void bind(py::module_ module) {
           "supports_tensor_alloc",
           [](ProcessGroupSymm&, const at::Device& device) { return sharing_device(device).has_value(); },
           py::arg("device"))
+      .def(
+          "_device",
+          [](const ProcessGroupSymm& self) -> std::optional<int> {
+            const int device = (*self.core())->device();
+            return device < 0 ? std::nullopt : std::make_optional(device);
+          })
       .def("get_error", &ProcessGroupSymm::getError)
       .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &ProcessGroupSymm::shutdown, py::call_guard<py::gil_scoped_release>());
 
   bind_for_gloo(module);
-  module.def("_inform", [](const std::string& text) { inform(rust::Str(text)); }, py::arg("text"));
   module.def("_stats", [] { return std::string(stats()); });
   module.def("_stats_seconds", [] { return stats_seconds(); });
   module.def("_shares", &shares, py::arg("device"));
@@ -150,6 +155,7 @@ void bind(py::module_ module) {
   bind_cost(module);
   bind_fused(module);
   bind_hosts(module);
+  bind_log(module);
   bind_stores(module);
   bind_topology(module);
   bind_trace(module);

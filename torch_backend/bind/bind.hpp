@@ -12,6 +12,7 @@ void bind_cost(pybind11::module_& module);
 void bind_for_gloo(pybind11::module_& module);
 void bind_fused(pybind11::module_& module);
 void bind_hosts(pybind11::module_& module);
+void bind_log(pybind11::module_& module);
 void bind_stores(pybind11::module_& module);
 void bind_topology(pybind11::module_& module);
 void bind_symmetric_memory(pybind11::module_& module);

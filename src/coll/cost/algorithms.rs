@@ -4,9 +4,8 @@ use super::hardware::Device;
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::cuda;
 use crate::coll::cuda::workspace::layout::Layout;
-use crate::coll::plan::{self, Plan, Thresholds};
+use crate::coll::plan::{self, Thresholds};
 use crate::dtype::{DType, ReduceOp};
-use crate::kernels::cpu::Store;
 use crate::rank::Rank;
 use crate::topo::cost::Link;
 
@@ -43,11 +42,7 @@ impl Algorithms {
     pub(super) fn name(&self, op: Op, bytes: f64, ranks: usize) -> &'static str {
         let longest = longest(op, bytes, ranks);
         match self {
-            Self::Cpu(thresholds) => match plan::choose(op, longest, ranks, thresholds) {
-                Plan::Inline => "inline",
-                Plan::Staged { store: Store::Cached, .. } => "staged",
-                Plan::Staged { store: Store::Streaming, .. } => "staged_streaming",
-            },
+            Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds).name(),
             Self::Cuda(layout, tuning) => {
                 let span = vec![Span { addr: 0, bytes: longest }];
                 let (inputs, outputs) = (span.clone(), span);

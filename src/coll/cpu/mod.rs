@@ -25,6 +25,7 @@ pub struct Runner {
     stage: u64,
     staging_reserved: bool,
     thresholds: Thresholds,
+    served: &'static str,
 }
 
 /// Collective that is under way.
@@ -39,7 +40,7 @@ struct Step<'a> {
 impl Runner {
     /// A runner for a group that has run nothing yet.
     pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds }
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, served: "" }
     }
 
     /// The group's.
@@ -52,8 +53,14 @@ impl Runner {
         self.seq
     }
 
+    /// Name of the algorithm of the last call; empty: none was chosen.
+    pub fn served(&self) -> &'static str {
+        self.served
+    }
+
     /// Runs `call`, which [`Call::validate`] has passed; returns when its outputs are complete and its inputs may change.
     pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+        self.served = "";
         let n = self.control.size();
         if let Some(failure) = self.control.failure() {
             return Err(failure);
@@ -65,6 +72,7 @@ impl Runner {
         let control = Arc::clone(&self.control);
         let mut step = Step { control: &control, call, limit, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
+            self.served = "alone";
             return step.alone();
         }
         // Only the ranks together know the longest message of an all-to-all.
@@ -74,6 +82,7 @@ impl Runner {
             step.arrive(plan)?;
             (plan, longest)
         };
+        self.served = plan.name();
         if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
             let layout = control.layout();
             let purpose = format_args!("group \"{}\"", control.name());

@@ -63,6 +63,15 @@ pub struct Communicator {
     device: Device,
 }
 
+/// Stage of a call that is being enqueued.
+#[derive(Clone, Copy, Debug)]
+pub enum Stage {
+    /// It is the launch of this number.
+    Begins(u64),
+    /// The algorithm of this name serves it.
+    Served(&'static str),
+}
+
 struct State {
     kernels: Kernels,
     order: StreamOrder,
@@ -88,17 +97,18 @@ impl Communicator {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enqueues `calls` in order; returns at once. `numbered` gets the number of each before it is enqueued.
-    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut numbered: impl FnMut(u64)) -> Result<()> {
+    /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each, before it is enqueued.
+    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
         self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {
                 state.launched += 1;
-                numbered(state.launched);
+                noted(Stage::Begins(state.launched));
                 launch_log::compare(&communicator.control, state.launched, call, channel)?;
                 communicator.report.remember(state.launched, Description::of(call));
                 let zero_copy = communicator.zero_copy(call, state.launched, timeout)?;
                 let plan = plan::choose(call, &communicator.conditions(zero_copy));
                 stats::count(Some(call.op), plan.served_as(zero_copy));
+                noted(Stage::Served(plan.served_as(zero_copy)));
                 let reachable = |span| communicator.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
                 let symmetric = communicator.symmetric.as_ref().filter(|_| zero_copy);
                 let symmetric = symmetric.map(|heaps| {
