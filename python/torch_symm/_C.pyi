@@ -1,12 +1,11 @@
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import overload
+from typing import Any, overload
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, Store, _SymmetricMemory
 from torch.distributed import DistBackendError
-from torch.distributed.distributed_c10d import Backend
 
 __version__: str
 
@@ -16,9 +15,11 @@ class SymmMismatch(DistBackendError): ...
 class SymmConfigError(DistBackendError): ...
 class SymmAborted(DistBackendError): ...
 
-class Options:
+class Options(Backend.Options):
     """Timeout and identity of a group.
 
+    ``group_name`` names it in messages; ``global_ranks_in_group`` lists its ranks in the default group
+    (empty: as they are).
     ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
     ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, or
     ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the default group does.
@@ -34,7 +35,6 @@ class Options:
     def timeout(self) -> timedelta: ...
     @timeout.setter
     def timeout(self, timeout: timedelta | float) -> None: ...
-    group_name: str
     global_ranks_in_group: list[int]
     between_hosts: str
     partials: str
@@ -54,7 +54,8 @@ class ProcessGroupSymm(Backend):
 
     All ``size`` ranks make it with stores that share keys, which no other group uses: give a ``PrefixStore``. It
     returns once all have. ``timeout``, a ``timedelta`` or a number of seconds (30 minutes), bounds that and every call
-    that brings no limit of its own. Messages name the group by ``group_name``, or call it ``"default"``.
+    that brings no limit of its own. Messages name the group by ``group_name``, or call it ``"default"``. ``rank`` is
+    from 0 to ``size`` - 1, ``store`` any of torch's or this package's; ``options`` stand in place of both.
 
     Raises:
         SymmConfigError: the group cannot be formed; the message says why.
@@ -70,8 +71,10 @@ class ProcessGroupSymm(Backend):
     ) -> None: ...
     @property
     def options(self) -> Options: ...
-    def _set_default_timeout(self, timeout: timedelta) -> None: ...
-    def perform_nocolor_split(self, device: torch.device) -> None: ...
+    def _device(self) -> int | None: ...
+    def _set_default_timeout(self, timeout: timedelta | float) -> None: ...
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing, on any ``device``: torch calls it on ranks outside of a new group."""
     def get_sequence_number(self) -> int: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -123,9 +126,10 @@ class MemoryStore(NativeStore):
     def __init__(self) -> None: ...
 
 class FileStore(NativeStore):
-    """A store in a file of ``world_size`` processes. A pickle opens the same file.
+    """A store in the file ``path`` of ``world_size`` processes. A pickle opens the same file.
 
-    ``timeout``: how long opening waits for the file's lock, and later calls that bring no limit of their own.
+    ``timeout``, a ``timedelta``: how long opening waits for the file's lock, and later calls that bring no limit of
+    their own.
 
     Raises:
         DistStoreError: the file cannot be opened or is no such store, or a process, which is named, held its lock for
@@ -145,6 +149,7 @@ class TCPStore(NativeStore):
     ``host_name``: a name, an address, or ``unix:/path`` with port 0. ``port`` 0 of a master: any free one, see
     ``port``. ``world_size``: number of users, of which ``wait_for_workers`` awaits all; ``None``: not known.
     ``multi_tenant``: masters of one process and port share a server. ``master_listen_fd``: a listening socket to serve.
+    ``timeout``, a ``timedelta``: for connecting, for waiting for users, and of later calls (300 s).
     ``secret``: every user must hold it. ``same_user``: at loopback and without a secret serve processes of this user
     only, at a Unix socket in place of the port, which ``host`` then names. A pickle connects as a client; with a secret
     pickling raises ``TypeError``.
@@ -177,6 +182,20 @@ class TCPStore(NativeStore):
     @property
     def world_size(self) -> int | None: ...
 
+class SymmetricWindow(_SymmetricMemory):
+    """What ranks have made of their tensors together: what ``rendezvous`` returns for groups of symm.
+
+    Offsets and sizes are elements of ``dtype``. Ranks are those of the window's group.
+    """
+
+    def get_buffer(  # type: ignore[override]  # torch's takes None, too
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor: ...
+    def get_signal_pad(  # type: ignore[override]
+        self, rank: int, sizes: Sequence[int] = ..., dtype: torch.dtype | None = None, storage_offset: int = 0
+    ) -> torch.Tensor: ...
+    def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
 class _Prices:
     """Prices of collectives on one mesh."""
 
@@ -201,6 +220,9 @@ class _Prices:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
         """
 
+def _host() -> str: ...
+def _make_backends_with(function: Callable[..., Any]) -> None: ...
+def _drop_workspaces(group_name: str) -> None: ...
 def _leave_all(farewell: str = "") -> None: ...
 def _prices(
     device: str,
@@ -216,6 +238,9 @@ def _profile_key(device: str, ranks: int) -> str: ...
 def _shipped_profiles(folder: bytes) -> None: ...
 def _own_profiles() -> bytes: ...
 def _inform(text: str) -> None: ...
+def _log_to_queue(filter: str) -> None: ...
+def _log_to_standard_error() -> None: ...
+def _log_lines(limit_ms: int) -> list[tuple[str, str, str, float]]: ...
 def _cuda_libraries(folders: Sequence[bytes]) -> None: ...
 def _through_rust(store: Store) -> NativeStore: ...
 def _drive(clients: Sequence[Store], work: str, calls: int) -> tuple[float, list[int]]: ...

@@ -2,8 +2,8 @@
 
 ``dist.init_process_group("symm")`` works without importing this module, and so do
 ``init_method="symm://host:port"`` and ``"symm+file:///path"``. It holds the exceptions, the options, the stores, how
-GPUs are connected, :func:`replace`, :func:`stats`, :func:`trace` and the version. The native part is loaded when one
-of them is first asked for.
+GPUs are connected, categories of warnings, :func:`describe`, :func:`log_to_python`, :func:`replace`, :func:`stats`,
+:func:`trace` and the version. The native part is loaded when one of them is first asked for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
         SymmTimeout,
         TCPStore,
     )
+    from torch_symm._describe import describe
     from torch_symm._hosts import host_group
+    from torch_symm._logging import log_to_python
     from torch_symm._memory import mem_allocator
     from torch_symm._replace import replace
     from torch_symm._stats import stats
     from torch_symm._topology import DMAConnectivity, detect_dma_connectivity, topology
-    from torch_symm._trace import dump_trace, trace
+    from torch_symm._trace import annotate_trace, dump_trace, trace
     from torch_symm._version import __version__
+    from torch_symm._warnings import SymmFallbackWarning, SymmWarning
 
 __all__ = [
     "DMAConnectivity",
@@ -44,14 +47,19 @@ __all__ = [
     "ProcessGroupSymm",
     "SymmAborted",
     "SymmConfigError",
+    "SymmFallbackWarning",
     "SymmMismatch",
     "SymmPeerError",
     "SymmTimeout",
+    "SymmWarning",
     "TCPStore",
     "__version__",
+    "annotate_trace",
+    "describe",
     "detect_dma_connectivity",
     "dump_trace",
     "host_group",
+    "log_to_python",
     "mem_allocator",
     "replace",
     "stats",
@@ -62,10 +70,15 @@ __all__ = [
 #: What is written in Python, by the module that holds it.
 _MODULES = {
     "DMAConnectivity": "_topology",
+    "SymmFallbackWarning": "_warnings",
+    "SymmWarning": "_warnings",
     "__version__": "_version",
+    "annotate_trace": "_trace",
+    "describe": "_describe",
     "detect_dma_connectivity": "_topology",
     "dump_trace": "_trace",
     "host_group": "_hosts",
+    "log_to_python": "_logging",
     "mem_allocator": "_memory",
     "replace": "_replace",
     "stats": "_stats",
@@ -76,14 +89,16 @@ _MODULES = {
 autoload()
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("symm_mem", "tensor"):
-        return import_module(f"torch_symm.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")
-    if name in _MODULES:
-        return getattr(import_module(f"torch_symm.{_MODULES[name]}"), name)
-    return getattr(import_module("torch_symm._native").load(), name)
+if not TYPE_CHECKING:  # with it a misspelt name would be of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in ("symm_mem", "tensor"):
+            return import_module(f"torch_symm.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")
+        if name in _MODULES:
+            return getattr(import_module(f"torch_symm.{_MODULES[name]}"), name)
+        return getattr(import_module("torch_symm._native").load(), name)
 
 
 def __dir__() -> list[str]:

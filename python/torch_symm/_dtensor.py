@@ -13,6 +13,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from torch_symm._warnings import SymmFallbackWarning
+
 #: What is changed, by the function of ``torch_symm.tensor._redistribute`` that does it.
 _CHANGES = {
     "torch.distributed.tensor.placement_types": "replace_method",
@@ -66,7 +68,8 @@ def _change(module: ModuleType) -> None:
         _undo[module.__name__] = getattr(_redistribute, _CHANGES[module.__name__])(module)
     except (AttributeError, ImportError) as error:
         with suppress(Warning):  # where warnings are errors
-            warnings.warn(f"DTensor does not use symm to move shards: {error}", stacklevel=2)
+            text = f"DTensor does not use symm to move shards: {error}"
+            warnings.warn(text, SymmFallbackWarning, stacklevel=2)
 
 
 class _Watch(MetaPathFinder):

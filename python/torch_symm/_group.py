@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
-from torch_symm import _dtensor, _torch
+from torch_symm import _dtensor, _logging, _torch
 from torch_symm._native import leave_all, load
 from torch_symm.top import live
 
@@ -64,6 +64,7 @@ def _leave_with_multiprocessing(native: Any) -> None:
         _leaving = os.getpid()
         # Negative: once its own children have been waited for, which may use the groups' memory.
         util.Finalize(None, leave_all, (native,), exitpriority=-1)
+        util.Finalize(None, _logging.end, exitpriority=-2)
 
 
 def forget_failed_start() -> None:

@@ -13,7 +13,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from torch_symm import _repr
+from torch_symm import _docs, _repr
 from torch_symm._version import TORCH_VERSIONS
 
 _FOLDER = Path(__file__).parent
@@ -88,8 +88,17 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
     native._make_backends_with(_make_backend)
     _repr.install(native)
+    _docs.install(native)
+    # In this order: the last registered runs first, and leaving has lines to log.
+    atexit.register(_end_logging)
     # While the interpreter runs: later a thread that drops a tensor with a Python object would end the process.
     atexit.register(leave_all, native)
+
+
+def _end_logging() -> None:
+    """Hands over the log's lines, if Python's logging gets them."""
+    if logs := sys.modules.get("torch_symm._logging"):
+        logs.end()
 
 
 def _make_backend(engine: str, *described: Any) -> Any:

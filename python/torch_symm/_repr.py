@@ -12,15 +12,21 @@ def _options(self: Any) -> str:
     return f"torch_symm.Options({', '.join(shown)})"
 
 
+def group_name(self: Any) -> str:
+    """The name by which messages call a group: torch calls its default group "0"."""
+    name: str = self.options.group_name
+    return "default" if name in ("", "0") else name
+
+
 def _group(self: Any) -> str:
     options = self.options
     ranks = list(options.global_ranks_in_group)
     where = f", global ranks {ranks}" if ranks and ranks != list(range(self.size())) else ""
-    # torch calls its default group "0", error messages "default".
-    name = "default" if options.group_name in ("", "0") else options.group_name
+    device = self._device()
+    devices = "cpu" if device is None else f"cpu and cuda:{device}"
     timeout = options._timeout.total_seconds()
     place = f"rank {self.rank()} of {self.size()}{where}"
-    return f"<torch_symm.ProcessGroupSymm {name!r}: {place}, timeout {timeout:g} s>"
+    return f"<torch_symm.ProcessGroupSymm {group_name(self)!r}: {place}, on {devices}, timeout {timeout:g} s>"
 
 
 def install(native: ModuleType) -> None:

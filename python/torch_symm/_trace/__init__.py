@@ -10,6 +10,7 @@ from typing import Any
 from torch_symm._native import load
 
 from . import torch_form
+from .annotate import annotate_trace as annotate_trace
 from .dump import parse
 
 

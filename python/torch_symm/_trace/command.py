@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch_symm._command import Parser
 
+from .annotate import annotate_trace
 from .dump import Dump, NotADump, read
 from .report import as_json, render
 from .torch_form import convert
@@ -25,29 +26,36 @@ def parser() -> Parser:
         [
             ("/tmp/torch-symm-1000", "all dumps in a folder"),
             ("--torch out trace-*.json", "write them as torchfrtrace reads them"),
+            ("--annotate profile.json trace-*.json", "algorithm, bandwidth and waiting into a trace of torch.profiler"),
         ],
     )
     made.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder of dumps")
     made.add_argument("--torch", type=Path, metavar="FOLDER", help="write them as torchfrtrace reads them, instead")
+    made.add_argument(
+        "--annotate", type=Path, metavar="TRACE", help="write what they know into a trace of torch.profiler"
+    )
     made.add_argument("--json", action="store_true", help="print one JSON object: what is said of each group")
     return made
 
 
 def run(_parser: Parser, given: argparse.Namespace) -> int:
     """Prints what the dumps say together; 2 if one cannot be used."""
-    dumps, status = [], 0
+    dumps, files, status = [], list[Path](), 0
     try:
         for path in _files(given.dumps):
             try:
                 dumps.append(read(path))
+                files.append(path)
             except NotADump as error:
                 print(error, file=sys.stderr)
                 status = 2
-        if dumps and given.torch:
+        if dumps and given.annotate:
+            print(f"{given.annotate}: {annotate_trace(given.annotate, files)} events have got arguments")
+        elif dumps and given.torch:
             _convert(dumps, given.torch)
         elif dumps:
             print(json.dumps({"groups": as_json(dumps)}, indent=1) if given.json else render(dumps))
-    except (NotADump, OSError) as error:
+    except (NotADump, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return status

@@ -44,6 +44,10 @@ class Call:
     #: What a collective on several hosts does, or did when it failed, and since when.
     phase: str | None
     phase_ns: int | None
+    #: What served it; who was waited for is known of calls that a profiler saw.
+    algorithm: str | None
+    waited_ns: int | None
+    waited_for: int | None
 
     @property
     def message(self) -> bool:
@@ -211,6 +215,9 @@ def _call(data: dict[str, Any]) -> Call:
         outcome=None if data["outcome"] is None else _plain(data["outcome"]),
         phase=_plain(phase) if (phase := data.get("phase")) else None,
         phase_ns=_number(data.get("phase_ns")),
+        algorithm=_plain(algorithm) if (algorithm := data.get("algorithm")) else None,
+        waited_ns=_number(data.get("waited_ns")),
+        waited_for=_number(data.get("waited_for")),
     )
 
 

@@ -17,6 +17,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 from torch.testing._internal import common_distributed as common
 
+from torch_symm._warnings import SymmFallbackWarning
+
 from ._rank import used_cuda
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ class WarmMultiProcessTestCase(_Upstream):
 
     def _spawn_processes(self) -> None:
         if used_cuda():
-            warnings.warn("this process has used CUDA, so ranks start anew: slow, as torch's", stacklevel=2)
+            text = "this process has used CUDA, so ranks start anew: slow, as torch's"
+            warnings.warn(text, SymmFallbackWarning, stacklevel=2)
             super()._spawn_processes()
             return
         for stream in (sys.stdout, sys.stderr):

@@ -1,0 +1,121 @@
+"""What a group is, and which algorithm serves which size in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch_symm._native import load
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from torch_symm._C import ProcessGroupSymm
+
+#: Bytes of the largest tensor that is looked at.
+LARGEST = 1 << 30
+#: Bytes between two sizes that are told apart.
+STEP = 8
+
+
+def describe(group: ProcessGroup | ProcessGroupSymm | None = None) -> str:
+    """Returns the name, rank, ranks and devices of a group, and which algorithm serves which size of a collective.
+
+    Sizes are bytes of a tensor: the output of an all-gather, the input of a reduce-scatter and an all-to-all. Those of
+    a CUDA device are shown once the group has been used on one (or was made with ``device_id``). ``torch-symm topo``
+    shows them without a group, ``docs/design/cpu-collectives.md`` and ``docs/design/cuda-kernels.md`` say what the
+    names mean. Not collective: any rank may ask.
+
+    Args:
+        group: of torch's or this package's; ``None``: the default group.
+
+    Returns:
+        A line that is the group's ``repr``, and a table for each device.
+
+    Raises:
+        ValueError: the group's CPU tensors are not served by symm, or there is no default group.
+        ImportError: the native part cannot serve this torch.
+    """
+    own = _own(group)
+    ranks, device = own.size(), own._device()
+    lines = [repr(own)]
+    others = _other_hosts(own)
+    if others:
+        lines.append(f"  on several hosts, with {others}: two_level, of what serves the ranks of a host")
+        return "\n".join(lines)
+    for kind, shown in [("cpu", "cpu")] + ([] if device is None else [("cuda", f"cuda:{device}")]):
+        rows = dict(_rows(kind, ranks))
+        width = max(map(len, rows))
+        lines.append(f"  {shown}:")
+        lines += [f"    {op:<{width}}  {said}" for op, said in rows.items()]
+    return "\n".join(lines)
+
+
+def _own(group: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    native = load()
+    if isinstance(group, native.ProcessGroupSymm):
+        return group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no default group: call torch.distributed.init_process_group first")
+        group = dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            own = group._get_backend(torch.device(device))
+        except RuntimeError:  # It has none for this device
+            continue
+        if isinstance(own, native.ProcessGroupSymm):
+            return own
+    raise ValueError(f"no tensors of this group are served by symm: {group!r}")
+
+
+def _other_hosts(own: Any) -> str:
+    from torch_symm._repr import group_name
+    from torch_symm._trace import trace
+
+    same = [
+        known["other_hosts"]
+        for known in trace()["groups"]
+        if (known["name"], known["rank"], known["left_ns"]) == (group_name(own), own.rank(), None)
+    ]
+    return (same[-1] if same else None) or ""
+
+
+def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:
+    if ranks == 1:
+        yield "all", "alone: nothing moves"
+        return
+    from torch_symm.tune import profile
+    from torch_symm.tune.points import OPS
+
+    prices = profile.prices(device, ranks, ranks, "measured") or profile.prices(device, ranks, ranks, "links")
+    for op in OPS:
+        steps = list(_steps(lambda size, op=op: prices.price(op, size, 0)[1]))  # type: ignore[misc]
+        yield op, ", ".join(name if most is None else f"{name} to {_bytes(most)}" for name, most in steps)
+
+
+def _steps(name_at: Callable[[int], str]) -> Iterator[tuple[str, int | None]]:
+    """Each algorithm, and the largest size that it serves; ``None``: all that are larger, too."""
+    size, name = STEP, name_at(STEP)
+    while size < LARGEST:
+        above = 2 * size
+        if name_at(above) != name:
+            low, high = size // STEP, above // STEP
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if name_at(middle * STEP) == name else (low, middle)
+            yield name, low * STEP
+            size, name = high * STEP, name_at(high * STEP)
+        else:
+            size = above
+    yield name, None
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size and count * 10 % size == 0:
+            return f"{count / size:g} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,19 @@
+"""The texts of the native part's classes, which stand in its stub: for ``help``, as for editors."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+_STUB = Path(__file__).with_name("_C.pyi")
+_CLASS = re.compile(r'^class (\w+)[^\n]*:\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
+
+
+def install(native: ModuleType) -> None:
+    """Gives each class the text of its stub. Without the stub, as in some bundles, there are none."""
+    if _STUB.exists():
+        for name, text in _CLASS.findall(_STUB.read_text(encoding="utf-8")):
+            if hasattr(native, name):
+                getattr(native, name).__doc__ = inspect.cleandoc(text)

@@ -1,0 +1,139 @@
+"""Writes what the flight recorder knows of calls into a trace of ``torch.profiler``.
+
+The profiler takes an event's arguments when the event begins, and none when it ends: algorithm, bandwidth and waiting
+are known only then. An exported trace has times of day, as the flight recorder has: so calls and events find each
+other.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_symm._native import load
+
+from .dump import Call, Dump, NotADump, View, parse, read
+
+#: Between two readings of the clock for one moment, the profiler's and ours.
+SKEW_NS = 20_000
+PREFIX = "symm:"
+#: Names of events that differ from those of calls.
+OPS = {"recvAnySource": "recv"}
+
+
+class Event:
+    """An event ``symm:...`` of a trace."""
+
+    def __init__(self, data: dict[str, Any], base_ns: int) -> None:
+        self.data = data
+        self.op = OPS.get(name := str(data["name"]).removeprefix(PREFIX), name)
+        self.start_ns = base_ns + round(float(data["ts"]) * 1e3)
+        self.end_ns = self.start_ns + round(float(data["dur"]) * 1e3)
+        self.calls: list[tuple[View, Call]] = []
+
+    def away_ns(self, at: int) -> int:
+        """How far outside of the event ``at`` is."""
+        return max(self.start_ns - at, at - self.end_ns, 0)
+
+
+def annotate_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLike[str]] = ()) -> int:
+    """Writes algorithm, bytes, bandwidth and who was waited for into a trace that ``torch.profiler`` has exported.
+
+    Each event ``symm:...`` of the calls that are kept, the last 2000 of a process, gets in its arguments ``call``,
+    ``sequence``, ``group``, ``bytes``, ``algorithm``, and of calls on CPU tensors ``us``, ``algbw_gb_per_s``,
+    ``busbw_gb_per_s``, ``waited_us`` and ``waited_for``: for how long, and for which rank of the group, this one waited
+    until all had begun. Bus bandwidth is as in nccl-tests' ``doc/PERFORMANCE.md``. The file is replaced.
+
+    Args:
+        path: what ``export_chrome_trace`` wrote, ``.json`` or ``.json.gz``.
+        dumps: dumps of the processes of the trace (:func:`dump_trace`); none: the calls of this process.
+
+    Returns:
+        How many events got arguments.
+
+    Raises:
+        ValueError: ``path`` is no such trace, or one of ``dumps`` is no dump.
+        OSError: a file cannot be read or written.
+        ImportError: the native part cannot serve this torch.
+    """
+    file = Path(path)
+    opener = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rt") as source:
+        try:
+            trace = json.load(source)
+            events = _events(trace)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: it is no trace of torch.profiler: {type(error).__name__}: {error}") from error
+    try:
+        kept = [read(Path(dump)) for dump in dumps] or [parse(json.loads(load()._trace()), "this process")]
+    except NotADump as error:
+        raise ValueError(str(error)) from error
+    for dump in kept:
+        _match(dump, [event for event in events if event.data.get("pid") == dump.pid])
+    known = [event for event in events if event.calls]
+    for event in known:
+        event.data.setdefault("args", {}).update(_arguments(event))
+    part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with opener(part, "wt") as target:
+            json.dump(trace, target)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    return len(known)
+
+
+def _events(trace: Any) -> list[Event]:
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    named = [event for event in trace["traceEvents"] if str(event.get("name", "")).startswith(PREFIX)]
+    found = [Event(event, base) for event in named if event.get("ph") == "X"]
+    return sorted(found, key=lambda event: event.start_ns)
+
+
+def _match(dump: Dump, events: Sequence[Event]) -> None:
+    """Gives each call to the event in which it was asked for; a coalesced one has several."""
+    calls = [(view, call) for view in dump.views for call in view.calls]
+    for view, call in sorted(calls, key=lambda one: one[1].number):
+        near = [e for e in events if e.op == call.op and e.away_ns(call.created_ns) <= SKEW_NS]
+        if near:
+            # Asynchronous calls overlap: that of an event which has none yet is meant.
+            best = min(near, key=lambda e: (e.away_ns(call.created_ns), bool(e.calls), e.start_ns))
+            best.calls.append((view, call))
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    views, calls = zip(*event.calls, strict=True)
+    view, first = views[0], calls[0]
+    size = sum(_size(call, len(view.members)) for call in calls)
+    found: dict[str, Any] = {
+        "call": first.text if len(calls) == 1 else f"{first.text} and {len(calls) - 1} more",
+        "sequence": first.sequence,
+        "group": view.name,
+        "bytes": size,
+        "algorithm": ", ".join(sorted({call.algorithm for call in calls if call.algorithm})) or None,
+    }
+    ends = [call.ended_ns for call in calls]
+    started, ended = first.started_ns, ends[-1]
+    if started and ended and all(call.state == "completed" for call in calls):
+        from torch_symm.bench.ops import OPS as BENCHED
+
+        ns = max(1, ended - started)
+        found["us"] = ns / 1e3
+        if size and (op := BENCHED.get("send_recv" if first.message else first.op)):
+            found["algbw_gb_per_s"] = round(size / ns, 3)
+            found["busbw_gb_per_s"] = round(size / ns * op.bus_factor(len(view.members)), 3)
+        waits = [(call.waited_ns, call.waited_for) for call in calls if call.waited_ns is not None]
+        if waits:
+            found["waited_us"] = sum(ns for ns, _ in waits) / 1e3
+            found["waited_for"] = max(waits, key=lambda wait: wait[0])[1]
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _size(call: Call, world: int) -> int:
+    """The size of nccl-tests: of a gather and a scatter all shards."""
+    size = call.elements * call.itemsize
+    return size * world if call.op in ("gather", "scatter") and call.even else size
