@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         longest = max(len(line) for line, _ in self._examples)
         lines = [f"  {line:<{longest}}  # {does}" for line, does in self._examples]
         self._options: list[str] = []
+        self._as_json = False
         super().__init__(
             prog=f"{PROGRAM} {name}",
             description=textwrap.fill(description, WIDTH),
@@ -57,6 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """What ``arguments`` say. Ends the program with status 2 and a sentence where they cannot be understood."""
+        self._as_json = self._prints_json(list(arguments))
         given, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
@@ -64,6 +67,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"there is no {what} {word}{closest(word, self._options)}")
         return given
 
+    def _prints_json(self, words: list[str]) -> bool:
+        """Whether ``--json`` is there, and names no file."""
+        if "--json" not in words:
+            return False
+        behind = words[words.index("--json") + 1 :]
+        return self._option_string_actions["--json"].nargs == 0 or not behind or behind[0].startswith("-")
+
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong and what to type instead."""
+        """Says what is wrong and what to type instead; with ``--json`` in an object on standard output, too."""
+        if self._as_json:
+            print(json.dumps({"error": message, "example": self._examples[0][0]}, indent=1))
         self.exit(2, f"{self.prog}: {message}\n  for example: {self._examples[0][0]}\n  all options: {self.prog} -h\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from torch_symm import __main__ as entry
@@ -81,6 +82,57 @@ def test_two_ranks_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["topo", "--measure", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out)["measured"]
     assert measured.get("pairs") or (measured["gb_per_s"] > 0 and measured["us_of_8_bytes"] > 0)
+
+
+SWITCHED = [[0 if one == other else 18 for other in range(8)] for one in range(8)]
+PCIE = [[0] * 8 for _ in range(8)]
+#: Of a DGX-1: two quads of linked GPUs, each with a partner in the other.
+CUBE_MESH = [
+    [0 if one == other else 1 + (one % 4 == 3 - other % 4) if one // 4 == other // 4 else int(abs(one - other) == 4)
+     for other in range(8)]
+    for one in range(8)
+]  # fmt: skip
+
+
+def test_switches_pcie_and_single_links_are_told_apart() -> None:
+    assert plot.lines(8, SWITCHED) == [(gpu, "switch", 18) for gpu in range(8)]
+    assert plot.lines(8, PCIE) == plot.lines(8, []) == [(gpu, "pcie", 0) for gpu in range(8)]
+    assert plot.lines(2, [[0, 18], [18, 0]]) == [(0, 1, 18)]
+    assert plot.lines(3, []) == [(0, 1, 0), (0, 2, 0), (1, 2, 0)]
+    mesh = plot.lines(8, CUBE_MESH)
+    assert len([line for line in mesh if line[2]]) == 16 and len([line for line in mesh if line[1] == "pcie"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("nvlinks", "hub", "label", "spokes"),
+    [(SWITCHED, "switch", "NVSwitch", 8), (PCIE, "pcie", "PCIe and host", 8), (CUBE_MESH, "pcie", "NV2", 24)],
+)
+def test_eight_gpus_are_nodes_with_links(
+    nvlinks: list[list[int]], hub: str, label: str, spokes: int, tmp_path: Path, system: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    path = tmp_path / "host.svg"
+    plot.draw(cpu.section(8, system).found, [{"name": "H200"}] * 8, nvlinks, path)
+    root = ElementTree.parse(path).getroot()
+    ids = [element.get("id", "") for element in root.iter()]
+    assert [f"gpu-{gpu}" in ids for gpu in range(8)] == [True] * 8 and {"node-0", "node-1", hub} <= set(ids)
+    drawn = [element for element in root.iter() if element.get("id", "").startswith("link-")]
+    assert len(drawn) == spokes and all(any(part.get("d") for part in element.iter()) for element in drawn)
+    said = "".join(root.itertext())
+    assert label in said and "cuda:7" in said and "H200" in said
+
+
+@pytest.mark.slow
+def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    described, path = tmp_path / "topology.json", tmp_path / "host.svg"
+    described.write_text(json.dumps({"gpus": 8, "links": SWITCHED, "p2p": True}))
+    monkeypatch.setenv("SYMM_TOPOLOGY_FILE", str(described))
+    assert entry.main(["topo", "--plot", str(path)]) == 0
+    if "as described" in path.read_text():  # no GPU is here
+        assert all(f'"link-{gpu}-switch"' in path.read_text() for gpu in range(8))
+    else:
+        assert '"gpu-0"' in path.read_text()
 
 
 def test_the_host_is_drawn(tmp_path: Path, system: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,9 +58,20 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps({section.name: section.found for section in sections}, indent=1))
     if given.plot:
-        nvlinks = probed.of("links").get("nvlinks", [])
-        plot.draw(sections[0].found, probed.of("gpus").get("devices", []), nvlinks, given.plot)
+        devices, nvlinks = probed.of("gpus").get("devices", []), probed.of("links").get("nvlinks", [])
+        if not devices and "links" in probed.found:
+            devices, nvlinks = _described()
+        plot.draw(sections[0].found, devices, nvlinks, given.plot)
     return int(not probed.works)
+
+
+def _described() -> tuple[list[dict[str, str]], list[list[int]]]:
+    """GPUs and links of ``SYMM_TOPOLOGY_FILE``, which the native part has accepted."""
+    file = os.environ.get("SYMM_TOPOLOGY_FILE", "").strip()
+    if not file:
+        return [], []
+    links: list[list[int]] = json.loads(Path(file).read_text())["links"]
+    return [{"name": "as described"}] * len(links), links
 
 
 def _sections(probed: Probed, ranks: int, measure: bool) -> Iterator[Section]:

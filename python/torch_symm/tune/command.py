@@ -11,6 +11,7 @@ import shlex
 import statistics
 import sys
 import time
+from contextlib import nullcontext, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ VISITS = 6
 CPU_RANKS = 4
 
 
+class Unmeasured(Exception):
+    """Says in a sentence why nothing was measured."""
+
+
 def parser() -> Parser:
     """Of the command."""
     made = Parser(
@@ -46,6 +51,7 @@ def parser() -> Parser:
             ("", "about a minute; the profile goes to the user's cache"),
             ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
             ("--check --json out/check.json", "how exact the profile is"),
+            ("--seconds 20 --json", "shorter, for programs: one JSON object"),
         ],
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
@@ -57,14 +63,18 @@ def parser() -> Parser:
     made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
     made.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
     made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
-    made.add_argument("--json", type=Path, help="where --check and --plans write all figures")
+    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
     made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
     made.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
     return made
 
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
-    """Measures, checks or draws; 0 if it went through."""
+    """Measures, checks or draws; 0 if it went through.
+
+    With ``--json`` one object says what was measured, or in ``error`` why nothing was. Without a file it is all that
+    goes to standard output; what people read goes to standard error then.
+    """
     if given.draw:
         return _draw(parser, given)
     if given.plot:
@@ -88,20 +98,40 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         parser.error(f"--device cuda: needs at least 2 GPUs, and torch finds {gpus} here; --device cpu needs none")
     if world < 2 or (device == "cuda" and world > gpus):
         parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
+    if given.json and given.json != "-":
+        Path(given.json).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with redirect_stdout(sys.stderr) if given.json == "-" else nullcontext():
+        status, found = _measured(given, device, world, ops, largest)
+    if given.json == "-":
+        print(json.dumps({"device": device, "ranks": world, **found}, indent=1))
+    elif given.json:
+        Path(given.json).write_text(json.dumps({"device": device, "ranks": world, **found}, indent=1) + "\n")
+        say(f"written to {given.json}")
+    return status
+
+
+def _measured(
+    given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int
+) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was measured or went wrong."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
     from torch_symm import SymmConfigError
 
     try:
         if given.plans is not None:
-            return _plans(given, device, world)
-        return (_check if given.check else _calibrate)(given, device, world, ops, largest)
+            return 0, _plans(given, device, world)
+        return 0, (_check if given.check else _calibrate)(given, device, world, ops, largest)
+    except Unmeasured as error:
+        text, status = str(error), 1
+        print(text, file=sys.stderr, flush=True)
     except (ProcessRaisedException, ProcessExitedException, SymmConfigError, RuntimeError, OSError) as error:
-        print(f"failed: {str(error).strip()}", file=sys.stderr, flush=True)
-        return 1
+        text, status = str(error).strip(), 1
+        print(f"failed: {text}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr, flush=True)
-        return 130
+        text, status = "interrupted; nothing was written", 130
+        print(text, file=sys.stderr, flush=True)
+    return status, {"error": text}
 
 
 def _need_matplotlib(parser: Parser) -> None:
@@ -118,15 +148,16 @@ def _measure(title: str, device: str, world: int, points: list[Point], seconds: 
         return [measure(world, device, distinct, seconds / LAUNCHES, VISITS, on_visit, path) for _ in range(LAUNCHES)]
 
 
-def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
+def _calibrate(
+    given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int
+) -> dict[str, Any]:
     from . import profile, thresholds_cpu, thresholds_cuda
     from .launch import all_times, state
 
     here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
     path = given.output or profile.own_path(here)
     if path is None:
-        print("there is no cache to write to (SYMM_CACHE_DIR): say where with --output", file=sys.stderr)
-        return 1
+        raise Unmeasured("there is no cache to write to (SYMM_CACHE_DIR): say where with --output")
     say(f"{here.says}; load {load[0]}")
     started = time.monotonic()
     settings, left = _in_force(device, world), given.seconds
@@ -149,12 +180,14 @@ def _calibrate(given: argparse.Namespace, device: str, world: int, ops: tuple[st
     found, share = all_times(launches, reference_us)
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
-    profile.write(path, profile.assemble(profile.bare(here, settings), found, measured, known))
+    made = profile.assemble(profile.bare(here, settings), found, measured, known)
+    profile.write(path, made)
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)
-    say(f"{len(found)} points in {time.monotonic() - started:.0f} s, written to {path}")
-    return 0
+    seconds = time.monotonic() - started
+    say(f"{len(found)} points in {seconds:.0f} s, written to {path}")
+    return {"written": str(path), "seconds": round(seconds, 1), "points": len(found), "share": share, "profile": made}
 
 
 def _say_state(reference_us: float, share: float) -> None:
@@ -180,7 +213,7 @@ def _shown(given: argparse.Namespace) -> list[str]:
     ]
 
 
-def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> int:
+def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> dict[str, Any]:
     from . import profile
     from .check import GOAL_MEDIAN, GOAL_WORST, HEADINGS, compare, summary
     from .launch import all_times, state, times
@@ -188,8 +221,7 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     here, load = profile.key(device, world), os.getloadavg()[0]
     known = profile.prices(device, world, world, "measured", given.profile)
     if known is None:
-        print(f"there is no profile of {here.says}: run `python -m torch_symm tune` first", file=sys.stderr)
-        return 1
+        raise Unmeasured(f"there is no profile of {here.says}: run `python -m torch_symm tune` first")
     say(f"{here.says}; load {load:.2f}; {known.origin}")
     todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
     launches = _measure("checking", device, world, todo, given.seconds, given.profile)
@@ -214,20 +246,18 @@ def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, .
     for one in sorted(compared, key=lambda one: -one.error)[:5]:
         where = f"{one.op} of {one.bytes:,} bytes, {one.ranks} ranks ({one.algorithm})"
         say(f"  {one.error:.0%}: {where}: measured {one.measured:.1f} µs, predicted {one.predicted:.1f} µs")
-    if given.json:
-        _write_json(
-            given.json,
-            {
-                "origin": f"{here.says}; load {load:.2f}",
-                "load": load,
-                "points": list(map(dataclasses.asdict, compared)),
-            },
-        )
     if given.plot:
         from .plot import draw
 
         draw(compared, here.says, given.plot)
-    return 0
+    return {
+        "origin": f"{here.says}; load {load:.2f}",
+        "load": load,
+        "median": median,
+        "worst": worst,
+        "met": met,
+        "points": list(map(dataclasses.asdict, compared)),
+    }
 
 
 def _draw(parser: Parser, given: argparse.Namespace) -> int:
@@ -247,18 +277,10 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
     return 0
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n")
-    say(f"written to {path}")
-
-
-def _plans(given: argparse.Namespace, device: str, world: int) -> int:
+def _plans(given: argparse.Namespace, device: str, world: int) -> dict[str, Any]:
     from .plans import HEADINGS, measure, summary
 
     with progress("timing plans", given.plans) as on_visit:
         cases = measure(world, device, given.plans, given.profile, on_visit)
     table("what the cheapest plan of each model is worth", HEADINGS, summary(cases))
-    if given.json:
-        _write_json(given.json, {"cases": [dataclasses.asdict(case) for case in cases]})
-    return 0
+    return {"cases": [dataclasses.asdict(case) for case in cases]}
