@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
+# make demo | test | test-slow | test-all | bench | bench-gpu | check-gpu | bench-stores | bench-mpi | bench-hosts | wheel | wheels | matrix | test-clients | lint | pyright | fmt | docs | loom | fuzz | soak | faults | tsan | asan | mutants | test-aarch64.
 # PYTHON=, TORCH= and VENV= choose interpreter, torch and environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,7 +8,7 @@ TORCH := 2.15.0
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint fmt docs loom fuzz fuzz-build soak faults tsan asan mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 demo: build
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
 
@@ -92,6 +92,16 @@ lint: build
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python packaging/third_party.py --check
+
+# What pyright says of a user's program. By hand: in an environment of its own, into which pip installs it and node, 70 MB.
+PYRIGHT_VENV ?= .venv-pyright
+pyright: build $(PYRIGHT_VENV)/.ready
+	$(PYRIGHT_VENV)/bin/pyright --pythonpath $(BIN)/python tests/typing
+
+$(PYRIGHT_VENV)/.ready:
+	$(PYTHON) -m venv $(PYRIGHT_VENV)
+	$(PYRIGHT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "pyright[nodejs]==1.1.*"
+	@touch $@
 
 fmt: build
 	cargo fmt
@@ -201,4 +211,4 @@ tools:
 	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { echo "the headers of $(PYTHON) are missing: install them (Debian, Ubuntu: apt install python3-dev)"; exit 1; }
 
 clean:
-	rm -rf target build dist $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) python/*.egg-info python/torch_symm/*.so
+	rm -rf target build dist $(VENV) $(DOCS_VENV) $(CLIENTS_VENV) $(PYRIGHT_VENV) python/*.egg-info python/torch_symm/*.so

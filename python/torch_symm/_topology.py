@@ -29,6 +29,9 @@ def detect_dma_connectivity(device_type: str, connection_type: str) -> DMAConnec
         device_type: ``"cuda"``.
         connection_type: ``"nvlink"``.
 
+    Returns:
+        The matrix, in torch's order of devices.
+
     Raises:
         ValueError: any other type.
         SymmConfigError: NVML is missing or does not show one of the devices, or the topology file is faulty.

@@ -51,9 +51,9 @@ def is_symm(group: Any, device_type: str) -> bool:
 
 
 def is_symm_mem_enabled_for_group(group_name: str) -> bool:
-    """Whether symmetric memory can be used in the group: it is symm's, or was enabled; or under ``_test_mode``.
+    """Whether symmetric memory can be used in the group ``group_name``: it is symm's, or was enabled.
 
-    False for a name that no group has.
+    Or under ``_test_mode``. False for a name that no group has.
     """
     if in_test_mode():
         return _enabled_in_torch(GroupName(group_name))
@@ -71,7 +71,7 @@ _enabled_in_torch = torchs.is_symm_mem_enabled_for_group
 
 
 def enable_symm_mem_for_group(group_name: str) -> None:
-    """Makes symmetric memory usable in a group of any backend; symm's need no such call. Collective.
+    """Makes symmetric memory usable in the group ``group_name`` of any backend; symm's need no such call. Collective.
 
     The ranks tell each other through the group's store which host they are on. The group's timeout bounds the wait.
 

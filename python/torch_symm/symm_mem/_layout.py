@@ -6,12 +6,12 @@ import torch
 
 
 def restride_A_shard_for_fused_all_gather_matmul(t: torch.Tensor, gather_dim: int) -> torch.Tensor:
-    """``t`` in the order of memory that ``fused_all_gather_matmul`` need not copy: ``gather_dim`` outermost."""
+    """Returns ``t`` in the order of memory that ``fused_all_gather_matmul`` need not copy: ``gather_dim`` outermost."""
     return outermost(t, gather_dim)
 
 
 def restride_A_for_fused_matmul_reduce_scatter(t: torch.Tensor, scatter_dim: int) -> torch.Tensor:
-    """``t`` in the order of memory that ``fused_matmul_reduce_scatter`` need not copy: ``scatter_dim`` outermost."""
+    """Returns ``t`` as ``fused_matmul_reduce_scatter`` need not copy it: with ``scatter_dim`` outermost in memory."""
     return outermost(t, scatter_dim)
 
 

@@ -110,6 +110,8 @@ def rendezvous(tensor: torch.Tensor, group: str | ProcessGroup) -> _SymmetricMem
 def set_backend(name: str) -> None:
     """Chooses where CUDA tensors of :func:`empty` come from: ``"SYMM"``, or one of torch's (``"NVSHMEM"``, ``"NCCL"``).
 
+    ``name`` is that of a backend, for the whole process.
+
     Raises:
         RuntimeError: there is no backend of this name, or one was used already.
     """
@@ -129,7 +131,7 @@ def is_nvshmem_available() -> bool:
 
 
 def get_mempool_allocator(device: torch.device | str) -> Any:
-    """The allocator of symmetric memory for ``torch.cuda.MemPool``.
+    """Returns the allocator of symmetric memory of ``device`` for ``torch.cuda.MemPool``.
 
     Raises:
         NotImplementedError: the device cannot have such memory.
@@ -178,7 +180,14 @@ def get_signal_pad_size() -> int:
 def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
     """Copies ``src`` to the start of what ``peer`` brought to the rendezvous, then signals ``peer``.
 
-    Torch has this for NCCL's memory alone, and without the keywords. ``timeout_ms`` 0: the group's timeout.
+    Torch has this for NCCL's memory alone, and without the keywords.
+
+    Args:
+        src: contiguous, of any shape; at most as many bytes as ``peer`` brought.
+        hdl: the window that :func:`rendezvous` returned.
+        peer: rank in the window's group.
+        channel: of the signal, from 0 on: those of different channels do not meet.
+        timeout_ms: milliseconds; 0: the group's timeout.
 
     Raises:
         RuntimeError: ``src`` does not fit.
@@ -193,6 +202,9 @@ def put_signal(src: torch.Tensor, hdl: _SymmetricMemory, peer: int, *, channel: 
 
 def wait_signal(hdl: _SymmetricMemory, peer: int, *, channel: int = 0, timeout_ms: int = 0) -> None:
     """Returns, or on CUDA lets the current stream go on, once ``peer`` has signalled; what it wrote before is there.
+
+    ``hdl``, ``peer``, ``channel`` and ``timeout_ms`` (milliseconds; 0: the group's timeout) are as of
+    :func:`put_signal`.
 
     Raises:
         SymmTimeout, SymmPeerError: it did not in time, or ended.

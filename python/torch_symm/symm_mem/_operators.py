@@ -71,7 +71,9 @@ def fused_all_gather_matmul(
 
     Args:
         A_shard: at least two-dimensional, of equal shape on all ranks.
+        Bs: matrices, of as many rows as ``A_shard`` has in its last dimension.
         gather_dim: from 0 on.
+        group_name: whose ranks bring shards.
         return_A: without it ``None`` stands for ``A``.
 
     Raises:
@@ -99,8 +101,12 @@ def fused_all_gather_scaled_matmul(
     """As :func:`fused_all_gather_matmul` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
+        A_shard, Bs, gather_dim, group_name: as there.
         A_scale: one number, or one per row: of this rank's rows (then it is gathered, too) or of all.
         B_scales, biases, result_scales, out_dtypes, use_fast_accum: what ``torch._scaled_mm`` gets with each of ``Bs``.
+
+    Returns:
+        The gathered ``A``, and a product for each of ``Bs``.
 
     Raises:
         ValueError: shapes, ``gather_dim`` or the lists' lengths do not fit.
@@ -122,7 +128,9 @@ def fused_matmul_reduce_scatter(
     in memory (:func:`restride_A_for_fused_matmul_reduce_scatter`). Not differentiable.
 
     Args:
+        A, B: matrices, ``A`` with leading dimensions or without; of equal shapes on all ranks.
         reduce_op: ``"sum"`` or ``"avg"``.
+        group_name: whose ranks' products are summed.
         scatter_dim: of the product, from 0 on; divided by the ranks.
 
     Raises:
@@ -151,10 +159,15 @@ def fused_scaled_matmul_reduce_scatter(
     """As :func:`fused_matmul_reduce_scatter` with ``torch._scaled_mm``; not along the last dimension.
 
     Args:
+        A, B, reduce_op, group_name: as there.
         A_scale: one number, or one per row of ``A``.
+        B_scale, bias, result_scale, out_dtype, use_fast_accum: what ``torch._scaled_mm`` gets.
         orig_scatter_dim: of ``output_shape``.
         scatter_dim_after_maybe_reshape: that dimension in ``A``, whose leading dimensions may have been flattened.
         output_shape: of the product before it is scattered; by default that of ``A`` and ``B``.
+
+    Returns:
+        This rank's piece, contiguous.
 
     Raises:
         ValueError: shapes, dimensions or ``reduce_op`` do not fit.

@@ -36,6 +36,9 @@ def _pipelined_multi_all_gather_and_consume(
 
     Args:
         shard, ag_out: contiguous; ``ag_out[i]`` is ``shard[i]`` with the first dimension times the ranks.
+        shard_consumer: called with the shards of a rank and the rank.
+        group_name: whose ranks bring shards.
+        ag_out_needed: whether ``ag_out`` is to be filled.
 
     Raises:
         ValueError: the shapes or layouts are others.
@@ -85,7 +88,10 @@ def _pipelined_all_gather_and_consume(
     group_name: str,
     ag_out_needed: bool = True,
 ) -> None:
-    """As :func:`_pipelined_multi_all_gather_and_consume` of one tensor."""
+    """As :func:`_pipelined_multi_all_gather_and_consume` of one tensor.
+
+    ``shard``, ``shard_consumer``, ``ag_out``, ``group_name`` and ``ag_out_needed`` are as there, without lists.
+    """
 
     def consume(parts: list[torch.Tensor], peer: int) -> None:
         shard_consumer(parts[0], peer)
@@ -102,7 +108,7 @@ def _pipelined_produce_and_all2all(
     """Calls ``chunk_producer(rank, out)`` for every rank, this one last, and sends each its chunk meanwhile.
 
     ``output`` cut along ``out_chunk_dim`` then holds the chunks that the ranks made for this one. ``out`` is of the
-    shape of such a cut; contiguous but for this rank's own.
+    shape of such a cut; contiguous but for this rank's own. ``group_name`` names the ranks.
 
     Raises:
         ValueError: the ranks do not divide ``out_chunk_dim``.

@@ -36,6 +36,7 @@ def get_symm_mem_workspace(group_name: str, min_size: int, *, device: torch.devi
     next user, or the end of the group, does not take from the peers what they still read. It goes with the group.
 
     Args:
+        group_name: a group in which symmetric memory can be used.
         min_size: bytes, the same on all ranks.
         device: the current CUDA device if the group serves CUDA and there is one, else the CPU.
 

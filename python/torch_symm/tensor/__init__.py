@@ -79,7 +79,9 @@ _PRICES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _PRICES:
-        raise AttributeError(f"module 'torch_symm.tensor' has no attribute {name!r}")
-    return getattr(import_module(f"torch_symm.tensor.{_PRICES[name]}"), name)
+if not TYPE_CHECKING:  # with it a misspelt name would be of any type
+
+    def __getattr__(name: str) -> Any:
+        if name not in _PRICES:
+            raise AttributeError(f"module 'torch_symm.tensor' has no attribute {name!r}")
+        return getattr(import_module(f"torch_symm.tensor.{_PRICES[name]}"), name)

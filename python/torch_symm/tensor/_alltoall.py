@@ -37,6 +37,10 @@ def shard_dim_alltoall(
         gather_dim, shard_dim: dimensions of ``input``; may be negative. If they are equal nothing moves.
         gather_size: size of ``gather_dim`` over all ranks, where it is cut as ``torch.chunk`` cuts it and some ranks
             hold less than others. Without it all ranks hold equally much.
+        mesh, mesh_dim: the ranks, and the dimension of the mesh along which shards move.
+
+    Returns:
+        A new tensor of the shape of ``input``, but for the two dimensions.
 
     Raises:
         IndexError: a dimension is out of range.

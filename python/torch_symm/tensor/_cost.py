@@ -60,7 +60,7 @@ class MeshTopoInfo:
     def build_from_mesh(
         mesh: DeviceMesh, basis: Basis = "auto", wire: tuple[float, float] | None = None
     ) -> MeshTopoInfo:
-        """The dimensions of ``mesh`` as this host is built: NVLinks, PCIe, shared memory, the network between hosts.
+        """Returns the dimensions of ``mesh`` as this host is built: NVLinks, PCIe, shared memory, and between hosts.
 
         ``basis="torch"`` has torch's constants and returns torch's numbers, to the last digit. Asks no other rank.
         ``wire``: of the network, for mesh dimensions that span hosts: the GB/s that a host sends (of CUDA: a GPU), and
@@ -80,7 +80,9 @@ class MeshTopoInfo:
         return self._prices.origin
 
     def price(self, op: str, bytes: float, mesh_dim: int) -> tuple[float, str, str]:
-        """µs of the collective ``op`` (torch's name of it), the algorithm that serves it, and the basis of the price.
+        """Returns the µs of the collective ``op``, the algorithm that serves it, and the basis of the price.
+
+        ``op`` is torch's name, ``bytes`` the size of the longest tensor of a rank, ``mesh_dim`` whose ranks take part.
 
         Raises:
             ValueError: ``op`` has no price, ``bytes`` cannot be moved, or the mesh has no such dimension.
@@ -88,7 +90,7 @@ class MeshTopoInfo:
         return self._prices.price(op, bytes, self._dim(mesh_dim))
 
     def local_us(self, copied: float, collective: bool) -> float:
-        """µs of a step of a redistribution beside its collective: the host's time, and copies of ``copied`` bytes.
+        """Returns the µs of a step of a redistribution beside its collective: host's time, and ``copied`` bytes.
 
         ``collective``: whether it has one. 0 where that was not measured, as in torch's model.
         """
@@ -191,7 +193,14 @@ def devices_per_host(device_type: str) -> int:
 
 
 def allgather_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """µs of an all-gather that returns ``bytes`` on every rank.
+    """Returns the µs of an all-gather that returns ``bytes`` on every rank.
+
+    The formulas are those of ``docs/design/cost-model.md``, with ``basis="torch"`` torch's; so are the others'.
+
+    Args:
+        bytes: of the whole tensor.
+        mesh_topo: prices of the mesh.
+        mesh_dim: the dimension of the mesh along which ranks are a group.
 
     Raises:
         ValueError: ``bytes`` cannot be moved, or the mesh has no such dimension; so do the others.
@@ -200,23 +209,33 @@ def allgather_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> floa
 
 
 def allreduce_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """µs of an all-reduce of ``bytes`` on every rank."""
+    """Returns the µs of an all-reduce of ``bytes`` on every rank, among those along ``mesh_dim`` of ``mesh_topo``.
+
+    Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
+    """
     return mesh_topo.price("all_reduce", bytes, mesh_dim)[0]
 
 
 def reduce_scatter_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """µs of a reduce-scatter that takes ``bytes`` from every rank."""
+    """Returns the µs of a reduce-scatter that takes ``bytes`` from every rank along ``mesh_dim`` of ``mesh_topo``.
+
+    Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
+    """
     return mesh_topo.price("reduce_scatter", bytes, mesh_dim)[0]
 
 
 def all_to_all_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """µs of an all-to-all of ``bytes`` on every rank.
+    """Returns the µs of an all-to-all of ``bytes`` on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has none: with its constants this is what it takes in its place, an all-gather of ``bytes`` and 1 µs.
+    torch has none: with its constants this is what it takes in its place, an all-gather of ``bytes`` and 1 µs
+    (``docs/design/cost-model.md``).
     """
     return mesh_topo.price("all_to_all", bytes, mesh_dim)[0]
 
 
 def broadcast_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """µs of a broadcast of ``bytes``. torch has none: its constants are used for a pipeline along the ring."""
+    """Returns the µs of a broadcast of ``bytes`` to all ranks along ``mesh_dim`` of ``mesh_topo``.
+
+    torch has none: its constants are used for a pipeline along the ring (``docs/design/cost-model.md``).
+    """
     return mesh_topo.price("broadcast", bytes, mesh_dim)[0]

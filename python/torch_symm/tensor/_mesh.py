@@ -26,7 +26,10 @@ def mesh_scatter(
     On the mesh ``[[0, 1], [2, 3]]`` and ``mesh_dim=1``, rank 0 serves ranks 0 and 1, rank 2 serves ranks 2 and 3.
 
     Args:
+        output: of the shape of the tensor that comes, on any device of the mesh's type.
         scatter_list: as many tensors as the mesh dimension has ranks; the other ranks' lists are not looked at.
+        mesh, mesh_dim: the ranks, and the dimension of the mesh along which they are a group.
+        async_op: returns at once, with a work.
         group_src: the source, counted within the mesh dimension.
 
     Returns:
@@ -56,6 +59,9 @@ def mesh_broadcast(
     On the mesh ``[[0, 1], [2, 3]]`` and ``mesh_dim=1``, rank 1 gets rank 0's tensor and rank 3 gets rank 2's.
 
     Args:
+        tensor: of the same shape and dtype on all ranks.
+        mesh, mesh_dim: the ranks, and the dimension of the mesh along which they are a group.
+        async_op: returns at once, with a work.
         group_src: the source, counted within the mesh dimension.
 
     Returns:

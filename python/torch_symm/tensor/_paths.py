@@ -61,10 +61,11 @@ class Explanation:
 
 
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo: MeshTopoInfo | None = None) -> float:
-    """µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
+    """Returns the µs of the steps that redistribute from ``current_spec`` to ``target_spec``.
 
     Infinite between meshes and from ``Shard`` to ``Partial``, zero where nothing moves between ranks or this one is
-    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo``: in place of the mesh's own.
+    outside the mesh. ``Shard`` to another ``Shard`` is an all-to-all. ``topo``: in place of the mesh's own. The formula
+    is that of ``docs/design/cost-model.md``, with torch's basis torch's.
 
     Raises:
         ValueError: a spec has no tensor's shape and type.
@@ -75,7 +76,9 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec, topo:
 def explain_redistribute(
     src: DTensorSpec | DTensor, dst: DTensorSpec | DTensor, topo: MeshTopoInfo | None = None
 ) -> Explanation:
-    """The steps from ``src`` to ``dst`` with bytes and µs; ``print`` shows them. Moves nothing, asks no rank.
+    """Returns the steps from ``src`` to ``dst`` with bytes and µs; ``print`` shows them. Moves nothing, asks no rank.
+
+    ``topo``: prices in place of the mesh's own.
 
     Raises:
         ValueError: a spec has no tensor's shape and type.

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """``tensor`` with ``pad_size`` zeros behind its end in dimension ``pad_dim``; itself if ``pad_size`` is 0.
+    """Returns ``tensor`` with ``pad_size`` zeros behind its end in dimension ``pad_dim``; itself if that is 0.
 
-    ``pad_dim`` counts from the front.
+    ``pad_size`` counts elements of length, ``pad_dim`` from the front.
     """
     if pad_size == 0:
         return tensor
@@ -25,7 +25,7 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tenso
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """A view of ``tensor`` without the last ``pad_size`` of dimension ``pad_dim``; itself if ``pad_size`` is 0."""
+    """Returns a view of ``tensor`` less the last ``pad_size`` of length in ``pad_dim``; itself if that is 0."""
     if pad_size == 0:
         return tensor
     return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
@@ -34,7 +34,10 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 def fill_empty_tensor_to_shards(
     shards: list[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """Appends shards of size 0 in ``shard_dim`` and otherwise the shape of the first; returns the same list.
+    """Appends ``num_empty_tensors`` shards of size 0 in ``shard_dim``, else shaped as the first, to ``shards``.
+
+    Returns:
+        The same list.
 
     Raises:
         IndexError: ``shards`` is empty, or has no dimension ``shard_dim``.
@@ -51,7 +54,8 @@ def fill_empty_tensor_to_shards(
 def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = False) -> None:
     """Returns if dtype and ``requires_grad``, and on demand shape and stride, are the same on all ranks of the world.
 
-    A collective of the default group, which every rank must call.
+    A collective of the default group, which every rank must call, with its ``local_tensor`` of any shape. Shape and
+    stride are compared if ``check_shape_stride``.
 
     Raises:
         ValueError: they are not; on all ranks. The message says what ranks have that differ from rank 0.
@@ -75,7 +79,7 @@ def check_tensor_meta(local_tensor: torch.Tensor, check_shape_stride: bool = Fal
 
 
 def spec_to_bytes(spec: DTensorSpec) -> int:
-    """Size in bytes of the whole tensor that ``spec`` describes, over all ranks.
+    """Returns the size in bytes of the whole tensor that ``spec`` describes, over all ranks.
 
     Raises:
         AssertionError: ``spec`` does not say what it is a tensor of.
