@@ -37,6 +37,7 @@ pub mod ffi {
         Scatter = 6,
         ReduceScatter = 7,
         AllToAll = 8,
+        AllReduceAddRmsNorm = 9,
     }
 
     /// Outcome of a call.

@@ -1,6 +1,6 @@
 //! The collectives.
 
-/// A collective of c10d, reduced to its data movement.
+/// A collective of c10d, reduced to its data movement, or one that computes on what it has moved.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
@@ -22,12 +22,27 @@ pub enum Op {
     ReduceScatter = 7,
     /// Output `r` holds rank `r`'s input of this rank.
     AllToAll = 8,
+    /// Every output holds rows of the sum of all inputs, added to a residual and normed.
+    AllReduceAddRmsNorm = 9,
 }
 
 impl Op {
     /// Every collective, in code order.
-    pub const ALL: &[Op] =
-        &[Op::Barrier, Op::Broadcast, Op::AllReduce, Op::Reduce, Op::AllGather, Op::Gather, Op::Scatter, Op::ReduceScatter, Op::AllToAll];
+    pub const ALL: &[Op] = &[
+        Op::Barrier,
+        Op::Broadcast,
+        Op::AllReduce,
+        Op::Reduce,
+        Op::AllGather,
+        Op::Gather,
+        Op::Scatter,
+        Op::ReduceScatter,
+        Op::AllToAll,
+        Op::AllReduceAddRmsNorm,
+    ];
+
+    /// Collectives of c10d: those that only move or combine elements.
+    pub const C10D: &[Op] = Self::ALL.split_at(9).0;
 
     /// The collective with this code, as it crosses the bridge and shared memory.
     pub fn from_code(code: u8) -> Option<Self> {
@@ -46,10 +61,11 @@ impl Op {
             Op::Scatter => "scatter",
             Op::ReduceScatter => "reduce_scatter",
             Op::AllToAll => "all_to_all",
+            Op::AllReduceAddRmsNorm => "all_reduce_add_rms_norm",
         }
     }
 
-    /// Whether the collective combines elements.
+    /// Whether the collective combines elements by an operation that the caller chooses.
     pub const fn reduces(self) -> bool {
         matches!(self, Op::AllReduce | Op::Reduce | Op::ReduceScatter)
     }

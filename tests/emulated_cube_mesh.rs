@@ -191,6 +191,7 @@ impl Case {
     fn pieces(&self, me: usize) -> (usize, usize) {
         match self.op {
             Op::Barrier => (0, 0),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
             Op::AllReduce => (1, 1),
             Op::Broadcast => {
                 if me == 0 {
@@ -232,6 +233,7 @@ impl Case {
         match self.op {
             _ if self.pieces(me).1 == 0 => vec![],
             Op::Barrier => vec![],
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
             Op::AllReduce => vec![expected(mesh, self.reduce_op, self.dtype, &column(0))],
             Op::Reduce => vec![reduced(self.reduce_op, self.dtype, &column(0))],
             Op::Broadcast => vec![all[0].input(0).to_vec()],

@@ -160,7 +160,7 @@ impl Scene {
         if random.below(8) == 0 {
             return Self::transfers(random, n);
         }
-        let op = random.of(Op::ALL);
+        let op = random.of(Op::C10D);
         let base = random.bytes(dtype.size());
         Self::collective(random, heaps, symmetry, Request { op, n, dtype, reduce_op, base })
     }
@@ -187,6 +187,7 @@ impl Scene {
             Op::ReduceScatter => (matrix[0].clone(), vec![matrix[0][me]]),
             Op::AllToAll => (matrix[me].clone(), (0..n).map(|r| matrix[r][me]).collect()),
             Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => case.lengths(me, n),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         };
         let mut given = Vec::new();
         let mut got = Vec::new();
@@ -219,7 +220,7 @@ impl Scene {
                 Op::AllReduce | Op::Reduce => Some((0, 0)),
                 Op::AllGather | Op::Gather => Some((0, me)),
                 Op::Scatter | Op::ReduceScatter => Some((me, 0)),
-                Op::Barrier | Op::Broadcast | Op::AllToAll => None,
+                Op::Barrier | Op::Broadcast | Op::AllToAll | Op::AllReduceAddRmsNorm => None,
             };
             let replaces = replaces.filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
             if let Some((input, output)) = replaces {
@@ -428,7 +429,7 @@ fn all_symmetric_goes_direct(n: usize) {
     ];
     let mut scenes = Vec::new();
     for (i, (dtype, reduce_op)) in reductions.into_iter().enumerate() {
-        for op in Op::ALL.iter().filter(|op| **op != Op::Barrier && (op.reduces() || i == 0)) {
+        for op in Op::C10D.iter().filter(|op| **op != Op::Barrier && (op.reduces() || i == 0)) {
             // Longer than what flags in the data carry where nobody knows the longest message.
             let least = if *op == Op::AllToAll { 66_000 } else { 100 };
             let base = (least + random.below(20_000)) / dtype.size() * dtype.size();

@@ -61,4 +61,4 @@ macro_rules! same_codes {
 pub(super) use same_codes;
 
 same_codes!(Kind, ffi::Kind: Peer, Timeout, Mismatch, Config, Aborted, Value, Type, NotImplemented, WaitTimeout, Internal, Network, QueueEmpty);
-same_codes!(Op, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll);
+same_codes!(Op, ffi::Collective: Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, AllReduceAddRmsNorm);

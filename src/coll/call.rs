@@ -19,6 +19,7 @@ use crate::sync::call_site::CallSite;
 /// | scatter | root: n, all of the output's length | 1 |
 /// | reduce_scatter | n, entry `r` of the length that rank `r` receives | 1 |
 /// | all_to_all | n | n |
+/// | all_reduce_add_rms_norm | input, residual, weight; to static fp8: scale | normed, new residual; to dynamic fp8: scales |
 ///
 /// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
 #[derive(Clone, Debug)]
@@ -31,7 +32,7 @@ pub struct Call {
     pub reduce_op: ReduceOp,
     /// The distinguished rank; ignored unless the collective has one.
     pub root: Rank,
-    /// Factor of this rank under PREMUL_SUM; ignored otherwise.
+    /// Factor of this rank under PREMUL_SUM, eps of a norm; ignored otherwise.
     pub factor: f64,
     /// Memory that this rank gives.
     pub inputs: Vec<Span>,

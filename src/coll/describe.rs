@@ -1,17 +1,20 @@
 //! Description of a call that ranks compare before they touch memory, and that messages print.
 
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::norm::Norm;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
-/// The part of a call on which all ranks must agree, as two words that fit beside the arrival flag.
+/// The part of a call on which all ranks must agree, as words that fit beside the arrival flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Description {
     /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
     /// Bytes that must agree, see [`Call::agreed_bytes`].
     pub bytes: u64,
+    /// [`Norm::word`] of a norm; else 0.
+    pub detail: u64,
 }
 
 /// Bit of the head that says that the call site is part of the fingerprint.
@@ -25,13 +28,13 @@ impl Description {
         let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
         let with_call_site = if call.call_site.is_some() { SITED } else { 0 };
         let head = call.op as u64 | (dtype as u64) << 8 | reduce_op << 16 | with_call_site | root << 32;
-        Self { head, bytes: call.agreed_bytes() }
+        Self { head, bytes: call.agreed_bytes(), detail: Norm::of(call).map_or(0, |norm| norm.word()) }
     }
 
     /// Fingerprint: one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing, splitmix64's
     /// finaliser).
     pub fn fingerprint(self, call: &Call) -> u64 {
-        let mut hash = mix(self.head ^ mix(self.bytes));
+        let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
             hash = mix(hash ^ span.bytes as u64);
         }
@@ -71,6 +74,7 @@ impl std::fmt::Display for Description {
             Op::Barrier => return f.write_str("barrier"),
             // Each pair has a length of its own.
             Op::AllToAll => return write!(f, "all_to_all({})", dtype.name()),
+            Op::AllReduceAddRmsNorm => return Norm::describe(f, self.bytes, dtype, self.detail),
             Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {}
         }
         let count = self.bytes / dtype.size() as u64;
@@ -92,7 +96,7 @@ impl Call {
         let one = |spans: &[Span]| spans.first().map_or(0, |span| span.bytes as u64);
         match self.op {
             Op::Barrier | Op::AllToAll => 0,
-            Op::AllReduce | Op::Reduce | Op::Gather => one(&self.inputs),
+            Op::AllReduce | Op::Reduce | Op::Gather | Op::AllReduceAddRmsNorm => one(&self.inputs),
             Op::Broadcast => one(if self.outputs.is_empty() { &self.inputs } else { &self.outputs }),
             Op::Scatter => one(&self.outputs),
             Op::AllGather => sum(&self.outputs),
@@ -105,13 +109,20 @@ impl Call {
         match self.op {
             Op::AllGather => &self.outputs,
             Op::ReduceScatter => &self.inputs,
-            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => &[],
+            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => &[],
+            Op::AllToAll | Op::AllReduceAddRmsNorm => &[],
         }
+    }
+
+    /// Inputs that other ranks need: all but what of a norm is alike on all ranks.
+    pub fn shared_inputs(&self) -> &[Span] {
+        let count = if self.op == Op::AllReduceAddRmsNorm { 1 } else { self.inputs.len() };
+        &self.inputs[..count.min(self.inputs.len())]
     }
 
     /// The longest single message between two ranks, as far as this rank knows.
     pub fn longest(&self) -> usize {
-        self.inputs.iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
+        self.shared_inputs().iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
     /// Bytes that this rank gives or receives, whichever is more.
@@ -138,6 +149,7 @@ impl Call {
             Op::Scatter => (at_root(n), 1),
             Op::ReduceScatter => (n, 1),
             Op::AllToAll => (n, n),
+            Op::AllReduceAddRmsNorm => Norm::spans(self),
         };
         let name = self.op.name();
         if self.op.rooted() && self.root.index() >= n {
@@ -159,6 +171,7 @@ impl Call {
         let even = |spans: &[Span]| spans.windows(2).all(|pair| pair[0].bytes == pair[1].bytes);
         let fits = match self.op {
             Op::Barrier | Op::Broadcast => true,
+            Op::AllReduceAddRmsNorm => return Norm::validate(self),
             Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll => own(&self.inputs) == own(&self.outputs),
             Op::Reduce => !root || own(&self.inputs) == own(&self.outputs),
             Op::Gather => even(&self.outputs) && (!root || own(&self.inputs) == own(&self.outputs)),

@@ -5,4 +5,5 @@ pub mod cost;
 pub mod cpu;
 pub mod cuda;
 pub mod describe;
+pub mod norm;
 pub mod plan;

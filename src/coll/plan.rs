@@ -1,8 +1,10 @@
 //! Choice of the algorithm that serves a call. Pure: the same on every rank, because it looks only at what every rank knows.
 
 use crate::coll::call::Op;
+use crate::coll::cpu::pipeline::Phases;
+use crate::coll::norm::Norm;
 use crate::kernels::cpu::Store;
-use crate::mem::layout::{INLINE_BYTES, LINE_PAIR, SLOT_BYTES};
+use crate::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, SLOT_BYTES};
 
 /// Algorithm of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +55,7 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan
     // Scatter and all-to-all post one message for every rank, and reduce-scatter does too.
     let posted = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => longest.saturating_mul(n),
-        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => longest,
+        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::AllReduceAddRmsNorm => longest,
     };
     if posted <= INLINE_BYTES {
         return Plan::Inline;
@@ -61,13 +63,13 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan
     let messages = match op {
         Op::AllToAll => 2 * n,
         Op::AllGather | Op::ReduceScatter => n + 1,
-        Op::AllReduce => 2,
+        Op::AllReduce | Op::AllReduceAddRmsNorm => 2,
         Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 1,
     };
     let store = if longest.saturating_mul(messages * n) > thresholds.stream_bytes { Store::Streaming } else { Store::Cached };
     let room = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => SLOT_BYTES / n,
-        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => SLOT_BYTES,
+        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::AllReduceAddRmsNorm => SLOT_BYTES,
     };
     let room = room / LINE_PAIR * LINE_PAIR;
     // Short messages go in two chunks, so that the second is copied in while the first is read.
@@ -75,9 +77,41 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan
     Plan::Staged { chunk, store }
 }
 
+/// Bytes of rows from which on more than two ranks share the work; not measured.
+const TWO_SHOT_BYTES: usize = 64 << 10;
+/// Bytes of rows that are not cut into two chunks.
+const WHOLE_BYTES: usize = 32 << 10;
+
+/// The algorithm for the rows of `norm` among `n` ranks: inline, or in chunks of whole rows.
+pub fn choose_rows(norm: &Norm, n: usize) -> Plan {
+    let (row, bytes) = (norm.row_bytes(), norm.row_bytes() * norm.rows);
+    if bytes <= INLINE_BYTES {
+        return Plan::Inline;
+    }
+    let most = match shots(norm, n) {
+        Phases::One => SLOT_BYTES / row,
+        Phases::Two => (shared_rows(norm, n) * n).min(SLOT_BYTES / row),
+    };
+    let rows = norm.rows.div_ceil(2).max(WHOLE_BYTES.div_ceil(row)).clamp(1, most);
+    Plan::Staged { chunk: rows * row, store: Store::Cached }
+}
+
+/// Whether each rank norms all rows, or its share of them: that moves less where there are many, but ranks wait once more.
+pub fn shots(norm: &Norm, n: usize) -> Phases {
+    let long = norm.row_bytes() * norm.rows > TWO_SHOT_BYTES;
+    if n > 2 && long && shared_rows(norm, n) > 0 { Phases::Two } else { Phases::One }
+}
+
+/// Rows whose results have room in a result slot.
+fn shared_rows(norm: &Norm, n: usize) -> usize {
+    Layout::new(n).result_bytes() / (norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::coll::norm::Normed;
+    use crate::dtype::DType;
 
     fn choose(op: Op, longest: usize, n: usize) -> Plan {
         super::choose(op, longest, n, &Thresholds::default())
@@ -99,6 +133,29 @@ mod tests {
             matches!(super::choose(Op::AllReduce, 1 << 20, 4, thresholds), Plan::Staged { store: Store::Streaming, .. })
         };
         assert_eq!((streamed(&always), streamed(&Thresholds::default())), (true, false));
+    }
+
+    #[test]
+    fn chunks_of_rows_fit_their_slots() {
+        for n in [2, 3, 8, 128] {
+            for (hidden, rows) in [(8, 100_000), (4096, 1), (4096, 2), (8192, 64), (16384, 1), (16384, 1000)] {
+                for (dtype, normed) in [(DType::BF16, Normed::Same), (DType::F32, Normed::Same), (DType::BF16, Normed::Dynamic)] {
+                    let norm = Norm { dtype, hidden, rows, eps: 0.0, normed };
+                    let Plan::Staged { chunk, .. } = choose_rows(&norm, n) else {
+                        assert!(norm.row_bytes() * rows <= INLINE_BYTES);
+                        continue;
+                    };
+                    let (chunk, rest) = (chunk / norm.row_bytes(), chunk % norm.row_bytes());
+                    assert!(rest == 0 && chunk > 0 && chunk * norm.row_bytes() <= SLOT_BYTES, "{norm:?} {n}");
+                    if shots(&norm, n) == Phases::Two {
+                        let each = norm.normed_bytes() + norm.row_bytes() + norm.scale_bytes();
+                        assert!(chunk.div_ceil(n) * each <= Layout::new(n).result_bytes(), "{norm:?} {n}");
+                    }
+                }
+            }
+        }
+        let norm = Norm { dtype: DType::BF16, hidden: 4096, rows: 64, eps: 0.0, normed: Normed::Same };
+        assert_eq!((shots(&norm, 2), shots(&norm, 4)), (Phases::One, Phases::Two));
     }
 
     #[test]

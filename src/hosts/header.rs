@@ -16,7 +16,7 @@ pub(super) struct Header {
 
 impl Header {
     /// Length of a header, the same for every call: ranks that disagree on all else still exchange it in order.
-    pub(super) const BYTES: usize = 40;
+    pub(super) const BYTES: usize = 48;
 
     pub(super) fn of(call: &Call, sequence: u64) -> Self {
         let description = Description::of(call);
@@ -27,7 +27,7 @@ impl Header {
     pub(super) fn to_bytes(self, even: Option<usize>) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let even = even.map_or(0, |bytes| bytes as u64 + 1);
-        let words = [self.sequence, self.description.head, self.description.bytes, self.fingerprint, even];
+        let words = [self.sequence, self.description.head, self.description.bytes, self.description.detail, self.fingerprint, even];
         bytes.chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
         bytes
     }
@@ -35,13 +35,14 @@ impl Header {
     pub(super) fn from_bytes(bytes: &[u8]) -> Self {
         let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
         let mut next = || words.next().unwrap_or_default();
-        let (sequence, head, bytes) = (next(), next(), next());
-        Self { sequence, description: Description { head, bytes }, fingerprint: next() }
+        let (sequence, head, bytes, detail) = (next(), next(), next(), next());
+        Self { sequence, description: Description { head, bytes, detail }, fingerprint: next() }
     }
 
     /// The one length of all headers that begin the slots of `slot` bytes in `shown`, if they have one.
     pub(super) fn common(shown: &[u8], slot: usize) -> Option<usize> {
-        let mut evens = shown.chunks_exact(slot).map(|shown| u64::from_le_bytes(shown[32..Self::BYTES].try_into().unwrap_or_default()));
+        let mut evens =
+            shown.chunks_exact(slot).map(|shown| u64::from_le_bytes(shown[Self::BYTES - 8..Self::BYTES].try_into().unwrap_or_default()));
         let first = evens.next()?;
         evens.all(|even| even == first).then(|| first.checked_sub(1)).flatten().map(|bytes| bytes as usize)
     }

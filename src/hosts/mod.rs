@@ -21,6 +21,7 @@ mod header;
 pub mod messages;
 mod monitored;
 mod news;
+mod norm;
 mod opening;
 pub mod partials;
 pub mod rail;
@@ -145,7 +146,7 @@ impl Run for Runner {
         self.sequence += 1;
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
-        let step = Step { inner, layout, shared, rank: self.rank, call, limit, sequence: self.sequence, entry };
+        let step = Step { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
         shared.current.set(Some(Waiting { number: self.sequence, name: call.op.name(), since: Instant::now() }));
         let outcome = step.run();
         shared.current.set(None);

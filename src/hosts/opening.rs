@@ -32,7 +32,7 @@ impl Step<'_> {
         let of_root = |bytes: usize| if rank == self.call.root { bytes } else { 0 };
         match self.call.op {
             Op::Barrier => 0,
-            Op::AllReduce | Op::Reduce | Op::Gather | Op::ReduceScatter => agreed,
+            Op::AllReduce | Op::Reduce | Op::Gather | Op::ReduceScatter | Op::AllReduceAddRmsNorm => agreed,
             Op::Broadcast => of_root(agreed),
             Op::Scatter => of_root(n * agreed),
             Op::AllGather => self.call.outputs[rank.index()].bytes,
@@ -61,7 +61,7 @@ impl Step<'_> {
         let even = self.even();
         let short = self.is_short() && (self.call.op != Op::AllToAll || even.is_some());
         let mut own = [0; SLOT];
-        own[..Header::BYTES].copy_from_slice(&Header::of(self.call, self.sequence).to_bytes(even));
+        own[..Header::BYTES].copy_from_slice(&Header::of(self.asked, self.sequence).to_bytes(even));
         if short && self.given(self.rank) > 0 {
             self.record(&mut own[Header::BYTES..]);
         }
@@ -82,7 +82,7 @@ impl Step<'_> {
         let between = if self.local() < rails { Some(self.between(bytes)?) } else { None };
         if let Some(between) = between.as_ref().filter(|_| self.local() == 0) {
             let mut slot = [0; SLOT];
-            slot[..Header::BYTES].copy_from_slice(&Header::of(self.call, self.sequence).to_bytes(even));
+            slot[..Header::BYTES].copy_from_slice(&Header::of(self.asked, self.sequence).to_bytes(even));
             let mut end = Header::BYTES;
             for (&rank, shown) in here.iter().zip(shown.bytes().chunks_exact(SLOT)).filter(|_| short) {
                 let record = self.record_bytes(rank);

@@ -91,7 +91,10 @@ impl HostsGroup {
 
     /// Refuses those of `calls` on CUDA tensors whose sums are to be rounded once.
     pub(super) fn check_partials(&self, calls: &[Call]) -> Result<()> {
-        let rounds = |call: &&Call| call.op.reduces() && self.shared.partials().dtype(call.reduce_op, call.dtype) != call.dtype;
+        let rounds = |call: &&Call| {
+            (call.op.reduces() || call.op == Op::AllReduceAddRmsNorm)
+                && self.shared.partials().dtype(call.reduce_op, call.dtype) != call.dtype
+        };
         let Some(call) = calls.iter().find(rounds) else { return Ok(()) };
         let (op, dtype, group) = (call.op.name(), call.dtype.name(), self.inner.control().name());
         Err(Error::not_implemented(format!(

@@ -33,6 +33,7 @@ impl Step<'_> {
             Op::Broadcast => outputs.iter().for_each(|&output| copy(given(root), output)),
             Op::Scatter => copy(nth(given(root), me, outputs[0].bytes), outputs[0]),
             Op::AllGather | Op::Gather => self.each(|from, output| copy(given(from), output)),
+            Op::AllReduceAddRmsNorm => unreachable!("its step is an all_reduce"),
             Op::AllToAll => self.each(|from, output| copy(nth(given(from), me, output.bytes), output)),
         }
     }

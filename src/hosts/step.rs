@@ -34,6 +34,8 @@ pub(super) struct Step<'a> {
     pub(super) shared: &'a Shared,
     pub(super) rank: Rank,
     pub(super) call: &'a Call,
+    /// Call of the user, of which `call` may be a part.
+    pub(super) asked: &'a Call,
     pub(super) limit: &'a Limit,
     pub(super) sequence: u64,
     /// Number of the call in the flight recorder.
@@ -110,6 +112,7 @@ impl Step<'_> {
             Op::AllGather => self.all_gather(),
             Op::ReduceScatter => self.reduce_scatter(),
             Op::Gather | Op::Scatter => self.gather_or_scatter(),
+            Op::AllReduceAddRmsNorm => self.norm(),
         }
     }
 
@@ -150,7 +153,7 @@ impl Step<'_> {
 
     /// The name of the call in messages.
     fn about(&self) -> String {
-        format!("{} #{} of group \"{}\"", Description::of(self.call), self.sequence, self.inner.control().name())
+        format!("{} #{} of group \"{}\"", Description::of(self.asked), self.sequence, self.inner.control().name())
     }
 }
 

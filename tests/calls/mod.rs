@@ -91,6 +91,7 @@ impl Case {
             Op::Scatter => (when(root, vec![one; n]), vec![one]),
             Op::ReduceScatter => ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)]),
             Op::AllToAll => ((0..n).map(|r| self.bytes(me, r)).collect(), (0..n).map(|r| self.bytes(r, me)).collect()),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         }
     }
 
@@ -120,6 +121,7 @@ impl Case {
             Op::Scatter => vec![all[self.root].input(me).to_vec()],
             Op::ReduceScatter => vec![self.reduced(&column(me))],
             Op::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
         }
     }
 }

@@ -189,6 +189,25 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   refused();
 }
 
+void ProcessGroupSymm::all_reduce_add_rms_norm(const NormTensors& tensors, double eps) try {
+  tensors.check();
+  auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce_add_rms_norm");
+  operation->begin(Collective::AllReduceAddRmsNorm, tensors.input).factor = eps;
+  for (const auto* tensor : {&tensors.input, &tensors.residual, &tensors.weight, &tensors.scale}) {
+    if (tensor->defined()) {
+      operation->give(*tensor);
+    }
+  }
+  for (const auto* tensor : {&tensors.normed, &tensors.sum, &tensors.scales}) {
+    if (tensor->defined()) {
+      operation->take(*tensor);
+    }
+  }
+  launch(operation, ::c10d::kUnsetTimeout, false);
+} catch (...) {
+  refused();
+}
+
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::barrier(const ::c10d::BarrierOptions& opts) try {
   auto operation = std::make_shared<Operation>(OpType::BARRIER, "symm:barrier");
   operation->begin(Collective::Barrier, {});

@@ -36,6 +36,8 @@ bool replaces(const CallSpec& call, size_t in, size_t out, size_t rank) {
     case Collective::AllReduce:
     case Collective::Reduce:
       return both(0, 0);
+    case Collective::AllReduceAddRmsNorm:
+      return both(0, 0) || both(1, 1);
     case Collective::AllGather:
     case Collective::Gather:
       return both(0, rank);

@@ -21,6 +21,21 @@
 
 namespace symm {
 
+// Tensors of an all-reduce that is added to a residual and normed. Undefined: a scale that is not given, scales that are not wanted.
+struct NormTensors {
+  const at::Tensor& input;
+  const at::Tensor& residual;
+  const at::Tensor& weight;
+  at::Tensor scale;
+  // Results; `normed` may be the input, `sum` the residual.
+  const at::Tensor& normed;
+  const at::Tensor& sum;
+  at::Tensor scales;
+
+  // Throws unless shapes and types fit each other.
+  void check() const;
+};
+
 class ProcessGroupSymm : public ::c10d::Backend {
  public:
   struct Options final : ::c10d::Backend::Options {
@@ -90,6 +105,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  // Sums, adds the residual and norms, in the group's order of calls.
+  void all_reduce_add_rms_norm(const NormTensors& tensors, double eps);
 
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;

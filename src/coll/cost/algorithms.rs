@@ -62,7 +62,7 @@ impl Algorithms {
         let n = ranks as f64;
         let share = (n - 1.0) / n;
         let received = match op {
-            Op::AllReduce => 2.0 * share,
+            Op::AllReduce | Op::AllReduceAddRmsNorm => 2.0 * share,
             Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Scatter => share,
             Op::Broadcast | Op::Reduce | Op::Gather => 1.0,
             Op::Barrier => 0.0,
@@ -92,7 +92,7 @@ impl Algorithms {
 fn longest(op: Op, bytes: f64, ranks: usize) -> usize {
     let message = match op {
         Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter | Op::AllToAll => bytes / ranks as f64,
-        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce => bytes,
+        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllReduceAddRmsNorm => bytes,
     };
     message.ceil() as usize
 }

@@ -59,7 +59,7 @@ impl Span {
         let hosts = self.hosts as f64;
         let share = (hosts - 1.0) / hosts;
         let sent = match op {
-            Op::AllReduce => 2.0 * share,
+            Op::AllReduce | Op::AllReduceAddRmsNorm => 2.0 * share,
             Op::AllGather | Op::ReduceScatter => share,
             Op::AllToAll => share * self.locals as f64,
             Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 1.0,

@@ -148,7 +148,7 @@ impl Model {
         }
         if self.basis == Basis::Torch {
             return Ok(match op {
-                Op::AllReduce => cost::torch_ring(bytes, *ranks, 2, *link),
+                Op::AllReduce | Op::AllReduceAddRmsNorm => cost::torch_ring(bytes, *ranks, 2, *link),
                 Op::AllToAll => cost::torch_all_to_all(bytes, *ranks, *link),
                 Op::Broadcast => cost::torch_broadcast(bytes, *ranks, *link),
                 Op::AllGather | Op::ReduceScatter | Op::Barrier | Op::Reduce | Op::Gather | Op::Scatter => {

@@ -31,6 +31,7 @@ const _: () = assert!(size_of::<Head>() == POST_HEAD);
 /// Places in the table behind the inline data.
 const HEAD: usize = 0;
 const BYTES: usize = 1;
+const DETAIL: usize = 2;
 const SENT: usize = 8;
 
 impl Step<'_> {
@@ -113,6 +114,7 @@ impl Step<'_> {
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
         put(BYTES, description.bytes);
+        put(DETAIL, description.detail);
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }
@@ -121,7 +123,7 @@ impl Step<'_> {
         }
         if inline {
             let mut at = self.posted(me);
-            for span in &call.inputs {
+            for span in call.shared_inputs() {
                 // SAFETY: the plan is inline only if the inputs' bytes together fit INLINE_BYTES; nobody reads this post before its flag
                 // is published below, nor its predecessor any more (module docs); the spans are the caller's.
                 unsafe {
@@ -158,7 +160,7 @@ impl Step<'_> {
         let mut text = format!("ranks disagree on collective #{} of group \"{}\"", self.seq, self.control.name());
         let described = |rank| {
             let word = |place| self.table(rank, place).load(Ordering::Relaxed);
-            Description { head: word(HEAD), bytes: word(BYTES) }
+            Description { head: word(HEAD), bytes: word(BYTES), detail: word(DETAIL) }
         };
         let own = described(self.control.rank());
         if self.control.peers().map(described).all(|other| other.without_call_site() == own.without_call_site())

@@ -89,7 +89,8 @@ impl Step<'_> {
                     let skipped: usize = match self.call.op {
                         Op::Scatter => self.control.rank().index() * output.bytes,
                         Op::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
-                        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::ReduceScatter => 0,
+                        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => 0,
+                        Op::ReduceScatter | Op::AllReduceAddRmsNorm => 0,
                     };
                     // Read anew since they were compared, from memory that a rank with a bug may have written to.
                     if skipped.saturating_add(output.bytes) > INLINE_BYTES {

@@ -7,14 +7,17 @@
 mod all_reduce;
 mod arrival;
 mod exchange;
+mod norm;
 pub mod pipeline;
 mod reduce_scatter;
 
 use crate::coll::call::{Call, Op};
+use crate::coll::norm::Norm;
 use crate::coll::plan::{self, Plan, Thresholds};
 use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::sync::limit::Limit;
+pub(crate) use norm::norm_alone;
 use std::sync::Arc;
 
 /// Runs a group's collectives, one at a time.
@@ -67,7 +70,11 @@ impl Runner {
         }
         self.seq += 1;
         let longest = call.longest();
-        let choose = |longest| plan::choose(call.op, longest, n, &self.thresholds);
+        let norm = Norm::of(call);
+        let choose = |longest| match &norm {
+            Some(norm) => plan::choose_rows(norm, n),
+            None => plan::choose(call.op, longest, n, &self.thresholds),
+        };
         let plan = choose(longest);
         let control = Arc::clone(&self.control);
         let mut step = Step { control: &control, call, limit, seq: self.seq, stage: &mut self.stage };
@@ -93,6 +100,7 @@ impl Runner {
             Op::Barrier => {}
             Op::AllReduce | Op::Reduce => step.all_reduce(plan)?,
             Op::ReduceScatter => step.reduce_scatter(plan)?,
+            Op::AllReduceAddRmsNorm => norm.map_or(Ok(()), |norm| step.norm(&norm, plan))?,
             Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest)?,
         }
         control.finish(self.seq, call.op);
@@ -110,6 +118,7 @@ impl Step<'_> {
                 self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::Store::Cached);
             }
             Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.keep_own(),
+            Op::AllReduceAddRmsNorm => norm_alone(self.call),
         }
         Ok(())
     }

@@ -227,7 +227,7 @@ impl LaunchContext<'_> {
         let mut out = Outgoing::default();
         let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
-            Op::Barrier => {}
+            Op::Barrier | Op::AllReduceAddRmsNorm => {}
             Op::Broadcast | Op::AllGather | Op::AllReduce => {
                 call.inputs.iter().for_each(|&input| (0..self.n).for_each(|r| put(r, input)));
                 out.same = 1;
@@ -247,7 +247,7 @@ impl LaunchContext<'_> {
         let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
             Op::Broadcast | Op::Scatter => call.outputs.iter().for_each(|&output| put(call.root.index(), output)),
-            Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter => {}
+            Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter | Op::AllReduceAddRmsNorm => {}
             Op::AllGather | Op::Gather | Op::AllToAll => call.outputs.iter().enumerate().for_each(|(r, &output)| put(r, output)),
         }
         (to, bytes)

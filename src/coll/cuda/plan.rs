@@ -250,7 +250,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         Op::AllReduce => true,
         // What goes straight from tensor to tensor needs no more of them.
         Op::AllGather | Op::ReduceScatter => !zero_copy,
-        Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll => false,
+        Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll | Op::AllReduceAddRmsNorm => false,
     };
     let lanes = lanes_of(longest, even, layout, tuning);
     let lanes = if zero_copy && call.op == Op::ReduceScatter { lanes.min(LOADING_LANES) } else { lanes };
@@ -275,6 +275,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::AllReduce | Op::Reduce => rsag_staged,
+        Op::AllReduceAddRmsNorm => Plan::Nothing,
     }
 }
 
@@ -283,6 +284,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
 pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll => return n > 1,
+        Op::AllReduceAddRmsNorm => return false,
         Op::AllReduce | Op::Reduce => call.longest() / n,
         // A single other rank gets it all from the root, through staging.
         Op::Broadcast if n <= 2 => return false,
@@ -358,7 +360,7 @@ mod tests {
         for n in 2..=16 {
             let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
             let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, zero_copy: false };
-            for op in Op::ALL {
+            for op in Op::C10D {
                 for shift in 0..33 {
                     for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
                         let units = bytes.div_ceil(UNIT);
@@ -424,7 +426,7 @@ mod tests {
             let long = call(Op::AllReduce, dtype, CUBE_MESH_BYTES + 1);
             assert_eq!(choose(&long, &with), choose(&long, &without));
         }
-        for op in Op::ALL.iter().filter(|op| **op != Op::AllReduce) {
+        for op in Op::C10D.iter().filter(|op| **op != Op::AllReduce) {
             let call = call(*op, DType::F32, 4096);
             assert_eq!(choose(&call, &with), choose(&call, &without), "{op:?}");
         }

@@ -48,6 +48,8 @@ pub(super) fn of(call: &Call, layout: &Layout, rank: Rank, base: usize) -> Plan 
         Op::AllGather => planner.all_gather(),
         Op::ReduceScatter => planner.reduce_scatter(),
         Op::Gather | Op::Scatter | Op::AllToAll => planner.exchange(),
+        // Refused before (`refuse_norms`).
+        Op::AllReduceAddRmsNorm => {}
     }
     Plan { steps: planner.steps, memory: planner.most }
 }
@@ -57,6 +59,7 @@ pub(super) fn exchanges(op: Op) -> bool {
     match op {
         Op::Gather | Op::Scatter | Op::AllToAll => true,
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::ReduceScatter => false,
+        Op::AllReduceAddRmsNorm => false,
     }
 }
 
@@ -357,9 +360,14 @@ impl Planner<'_> {
         let (mut give, mut take) = match self.call.op {
             Op::Gather => (one(inputs), all(outputs)),
             Op::Scatter => (all(inputs), one(outputs)),
-            Op::AllToAll | Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::ReduceScatter => {
-                (all(inputs), all(outputs))
-            }
+            Op::AllToAll
+            | Op::Barrier
+            | Op::Broadcast
+            | Op::AllReduce
+            | Op::Reduce
+            | Op::AllGather
+            | Op::ReduceScatter
+            | Op::AllReduceAddRmsNorm => (all(inputs), all(outputs)),
         };
         let me = self.rank.index();
         if give[me] == take[me] {

@@ -74,7 +74,9 @@ fn inside(calls: &[&Call]) {
                 Op::ReduceScatter => {
                     reduced(reduce_op, dtype, &given.iter().map(|inputs| inputs[me].clone()).collect::<Vec<_>>(), &factors)
                 }
-                Op::Barrier | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter => panic!("{op:?} is in no plan"),
+                Op::Barrier | Op::AllReduce | Op::Reduce | Op::Gather | Op::Scatter | Op::AllReduceAddRmsNorm => {
+                    panic!("{op:?} is in no plan")
+                }
             };
             write(&bytes, output);
         }

@@ -10,6 +10,7 @@
 //! - [`convert`]: float16, bfloat16 and the float8 formats
 //! - [`lanes`]: the conversions for which an instruction set has an instruction
 //! - [`mode`]: the calling thread's rounding and flushing
+//! - [`norm`]: residual and RMSNorm of summed rows
 //! - [`op`]: the reduce operations
 //! - [`reduce`](mod@reduce): the one loop, compiled for each instruction set
 //! - [`dispatch`]: which compiled loop serves a call
@@ -22,6 +23,7 @@ mod copy;
 mod dispatch;
 mod element;
 mod mode;
+mod norm;
 mod op;
 mod reduce;
 #[cfg(test)]
@@ -33,6 +35,7 @@ mod vector;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use dispatch::Isa;
+pub use norm::{Rows, add_rms_norm};
 
 /// Elements of one rank, as a kernel reads them.
 #[derive(Clone, Copy, Debug)]

@@ -39,6 +39,7 @@ struct Entry {
     number: AtomicU64,
     head: AtomicU64,
     bytes: AtomicU64,
+    detail: AtomicU64,
     fingerprint: AtomicU64,
     /// `Channel`.
     channel: AtomicU64,
@@ -253,6 +254,7 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call_site: O
     fence(Ordering::Release);
     entry.head.store(record.description.head, Ordering::Relaxed);
     entry.bytes.store(record.description.bytes, Ordering::Relaxed);
+    entry.detail.store(record.description.detail, Ordering::Relaxed);
     entry.fingerprint.store(record.fingerprint, Ordering::Relaxed);
     entry.channel.store(record.channel, Ordering::Relaxed);
     for (word, bytes) in entry.sends.iter().zip(record.sends).chain(entry.receives.iter().zip(record.receives)) {
@@ -273,7 +275,7 @@ fn read(launch_log: &LaunchLog, number: u64) -> Option<LaunchRecord> {
         return None;
     }
     let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
-    let description = Description { head: load(&entry.head), bytes: load(&entry.bytes) };
+    let description = Description { head: load(&entry.head), bytes: load(&entry.bytes), detail: load(&entry.detail) };
     let (sends, receives) = (std::array::from_fn(|r| load(&entry.sends[r])), std::array::from_fn(|r| load(&entry.receives[r])));
     let record = LaunchRecord { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel), sends, receives };
     fence(Ordering::Acquire);

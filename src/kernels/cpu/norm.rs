@@ -1,0 +1,462 @@
+//! Sum over ranks, residual and RMSNorm of whole rows.
+//!
+//! An element of the sum is rounded to the tensor's type as in every collective, the residual is added in float32 and rounded, and the norm
+//! is that of the rounded row, in float32, rounded once. Squares are added up in one order, whatever the instruction set, the number of
+//! rows and their place; `src/kernels/cuda/include/norm.cuh` has the same:
+//!
+//! 1. The squares of [`GROUP`] neighbours in halves: the first four and the last four, then two and two, then one and one.
+//! 2. The groups of a row in [`LANES`] lanes: lane `l` has group `l`, and group `l + LANES` added to it.
+//! 3. Lanes in blocks of [`BLOCK`], each in halves; then the blocks in halves.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors, whose addresses torch vouches for")]
+
+use super::convert::{BF16, E4M3Fn, F16};
+use super::dispatch::Isa;
+use super::element::Element;
+use super::mode::DefaultMode;
+use super::vector::{self, Vector};
+use crate::coll::norm::{GROUP, Norm, Normed};
+use crate::dtype::DType;
+
+const LANES: usize = 1024;
+const BLOCK: usize = 32;
+/// Elements that are worked on at a time.
+const TILE: usize = 64;
+/// Largest float8_e4m3fn.
+const LARGEST: f32 = 448.0;
+/// Least scale of a row, as vLLM has it.
+const LEAST_SCALE: f32 = 1.0 / (LARGEST * 512.0);
+
+/// Memory of rows, each after the other.
+#[derive(Clone, Debug)]
+pub struct Rows<'a> {
+    /// Input of each rank, in their order.
+    pub sources: &'a [*const u8],
+    /// Residual of each row.
+    pub residual: *const u8,
+    /// Weight of each element of a row.
+    pub weight: *const u8,
+    /// Scale of all, under [`Normed::Static`].
+    pub scale: *const u8,
+    /// Place of the normed rows.
+    pub normed: *mut u8,
+    /// Place of the sums with their residuals.
+    pub sum: *mut u8,
+    /// Place of the scale of each row, under [`Normed::Dynamic`].
+    pub scales: *mut u8,
+}
+
+/// Sums, adds and norms `rows` rows.
+///
+/// # Safety
+/// Everything in `memory` is valid for `rows` rows of `norm` at any alignment; `normed` is a source or overlaps nothing, `sum` is
+/// `residual` or overlaps nothing.
+pub unsafe fn add_rms_norm(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    // SAFETY: the caller's contract; `best` returns what this machine was found to have.
+    unsafe { add_rms_norm_on(Isa::best(), norm, rows, memory) }
+}
+
+/// [`add_rms_norm`] with a named instruction set.
+///
+/// # Safety
+/// As [`add_rms_norm`], on a machine that has `isa`.
+unsafe fn add_rms_norm_on(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    let _mode = DefaultMode::enter();
+    // SAFETY: the caller's contract is that of all.
+    unsafe {
+        match norm.dtype {
+            DType::BF16 => of_type::<BF16>(isa, norm, rows, memory),
+            DType::F16 => of_type::<F16>(isa, norm, rows, memory),
+            DType::F32 => of_type::<f32>(isa, norm, rows, memory),
+            DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::U16 | DType::U32 | DType::U64 | DType::Bool => {}
+            DType::F8E5M2 | DType::F8E4M3FN | DType::F8E5M2FNUZ | DType::F8E4M3FNUZ | DType::F64 | DType::C64 | DType::C128 => {}
+        }
+    }
+}
+
+/// # Safety
+/// As [`add_rms_norm_on`], of elements of type `E`.
+unsafe fn of_type<E: Element<Acc = f32>>(isa: Isa, norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    // SAFETY: the caller's contract is that of all.
+    unsafe {
+        match isa {
+            Isa::Portable => run::<E, vector::Portable>(norm, rows, memory),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => avx2::<E>(norm, rows, memory),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::<E>(norm, rows, memory),
+        }
+    }
+}
+
+/// # Safety
+/// As [`add_rms_norm`], on a machine with AVX2 and F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn avx2<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { run::<E, vector::Avx2>(norm, rows, memory) }
+}
+
+/// # Safety
+/// As [`add_rms_norm`], on a machine with AVX-512 F, BW, VL and DQ.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    // SAFETY: the caller's contract is this function's.
+    unsafe { run::<E, vector::Avx512>(norm, rows, memory) }
+}
+
+/// # Safety
+/// As [`add_rms_norm`].
+#[inline(always)]
+unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    for row in 0..rows {
+        let at = row * norm.row_bytes();
+        // SAFETY: `row < rows`, of which all memory has as many.
+        unsafe {
+            let sum = memory.sum.add(at);
+            let mut lanes = [0f32; LANES];
+            in_tiles(norm.hidden, |first, tile| match tile {
+                TILE => add::<E, I, TILE>(memory, at, first, &mut lanes),
+                _ => add::<E, I, GROUP>(memory, at, first, &mut lanes),
+            });
+            let inverse = 1.0 / (total(&mut lanes) / norm.hidden as f32 + norm.eps).sqrt();
+            let normed = memory.normed.add(row * norm.normed_bytes());
+            let (weight, scales) = (memory.weight, memory.scales);
+            let write_all = |by: Option<Scale>| {
+                in_tiles(norm.hidden, |first, tile| match tile {
+                    TILE => write::<E, I, TILE>(sum, weight, first, inverse, by, normed),
+                    _ => write::<E, I, GROUP>(sum, weight, first, inverse, by, normed),
+                });
+            };
+            match norm.normed {
+                Normed::Same => write_all(None),
+                Normed::Static => write_all(Some(Scale::Factor(1.0 / memory.scale.cast::<f32>().read_unaligned()))),
+                Normed::Dynamic => {
+                    let mut largest = [0f32; TILE];
+                    in_tiles(norm.hidden, |first, tile| match tile {
+                        TILE => measure::<E, I, TILE>(sum, weight, first, inverse, &mut largest),
+                        _ => measure::<E, I, GROUP>(sum, weight, first, inverse, &mut largest),
+                    });
+                    let largest = largest.into_iter().fold(0f32, larger);
+                    let scale = larger(LEAST_SCALE, largest / LARGEST);
+                    scales.cast::<f32>().add(row).write_unaligned(f32::narrow(scale));
+                    write_all(Some(Scale::Divisor(scale)));
+                }
+            }
+        }
+    }
+}
+
+/// Way in which a normed element is scaled.
+#[derive(Clone, Copy)]
+enum Scale {
+    Factor(f32),
+    Divisor(f32),
+}
+
+/// The larger of two; a NaN wins.
+#[inline(always)]
+fn larger(one: f32, other: f32) -> f32 {
+    if (other > one) | other.is_nan() { other } else { one }
+}
+
+/// Calls `body` with the first element and the length of each tile of a row, whose elements are a multiple of [`GROUP`].
+#[inline(always)]
+fn in_tiles(hidden: usize, mut body: impl FnMut(usize, usize)) {
+    let whole = hidden - hidden % TILE;
+    for first in (0..whole).step_by(TILE) {
+        body(first, TILE);
+    }
+    for first in (whole..hidden).step_by(GROUP) {
+        body(first, GROUP);
+    }
+}
+
+/// Rounds to the tensor's type, and back.
+#[inline(always)]
+fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) -> [f32; T] {
+    let mut bytes = [E::ZERO; T];
+    // SAFETY: `T` elements; the machine has `I`, by the contract of `run`, whose code this is a part of.
+    unsafe {
+        E::narrow_tile::<I, T>(values, bytes.as_mut_ptr().cast());
+        E::widen_tile::<I, T>(bytes.as_ptr().cast())
+    }
+}
+
+/// Sums `T` elements from `first` of the row `at`, with the residual, and adds up their squares.
+///
+/// # Safety
+/// The memory is valid for them, of type `E`; the machine has `I`.
+#[inline(always)]
+unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
+    let place = at + first * size_of::<E>();
+    // SAFETY: the caller's contract.
+    let load = |from: *const u8| unsafe { E::widen_tile::<I, T>(from.add(place)) };
+    let Some((&own, others)) = memory.sources.split_first() else { return };
+    let mut sum = load(own);
+    for &other in others {
+        let other = load(other);
+        for (sum, other) in sum.iter_mut().zip(other) {
+            *sum += other;
+        }
+    }
+    let mut sum = rounded::<E, I, T>(&sum);
+    let residual = load(memory.residual);
+    for (sum, residual) in sum.iter_mut().zip(residual) {
+        *sum += residual;
+    }
+    let mut squares = rounded::<E, I, T>(&sum);
+    // SAFETY: the caller's contract.
+    unsafe { E::narrow_tile::<I, T>(&sum, memory.sum.add(place)) };
+    for square in &mut squares {
+        *square *= *square;
+    }
+    let group = first / GROUP % LANES;
+    let (groups, _) = squares.as_chunks::<GROUP>();
+    for (lane, q) in lanes[group..group + T / GROUP].iter_mut().zip(groups) {
+        let (a, b, c, d) = (q[0] + q[4], q[1] + q[5], q[2] + q[6], q[3] + q[7]);
+        *lane += (a + c) + (b + d);
+    }
+}
+
+/// Adds up the lanes, which it uses up.
+#[inline(always)]
+fn total(lanes: &mut [f32; LANES]) -> f32 {
+    let mut blocks = [0f32; LANES / BLOCK];
+    for (block, total) in lanes.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&mut blocks) {
+        *total = halved(block);
+    }
+    halved(&mut blocks)
+}
+
+#[inline(always)]
+fn halved(values: &mut [f32; BLOCK]) -> f32 {
+    let mut half = BLOCK / 2;
+    while half > 0 {
+        for i in 0..half {
+            values[i] += values[i + half];
+        }
+        half /= 2;
+    }
+    values[0]
+}
+
+/// The normed elements from `first` of a row, not rounded.
+///
+/// # Safety
+/// `sum` and `weight` are valid for a row of type `E`, of which `T` elements follow `first`; the machine has `I`.
+#[inline(always)]
+unsafe fn normed<E: Element<Acc = f32>, I: Vector, const T: usize>(
+    sum: *const u8,
+    weight: *const u8,
+    first: usize,
+    inverse: f32,
+) -> [f32; T] {
+    let place = first * size_of::<E>();
+    // SAFETY: the caller's contract.
+    let (mut values, weight) = unsafe { (E::widen_tile::<I, T>(sum.add(place)), E::widen_tile::<I, T>(weight.add(place))) };
+    for (value, weight) in values.iter_mut().zip(weight) {
+        *value = *value * inverse * weight;
+    }
+    values
+}
+
+/// Finds the largest magnitudes of normed elements, in any order: the largest of all does not depend on it.
+///
+/// # Safety
+/// As [`normed`].
+#[inline(always)]
+unsafe fn measure<E: Element<Acc = f32>, I: Vector, const T: usize>(
+    sum: *const u8,
+    weight: *const u8,
+    first: usize,
+    inverse: f32,
+    largest: &mut [f32; TILE],
+) {
+    // SAFETY: the caller's contract.
+    let values = rounded::<E, I, T>(&unsafe { normed::<E, I, T>(sum, weight, first, inverse) });
+    for (largest, value) in largest.iter_mut().zip(values) {
+        *largest = larger(*largest, value.abs());
+    }
+}
+
+/// Writes the normed elements from `first` of a row, scaled and narrowed if `by` says how.
+///
+/// # Safety
+/// As [`normed`]; `to` is valid for a row.
+#[inline(always)]
+unsafe fn write<E: Element<Acc = f32>, I: Vector, const T: usize>(
+    sum: *const u8,
+    weight: *const u8,
+    first: usize,
+    inverse: f32,
+    by: Option<Scale>,
+    to: *mut u8,
+) {
+    // SAFETY: the caller's contract.
+    let values = unsafe { normed::<E, I, T>(sum, weight, first, inverse) };
+    let Some(by) = by else {
+        // SAFETY: the caller's contract.
+        return unsafe { E::narrow_tile::<I, T>(&values, to.add(first * size_of::<E>())) };
+    };
+    let mut values = rounded::<E, I, T>(&values);
+    for value in &mut values {
+        let scaled = match by {
+            Scale::Factor(factor) => *value * factor,
+            Scale::Divisor(scale) => *value / scale,
+        };
+        // Comparisons, which leave a NaN as it is.
+        let above = if scaled > LARGEST { LARGEST } else { scaled };
+        *value = if above < -LARGEST { -LARGEST } else { above };
+    }
+    // SAFETY: the caller's contract.
+    unsafe { E4M3Fn::narrow_tile::<I, T>(&values, to.add(first)) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition, element by element.
+    fn expected(norm: &Norm, sources: &[Vec<f32>], residual: &[f32], weight: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let round = |value: f32| match norm.dtype {
+            DType::BF16 => BF16::narrow(value).widen(),
+            DType::F16 => F16::narrow(value).widen(),
+            _ => value,
+        };
+        let sum =
+            (0..norm.hidden).map(|i| round(round(sources[1..].iter().fold(sources[0][i], |sum, other| sum + other[i])) + residual[i]));
+        let sum: Vec<f32> = sum.collect();
+        let mut groups: Vec<f32> = sum
+            .chunks(8)
+            .map(|x| {
+                let q: Vec<f32> = x.iter().map(|x| x * x).collect();
+                ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]))
+            })
+            .collect();
+        groups.resize(2048, 0.0);
+        let mut lanes: Vec<f32> = (0..1024).map(|lane| groups[lane] + groups[lane + 1024]).collect();
+        let halves = |values: &[f32]| {
+            let mut values = values.to_vec();
+            while values.len() > 1 {
+                let half = values.len() / 2;
+                values = (0..half).map(|i| values[i] + values[i + half]).collect();
+            }
+            values[0]
+        };
+        lanes = lanes.chunks(32).map(halves).collect();
+        let inverse = 1.0 / (halves(&lanes) / norm.hidden as f32 + norm.eps).sqrt();
+        (sum.iter().zip(weight).map(|(x, w)| round(x * inverse * w)).collect(), sum)
+    }
+
+    fn values(count: usize, seed: u64, dtype: DType) -> Vec<f32> {
+        let mut state = seed | 1;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+        };
+        let round = |value: f32| match dtype {
+            DType::BF16 => BF16::narrow(value).widen(),
+            DType::F16 => F16::narrow(value).widen(),
+            _ => value,
+        };
+        (0..count).map(|_| round(next() * 3.0)).collect()
+    }
+
+    fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
+        values
+            .iter()
+            .flat_map(|&value| match dtype {
+                DType::BF16 => BF16::narrow(value).0.to_le_bytes().to_vec(),
+                DType::F16 => F16::narrow(value).0.to_le_bytes().to_vec(),
+                _ => value.to_le_bytes().to_vec(),
+            })
+            .collect()
+    }
+
+    /// Runs `rows` rows; returns the normed rows, the sums and the scales.
+    fn run_on(isa: Isa, norm: &Norm, sources: &[Vec<u8>], residual: &[u8], weight: &[u8], scale: f32) -> [Vec<u8>; 3] {
+        let rows = norm.rows;
+        let mut outputs = [norm.normed_bytes(), norm.row_bytes(), norm.scale_bytes()].map(|bytes| vec![0xEE; bytes * rows]);
+        let pointers: Vec<*const u8> = sources.iter().map(|source| source.as_ptr()).collect();
+        let [normed, sum, scales] = &mut outputs;
+        let memory = Rows {
+            sources: &pointers,
+            residual: residual.as_ptr(),
+            weight: weight.as_ptr(),
+            scale: (&raw const scale).cast(),
+            normed: normed.as_mut_ptr(),
+            sum: sum.as_mut_ptr(),
+            scales: scales.as_mut_ptr(),
+        };
+        // SAFETY: all have `rows` rows; the machine has `isa`.
+        unsafe { add_rms_norm_on(isa, norm, rows, &memory) };
+        outputs
+    }
+
+    #[test]
+    fn every_instruction_set_has_the_bits_of_the_definition_whatever_the_rows() {
+        for dtype in [DType::BF16, DType::F16, DType::F32] {
+            for hidden in [8, 72, 1024, 4096, 8200, 16384] {
+                let rows = 3;
+                let norm = Norm { dtype, hidden, rows, eps: 1e-5, normed: Normed::Same };
+                let sources: Vec<Vec<f32>> = (1..4).map(|seed| values(rows * hidden, seed, dtype)).collect();
+                let (residual, weight) = (values(rows * hidden, 7, dtype), values(hidden, 8, dtype));
+                let given: Vec<Vec<u8>> = sources.iter().map(|source| bytes(dtype, source)).collect();
+                let (residual_bytes, weight_bytes) = (bytes(dtype, &residual), bytes(dtype, &weight));
+                for &isa in Isa::available() {
+                    let [normed, sum, _] = run_on(isa, &norm, &given, &residual_bytes, &weight_bytes, 1.0);
+                    for row in 0..rows {
+                        let part = row * hidden..(row + 1) * hidden;
+                        let of_row: Vec<Vec<f32>> = sources.iter().map(|source| source[part.clone()].to_vec()).collect();
+                        let (wanted, wanted_sum) = expected(&norm, &of_row, &residual[part], &weight);
+                        let place = row * norm.row_bytes()..(row + 1) * norm.row_bytes();
+                        assert_eq!(sum[place.clone()], bytes(dtype, &wanted_sum), "{dtype:?} {hidden} {isa:?}");
+                        assert_eq!(normed[place], bytes(dtype, &wanted), "{dtype:?} {hidden} {isa:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn quantized_rows_are_those_of_the_normed_ones() {
+        let (dtype, hidden, rows) = (DType::BF16, 1032, 2);
+        let same = Norm { dtype, hidden, rows, eps: 1e-6, normed: Normed::Same };
+        let given = [bytes(dtype, &values(rows * hidden, 3, dtype))];
+        let (residual, weight) = (bytes(dtype, &values(rows * hidden, 4, dtype)), bytes(dtype, &values(hidden, 5, dtype)));
+        for &isa in Isa::available() {
+            let [normed, sum, _] = run_on(isa, &same, &given, &residual, &weight, 1.0);
+            let normed: Vec<f32> = normed.as_chunks::<2>().0.iter().map(|&code| BF16(u16::from_le_bytes(code)).widen()).collect();
+            // So small that some are out of range.
+            let scale = 0.01f32;
+            let [quantized, sum_too, _] = run_on(isa, &Norm { normed: Normed::Static, ..same }, &given, &residual, &weight, scale);
+            let wanted: Vec<u8> = normed.iter().map(|x| E4M3Fn::narrow((x * (1.0 / scale)).clamp(-448.0, 448.0)).0).collect();
+            assert_eq!((quantized, &sum_too), (wanted, &sum), "{isa:?}");
+            let [quantized, _, scales] = run_on(isa, &Norm { normed: Normed::Dynamic, ..same }, &given, &residual, &weight, scale);
+            for (row, normed) in normed.chunks(hidden).enumerate() {
+                let scale = normed.iter().fold(0f32, |most, x| most.max(x.abs())) / 448.0;
+                assert_eq!(scales[row * 4..row * 4 + 4], scale.to_le_bytes(), "{isa:?}");
+                let wanted: Vec<u8> = normed.iter().map(|x| E4M3Fn::narrow((x / scale).clamp(-448.0, 448.0)).0).collect();
+                assert_eq!(quantized[row * hidden..(row + 1) * hidden], wanted, "{isa:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_of_zeros_has_the_least_scale_and_a_nan_spreads_over_its_row_alone() {
+        let norm = Norm { dtype: DType::F32, hidden: 16, rows: 2, eps: 1e-6, normed: Normed::Dynamic };
+        let mut input = vec![0f32; 32];
+        input[20] = f32::NAN;
+        let (input, zeros, ones) = (bytes(DType::F32, &input), vec![0u8; 128], bytes(DType::F32, &[1.0; 16]));
+        for &isa in Isa::available() {
+            let [quantized, _, scales] = run_on(isa, &norm, std::slice::from_ref(&input), &zeros, &ones, 1.0);
+            assert_eq!((&quantized[..16], &quantized[16..]), (&[0u8; 16][..], &[0x7f; 16][..]), "{isa:?}");
+            assert_eq!(scales[..4], LEAST_SCALE.to_le_bytes());
+            assert_eq!(scales[4..], f32::from_bits(0x7fc0_0000).to_le_bytes());
+        }
+    }
+}

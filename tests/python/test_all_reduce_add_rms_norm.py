@@ -1,0 +1,254 @@
+"""torch.ops.symm.all_reduce_add_rms_norm and its other forms: bits, refusals, its place among other calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
+from ranks import run_ranks
+
+EPS = 1e-5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Inline, whole rows in one shot, several chunks, and of more than two ranks two shots.
+SHAPES = ((1, 8), (1, 1024), (1, 4096), (3, 1032), (5, 8192), (2, 16384), (97, 1024))
+NAMES = ("", "_", "_fp8", "_dynamic_fp8")
+
+ops: Any = torch.ops.symm
+
+
+class Rows:
+    """Inputs of all ranks, a residual and a weight, made from a seed."""
+
+    def __init__(self, world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
+        self.inputs = [numbers(1000 * seed + rank, *shape, dtype=dtype) for rank in range(world)]
+        self.residual = numbers(1000 * seed + 100, *shape, dtype=dtype)
+        self.weight = numbers(1000 * seed + 101, shape[-1], dtype=dtype)
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference(self.inputs, self.residual, self.weight, EPS)
+
+
+def every_form(rank: int, rows: Rows, group: str) -> None:
+    own, residual, weight = rows.inputs[rank], rows.residual, rows.weight
+    wanted, added = rows.wanted()
+    about = (tuple(own.shape), own.dtype)
+    kept = own.clone(), residual.clone(), weight.clone()
+    scale = torch.tensor([0.02])
+    normed, total = ops.all_reduce_add_rms_norm(own, residual, weight, EPS, group)
+    assert same_bits(normed, wanted) and same_bits(total, added), about
+    normed, total = ops.all_reduce_add_rms_norm_fp8(own, residual, weight, EPS, scale, group)
+    assert same_bits(normed, to_fp8(wanted, scale)) and same_bits(total, added), about
+    normed, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(own, residual, weight, EPS, group)
+    wanted_fp8, wanted_scales = to_dynamic_fp8(wanted)
+    assert same_bits(normed, wanted_fp8) and same_bits(scales, wanted_scales) and same_bits(total, added), about
+    assert all(same_bits(*pair) for pair in zip((own, residual, weight), kept, strict=True)), about
+    normed, total = own.clone(), residual.clone()
+    assert ops.all_reduce_add_rms_norm_(normed, total, weight, EPS, group) is None
+    assert same_bits(normed, wanted) and same_bits(total, added), about
+
+
+def forms(rank: int, world: int) -> None:
+    for dtype in DTYPES:
+        for seed, shape in enumerate(SHAPES):
+            every_form(rank, Rows(world, shape, dtype, seed), dist.group.WORLD.group_name)
+    # The separate steps of this very group.
+    rows = Rows(world, (3, 2048), torch.bfloat16)
+    summed = rows.inputs[rank].clone()
+    dist.all_reduce(summed)
+    normed, total = ops.all_reduce_add_rms_norm(
+        rows.inputs[rank], rows.residual, rows.weight, EPS, dist.group.WORLD.group_name
+    )
+    assert same_bits(total, summed + rows.residual) and same_bits(normed, rows.wanted()[0])
+    # torch's own norm adds the squares up in another order.
+    assert torch.allclose(normed, torch.nn.functional.rms_norm(total, (2048,), rows.weight, EPS), rtol=0.01)
+
+
+@pytest.mark.parametrize("world", (1, 2, 3, 8))
+def test_bits_are_those_of_separate_steps(world: int) -> None:
+    run_ranks(forms, world)
+
+
+def batches(rank: int, world: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = Rows(world, (64, 1024), dtype)
+        first, added = (tensor[0] for tensor in rows.wanted())
+        for batch in range(1, 65):
+            own, residual = rows.inputs[rank][:batch], rows.residual[:batch]
+            normed, total = ops.all_reduce_add_rms_norm(own, residual, rows.weight, EPS, dist.group.WORLD.group_name)
+            assert same_bits(normed[0], first) and same_bits(total[0], added), (batch, dtype)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_a_row_has_the_same_bits_in_every_batch(world: int) -> None:
+    run_ranks(batches, world)
+
+
+def layouts(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    rows = Rows(world, (6, 64), torch.float32)
+    wanted, added = rows.wanted()
+    wide = torch.zeros(6, 128)
+    wide[:, ::2] = rows.inputs[rank]
+    normed, total = ops.all_reduce_add_rms_norm(
+        wide[:, ::2], rows.residual.t().contiguous().t(), rows.weight, EPS, name
+    )
+    assert same_bits(normed, wanted) and same_bits(total, added)
+    assert normed.is_contiguous() and total.is_contiguous()
+    residual = torch.zeros(6, 100)
+    residual[:, :64] = rows.residual
+    ops.all_reduce_add_rms_norm_(wide[:, ::2], residual[:, :64], rows.weight, EPS, name)
+    assert same_bits(wide[:, ::2], wanted) and same_bits(residual[:, :64], added)
+    assert not wide[:, 1::2].any() and not residual[:, 64:].any()
+    shaped = ops.all_reduce_add_rms_norm_dynamic_fp8(
+        rows.inputs[rank].view(2, 3, 64), rows.residual.view(2, 3, 64), rows.weight, EPS, name
+    )
+    assert [tuple(tensor.shape) for tensor in shaped] == [(2, 3, 64), (2, 3, 64), (2, 3, 1)]
+    assert same_bits(shaped[1].view(6, 64), added)
+    nothing = torch.zeros(0, 64)
+    empty = ops.all_reduce_add_rms_norm_dynamic_fp8(nothing, nothing, rows.weight, EPS, name)
+    assert [tuple(tensor.shape) for tensor in empty] == [(0, 64), (0, 64), (0, 1)]
+    # A residual that is the input: what it was before the call counts.
+    own = rows.inputs[rank].clone()
+    _, total = ops.all_reduce_add_rms_norm(own, own, rows.weight, EPS, name)
+    assert same_bits(total, sum(rows.inputs[1:], rows.inputs[0]) + own)
+
+
+def test_strides_dimensions_and_no_rows() -> None:
+    run_ranks(layouts, 2)
+
+
+def among_others(rank: int, world: int) -> None:
+    """Of subgroups, behind asynchronous calls, and in the trace."""
+    pairs = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    pair, place = pairs[rank // 2], rank % 2
+    rows = Rows(2, (4, 512), torch.bfloat16, seed=rank // 2)
+    pending = torch.ones(100_000)
+    work = dist.all_reduce(pending, group=pair, async_op=True)
+    every_form(place, rows, pair.group_name)
+    work.wait()
+    assert bool((pending == 2).all())
+    every_form(rank, Rows(world, (4, 512), torch.bfloat16), dist.group.WORLD.group_name)
+    called = [call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce_add_rms_norm"]
+    assert len(called) == 8 and all(call["state"] == "completed" for call in called)
+
+
+def test_it_takes_its_place_among_other_calls() -> None:
+    run_ranks(among_others, 4)
+
+
+def differs(rank: int, world: int, what: str) -> None:
+    name = dist.group.WORLD.group_name
+    shape, dtype, eps = (4, 64), torch.float32, EPS
+    if rank == 1:
+        shape = {"hidden": (2, 128), "rows": (3, 64)}.get(what, shape)
+        dtype, eps = (torch.bfloat16 if what == "dtype" else dtype), (1e-6 if what == "eps" else eps)
+    tensors = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), torch.ones(shape[-1], dtype=dtype)
+    with pytest.raises(torch_symm.SymmMismatch, match=r"rank 0.*all_reduce_add_rms_norm\(4 × 64 × float32, eps 1e-5\)"):
+        if rank == 1 and what == "form":
+            ops.all_reduce_add_rms_norm_dynamic_fp8(*tensors, eps, name)
+        elif rank == 1 and what == "call":
+            dist.all_reduce(tensors[0])
+        else:
+            ops.all_reduce_add_rms_norm(*tensors, eps, name)
+
+
+@pytest.mark.parametrize("what", ("hidden", "rows", "dtype", "eps", "form", "call"))
+def test_ranks_that_disagree_hear_of_it(what: str) -> None:
+    run_ranks(differs, 2, what)
+
+
+def refusals(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    ones = torch.ones(2, 64)
+    weight = torch.ones(64)
+    scale = torch.ones(1)
+    norm, fp8 = ops.all_reduce_add_rms_norm, ops.all_reduce_add_rms_norm_fp8
+    wanting, wide, long = weight.clone().requires_grad_(), (ones.double(), weight.double()), torch.ones(1, 16392)
+    for error, text, call in (
+        (NotImplementedError, "not differentiable, and weight requires", lambda: norm(ones, ones, wanting, EPS, name)),
+        (NotImplementedError, "float64 is not served", lambda: norm(wide[0], *wide, EPS, name)),
+        (ValueError, "rows of 12 elements are not served", lambda: norm(*[ones[:, :12]] * 2, weight[:12], EPS, name)),
+        (ValueError, "rows of 16392 elements", lambda: norm(long, long, long[0], EPS, name)),
+        (ValueError, "residual is of sizes", lambda: norm(ones, ones[:1], weight, EPS, name)),
+        (ValueError, "weight is of sizes", lambda: norm(ones, ones, weight[:8], EPS, name)),
+        (TypeError, "weight is of Half", lambda: norm(ones, ones, weight.half(), EPS, name)),
+        (TypeError, "scale is of Double", lambda: fp8(ones, ones, weight, EPS, scale.double(), name)),
+        (ValueError, "scale has 64 elements", lambda: fp8(ones, ones, weight, EPS, weight, name)),
+        (ValueError, "eps is -1", lambda: norm(ones, ones, weight, -1.0, name)),
+        (ValueError, "has no dimension", lambda: norm(scale[0], scale[0], weight, EPS, name)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call()
+    with torch.no_grad():
+        norm(ones, ones, wanting, EPS, name)
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError, match="has backend gloo for cpu, not symm"):
+        norm(ones, ones, weight, EPS, gloo.group_name)
+
+
+def test_what_is_not_served_is_refused_by_name() -> None:
+    run_ranks(refusals, 2)
+
+
+def killed(rank: int, world: int) -> None:
+    rows = torch.ones(4, 1024)
+    call = (rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
+    ops.all_reduce_add_rms_norm(*call)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(
+        torch_symm.SymmPeerError, match=r"rank 1 .*all_reduce_add_rms_norm\(4 × 1024|all_reduce_add_rms_norm.*rank 1"
+    ):
+        ops.all_reduce_add_rms_norm(*call)
+
+
+def late(rank: int, world: int) -> None:
+    rows = torch.ones(4, 1024)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1.0)
+        return
+    with pytest.raises(torch_symm.SymmTimeout, match=r"all_reduce_add_rms_norm.*rank 1"):
+        ops.all_reduce_add_rms_norm(rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
+
+
+def test_a_dead_peer_and_a_late_one_are_named() -> None:
+    run_ranks(killed, 2, expect_killed=(1,))
+    run_ranks(late, 2, group_timeout=0.5)
+
+
+def on_meta_and_compiled(rank: int, world: int) -> None:
+    name = dist.group.WORLD.group_name
+    empty, weight = (
+        torch.empty(3, 64, dtype=torch.bfloat16, device="meta"),
+        torch.empty(64, dtype=torch.bfloat16, device="meta"),
+    )
+    normed, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(empty, empty, weight, EPS, name)
+    assert (normed.dtype, total.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+    assert (normed.shape, scales.shape, normed.device.type) == ((3, 64), (3, 1), "meta")
+    with pytest.raises(ValueError, match="weight is of sizes"):
+        ops.all_reduce_add_rms_norm(empty, empty, weight[:8], EPS, name)
+
+    def layer(own: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed, total = ops.all_reduce_add_rms_norm(own * 2, residual, weight, EPS, name)
+        again, kept = normed * 0.5, total.clone()
+        ops.all_reduce_add_rms_norm_(again, kept, weight, EPS, name)
+        return again, kept, *ops.all_reduce_add_rms_norm_dynamic_fp8(own, residual, weight, EPS, name)
+
+    fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for batch in (2, 3, 5):
+            rows = Rows(world, (batch, 64), torch.bfloat16, seed=batch)
+            given = (rows.inputs[rank], rows.residual, rows.weight)
+            assert all(same_bits(*pair) for pair in zip(fast(*given), layer(*given), strict=True)), batch
+
+
+def test_shapes_on_meta_and_a_whole_graph() -> None:
+    run_ranks(on_meta_and_compiled, 2)
