@@ -123,6 +123,9 @@ impl Norm {
         if !(eps >= 0.0 && eps.is_finite()) {
             return Err(Error::value(format!("{name}: eps is {}; it must be a finite number, at least 0", call.factor)));
         }
+        if norm.normed != Normed::Same && rows > 0 && call.inputs[1].addr == call.outputs[1].addr && call.inputs[1].addr != 0 {
+            return Err(Error::value(format!("{name}: a residual is replaced only where the normed rows are of the input's type")));
+        }
         let given = [norm.row_bytes() * rows, norm.row_bytes() * rows, norm.row_bytes(), size_of::<f32>()];
         let taken = [norm.normed_bytes() * rows, norm.row_bytes() * rows, norm.scale_bytes() * rows];
         let fit = |spans: &[Span], lengths: &[usize]| spans.iter().zip(lengths).all(|(span, &bytes)| span.bytes == bytes);
@@ -138,11 +141,13 @@ impl Norm {
     }
 }
 
-/// Refuses a norm among `calls` on tensors that are `place`.
-pub fn refuse_on_cuda(calls: &[Call], place: &str) -> Result<()> {
+/// Refuses a norm among `calls` on CUDA tensors of a group on several hosts.
+pub fn refuse_between_hosts(calls: &[Call]) -> Result<()> {
     let Some(call) = calls.iter().find(|call| Norm::of(call).is_some()) else { return Ok(()) };
     let name = call.op.name();
-    Err(Error::not_implemented(format!("{name}: {place} are not served; call all_reduce, add and torch.nn.functional.rms_norm instead")))
+    Err(Error::not_implemented(format!(
+        "{name}: CUDA tensors of a group on several hosts are not served; call all_reduce, add and torch.nn.functional.rms_norm instead"
+    )))
 }
 
 #[cfg(test)]

@@ -4,7 +4,6 @@ use super::Group;
 use crate::coll::call::{Call, Op, Span};
 pub use crate::coll::cuda::communicator::CudaTarget;
 use crate::coll::cuda::communicator::{Communicator, Stage};
-use crate::coll::norm;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
@@ -108,7 +107,6 @@ impl Group {
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with the peers).
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check_calls(calls)?;
-        norm::refuse_on_cuda(calls, "CUDA tensors")?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let communicator = self.connected(target.device, timeout)?;
         self.engine.count(calls.len());

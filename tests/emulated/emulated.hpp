@@ -38,6 +38,8 @@ struct Barrier {
   std::barrier<> arrived;
   // Not 0: some thread said no. Votes take turns, so that one is cleared while nobody looks at it.
   std::atomic<u32> against[2] = {0, 0};
+  // Room of `block_floats`.
+  float floats[2048] = {};
   explicit Barrier(u32 threads) : arrived(threads) {}
 };
 
@@ -98,6 +100,8 @@ DEVICE void sync_block() {
   emulated::pause();
   emulated::self.barrier->arrived.arrive_and_wait();
 }
+// Room for 2048 numbers that the threads of a block share.
+DEVICE float* block_floats() { return emulated::self.barrier->floats; }
 DEVICE bool sync_block_and(bool yes) {
   emulated::pause();
   emulated::Barrier& barrier = *emulated::self.barrier;

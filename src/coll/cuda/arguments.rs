@@ -232,6 +232,38 @@ pub struct RsagStaged {
     pub handshake: Handshake,
 }
 
+/// `NormArgs` in `norm.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// Arguments that every kernel has.
+    pub common: Common,
+    /// Place of the sentinel slots.
+    pub sentinel: Sentinel,
+    /// Input of this rank, or the sum over ranks.
+    pub from: u64,
+    /// The residual.
+    pub residual: u64,
+    /// The weight.
+    pub weight: u64,
+    /// Scale of all normed elements; 0: none.
+    pub scale: u64,
+    /// Destination of the normed rows.
+    pub normed: u64,
+    /// Destination of the sum with the residual.
+    pub sum: u64,
+    /// Destination of each row's scale; 0: nowhere.
+    pub scales: u64,
+    /// Number of rows.
+    pub rows: u64,
+    /// Elements of a row.
+    pub hidden: u32,
+    /// Number added to the mean of the squares.
+    pub eps: f32,
+    /// `Normed`.
+    pub normed_type: u32,
+}
+
 /// Ranks of a group that signal each other, at most.
 pub const MAX_PEERS: usize = 8;
 
@@ -285,5 +317,6 @@ const _: () = {
     assert!(size_of::<AllReduce>() == 216);
     assert!(size_of::<RsagStaged>() == 440);
     assert!(size_of::<CubeMesh>() == 240);
+    assert!(size_of::<Norm>() == 264);
     assert!(size_of::<Signal>() == 8 * MAX_PEERS + 40);
 };

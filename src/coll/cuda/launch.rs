@@ -4,9 +4,11 @@ use super::arguments::{
     self, AllReduce, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged, Sentinel,
     Staging,
 };
+use super::norm;
 use super::plan::{Plan, short_bytes};
 use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::norm::Norm;
 use crate::error::{Error, Result};
 use crate::topo::graph::CubeMesh;
 
@@ -37,11 +39,15 @@ pub enum Program {
     CubeMesh,
     /// All-reduce and reduce of long messages.
     RsagStaged,
+    /// All-reduce of rows in one shot, with residual and norm.
+    NormOneShot,
+    /// Residual and norm of rows that have been summed.
+    NormRows,
 }
 
 impl Program {
     /// Every program.
-    pub const ALL: [Program; 8] = [
+    pub const ALL: [Program; 10] = [
         Program::Exchange,
         Program::Broadcast,
         Program::ReduceLowLatency,
@@ -50,6 +56,8 @@ impl Program {
         Program::TwoShot,
         Program::CubeMesh,
         Program::RsagStaged,
+        Program::NormOneShot,
+        Program::NormRows,
     ];
 
     /// Names of the program's source below `src/kernels/cuda`, and of the kernel in it.
@@ -63,6 +71,8 @@ impl Program {
             Program::TwoShot => ("all_reduce/two_shot", "all_reduce_two_shot"),
             Program::CubeMesh => ("all_reduce/cube_mesh", "all_reduce_cube_mesh"),
             Program::RsagStaged => ("all_reduce/rsag_staged", "rsag_staged"),
+            Program::NormOneShot => ("norm/one_shot", "all_reduce_add_rms_norm_one_shot"),
+            Program::NormRows => ("norm/rows", "norm_rows"),
         }
     }
 
@@ -80,7 +90,9 @@ impl Program {
             | Program::OneShot
             | Program::TwoShot
             | Program::CubeMesh
-            | Program::RsagStaged => true,
+            | Program::RsagStaged
+            | Program::NormOneShot
+            | Program::NormRows => true,
         }
     }
 }
@@ -101,6 +113,8 @@ pub enum Args {
     CubeMesh(arguments::CubeMesh),
     /// Arguments of [`Program::RsagStaged`] and [`Program::Broadcast`].
     RsagStaged(RsagStaged),
+    /// Arguments of [`Program::NormOneShot`] and [`Program::NormRows`].
+    Norm(arguments::Norm),
 }
 
 impl Args {
@@ -113,6 +127,7 @@ impl Args {
             Args::AllReduce(args) => arguments::bytes_of(args),
             Args::CubeMesh(args) => arguments::bytes_of(args),
             Args::RsagStaged(args) => arguments::bytes_of(args),
+            Args::Norm(args) => arguments::bytes_of(args),
         }
     }
 }
@@ -302,6 +317,8 @@ impl LaunchContext<'_> {
                 let program = if matches!(plan, Plan::OneShot { .. }) { Program::OneShot } else { Program::TwoShot };
                 launch(program, blocks, Args::AllReduce(args))
             }
+            Plan::NormOneShot { blocks } => self.norm(call, Program::NormOneShot, blocks, call.inputs[0]),
+            Plan::NormRows { blocks } => self.norm(call, Program::NormRows, blocks, norm::reduction(call).outputs[0]),
             Plan::CubeMesh { blocks } => {
                 let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
                 let (me, input) = (self.me as u32, call.inputs[0]);
@@ -338,6 +355,28 @@ impl LaunchContext<'_> {
                 staged(program, lanes, 3, Args::RsagStaged(args))
             }
         }
+    }
+
+    /// The kernel `program` that norms the rows of `call`, which come `from` this rank's input or their sum.
+    fn norm(&self, call: &Call, program: Program, blocks: u32, from: Span) -> Option<Launch> {
+        let of_call = Norm::of(call)?;
+        let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
+        let args = arguments::Norm {
+            common: self.common,
+            sentinel: self.sentinel(),
+            from: from.addr as u64,
+            residual: addr(&call.inputs, 1),
+            weight: addr(&call.inputs, 2),
+            scale: addr(&call.inputs, 3),
+            normed: addr(&call.outputs, 0),
+            sum: addr(&call.outputs, 1),
+            scales: addr(&call.outputs, 2),
+            rows: of_call.rows as u64,
+            hidden: of_call.hidden as u32,
+            eps: of_call.eps,
+            normed_type: of_call.normed as u32,
+        };
+        Some(Launch { program, blocks, threads: norm::threads(&of_call), zero_copy: false, args: Args::Norm(args) })
     }
 
     /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two

@@ -1,8 +1,9 @@
 //! Choice of the kernel that serves a call, and of its blocks. Pure; the same on every rank, because it looks only at what every rank
 //! knows.
 
-use super::former_names;
-use super::workspace::layout::{LL_UNITS, Layout, MAX_LANES, SENTINEL_BLOCKS, UNIT};
+use super::norm;
+pub use super::tuning::Tuning;
+use super::workspace::layout::{LL_UNITS, Layout, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::dtype::DType;
 
@@ -45,6 +46,16 @@ pub enum Plan {
         /// Number of blocks.
         blocks: u32,
     },
+    /// Rows to everybody, data as flags, and their norm.
+    NormOneShot {
+        /// Number of blocks.
+        blocks: u32,
+    },
+    /// An all-reduce by a plan of its own, then the norm of the rows.
+    NormRows {
+        /// Number of blocks.
+        blocks: u32,
+    },
     /// Two shots through staging.
     RsagStaged {
         /// Lanes of staging.
@@ -68,6 +79,8 @@ impl Plan {
             Plan::TwoShot { .. } => "two_shot",
             Plan::CubeMesh { .. } => "cube_mesh",
             Plan::RsagStaged { .. } => "rsag_staged",
+            Plan::NormOneShot { .. } => "norm_one_shot",
+            Plan::NormRows { .. } => "norm_rows",
         }
     }
 
@@ -77,6 +90,7 @@ impl Plan {
             Plan::Exchange { lanes, .. } => lanes > 0,
             Plan::ReduceStaged { .. } | Plan::RsagStaged { .. } => true,
             Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } => false,
+            Plan::NormOneShot { .. } | Plan::NormRows { .. } => false,
         }
     }
 
@@ -89,119 +103,8 @@ impl Plan {
             Plan::RsagStaged { .. } if zero_copy => "rsag_staged_zero_copy",
             Plan::Nothing | Plan::Exchange { .. } | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => self.name(),
             Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => self.name(),
+            Plan::NormOneShot { .. } | Plan::NormRows { .. } => self.name(),
         }
-    }
-}
-
-/// Thresholds between one algorithm and the next; the same on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    /// Longest all-reduce in one shot.
-    pub one_shot_bytes: usize,
-    /// Longest all-reduce in two shots.
-    pub two_shot_bytes: usize,
-    /// Longest all-reduce in two shots of a zero-copy call.
-    pub zero_copy_two_shot_bytes: usize,
-    /// Length of the shortest message between two ranks that is zero-copy, not 0: it gains by this length what start and end of such a call
-    /// take.
-    pub zero_copy_bytes: usize,
-    /// Length of the longest single message that travels on LL lines.
-    pub low_latency_bytes: usize,
-    /// Units of a piece for each block of a kernel on sentinel slots.
-    pub block_units: usize,
-    /// Blocks of a kernel on sentinel slots, at most.
-    pub blocks: usize,
-    /// Lanes of long messages.
-    pub lanes: usize,
-    /// Threads of a block of a lane.
-    pub threads: usize,
-    /// Flag of overlapping set-up; 0: a kernel is set up only when its predecessor in the stream is complete.
-    pub overlap: usize,
-}
-
-impl Tuning {
-    /// Measured on H200 (docs/measurements/gpu-h200.md).
-    pub fn of(ranks: usize) -> Self {
-        let one_shot_bytes = match ranks {
-            0..=2 => 1 << 20,
-            3..=4 => 192 << 10,
-            // By what travels, in proportion; not measured.
-            _ => 64 << 10,
-        };
-        Self {
-            one_shot_bytes,
-            two_shot_bytes: 4 << 20,
-            zero_copy_two_shot_bytes: 4 << 20,
-            zero_copy_bytes: (4 << 20) / ranks.max(1),
-            low_latency_bytes: (512 << 10) / ranks.saturating_sub(1).max(1),
-            block_units: 128,
-            blocks: SENTINEL_BLOCKS,
-            lanes: MAX_LANES,
-            // More ranks need more registers: blocks of a lane must find room together.
-            threads: if ranks <= 4 { 256 } else { 128 },
-            overlap: 1,
-        }
-    }
-
-    /// Length of the encoded thresholds.
-    pub const BYTES: usize = 10 * 8;
-
-    /// Encodes the thresholds for the other ranks to compare.
-    pub fn encode(&self) -> Vec<u8> {
-        let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
-        let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
-        let sizes = [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes];
-        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap]);
-        fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
-    }
-
-    /// Decodes the thresholds of another rank.
-    pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let fields: Vec<usize> =
-            bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
-        let [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, rest @ ..] =
-            <[usize; 10]>::try_from(fields).ok()?;
-        let [block_units, blocks, lanes, threads, overlap] = rest;
-        (bytes.len() == Self::BYTES).then_some(Self {
-            one_shot_bytes,
-            two_shot_bytes,
-            zero_copy_two_shot_bytes,
-            zero_copy_bytes,
-            low_latency_bytes,
-            block_units,
-            blocks,
-            lanes,
-            threads,
-            overlap,
-        })
-    }
-
-    /// Lays `text` (`"lanes=16,one_shot_bytes=65536"`) over the thresholds; fails with a sentence if it cannot be read.
-    pub fn overlaid(mut self, text: &str) -> Result<Self, String> {
-        for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
-            let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
-            let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
-            let field = match former_names::current(name.trim()) {
-                "one_shot_bytes" => &mut self.one_shot_bytes,
-                "two_shot_bytes" => &mut self.two_shot_bytes,
-                "zero_copy_two_shot_bytes" => &mut self.zero_copy_two_shot_bytes,
-                "zero_copy_bytes" => &mut self.zero_copy_bytes,
-                "low_latency_bytes" => &mut self.low_latency_bytes,
-                "block_units" => &mut self.block_units,
-                "blocks" => &mut self.blocks,
-                "lanes" => &mut self.lanes,
-                "threads" => &mut self.threads,
-                "overlap" => &mut self.overlap,
-                other => return Err(format!("{other:?} is no name of a setting")),
-            };
-            *field = value;
-        }
-        self.blocks = self.blocks.clamp(1, SENTINEL_BLOCKS);
-        self.lanes = self.lanes.clamp(1, MAX_LANES);
-        self.threads = (self.threads / 32 * 32).clamp(32, 256);
-        self.block_units = self.block_units.max(1);
-        self.zero_copy_bytes = self.zero_copy_bytes.max(1);
-        Ok(self)
     }
 }
 
@@ -275,7 +178,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::AllReduce | Op::Reduce => rsag_staged,
-        Op::AllReduceAddRmsNorm => Plan::Nothing,
+        Op::AllReduceAddRmsNorm => norm::choose(call, conditions),
     }
 }
 
@@ -305,6 +208,7 @@ pub fn short_bytes(plan: Plan) -> u64 {
         Plan::Exchange { ll_blocks, .. } => u64::from(ll_blocks) * (LL_UNITS * UNIT) as u64,
         Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::ReduceStaged { .. } => 0,
         Plan::OneShot { .. } | Plan::TwoShot { .. } | Plan::CubeMesh { .. } | Plan::RsagStaged { .. } => 0,
+        Plan::NormOneShot { .. } | Plan::NormRows { .. } => 0,
     }
 }
 
@@ -384,6 +288,7 @@ mod tests {
                                 assert!(n == 8 && *op == Op::AllReduce && bytes <= CUBE_MESH_BYTES);
                                 assert!((1..=layout.ll_blocks()).contains(&(blocks as usize)) && units > (blocks as usize - 1) * LL_UNITS);
                             }
+                            Plan::NormOneShot { .. } | Plan::NormRows { .. } => panic!("{op:?} norms nothing"),
                             Plan::ReduceStaged { lanes, chunk } | Plan::RsagStaged { lanes, chunk } => {
                                 assert!(
                                     (1..=layout.lanes()).contains(&(lanes as usize))
@@ -467,16 +372,5 @@ mod tests {
         assert!(!worth(Op::Broadcast, 1 << 30, 2) && !worth(Op::AllToAll, 1 << 30, 1) && !worth(Op::AllGather, 1 << 30, 1));
         // Blocks of one kernel find their words in the handshake's area.
         assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
-    }
-
-    #[test]
-    fn tunings_are_read() {
-        let tuning = Tuning::of(4).overlaid("lanes=8, one_shot_bytes=123").expect("read");
-        assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
-        assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
-        assert_eq!(Tuning::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
-        for bad in ["lanes", "lanes=x", "colour=3"] {
-            assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
-        }
     }
 }

@@ -119,7 +119,7 @@ impl HostsGroup {
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check(calls)?;
         self.check_partials(calls)?;
-        norm::refuse_on_cuda(calls, "CUDA tensors of a group on several hosts")?;
+        norm::refuse_between_hosts(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
         self.inner.failure().map_or(Ok(()), Err)?;

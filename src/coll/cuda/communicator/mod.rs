@@ -16,7 +16,7 @@ use super::plan::{self, Conditions, Tuning};
 use super::workspace::budget;
 use super::workspace::layout::{Channel, Layout, MAX_RANKS};
 use super::workspace::memory::Memory;
-use super::{cube_mesh, stats};
+use super::{cube_mesh, norm, stats};
 use crate::coll::call::{Call, Span};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
@@ -116,6 +116,13 @@ impl Communicator {
                     Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, least, reachable: &reachable }
                 });
                 let context = LaunchContext { common: Common { call: state.launched, ..context.common }, symmetric, ..context };
+                if let plan::Plan::NormRows { .. } = plan {
+                    let sum = norm::reduction(call);
+                    let first = plan::choose(&sum, &communicator.conditions(false));
+                    if let Some(launch) = context.prepare(&sum, first) {
+                        state.kernels.launch(&communicator.device, &launch, call.dtype, ReduceOp::Sum, stream)?;
+                    }
+                }
                 if let Some(launch) = context.prepare(call, plan) {
                     state.kernels.launch(&communicator.device, &launch, call.dtype, call.reduce_op, stream)?;
                 }

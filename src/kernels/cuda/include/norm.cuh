@@ -1,0 +1,229 @@
+// Rows of a sum over ranks, with their residual, normed: one row by one block, whose threads keep it in registers between the two passes.
+// `kernels::cpu::norm` computes the same bits: it says where numbers are rounded and in which order squares are added up.
+#pragma once
+#include "sentinel.cuh"
+
+// Neighbours whose squares a thread adds up by itself, elements of a unit, units of a group, and groups that a thread has at most.
+constexpr u32 GROUP = 8;
+constexpr u32 ELEMENTS = Chosen::COUNT;
+constexpr u32 PARTS = GROUP / ELEMENTS;
+constexpr u32 MOST = 4;
+// Lanes in which groups are added up, and lanes of a block; a warp has one.
+constexpr u32 LANES = 1024;
+constexpr u32 BLOCK = 32;
+
+// Type in which normed rows are returned; `Normed` in src/coll/norm.rs.
+enum class Normed : u32 { SAME = 0, STATIC = 1, DYNAMIC = 2 };
+
+// Arguments of the kernels that norm rows.
+struct NormArgs {
+  Common common;
+  Sentinel sentinel;
+  // Input of this rank, or the sum over ranks.
+  const u8* from;
+  const u8* residual;
+  const u8* weight;
+  // Scale of all normed elements under STATIC.
+  const float* scale;
+  u8* normed;
+  // Sum with the residual.
+  u8* sum;
+  // Scale of each row under DYNAMIC.
+  float* scales;
+  u64 rows;
+  // Elements of a row, a multiple of GROUP.
+  u32 hidden;
+  float eps;
+  Normed type;
+};
+static_assert(sizeof(NormArgs) == 264, "");
+
+DEVICE u32 row_units(const NormArgs& args) {
+  return args.hidden / GROUP * PARTS;
+}
+
+#ifdef SYMM_EMULATED
+DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
+
+// Folds `values`, as many as a power of two, in halves.
+template <typename Fold>
+DEVICE float in_halves(float* values, u32 count, Fold fold) {
+  for (u32 half = count / 2; half > 0; half /= 2) {
+    for (u32 i = 0; i < half; ++i) values[i] = fold(values[i], values[i + half]);
+  }
+  return values[0];
+}
+
+// Folds numbers of all threads: of group t + k * threads() for each k, of which there are `groups`. `turn` counts the calls.
+template <typename Fold>
+DEVICE float over_row(const float (&of_group)[MOST], u32 groups, u32& turn, Fold fold) {
+  float* const shared = block_floats() + turn++ % 2 * LANES;
+  for (u32 k = 0; k < MOST; ++k) {
+    const u32 group = thread() + k * threads();
+    if (group < groups) shared[group] = of_group[k];
+  }
+  sync_block();
+  float lanes[LANES] = {};
+  for (u32 group = 0; group < groups; ++group) lanes[group] = shared[group];
+  float blocks[BLOCK];
+  for (u32 i = 0; i < BLOCK; ++i) blocks[i] = in_halves(lanes + i * BLOCK, BLOCK, fold);
+  return in_halves(blocks, BLOCK, fold);
+}
+#else
+DEVICE float square_root(float value) { return __fsqrt_rn(value); }
+
+template <typename Fold>
+DEVICE float over_warp(float value, Fold fold) {
+#pragma unroll
+  for (u32 distance = BLOCK / 2; distance > 0; distance /= 2) {
+    value = fold(value, __shfl_xor_sync(~0u, value, distance));
+  }
+  return value;
+}
+
+// Folds numbers of all threads: of group t + k * threads() for each k, of which there are `groups`; numbers of groups that are not there
+// are 0, and `fold` leaves a number as it is with 0. More groups than threads are there only with LANES / 2 threads. `turn` counts the
+// calls: a thread that writes for the next but one knows from the barrier of the next that all have read.
+template <typename Fold>
+DEVICE float over_row(const float (&of_group)[MOST], u32 groups, u32& turn, Fold fold) {
+  __shared__ float shared[2][BLOCK];
+  float* const blocks = shared[turn++ % 2];
+  const u32 warp = thread() / BLOCK, place = thread() % BLOCK;
+  float first = over_warp(fold(of_group[0], of_group[2]), fold);
+  if (place == 0) {
+    blocks[warp] = first;
+  }
+  if (groups > threads()) {
+    float second = over_warp(fold(of_group[1], of_group[3]), fold);
+    if (place == 0) {
+      blocks[warp + threads() / BLOCK] = second;
+    }
+  }
+  sync_block();
+  const u32 used = (groups + BLOCK - 1) / BLOCK;
+  return over_warp(place < used ? blocks[place] : 0.0f, fold);
+}
+#endif
+
+// Stores GROUP numbers as float8_e4m3fn; what is beyond its largest becomes that, and NaN stays NaN.
+DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
+  constexpr float LARGEST = 448.0f;
+  u32 words[2] = {0, 0};
+#pragma unroll
+  for (u32 i = 0; i < GROUP; ++i) {
+    const float below = values[i] > LARGEST ? LARGEST : values[i];
+    words[i / 4] |= E4M3Fn::narrow(below < -LARGEST ? -LARGEST : below) << (i % 4 * 8);
+  }
+  if ((u64)to % 8 == 0) {
+    *(u64*)to = wide(words[0], words[1]);
+  } else {
+    store_unit(to, {words[0], words[1], 0, 0}, 8);
+  }
+}
+
+// Norms row `row`; `summed(unit)` returns a unit of it, summed over the ranks. All threads of the block call it, with the same
+// `turn`, which is 0 at first.
+template <typename Summed>
+DEVICE void norm_row(const NormArgs& args, u64 row, u32& turn, Summed summed) {
+  const u32 groups = args.hidden / GROUP;
+  const u64 at = row * row_units(args) * 16;
+  Unit kept[MOST][PARTS];
+  // Of float32 there are too few registers for it.
+  Unit weight[MOST];
+  // step 1: load what no peer sends
+#pragma unroll
+  for (u32 k = 0; k < MOST; ++k) {
+    const u32 group = thread() + k * threads();
+#pragma unroll
+    for (u32 p = 0; p < PARTS; ++p) {
+      const u64 offset = (u64)(group * PARTS + p) * 16;
+      if (group < groups) {
+        kept[k][p] = load_unit(args.residual + at + offset, 16);
+        if constexpr (PARTS == 1) {
+          weight[k] = load_unit(args.weight + offset, 16);
+        }
+      }
+    }
+  }
+  // step 2: add the residual to the sum, round and store it, and add up the squares of what was rounded
+  float squares[MOST];
+#pragma unroll
+  for (u32 k = 0; k < MOST; ++k) {
+    const u32 group = thread() + k * threads();
+    squares[k] = 0;
+    if (group < groups) {
+      float q[GROUP];
+#pragma unroll
+      for (u32 p = 0; p < PARTS; ++p) {
+        const u32 unit = group * PARTS + p;
+        float own[ELEMENTS], other[ELEMENTS];
+        Chosen::widen(summed(unit), own);
+        Chosen::widen(kept[k][p], other);
+#pragma unroll
+        for (u32 i = 0; i < ELEMENTS; ++i) own[i] = own[i] + other[i];
+        kept[k][p] = Chosen::narrow(own);
+        store_unit(args.sum + at + (u64)unit * 16, kept[k][p], 16);
+        Chosen::widen(kept[k][p], own);
+#pragma unroll
+        for (u32 i = 0; i < ELEMENTS; ++i) q[p * ELEMENTS + i] = own[i] * own[i];
+      }
+      squares[k] = ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]));
+    }
+  }
+  const float total = over_row(squares, groups, turn, [](float a, float b) { return a + b; });
+  const float inverse = 1.0f / square_root(total / static_cast<float>(args.hidden) + args.eps);
+  // step 3: norm, round and store; or keep for the next step
+  float largest[MOST];
+#pragma unroll
+  for (u32 k = 0; k < MOST; ++k) {
+    const u32 group = thread() + k * threads();
+    largest[k] = 0;
+    if (group < groups) {
+#pragma unroll
+      for (u32 p = 0; p < PARTS; ++p) {
+        float own[ELEMENTS], by[ELEMENTS];
+        const u64 offset = (u64)(group * PARTS + p) * 16;
+        Chosen::widen(kept[k][p], own);
+        Chosen::widen(PARTS == 1 ? weight[k] : load_unit(args.weight + offset, 16), by);
+#pragma unroll
+        for (u32 i = 0; i < ELEMENTS; ++i) own[i] = own[i] * inverse * by[i];
+        kept[k][p] = Chosen::narrow(own);
+        if (args.type == Normed::SAME) {
+          store_unit(args.normed + at + offset, kept[k][p], 16);
+        } else {
+          Chosen::widen(kept[k][p], own);
+#pragma unroll
+          for (u32 i = 0; i < ELEMENTS; ++i) largest[k] = greater(largest[k], own[i] < 0 ? -own[i] : own[i]);
+        }
+      }
+    }
+  }
+  if (args.type == Normed::SAME) {
+    return;
+  }
+  // step 4: find the scale, and store what is scaled
+  float scale = 0;
+  if (args.type == Normed::DYNAMIC) {
+    const float most = over_row(largest, groups, turn, [](float a, float b) { return greater(a, b); });
+    scale = greater(1.0f / (448.0f * 512.0f), most / 448.0f);
+    if (thread() == 0) {
+      args.scales[row] = canonical(scale);
+    }
+  } else {
+    scale = 1.0f / *args.scale;
+  }
+#pragma unroll
+  for (u32 k = 0; k < MOST; ++k) {
+    const u32 group = thread() + k * threads();
+    if (group < groups) {
+      float values[GROUP];
+#pragma unroll
+      for (u32 p = 0; p < PARTS; ++p) {
+        Chosen::widen(kept[k][p], values + p * ELEMENTS);
+      }
+#pragma unroll
+      for (u32 i = 0; i < GROUP; ++i) values[i] = args.type == Normed::DYNAMIC ? values[i] / scale : values[i] * scale;
+      store_codes(args.normed + row * args.hidden + group * GROUP, values);
+    }
+  }
+}

@@ -1,0 +1,232 @@
+"""torch.ops.symm.all_reduce_add_rms_norm on GPUs: bits, graphs, streams, mismatches and deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
+from pool import WORLDS, Pool, device, needs_gpus, needs_ranks, needs_unshared_gpus, settle
+
+pytestmark = needs_ranks
+
+EPS = 1e-5
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: One kernel with one row and with several, a block with several rows, an all-reduce and a kernel for the rows.
+SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
+
+ops: Any = torch.ops.symm
+
+
+def name() -> str:
+    return dist.group.WORLD.group_name
+
+
+class Rows:
+    """Inputs of all ranks, a residual and a weight, made from a seed on the CPU; what is wanted is computed there."""
+
+    def __init__(self, rank: int, world: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> None:
+        self.about = (shape, dtype, seed)
+        self.all = [numbers(1000 * seed + other, *shape, dtype=dtype) for other in range(world)]
+        self.cpu_residual = numbers(1000 * seed + 100, *shape, dtype=dtype)
+        self.cpu_weight = numbers(1000 * seed + 101, shape[-1], dtype=dtype)
+        self.own = self.all[rank].to(device())
+        self.residual, self.weight = self.cpu_residual.to(device()), self.cpu_weight.to(device())
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference(self.all, self.cpu_residual, self.cpu_weight, EPS)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.own, self.residual, self.weight
+
+    def check(self, got: tuple[torch.Tensor, ...]) -> None:
+        for place, (tensor, wanted) in enumerate(zip(got, self.wanted(), strict=True)):
+            assert same_bits(tensor.cpu(), wanted), (*self.about, place)
+
+
+def forms(rank: int, world: int, dtype: torch.dtype) -> None:
+    scale = torch.tensor([0.02], device=device())
+    for seed, shape in enumerate(SHAPES):
+        rows = Rows(rank, world, shape, dtype, seed)
+        wanted, added = rows.wanted()
+        rows.check(ops.all_reduce_add_rms_norm(*rows.tensors(), EPS, name()))
+        quantized, total = ops.all_reduce_add_rms_norm_fp8(*rows.tensors(), EPS, scale, name())
+        assert same_bits(quantized.cpu(), to_fp8(wanted, scale.cpu())) and same_bits(total.cpu(), added), rows.about
+        quantized, total, scales = ops.all_reduce_add_rms_norm_dynamic_fp8(*rows.tensors(), EPS, name())
+        codes, wanted_scales = to_dynamic_fp8(wanted)
+        assert same_bits(quantized.cpu(), codes) and same_bits(scales.cpu(), wanted_scales), rows.about
+        assert same_bits(total.cpu(), added), rows.about
+        normed, kept = rows.own.clone(), rows.residual.clone()
+        ops.all_reduce_add_rms_norm_(normed, kept, rows.weight, EPS, name())
+        rows.check((normed, kept))
+        # The separate steps of this very group.
+        summed = rows.own.clone()
+        dist.all_reduce(summed)
+        assert same_bits(kept, summed + rows.residual), rows.about
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world", WORLDS)
+def test_bits_are_those_of_separate_steps(pool: Pool, world: int, dtype: torch.dtype) -> None:
+    pool.run(forms, world, dtype)
+
+
+def batches(rank: int, world: int) -> None:
+    rows = Rows(rank, world, (64, 4096), torch.bfloat16)
+    first, added = (tensor[0] for tensor in rows.wanted())
+    for batch in range(1, 65):
+        normed, total = ops.all_reduce_add_rms_norm(rows.own[:batch], rows.residual[:batch], rows.weight, EPS, name())
+        assert same_bits(normed[0].cpu(), first) and same_bits(total[0].cpu(), added), batch
+
+
+def layouts(rank: int, world: int) -> None:
+    rows = Rows(rank, world, (6, 64), torch.bfloat16)
+    wide = torch.zeros(6, 128, dtype=torch.bfloat16, device=device())
+    wide[:, ::2] = rows.own
+    rows.check(ops.all_reduce_add_rms_norm(wide[:, ::2], rows.residual.t().contiguous().t(), rows.weight, EPS, name()))
+    # Rows that begin at two bytes past a unit.
+    room = torch.zeros(6 * 64 + 1, dtype=torch.bfloat16, device=device())
+    shifted = room[1:].view(6, 64)
+    shifted.copy_(rows.own)
+    rows.check(ops.all_reduce_add_rms_norm(shifted, rows.residual, rows.weight, EPS, name()))
+    ops.all_reduce_add_rms_norm_(shifted, rows.residual, rows.weight, EPS, name())
+    rows.check((shifted, rows.residual))
+    nothing = torch.zeros(0, 64, device=device())
+    weight = torch.ones(64, device=device())
+    assert ops.all_reduce_add_rms_norm(nothing, nothing, weight, EPS, name())[0].shape == (0, 64)
+
+
+@pytest.mark.parametrize("body", (batches, layouts))
+def test_batches_and_layouts(pool: Pool, body: Any) -> None:
+    pool.run(body, 2)
+
+
+def graphs(rank: int, world: int) -> None:
+    """Several layers in a graph, replayed with other values, eager calls of another size in between."""
+    for dtype, shape in ((torch.bfloat16, (1, 8192)), (torch.bfloat16, (5, 4096)), (torch.float32, (300, 2048))):
+        rows = Rows(rank, world, shape, dtype)
+        beside = Rows(rank, world, (2, 1024), torch.float16)
+
+        def run(rows: Rows = rows) -> list[tuple[torch.Tensor, ...]]:
+            return [ops.all_reduce_add_rms_norm(*rows.tensors(), EPS, name()) for _ in range(5)]
+
+        run()
+        settle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
+        for seed in range(40):
+            if seed % 10 == 0:
+                new = Rows(rank, world, shape, dtype, seed)
+                for old, other in zip(rows.tensors(), new.tensors(), strict=True):
+                    old.copy_(other)
+            graph.replay()
+            if seed % 3 == 0:
+                beside.check(ops.all_reduce_add_rms_norm(*beside.tensors(), EPS, name()))
+            if seed % 10 == 9:
+                for got in results:
+                    new.check(got)
+
+
+@needs_gpus
+def test_graphs_replay(pool: Pool) -> None:
+    pool.run(graphs, 2)
+
+
+def streams(rank: int, world: int) -> None:
+    """Calls of every kind on two streams, without a wait in between, with one rank behind at times."""
+    rows = [Rows(rank, world, (1 + seed, 2048), torch.bfloat16, seed) for seed in range(6)]
+    side = torch.cuda.Stream()
+    settle()
+    results = []
+    for turn in range(30):
+        with torch.cuda.stream(side if turn % 3 == 0 else torch.cuda.current_stream()):
+            if (turn + rank) % 7 == 0:
+                torch.cuda._sleep(2_000_000)
+            results.append(ops.all_reduce_add_rms_norm(*rows[turn % 6].tensors(), EPS, name()))
+            dist.all_reduce(torch.ones(1000 * (1 + turn), device=device()))
+    settle()
+    for turn, got in enumerate(results):
+        rows[turn % 6].check(got)
+
+
+@needs_gpus
+def test_streams_and_other_calls(pool: Pool) -> None:
+    pool.run(streams, 2)
+
+
+def failure_of(body: Any, limit: float = 15) -> Exception:
+    """The exception of a call, wherever it shows: at the call, at the GPU's end, or at the next call."""
+    start = time.monotonic()
+    try:
+        body()
+        while time.monotonic() - start < limit:
+            settle()
+            dist.all_reduce(torch.ones(1, device=device()))
+            time.sleep(0.01)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("no exception")
+
+
+def differs(rank: int, world: int, what: str) -> None:
+    ones, weight = torch.ones(4, 1024, device=device()), torch.ones(1024, device=device())
+    ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name())
+    settle()
+
+    def call() -> None:
+        if rank == 1 and what == "hidden":
+            ops.all_reduce_add_rms_norm(ones.view(8, 512), ones.view(8, 512), weight[:512], EPS, name())
+        elif rank == 1 and what == "call":
+            dist.all_reduce(ones)
+        else:
+            ops.all_reduce_add_rms_norm(ones, ones, weight, EPS if rank == 0 or what != "eps" else 1e-6, name())
+
+    error = failure_of(call)
+    assert isinstance(error, torch_symm.SymmMismatch), repr(error)
+    assert "all_reduce_add_rms_norm(4 × 1024 × float32, eps 1e-5)" in str(error), str(error)
+
+
+@pytest.mark.parametrize("what", ("hidden", "eps", "call"))
+def test_ranks_that_disagree_hear_of_it(pool: Pool, what: str) -> None:
+    pool.run(differs, 2, what, group_timeout=10)
+
+
+def killed(rank: int, world: int) -> None:
+    ones, weight = torch.ones(4, 8192, device=device()), torch.ones(8192, device=device())
+    for _ in range(3):
+        ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name())
+    settle()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()))
+    assert isinstance(error, torch_symm.SymmPeerError) and "rank 1" in str(error), repr(error)
+    # The GPU computes on.
+    assert float(torch.ones(1000, device=device()).sum()) == 1000
+
+
+@needs_unshared_gpus
+def test_a_dead_peer_is_named(pool: Pool) -> None:
+    pool.run(killed, 2, killed=(1,))
+
+
+def late(rank: int, world: int) -> None:
+    ones, weight = torch.ones(4, 8192, device=device()), torch.ones(8192, device=device())
+    ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name())
+    settle()
+    if rank == 1:
+        time.sleep(5)
+        return
+    error = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()))
+    assert isinstance(error, torch_symm.SymmTimeout) and "rank 1" in str(error), repr(error)
+
+
+@needs_unshared_gpus
+def test_a_late_peer_is_named_at_the_deadline(pool: Pool) -> None:
+    pool.run(late, 2, group_timeout=2)
