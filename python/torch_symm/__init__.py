@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch_symm._autoload import autoload
 
 if TYPE_CHECKING:
+    from torch_symm import compile as compile
     from torch_symm import symm_mem as symm_mem
     from torch_symm import tensor as tensor
     from torch_symm._C import (
@@ -92,7 +93,7 @@ autoload()
 if not TYPE_CHECKING:  # with it a misspelt name would be of any type
 
     def __getattr__(name: str) -> Any:
-        if name in ("symm_mem", "tensor"):
+        if name in ("compile", "symm_mem", "tensor"):
             return import_module(f"torch_symm.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'torch_symm' has no attribute {name!r}")

@@ -1,0 +1,11 @@
+"""What Inductor does with the collectives of symm groups.
+
+After :func:`enable`, ``torch.compile`` puts ``torch.ops.symm.all_reduce_add_rms_norm`` in the place of an all-reduce
+whose result is added to a residual and normed.
+"""
+
+from __future__ import annotations
+
+from torch_symm.compile._norms import disable, enable
+
+__all__ = ["disable", "enable"]
