@@ -34,7 +34,7 @@ def launch(program: str, *arguments: str, ranks: int = 4, gpus: bool = True) -> 
 
 
 def test_examples_are_there() -> None:
-    assert len(EXAMPLES) + 1 == 16
+    assert len(EXAMPLES) + 1 == 17
 
 
 @pytest.mark.parametrize(

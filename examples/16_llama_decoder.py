@@ -1,0 +1,165 @@
+"""Decodes with a small Llama whose weights are split among the ranks, with separate and with fused norms.
+
+    torchrun --nproc-per-node 2 examples/16_llama_decoder.py
+
+Each layer ends its attention and its MLP with an all-reduce, to which the residual is added and RMSNorm applied. One
+operator does all three; the tokens are the same. On GPUs (--device cuda) both run in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch_symm
+
+HIDDEN, HEADS, LAYERS, VOCABULARY, EPS = 512, 8, 4, 256, 1e-5
+FEEDFORWARD = 2 * HIDDEN
+
+#: (this rank's part of a product, residual, weight) -> (normed, new residual).
+Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Layer(NamedTuple):
+    """Weights of one layer: this rank's heads and its share of the MLP; norms are whole."""
+
+    attention: torch.Tensor
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    after_attention: torch.Tensor
+    after_mlp: torch.Tensor
+
+
+class Decoder:
+    """One rank's part of the model, and its cache of keys and values."""
+
+    def __init__(
+        self, rank: int, world: int, batch: int, length: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        options: Any = {"device": device, "dtype": dtype}
+
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+        def own(whole: torch.Tensor, dim: int) -> torch.Tensor:
+            return whole.chunk(world, dim)[rank].to(**options).contiguous()
+
+        ones = torch.ones(HIDDEN, **options)
+        self.heads = HEADS // world
+        self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(**options)
+        self.layers = [
+            Layer(
+                torch.cat([own(weight(HIDDEN, HIDDEN), 0) for _ in range(3)]),
+                own(weight(HIDDEN, HIDDEN), 1),
+                torch.cat([own(weight(FEEDFORWARD, HIDDEN), 0) for _ in range(2)]),
+                own(weight(HIDDEN, FEEDFORWARD), 1),
+                ones * 0.9,
+                ones * 1.1,
+            )
+            for _ in range(LAYERS)
+        ]
+        self.first = ones
+        self.cache = torch.zeros(LAYERS, 2, batch, self.heads, length, HIDDEN // HEADS, **options)
+        self.places = torch.arange(length, device=device)
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self.cache.zero_()
+
+    def step(self, tokens: torch.Tensor, place: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The token that follows each of ``tokens``, which are at ``place``."""
+        residual = self.embedding[tokens]
+        normed = F.rms_norm(residual, (HIDDEN,), self.first, EPS)
+        seen = (self.places <= place)[None, None, None]
+        for layer, (keys, values) in zip(self.layers, self.cache, strict=True):
+            query, key, value = F.linear(normed, layer.attention).view(-1, 3, self.heads, 1, HIDDEN // HEADS).unbind(1)
+            keys.index_copy_(2, place, key)
+            values.index_copy_(2, place, value)
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
+            part = F.linear(attended.reshape(len(tokens), -1), layer.out)
+            normed, residual = norm(part, residual, layer.after_attention)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+            normed, residual = norm(F.linear(F.silu(gate) * up, layer.down), residual, layer.after_mlp)
+        return F.linear(normed, self.embedding).argmax(-1)
+
+
+def separate(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three steps."""
+    dist.all_reduce(part)
+    residual = residual + part
+    return F.rms_norm(residual, (HIDDEN,), weight, EPS), residual
+
+
+def fused(part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One operator."""
+    torch.ops.symm.all_reduce_add_rms_norm_(part, residual, weight, EPS, dist.group.WORLD.group_name)
+    return part, residual
+
+
+def decode(model: Decoder, norm: Norm, batch: int, length: int) -> tuple[torch.Tensor, float]:
+    """The tokens that follow 0, 1, 2, ..., and how many a second there were."""
+    device = model.embedding.device
+    tokens, place = torch.arange(batch, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    model.reset()
+    result = model.step(tokens, place, norm)
+    run = lambda: result.copy_(model.step(tokens, place, norm))  # noqa: E731 - what is captured
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+        torch.cuda.synchronize()
+    model.reset()
+    found = []
+    dist.barrier()
+    start = time.perf_counter()
+    for at in range(length):
+        place.fill_(at)
+        run()
+        tokens.copy_(result)
+        found.append(result.clone())
+    answer = torch.stack(found, 1).cpu()
+    return answer, batch * length / (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Runs one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="symm")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=24)
+    options = parser.parse_args()
+    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(options.backend)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if options.backend != "symm":
+        if rank == 0:
+            print(f"skipped: backend {options.backend} has no fused operator", flush=True)
+        dist.destroy_process_group()
+        return
+    torch_symm.stats()  # The operators are there once the native part is loaded
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.inference_mode():
+        model = Decoder(rank, world, options.batch, options.tokens, device, dtype)
+        results = {norm.__name__: decode(model, norm, options.batch, options.tokens) for norm in (separate, fused)}
+    (tokens, before), (same, after) = results["separate"], results["fused"]
+    assert torch.equal(tokens, same), "the tokens differ"
+    if rank == 0:
+        print(f"{before:.0f} tokens/s with separate steps, {after:.0f} with fused ones", flush=True)
+        print(f"ok: {tokens.numel()} tokens are the same", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
