@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from .. import machine
 from ..progress import StandsStill
 from ..units import parse_size
-from .calls import OPS
+from .calls import OPS, USUAL
 from .cell import HOST_OP, HOST_SIZE
 from .inputs import RANDOM as DTYPES
 from .launch import PATIENT_SETTINGS, Options, cells, measure
@@ -41,7 +41,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     parser.add_argument("--ranks", type=int, help=f"number of GPUs (default: all, at most {MAX_RANKS})")
     parser.add_argument("--sizes", help=f"comma-separated total sizes (default: {SIZES}; --quick: {QUICK_SIZES})")
     parser.add_argument("--full", action="store_true", help="1 GB as well")
-    parser.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
+    parser.add_argument("--ops", default=",".join(USUAL), help="comma-separated, of: " + ", ".join(OPS))
     parser.add_argument("--dtypes", help=f"comma-separated, of: {', '.join(DTYPES)} (default: both; --quick: bf16)")
     parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(gpu_sides()))
     parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..pattern import pieces
 from .inputs import Inputs
+from .norm import add_rms_norm
 
 POISON = float("nan")
 
@@ -197,4 +198,8 @@ OPS: dict[str, Op] = {
     "broadcast": Op(_broadcast),
     "send_recv": Op(_send_recv),
     "barrier": Op(_barrier),
+    "all_reduce_add_rms_norm": Op(add_rms_norm),
 }
+
+#: Those that are measured unless others are named.
+USUAL = tuple(op for op in OPS if op != "all_reduce_add_rms_norm")
