@@ -59,8 +59,8 @@ class LinksHandle {
       rust::Slice<const uint8_t> payload) const noexcept = 0;
   virtual void confirm(uint32_t peer, uint64_t sends) const noexcept = 0;
   virtual Status listen(uint32_t peer, int32_t traffic, size_t bytes) const noexcept = 0;
-  virtual Status wait(uint32_t peer, int32_t traffic) const noexcept = 0;
-  virtual Status take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept = 0;
+  virtual Status wait(uint32_t peer, int32_t traffic, size_t& address) const noexcept = 0;
+  virtual void release(uint32_t peer, int32_t traffic) const noexcept = 0;
   virtual void close(uint32_t peer) const noexcept = 0;
 };
 

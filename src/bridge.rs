@@ -255,8 +255,8 @@ pub mod ffi {
         fn send(self: &LinksHandle, peer: u32, frame: &[u8], traffic: i32, payload: &[u8]) -> Status;
         fn confirm(self: &LinksHandle, peer: u32, sends: u64);
         fn listen(self: &LinksHandle, peer: u32, traffic: i32, bytes: usize) -> Status;
-        fn wait(self: &LinksHandle, peer: u32, traffic: i32) -> Status;
-        fn take(self: &LinksHandle, peer: u32, traffic: i32, into: &mut [u8]) -> Status;
+        fn wait(self: &LinksHandle, peer: u32, traffic: i32, address: &mut usize) -> Status;
+        fn release(self: &LinksHandle, peer: u32, traffic: i32);
         fn close(self: &LinksHandle, peer: u32);
         /// Backends of a GPU, between hosts. `hosts::cuda::backends` says what its functions do; they never throw.
         type DeviceBackendsHandle;
@@ -468,6 +468,9 @@ pub mod ffi {
         fn shares(device: i32) -> bool;
         /// Identity of this process's host as text: equal where ranks share one.
         fn host_identity() -> String;
+        /// Has groups on several hosts that this process joins as their first rank go by these thresholds, in bytes; `piece` 0: by those of
+        /// the profile again.
+        fn try_thresholds(one_rail: usize, piece: usize, gathered: usize) -> Status;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);
         /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error.
@@ -486,6 +489,7 @@ mod cuda;
 mod device_backends;
 mod fused;
 mod group;
+mod hosts;
 mod inform;
 mod kernels;
 mod links;
@@ -503,13 +507,14 @@ mod window;
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
+use hosts::{host_identity, try_thresholds};
 use inform::{inform, log_lines, log_to_queue, log_to_standard_error};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
 use outcome::{from_cpp, guarded, milliseconds, started};
-use topology::{host_identity, nvlink_matrix, topology_report};
+use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
 use version::version;
 use window::{WindowHandle, allocate_window, free_window, publish_word};

@@ -41,6 +41,8 @@ pub trait Run: Send + 'static {
     fn sequence(&self) -> u64;
     /// Name of the algorithm of the last call; empty: none was chosen.
     fn served(&self) -> &'static str;
+    /// Whether these calls serve those of a larger group, on several hosts.
+    fn inside(&self) -> bool;
     /// Runs `call`, which has been validated and is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
     fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()>;
 }
@@ -58,6 +60,10 @@ impl Run for Runner {
         self.served()
     }
 
+    fn inside(&self) -> bool {
+        self.control().is_part()
+    }
+
     fn run(&mut self, call: &Call, limit: &Limit, _entry: u64) -> Result<()> {
         self.run(call, limit)
     }
@@ -72,6 +78,7 @@ pub struct Engine<R = Runner> {
     /// Threads sleep on it that wait for a job, or for all.
     changed: Condvar,
     runner: Mutex<R>,
+    inside: bool,
     workers: Mutex<Vec<JoinHandle<()>>>,
     issued: AtomicU64,
     recorder: Arc<Recorder>,
@@ -143,6 +150,7 @@ impl<R: Run> Engine<R> {
             state: Mutex::new(state),
             work: Condvar::new(),
             changed: Condvar::new(),
+            inside: runner.inside(),
             runner: Mutex::new(runner),
             workers: Mutex::new(Vec::new()),
             issued: AtomicU64::new(0),
@@ -183,7 +191,7 @@ impl<R: Run> Engine<R> {
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
         let completion = Completion::new(move |result, _| *lock(&slot) = result);
-        let number = self.recorder.schedule(&calls, timeout, false, Target::Host);
+        let number = self.recorder.schedule(&calls, timeout, false, Target::Host, self.inside);
         let ticket = state.push(calls, number, timeout, completion);
         self.finish(state, ticket, None)?;
         lock(&outcome).clone()
@@ -196,7 +204,7 @@ impl<R: Run> Engine<R> {
             self.start_worker(&mut state)?;
         }
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
-        let number = self.recorder.schedule(&calls, timeout, true, Target::Host);
+        let number = self.recorder.schedule(&calls, timeout, true, Target::Host, self.inside);
         let ticket = state.push(calls, number, timeout, completion);
         // The submitter of several waits for none of them yet.
         if !state.busy && (state.asleep.waiting == 0 || state.queue.len() > 1) {
@@ -373,7 +381,7 @@ impl<R: Run> Engine<R> {
                     self.recorder.start(first + place, next);
                     first + place
                 }
-                None => self.recorder.begin(call, timeout, next),
+                None => self.recorder.begin(call, timeout, next, self.inside),
             };
             let outcome = runner.run(call, limit, number);
             let begun = runner.sequence() == next;

@@ -6,6 +6,7 @@ mod emulated;
 use emulated::{Program, numbers};
 use symm::boot::hosts::{Layout, Placement};
 use symm::dtype::{DType, ReduceOp};
+use symm::hosts::cuda::cast::{self, Cast};
 use symm::hosts::cuda::sum::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source};
 use symm::mem::span::Span;
@@ -71,4 +72,53 @@ fn averages_divide_once_and_weigh_uneven_hosts() {
     check(&[0, 0, 1], DType::C64, ReduceOp::Avg, &counts, 0);
     check(&[0, 1, 2], DType::I64, ReduceOp::Product, &counts, 0);
     check(&[0, 1, 2], DType::F64, ReduceOp::Min, &counts, 0);
+}
+
+fn check_cast(dtype: DType, count: usize, begin: usize) {
+    let program = Program::build(cast::NAMES.0, 2, Some(dtype), None);
+    let (bytes, size) = (count * dtype.size(), dtype.size() * begin);
+    let narrow = numbers(1, bytes, dtype);
+    // SAFETY: bytes of numbers.
+    let given = unsafe { std::slice::from_raw_parts(narrow.as_ptr().cast::<u8>(), bytes) };
+    let moved: Vec<u8> = std::iter::repeat_n(UNTOUCHED, size).chain(given.iter().copied()).collect();
+    let (mut expected, mut wide) = (vec![0u8; 4 * count], vec![0u128; (4 * count).div_ceil(16) + 1]);
+    let span = |addr: usize, bytes: usize| Span { addr, bytes };
+    let run = |cast: Cast, kernel: &str| {
+        let args = cast.args();
+        // SAFETY: `repr(C)` numbers without padding.
+        let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
+        // SAFETY: both sides live until the kernel has ended, and it writes the copies alone.
+        unsafe { program.launch(kernel, 0, BLOCKS, THREADS, args) }
+    };
+    let about = format!("{count} {dtype:?} from element {begin}");
+    let [widens, rounds] = cast::NAMES.1;
+    run(
+        Cast { from: span(moved.as_ptr().addr() + size, bytes), to: span(wide.as_mut_ptr().addr(), 4 * count), dtype, widens: true },
+        widens,
+    );
+    // SAFETY: buffers of `count` elements each.
+    unsafe { cpu::widen(dtype, expected.as_mut_ptr(), given.as_ptr(), count) };
+    // SAFETY: bytes of numbers.
+    let got = unsafe { std::slice::from_raw_parts(wide.as_ptr().cast::<u8>(), 16 * wide.len()) };
+    assert_eq!(got[..4 * count], expected, "widened: {about}");
+    assert!(got[4 * count..].iter().all(|&byte| byte == 0), "written beside: {about}");
+
+    let floats = numbers(2, 4 * count, DType::F32);
+    let (mut rounded, mut to) = (vec![0u8; bytes], vec![UNTOUCHED; size + bytes + 16]);
+    run(
+        Cast { from: span(floats.as_ptr().addr(), 4 * count), to: span(to.as_mut_ptr().addr() + size, bytes), dtype, widens: false },
+        rounds,
+    );
+    // SAFETY: buffers of `count` elements each.
+    unsafe { cpu::narrow(dtype, rounded.as_mut_ptr(), floats.as_ptr().cast(), count) };
+    assert_eq!(to[size..size + bytes], rounded, "rounded: {about}");
+    assert!(to[..size].iter().chain(&to[size + bytes..]).all(|&byte| byte == UNTOUCHED), "written beside: {about}");
+}
+
+#[test]
+fn floats_are_widened_and_rounded_as_on_the_host() {
+    for (dtype, begin) in [(DType::BF16, 0), (DType::F16, 3), (DType::F8E4M3FN, 1)] {
+        check_cast(dtype, 16 * 61 + 3, begin);
+    }
+    check_cast(DType::BF16, 1, 1);
 }

@@ -45,16 +45,19 @@ impl Links for BackendLinks {
         outcome(self.handle()?.listen(peer.0, traffic as i32, bytes))
     }
 
-    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<bool> {
-        match outcome(self.handle()?.wait(peer.0, traffic as i32)) {
-            Ok(()) => Ok(true),
-            Err(error) if error.kind == Kind::Aborted => Ok(false),
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
+        let mut address = 0;
+        match outcome(self.handle()?.wait(peer.0, traffic as i32, &mut address)) {
+            Ok(()) => Ok(Some(address)),
+            Err(error) if error.kind == Kind::Aborted => Ok(None),
             Err(error) => Err(error),
         }
     }
 
-    fn take(&self, peer: Rank, traffic: Traffic, into: &mut [u8]) -> Result<()> {
-        outcome(self.handle()?.take(peer.0, traffic as i32, into))
+    fn release(&self, peer: Rank, traffic: Traffic, _bytes: usize) {
+        if let Ok(handle) = self.handle() {
+            handle.release(peer.0, traffic as i32);
+        }
     }
 
     fn close(&self, peer: Rank) {

@@ -2,7 +2,6 @@
 
 use super::ffi::{LinkMatrix, TopologyReport};
 use super::guarded;
-use crate::sys::host::Host;
 use crate::topo;
 
 pub(super) fn nvlink_matrix(uuids: &[String]) -> LinkMatrix {
@@ -21,13 +20,4 @@ pub(super) fn topology_report() -> TopologyReport {
         Ok(())
     });
     TopologyReport { status, text }
-}
-
-pub(super) fn host_identity() -> String {
-    let mut text = String::new();
-    let status = guarded(|| {
-        text = format!("{:?}", Host::own()?);
-        Ok(())
-    });
-    if text.is_empty() { status.message } else { text }
 }

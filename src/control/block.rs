@@ -1,7 +1,7 @@
 //! A member's view of the group's control block, and what each member says of itself there.
 #![allow(unsafe_code, reason = "words at offsets of shared memory")]
 
-use super::call_state::{Awaited, Barriers, Doing};
+use super::call_state::{Awaited, Barriers, Doing, Refusals};
 use super::patience::{PATIENCE, now};
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
@@ -12,7 +12,7 @@ use crate::sync::failure::FirstFailure;
 use crate::sync::shared_text::SharedText;
 use crate::sys::core;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 
 /// Turns of spinning, some 40 ns each, where other processes have lately taken this one's cores: a peer that runs answers by then.
 const SPINS_SHORT: u32 = 64;
@@ -45,6 +45,8 @@ pub(super) struct MemberWords {
     barriers: AtomicU64,
     /// Times at which the last collective of even and of odd number began.
     starts: [AtomicU64; 2],
+    /// What it has refused last, see [`Refusals`].
+    refusals: AtomicU64,
     attending: AtomicU32,
     /// Number of the core, plus 1, where it last began something; 0: nothing begun yet.
     pub(super) core: AtomicU32,
@@ -276,6 +278,20 @@ impl ControlBlock {
         Barriers::of(self.words(rank).barriers.load(Ordering::Relaxed))
     }
 
+    /// Tells peers that this rank has refused a call, after `calls` others. What it begins later is seen by nobody before this.
+    pub fn note_refusal(&self, calls: u64) {
+        let word = &self.words(self.rank).refusals;
+        // One thread at a time makes or refuses calls of a group.
+        word.store(Refusals::of(word.load(Ordering::Relaxed)).and_after(calls).word(), Ordering::Relaxed);
+        fence(Ordering::Release);
+    }
+
+    /// What `rank` has refused since it made another call. To be asked after what it is doing.
+    pub fn refusals(&self, rank: Rank) -> Refusals {
+        fence(Ordering::Acquire);
+        Refusals::of(self.words(rank).refusals.load(Ordering::Relaxed))
+    }
+
     /// Process id of `rank`.
     pub fn pid(&self, rank: Rank) -> u32 {
         self.members[rank.index()].pid
@@ -284,6 +300,11 @@ impl ControlBlock {
     /// Number of `rank` in the default group.
     pub fn global(&self, rank: Rank) -> u32 {
         self.members[rank.index()].global
+    }
+
+    /// Whether the group is the part of a larger one on one host.
+    pub fn is_part(&self) -> bool {
+        self.part.is_some()
     }
 
     /// Number by which messages name `rank`.

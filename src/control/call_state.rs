@@ -51,6 +51,40 @@ impl Awaited {
     }
 }
 
+/// Calls that a member has refused since it made another: peers that have refused as many disturb each other no more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Refusals {
+    /// Number of calls made before, and 1; 0: none was refused yet.
+    calls: u64,
+    /// Number of calls refused since.
+    times: u64,
+}
+
+impl Refusals {
+    const TIMES: u64 = 0xffff;
+
+    // One word: the number of calls above that of refusals, which stops at its highest.
+    pub(super) fn word(self) -> u64 {
+        self.calls << 16 | self.times.min(Self::TIMES)
+    }
+
+    pub(super) fn of(word: u64) -> Self {
+        Self { calls: word >> 16, times: word & Self::TIMES }
+    }
+
+    /// These and one more, after `calls` calls.
+    pub(super) fn and_after(self, calls: u64) -> Self {
+        let calls = calls + 1;
+        Self { calls, times: if self.calls == calls { self.times + 1 } else { 1 } }
+    }
+
+    /// Whether a member that has refused these has refused at the same place as one that has refused `other`, at least as often: whatever it
+    /// waits in is no call that the other has refused.
+    pub fn cover(self, other: Self) -> bool {
+        self.calls == other.calls && self.times >= other.times
+    }
+}
+
 /// A member's barriers of symmetric memory on the host, of which all members make the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Barriers {

@@ -7,7 +7,7 @@ mod status;
 mod wait;
 
 pub use block::{ControlBlock, Identity, Part, Progress};
-pub use call_state::{Awaited, Barriers, Doing};
+pub use call_state::{Awaited, Barriers, Doing, Refusals};
 pub use wait::YIELDS;
 
 #[cfg(test)]

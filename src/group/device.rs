@@ -111,7 +111,8 @@ impl Group {
         let communicator = self.connected(target.device, timeout)?;
         self.engine.count(calls.len());
         let CudaTarget { device, stream, background } = target;
-        let first = self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background });
+        let first =
+            self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background }, self.control.is_part());
         let mut next = first;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
             Stage::Begins(sequence) => {

@@ -2,7 +2,8 @@
 //!
 //! The rank that refused is the one to tell: it looks a little later whether a peer has begun a collective that this rank has not, or
 //! sleeps for a message of this rank that is not on its way. A rank that has made another call by then, or peers that were refused alike,
-//! disturb nobody. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
+//! disturb nobody: a rank says how often it has refused, so that whoever refused alike and has gone on is not taken to wait for the refused
+//! call. Waiting ranks do no more for this than to say which message they sleep for, and in how many barriers they have met.
 
 use crate::coll::cuda::agreement::launch_log;
 use crate::control::{Barriers, ControlBlock};
@@ -73,6 +74,10 @@ impl Refusals {
             return;
         }
         let mut note = self.note();
+        if let Refused::Collective { .. } | Refused::Operator = refused {
+            let barriers = self.control.barriers(self.control.rank());
+            self.control.note_refusal(self.engine.sequence() + u64::from(barriers.met));
+        }
         let look = self.look_after(FIRST_LOOK);
         *note = Some(Note { text, refused, requested: self.requested(refused), look });
     }
@@ -144,6 +149,10 @@ impl Refusals {
                 self.transfers.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
             }
         };
+        if let Refused::Collective { .. } | Refused::Operator = refused {
+            let own = self.control.refusals(self.control.rank());
+            all.retain(|waiting| !self.control.refusals(waiting.rank).cover(own));
+        }
         all.sort_by_key(|waiting| waiting.rank);
         all.dedup_by_key(|waiting| waiting.rank);
         all
@@ -264,6 +273,21 @@ mod tests {
         alike.iter().for_each(|rank| rank.control.begin(1, Op::Barrier));
         alike.iter().for_each(|rank| rank.add("all alike".into(), Refused::Collective { on_device: true }));
         assert_eq!(failure_within(&alike[0], QUIET), None);
+    }
+
+    #[test]
+    fn a_rank_that_is_late_after_all_have_refused_fails_nobody() {
+        for refused in [ON_HOST, Refused::Operator] {
+            let ranks = ranks();
+            let refuse = |rank: usize, why: &str| ranks[rank].add(why.into(), refused);
+            (0..3).for_each(|rank| refuse(rank, "all alike"));
+            [0, 2].into_iter().for_each(|rank| ranks[rank].control.begin(1, Op::Barrier));
+            assert_eq!(failure_within(&ranks[0], QUIET), None, "the others have refused it, too, and are one further");
+            // The call in which they wait is refused as well.
+            refuse(1, "again");
+            let failure = failure_within(&ranks[0], Duration::from_secs(5)).expect("reported");
+            assert!(failure.message.ends_with("of group \"test\": again"), "{failure}");
+        }
     }
 
     #[test]

@@ -40,9 +40,24 @@ struct Ways<'a> {
     lengths: &'a Lengths,
     rails: usize,
     turns: Turns,
+    /// Messages that this rank carries to each host, and from each.
+    sent: Vec<Vec<(Rank, Rank)>>,
+    received: Vec<Vec<(Rank, Rank)>>,
+    /// Length of the longest message on this rank's rail, between whichever hosts.
+    longest: usize,
 }
 
-impl Ways<'_> {
+impl<'a> Ways<'a> {
+    fn new(step: &'a Step<'a>, lengths: &'a Lengths, rails: usize, turns: Turns) -> Self {
+        let mut ways = Self { step, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
+        let (here, hosts) = (step.host(), || 0..step.layout.hosts());
+        ways.sent = hosts().map(|host| ways.carried(here, host)).collect();
+        ways.received = hosts().map(|host| ways.carried(host, here)).collect();
+        let all = hosts().flat_map(|from| hosts().map(move |to| (from, to))).flat_map(|(from, to)| ways.carried(from, to));
+        ways.longest = all.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
+        ways
+    }
+
     /// Local index that carries what `from` sends to `to` on another host: the same receives it there. Sums spread it whether one rank
     /// sends, one receives, or all do both.
     fn carrier(&self, from: Rank, to: Rank) -> usize {
@@ -78,13 +93,18 @@ impl Ways<'_> {
         self.turns.piece(&(0..self.lengths.of(from, to)), turn)
     }
 
+    /// Whether any rank of this rank's rail sends in the turn `turn`: all of them know.
+    fn is_busy(&self, turn: usize) -> bool {
+        !self.turns.piece(&(0..self.longest), turn).is_empty()
+    }
+
     /// Places of what this rank carries in the turn `turn`, from `at` on, and lengths for each other host: of what it sends, or of what it
     /// receives.
     fn places(&self, sends: bool, turn: usize, mut at: Span) -> (BTreeMap<(Rank, Rank), Span>, Vec<usize>) {
-        let (here, mut places) = (self.step.host(), BTreeMap::new());
+        let mut places = BTreeMap::new();
         let mut of_host = |host: usize| {
             let before = at.bytes;
-            for pair in if sends { self.carried(here, host) } else { self.carried(host, here) } {
+            for &pair in if sends { &self.sent[host] } else { &self.received[host] } {
                 let bytes = self.piece(pair.0, pair.1, turn).len();
                 places.insert(pair, Span { addr: at.addr + at.bytes, bytes });
                 at.bytes += bytes;
@@ -123,7 +143,7 @@ impl Step<'_> {
                 Ok(())
             }
             Some(bytes) => {
-                let rails = rails(bytes * self.layout.size(), self.layout);
+                let rails = rails(bytes * self.layout.size(), self.layout, self.thresholds());
                 self.exchange(&Lengths::Even(bytes), rails, &self.call.inputs, &self.call.outputs)
             }
             None => self.exchange(&self.told_lengths()?, self.layout.rails(), &self.call.inputs, &self.call.outputs),
@@ -184,12 +204,8 @@ impl Step<'_> {
         let parts = |from: usize, to: usize| (layout.members(from).len() * layout.members(to).len()).div_ceil(rails);
         let most = (0..hosts).flat_map(|from| (0..hosts).map(move |to| (from, to))).filter(|(from, to)| from != to);
         let most = most.map(|(from, to)| parts(from, to)).max().unwrap_or(1);
-        let ways = Ways { step: self, lengths, rails, turns: Turns::of_messages(longest, most) };
-        let carried = if self.local() < rails {
-            (0..hosts).map(|host| ways.carried(self.host(), host).len() + ways.carried(host, self.host()).len()).sum()
-        } else {
-            0
-        };
+        let ways = Ways::new(self, lengths, rails, Turns::of_messages(longest, most, self.thresholds()));
+        let carried = if self.local() < rails { ways.sent.iter().chain(&ways.received).map(Vec::len).sum() } else { 0 };
         let area = carried * ways.turns.piece;
         let between = if self.local() < rails { Some(self.between((LAG + 1) * area)?) } else { None };
         for turn in 0..ways.turns.count + LAG {
@@ -230,13 +246,13 @@ impl Step<'_> {
         let Some(between) = between else { return Ok(()) };
         let to = from + sent.iter().sum::<usize>();
         let received = ways.places(false, turn, NOTHING).1;
-        if self.is_busy(ways, turn) { between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &received }) } else { Ok(()) }
+        if ways.is_busy(turn) { between.start(&Transfer::AllToAll { from, sent: &sent, to, received: &received }) } else { Ok(()) }
     }
 
     /// Waits for the pieces of the turn `turn` and brings them to their ranks.
     fn take_from_carriers(&self, ways: &Ways<'_>, between: Option<&Between<'_>>, turn: usize, at: usize, take: &[Span]) -> Result<()> {
         let (local, here) = (self.local(), self.layout.members(self.host()));
-        if let Some(between) = between.filter(|_| self.is_busy(ways, turn)) {
+        if let Some(between) = between.filter(|_| ways.is_busy(turn)) {
             between.finish()?;
         }
         let sent: usize = ways.places(true, turn, NOTHING).1.iter().sum();
@@ -256,12 +272,5 @@ impl Step<'_> {
             calls.push(self.inner_bytes(Op::AllToAll, inputs, outputs));
         }
         self.inside(calls)
-    }
-
-    /// Whether any rank of this rank's rail sends in the turn `turn`: all of them know.
-    fn is_busy(&self, ways: &Ways<'_>, turn: usize) -> bool {
-        let hosts = || 0..self.layout.hosts();
-        let carried = hosts().flat_map(|from| hosts().flat_map(move |to| ways.carried(from, to)));
-        carried.into_iter().any(|(from, to)| !ways.piece(from, to, turn).is_empty())
     }
 }

@@ -15,8 +15,8 @@ impl Step<'_> {
         let root = self.layout.host(self.call.root);
         let here = root == self.host();
         let whole = if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] };
-        let slices = slices(whole.bytes, self.call.dtype.size(), rails(whole.bytes, self.layout));
-        let turns = Turns::of(slices[0].len());
+        let slices = slices(whole.bytes, self.call.dtype.size(), rails(whole.bytes, self.layout, self.thresholds()));
+        let turns = Turns::of(slices[0].len(), self.thresholds());
         let mut opening = self.open(slices.len(), (LAG + 1) * turns.piece)?;
         opening.agree(slices.len())?;
         let pieces = |turn: usize| slices.iter().map(move |slice| part(whole, &turns.piece(slice, turn))).collect::<Vec<Span>>();
@@ -27,6 +27,19 @@ impl Step<'_> {
         };
         for turn in 0..turns.count + LAG {
             if turn < turns.count {
+                let begin = || -> Result<()> {
+                    let Some((between, staged)) = staged(turn) else { return Ok(()) };
+                    if here {
+                        copy(pieces(turn)[self.local()], staged);
+                    }
+                    let at = between.begin + turn % (LAG + 1) * turns.piece;
+                    between.start(&Transfer::Broadcast { root, at, bytes: staged.bytes })
+                };
+                // The root's own piece is on the wire while the ranks of its host get theirs.
+                let first = !here || self.rank == self.call.root;
+                if first {
+                    begin()?;
+                }
                 if here {
                     let call = |piece: Span| {
                         let (inputs, outputs) = if self.rank == self.call.root { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
@@ -34,12 +47,8 @@ impl Step<'_> {
                     };
                     self.inside(pieces(turn).into_iter().map(call).collect())?;
                 }
-                if let Some((between, staged)) = staged(turn) {
-                    if here {
-                        copy(pieces(turn)[self.local()], staged);
-                    }
-                    let at = between.begin + turn % (LAG + 1) * turns.piece;
-                    between.start(&Transfer::Broadcast { root, at, bytes: staged.bytes })?;
+                if !first {
+                    begin()?;
                 }
             }
             let Some(turn) = turn.checked_sub(LAG) else { continue };
@@ -58,9 +67,9 @@ impl Step<'_> {
         let (host, local, hosts) = (self.host(), self.local(), self.layout.hosts());
         let outputs = |host: usize| -> Vec<Span> { self.layout.members(host).iter().map(|rank| self.call.outputs[rank.index()]).collect() };
         let bytes = |host: usize| -> usize { outputs(host).iter().map(|span| span.bytes).sum() };
-        let rails = rails((0..hosts).map(bytes).sum(), self.layout);
+        let rails = rails((0..hosts).map(bytes).sum(), self.layout, self.thresholds());
         let slices: Vec<Vec<Range<usize>>> = (0..hosts).map(|host| slices(bytes(host), self.call.dtype.size(), rails)).collect();
-        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0));
+        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0), self.thresholds());
         let area = (hosts + 1) * turns.piece;
         let mut opening = self.open(rails, (LAG + 1) * area)?;
         opening.agree(rails)?;

@@ -4,7 +4,7 @@
 //! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
 //!
 //! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
-//! - [`partials`](mod@partials): the type in which sums travel
+//! - [`partials`](mod@partials): the type in which sums travel; [`chosen`](mod@chosen): what all ranks go by alike
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
 //! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts
@@ -13,6 +13,7 @@
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
 
 mod any_source;
+pub mod chosen;
 pub mod cuda;
 mod exchange;
 pub mod finding;
@@ -51,6 +52,7 @@ use crate::store::until::Until;
 use crate::store::worker::Worker;
 use crate::sync::limit::Limit;
 use any_source::Twofold;
+use chosen::Chosen;
 use cuda::Cuda;
 use cuda::backends::Backends;
 use finding::Several;
@@ -139,6 +141,10 @@ impl Run for Runner {
         "two_level"
     }
 
+    fn inside(&self) -> bool {
+        false
+    }
+
     fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()> {
         if let Some(failure) = self.control().failure() {
             return Err(failure);
@@ -147,7 +153,9 @@ impl Run for Runner {
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
         let step = Step { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
-        shared.current.set(Some(Waiting { number: self.sequence, name: call.op.name(), since: Instant::now() }));
+        let since = Instant::now();
+        let waiting = Waiting { number: self.sequence, name: call.op.name(), since, phase_since: since, on_rail: false };
+        shared.current.set(Some(waiting));
         let outcome = step.run();
         shared.current.set(None);
         shared.traffic.ended(&[Path::Rail(layout.local(self.rank))]);
@@ -241,13 +249,12 @@ impl HostsGroup {
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
-        joined.agree_on(partials, limit.left())?;
-        let config = Config::get();
+        let thresholds = chosen::thresholds(options, joined.layout.members(host).len());
+        joined.agree_on(Chosen { partials, thresholds }, limit.left())?;
         // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
-        if has_rail && !config.gloo_lazy {
-            let interfaces = config.gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
+        if has_rail && !Config::get().gloo_lazy {
             // A store that cannot delete keeps them.
-            rail::keys(&format!("symm-rail/{local}"), host, interfaces).for_each(|key| drop(worker.delete(&key)));
+            rail::keys(&format!("symm-rail/{local}"), host).for_each(|key| drop(worker.delete(&key)));
         }
         Ok(joined)
     }
@@ -308,31 +315,28 @@ impl HostsGroup {
 
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
-        if let Some((peer, messages)) = self.far(&message) {
-            let shown = Message { peer: Some(messages.global(peer)), ..message };
-            self.shared.traffic.message(Path::Link(messages.global(peer)));
-            return self
-                .inner
-                .recorded(true, &shown, true, completion, |timeout, completion| messages.send(peer, message, timeout, completion));
-        }
-        let (message, completion) = self.on_this_host("send", message, completion)?;
-        self.inner.send(message, completion)
+        self.start(true, message, completion)
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
+        self.start(false, message, completion)
+    }
+
+    fn start(&self, send: bool, message: Message, completion: Completion) -> Result<u64> {
         if let Some((peer, messages)) = self.far(&message) {
-            let shown = Message { peer: Some(messages.global(peer)), ..message };
-            self.shared.traffic.message(Path::Link(messages.global(peer)));
-            return self
-                .inner
-                .recorded(false, &shown, true, completion, |timeout, completion| messages.recv(peer, message, timeout, completion));
+            let global = messages.global(peer);
+            self.shared.traffic.message(Path::Link(global));
+            let shown = Message { peer: Some(global), ..message };
+            return self.inner.recorded(send, &shown, true, completion, |timeout, completion| {
+                if send { messages.send(peer, message, timeout, completion) } else { messages.recv(peer, message, timeout, completion) }
+            });
         }
-        if let (None, Some(messages)) = (message.peer, self.messages.get()) {
+        if let (false, None, Some(messages)) = (send, message.peer, self.messages.get()) {
             return self.recv_any(messages, message, completion);
         }
-        let (message, completion) = self.on_this_host("recv", message, completion)?;
-        self.inner.recv(message, completion)
+        let (message, completion) = self.on_this_host(if send { "send" } else { "recv" }, message, completion)?;
+        if send { self.inner.send(message, completion) } else { self.inner.recv(message, completion) }
     }
 
     /// The other rank of a message between hosts, and what carries it.
@@ -393,15 +397,17 @@ impl HostsGroup {
     /// Has nothing to do: no window is on several hosts.
     pub fn refuse_operator(&self, _text: String) {}
 
-    /// Refuses a send to `peer`, or a receive from it: the peer learns so, if it waits for that.
+    /// Refuses a send to `peer`, or a receive from it; `None`: from any rank. Who waits for that learns so.
     pub fn refuse_message(&self, send: bool, peer: Option<Rank>, tag: i32, text: String) {
-        let Some(peer) = peer.filter(|&peer| peer.index() < self.layout.size()) else { return };
-        if self.layout.host(peer) != self.layout.host(self.rank) {
-            if let Some(messages) = self.messages.get() {
-                messages.refuse(peer, send, tag, text);
-            }
-        } else {
-            self.inner.refuse_message(send, Some(Rank(self.layout.local(peer) as u32)), tag, text);
+        if peer.is_some_and(|peer| peer.index() >= self.layout.size()) {
+            return;
+        }
+        let far = peer.is_none_or(|peer| self.layout.host(peer) != self.layout.host(self.rank));
+        if let Some(messages) = self.messages.get().filter(|_| far) {
+            messages.refuse(peer, send, tag, text.clone());
+        }
+        if peer.is_none() || !far {
+            self.inner.refuse_message(send, peer.map(|peer| Rank(self.layout.local(peer) as u32)), tag, text);
         }
     }
 

@@ -1,16 +1,13 @@
 //! Partials: the type in which hosts give each other what their ranks have reduced.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors and scratch memory")]
 
-use super::HostsGroup;
 use super::step::{Scratch, Step};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::Span;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu;
-use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 /// Type of partial results; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,7 +42,7 @@ impl Partials {
         Ok(chosen)
     }
 
-    fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Tensor => "tensor",
             Self::Fp32 => "fp32",
@@ -59,48 +56,6 @@ impl Partials {
             ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
         };
         if self == Self::Fp32 && rounds && cpu::is_narrow(dtype) { DType::F32 } else { dtype }
-    }
-}
-
-impl HostsGroup {
-    /// Returns once all ranks of all hosts have called it with the same `partials`.
-    ///
-    /// # Errors
-    /// `Config` names a rank that differs from the first.
-    pub(super) fn agree_on(&self, partials: Partials, timeout: Option<Duration>) -> Result<()> {
-        let (mut own, mut all) = ([partials as u8], vec![0u8; self.layout.size()]);
-        let whole = all.as_mut_ptr().addr();
-        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: 1 }];
-        let outputs = (0..all.len()).map(|rank| Span { addr: whole + rank, bytes: 1 }).collect();
-        self.run(vec![Call { op: Op::AllGather, inputs, outputs, ..Call::barrier(None) }], timeout)?;
-        if let Some(other) = all.iter().position(|&code| code != all[0]) {
-            let name = |code: u8| if code == Partials::Fp32 as u8 { Partials::Fp32 } else { Partials::Tensor }.name();
-            let [first, second] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));
-            let (group, a, b) = (self.inner.control().name(), name(all[0]), name(all[other]));
-            return Err(self.shared.fail(
-                &self.inner,
-                Error::config(format!(
-                    "ranks of group \"{group}\" chose different types for sums between hosts: {first} has partials={a:?}, {second} has \
-                     partials={b:?}; give torch_symm.Options(partials=...) the same value on all ranks"
-                )),
-            ));
-        }
-        self.shared.choose(partials);
-        Ok(())
-    }
-
-    /// Refuses those of `calls` on CUDA tensors whose sums are to be rounded once.
-    pub(super) fn check_partials(&self, calls: &[Call]) -> Result<()> {
-        let rounds = |call: &&Call| {
-            (call.op.reduces() || call.op == Op::AllReduceAddRmsNorm)
-                && self.shared.partials().dtype(call.reduce_op, call.dtype) != call.dtype
-        };
-        let Some(call) = calls.iter().find(rounds) else { return Ok(()) };
-        let (op, dtype, group) = (call.op.name(), call.dtype.name(), self.inner.control().name());
-        Err(Error::not_implemented(format!(
-            "{op} of {dtype} on CUDA: group \"{group}\" has partials=\"fp32\", which is for CPU tensors; reduce a float32 copy, or make a \
-             group with torch_symm.Options(partials=\"tensor\")"
-        )))
     }
 }
 

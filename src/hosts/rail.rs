@@ -1,5 +1,6 @@
 //! Rail: a backend of torch, between ranks of one local index on all hosts.
 
+use crate::config::Config;
 use crate::error::Result;
 use std::time::Duration;
 
@@ -52,9 +53,10 @@ impl Transfer<'_> {
 }
 
 /// Keys in the store of the group by which the rank on `host` tells the others of its rail `name` where it can be reached: Gloo's, one for
-/// each of its `interfaces`.
-pub(super) fn keys(name: &str, host: usize, interfaces: usize) -> impl Iterator<Item = String> {
-    (0..interfaces.max(1)).map(move |interface| format!("{name}/{interface}/{host}"))
+/// each of its interfaces. Those of a link are alike.
+pub(super) fn keys(name: &str, host: usize) -> impl Iterator<Item = String> {
+    let interfaces = Config::get().gloo_interface.as_ref().map_or(1, |names| names.split(',').count());
+    (0..interfaces).map(move |interface| format!("{name}/{interface}/{host}"))
 }
 
 /// Backend between hosts. It moves bytes between the ranks' staging and knows nothing of what they mean. Several transfers may be under

@@ -7,7 +7,7 @@
 #![allow(unsafe_code, reason = "loops over the bytes of staging")]
 
 use super::rail::Transfer;
-use super::slices::{GATHERED, LAG, Levels, Turns, overlap, part, rails, ranges, slices};
+use super::slices::{LAG, Levels, Turns, overlap, part, rails, ranges, slices};
 use super::step::{Between, NOTHING, Scratch, Step, contiguous, copy};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
@@ -43,10 +43,10 @@ impl Step<'_> {
     ///    everybody, or the root, gets all pieces.
     pub(super) fn all_reduce(&self) -> Result<()> {
         let (input, size, hosts) = (self.call.inputs[0], self.call.dtype.size(), self.layout.hosts());
-        let slices = slices(input.bytes, size, rails(input.bytes, self.layout));
-        let turns = Turns::of(slices[0].len());
+        let slices = slices(input.bytes, size, rails(input.bytes, self.layout, self.thresholds()));
+        let turns = Turns::of(slices[0].len(), self.thresholds());
         let growth = self.growth();
-        let gathers = hosts == 2 || slices[0].len() * growth <= GATHERED;
+        let gathers = hosts == 2 || slices[0].len() * growth <= self.thresholds().gathered;
         let (middle, end) = if gathers { (LAG, LAG) } else { (LAG, 2 * LAG) };
         let area = staging(turns.piece * growth, size * growth, hosts).next_multiple_of(64);
         let mut opening = self.open(slices.len(), (end + 1) * area)?;
@@ -94,9 +94,9 @@ impl Step<'_> {
     pub(super) fn reduce_scatter(&self) -> Result<()> {
         let (host, local, hosts, size) = (self.host(), self.local(), self.layout.hosts(), self.call.dtype.size());
         let lengths = |host: usize| self.layout.members(host).iter().map(|rank| self.call.inputs[rank.index()].bytes);
-        let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), self.layout);
+        let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), self.layout, self.thresholds());
         let slices: Vec<_> = (0..hosts).map(|host| slices(lengths(host).sum(), size, rails)).collect();
-        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0));
+        let turns = Turns::of(slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0), self.thresholds());
         // What goes to each host, what comes from each, and the sum.
         let longest = turns.piece * self.growth();
         let area = ((2 * hosts + 1) * longest).next_multiple_of(64);

@@ -32,6 +32,7 @@ impl Refusals {
     /// Notes that a call was refused because of `text`.
     pub(super) fn add(self: &Arc<Self>, text: String) {
         let (calls, refusals) = (self.engine.sequence(), Arc::downgrade(self));
+        self.shared.current.refused(calls);
         let tell = move || {
             if let Some(refusals) = refusals.upgrade()
                 && refusals.engine.sequence() == calls

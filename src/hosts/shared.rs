@@ -3,11 +3,13 @@
 //! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
 
+use super::chosen::Chosen;
 use super::header::Header;
 use super::news::{Host, News, Waiting};
 use super::partials::Partials;
 use super::rail::Rail;
 use super::traffic::Traffic;
+use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::sys::{fork, thread};
@@ -30,6 +32,8 @@ const RELEASE: Duration = Duration::from_millis(800);
 pub(super) struct Current {
     /// The call that it is in.
     waiting: Mutex<Option<Waiting>>,
+    /// Number of calls made when another was last refused.
+    refused: Mutex<Option<u64>>,
     /// Calls on CUDA tensors that no speaker has told.
     launched: Mutex<Vec<Header>>,
 }
@@ -37,6 +41,18 @@ pub(super) struct Current {
 impl Current {
     pub(super) fn set(&self, call: Option<Waiting>) {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = call;
+    }
+
+    /// Notes that a call was refused after `calls` others.
+    pub(super) fn refused(&self, calls: u64) {
+        *self.refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(calls);
+    }
+
+    /// Notes that the call waits on its rail from now on, or inside its host.
+    pub(super) fn phase(&self, on_rail: bool) {
+        if let Some(waiting) = &mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) {
+            (waiting.phase_since, waiting.on_rail) = (Instant::now(), on_rail);
+        }
     }
 
     /// Notes calls that were launched.
@@ -65,6 +81,16 @@ impl Host for Inner {
         *self.1.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn refused(&self) -> Option<u64> {
+        *self.1.refused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn note_late(&self, call: u64, hosts: String) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.recorder().note_late(call, hosts);
+        }
+    }
+
     fn launched(&self) -> Vec<Header> {
         std::mem::take(&mut *self.1.launched.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -83,7 +109,7 @@ pub(super) struct Shared {
     pub(super) current: Arc<Current>,
     pub(super) traffic: Arc<Traffic>,
     /// Set once all ranks have agreed.
-    partials: OnceLock<Partials>,
+    chosen: OnceLock<Chosen>,
     /// Tells when the rail has ended, once that has begun.
     ending: Mutex<Option<Receiver<()>>>,
     generation: u64,
@@ -98,7 +124,7 @@ impl Shared {
             news,
             current,
             traffic,
-            partials: OnceLock::new(),
+            chosen: OnceLock::new(),
             ending: Mutex::default(),
             generation: fork::generation(),
             failed: AtomicBool::new(false),
@@ -106,14 +132,24 @@ impl Shared {
         }
     }
 
-    /// Type of partial results.
-    pub(super) fn partials(&self) -> Partials {
-        self.partials.get().copied().unwrap_or_default()
+    /// What calls go by.
+    pub(super) fn chosen(&self) -> &Chosen {
+        self.chosen.get().unwrap_or(&Chosen::USUAL)
     }
 
-    /// Makes `partials` the type of partial results of the calls that follow, on all ranks.
-    pub(super) fn choose(&self, partials: Partials) {
-        let _ = self.partials.set(partials);
+    /// Type of partial results.
+    pub(super) fn partials(&self) -> Partials {
+        self.chosen().partials
+    }
+
+    /// Lengths from which calls go another way.
+    pub(super) fn thresholds(&self) -> &Thresholds {
+        &self.chosen().thresholds
+    }
+
+    /// Makes the calls that follow go by `chosen`, on all ranks.
+    pub(super) fn choose(&self, chosen: Chosen) {
+        let _ = self.chosen.set(chosen);
     }
 
     /// The rail, as long as the group lives.

@@ -1,15 +1,13 @@
 //! Which part of a message goes by which rail, and with which operation hosts combine their partial results. Pure.
 
 use crate::boot::hosts::Layout;
+use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::mem::span::Span;
 use std::ops::Range;
 
-/// Bytes of a call up to which one rail carries everything: more rails would add messages where the time is that of a message.
-pub(super) const ONE_RAIL: usize = 64 << 10;
-
-/// Bytes of a rail's slice that are under way in one turn of a long call: at least, at most. Multiples of every element's size.
-const PIECE: (usize, usize) = (128 << 10, 512 << 10);
+/// Part of the longest piece that a piece has at least, where the slice is longer.
+const LEAST_PIECE: usize = 4;
 
 /// Turns that a long slice has at least: the first of them passes before anything is on the wire.
 const TURNS: usize = 4;
@@ -17,12 +15,9 @@ const TURNS: usize = 4;
 /// Turns by which what is inside comes before, and after, what is between: so many pieces are on the wire meanwhile.
 pub(super) const LAG: usize = 1;
 
-/// Bytes of a rail's slice up to which each host gets all partial results and adds them up itself: one exchange in place of two.
-pub(super) const GATHERED: usize = 256 << 10;
-
 /// Number of rails that carry a call of `bytes` bytes; the same on all ranks.
-pub(super) fn rails(bytes: usize, layout: &Layout) -> usize {
-    if bytes <= ONE_RAIL { 1 } else { layout.rails() }
+pub(super) fn rails(bytes: usize, layout: &Layout, thresholds: &Thresholds) -> usize {
+    if bytes <= thresholds.one_rail { 1 } else { layout.rails() }
 }
 
 /// `bytes` bytes of elements of `size` bytes in `parts` parts, as even as they can be, in order.
@@ -43,13 +38,14 @@ pub(super) struct Turns {
 
 impl Turns {
     /// The turns of a call whose longest slice has `longest` bytes.
-    pub(super) fn of(longest: usize) -> Self {
-        Self::at_most(longest, longest.div_ceil(TURNS).next_multiple_of(64).clamp(PIECE.0, PIECE.1))
+    pub(super) fn of(longest: usize, thresholds: &Thresholds) -> Self {
+        let most = thresholds.piece;
+        Self::at_most(longest, longest.div_ceil(TURNS).next_multiple_of(64).clamp(most / LEAST_PIECE, most))
     }
 
     /// The turns of a call that brings up to `parts` messages of up to `longest` bytes by each rail.
-    pub(super) fn of_messages(longest: usize, parts: usize) -> Self {
-        let whole = Self::of(longest.saturating_mul(parts)).piece;
+    pub(super) fn of_messages(longest: usize, parts: usize, thresholds: &Thresholds) -> Self {
+        let whole = Self::of(longest.saturating_mul(parts), thresholds).piece;
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
@@ -165,8 +161,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn slices_and_pieces_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20) {
+        fn slices_and_pieces_cover_everything_once(count in 0usize..100_000_000, size in 0usize..5, parts in 1usize..20, grains in 1usize..300) {
             let (size, mut end) = (1 << size, 0);
+            let thresholds = Thresholds { piece: grains * 4096, ..Thresholds::USUAL };
             let slices = slices(count * size, size, parts);
             prop_assert_eq!(slices.len(), parts);
             for slice in &slices {
@@ -174,7 +171,7 @@ mod tests {
                 end = slice.end;
             }
             prop_assert_eq!(end, count * size);
-            for turns in [Turns::of(slices[0].len()), Turns::of_messages(slices[0].len(), parts)] {
+            for turns in [Turns::of(slices[0].len(), &thresholds), Turns::of_messages(slices[0].len(), parts, &thresholds)] {
                 for slice in &slices {
                     end = slice.start;
                     for piece in (0..turns.count).map(|turn| turns.piece(slice, turn)) {

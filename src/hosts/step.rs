@@ -7,6 +7,7 @@ use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::cost::wire::Thresholds;
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -116,6 +117,11 @@ impl Step<'_> {
         }
     }
 
+    /// Thresholds that all ranks go by.
+    pub(super) fn thresholds(&self) -> &Thresholds {
+        self.shared.thresholds()
+    }
+
     pub(super) fn host(&self) -> usize {
         self.layout.host(self.rank)
     }
@@ -149,6 +155,7 @@ impl Step<'_> {
     /// Notes in the flight recorder that `phase` begins.
     pub(super) fn begin(&self, phase: Phase) {
         self.inner.recorder().phase(self.entry, phase);
+        self.shared.current.phase(matches!(phase, Phase::Rail(_)));
     }
 
     /// The name of the call in messages.
@@ -236,7 +243,8 @@ impl<'a> Between<'a> {
     fn late(&self) -> Error {
         let step = self.step;
         let (waited, local) = (step.limit.waited().as_secs_f64(), step.local());
-        let (about, me, others) = (step.about(), step.layout.describe(step.rank), step.layout.name_others(step.host()));
+        let (about, me) = (step.about(), step.layout.describe(step.rank));
+        let others = step.shared.news.late(step.sequence).unwrap_or_else(|| step.layout.name_others(step.host()));
         Error::timeout(format!("{about}: {me} waited {waited:.1} s until its timeout on rail {local} for {others}"))
     }
 

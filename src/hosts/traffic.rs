@@ -138,13 +138,13 @@ impl<L: Links> Links for Counted<L> {
         self.links.listen(peer, traffic, bytes)
     }
 
-    fn wait(&self, peer: Rank, traffic: links::Traffic) -> Result<bool> {
+    fn wait(&self, peer: Rank, traffic: links::Traffic) -> Result<Option<usize>> {
         self.links.wait(peer, traffic)
     }
 
-    fn take(&self, peer: Rank, traffic: links::Traffic, into: &mut [u8]) -> Result<()> {
-        self.traffic.add(self.path(peer), (0, into.len()));
-        self.links.take(peer, traffic, into)
+    fn release(&self, peer: Rank, traffic: links::Traffic, bytes: usize) {
+        self.traffic.add(self.path(peer), (0, bytes));
+        self.links.release(peer, traffic, bytes);
     }
 
     fn close(&self, peer: Rank) {

@@ -69,6 +69,7 @@ struct Call {
     root: Option<u32>,
     peer: Option<u32>,
     far: bool,
+    inside: bool,
     tag: Option<i32>,
     even: bool,
     bytes_in: u64,
@@ -131,14 +132,20 @@ fn group(record: &Record, day: Day) -> Group {
 }
 
 /// What a collective on several hosts does in `phase`, or did when it failed.
-fn phase_text(phase: Phase, other_hosts: Option<&str>) -> String {
+fn phase_text(entry: &Entry, phase: Phase, group: &Record) -> String {
+    let late = group.late_hosts.as_ref().filter(|(sequence, _)| *sequence == entry.sequence).map(|(_, hosts)| hosts);
+    let waiting = late.or(group.other_hosts.as_ref()).map_or("other hosts", String::as_str);
     match phase {
         Phase::Inside => "inside the host".into(),
-        Phase::Rail(rail) => format!("rail {rail}, waiting for {}", other_hosts.unwrap_or("other hosts")),
+        Phase::Rail(rail) => format!("rail {rail}, waiting for {waiting}"),
+        Phase::Enqueued(None) => "enqueued".into(),
+        Phase::Enqueued(Some(rail)) => format!("enqueued on rail {rail}"),
+        Phase::Running(None) => "begun on the GPU".into(),
+        Phase::Running(Some(rail)) => format!("begun on the GPU, inside the host or on rail {rail} with {waiting}"),
     }
 }
 
-fn call(entry: &Entry, other_hosts: Option<&str>, day: Day) -> Call {
+fn call(entry: &Entry, group: &Record, day: Day) -> Call {
     let bytes = entry.bytes_in.max(entry.bytes_out);
     let with = |tag: i32| format!("({} × {}, {bytes} bytes, tag {tag})", entry.elements(), entry.dtype.name());
     let (op, text, reduce_op, root, peer, tag, even) = match entry.what {
@@ -173,6 +180,7 @@ fn call(entry: &Entry, other_hosts: Option<&str>, day: Day) -> Call {
         root,
         peer: peer.map(|peer| peer.0),
         far: entry.far,
+        inside: entry.inside,
         tag,
         even,
         bytes_in: entry.bytes_in,
@@ -187,7 +195,7 @@ fn call(entry: &Entry, other_hosts: Option<&str>, day: Day) -> Call {
         ended_ns: day.of(entry.ended),
         state,
         outcome,
-        phase: phase.map(|(phase, _)| phase_text(phase, other_hosts)),
+        phase: phase.map(|(phase, _)| phase_text(entry, phase, group)),
         phase_ns: phase.and_then(|(_, at)| day.of(at)),
         algorithm: Some(entry.algorithm).filter(|name| !name.is_empty()),
         waited_ns: entry.waited.map(|(time, _)| time),
@@ -213,10 +221,7 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
         calls_made: journal.ring.made(),
         calls_kept: KEPT,
         groups: records.iter().map(|record| group(record, day)).collect(),
-        calls: entries
-            .iter()
-            .filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record.other_hosts.as_deref(), day)))
-            .collect(),
+        calls: entries.iter().filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record, day))).collect(),
     };
     serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }

@@ -51,6 +51,10 @@ pub enum Phase {
     Inside,
     /// It waits for what the other hosts send on the rail of this number.
     Rail(u16),
+    /// It is enqueued on a GPU, behind others, and will use the rail of this number, if any.
+    Enqueued(Option<u16>),
+    /// The GPU has begun it: which step it has come to nobody tells the host.
+    Running(Option<u16>),
 }
 
 /// State that a call has come to.
@@ -82,6 +86,8 @@ pub(super) struct Entry {
     pub(super) asynchronous: bool,
     /// The peer is on another host: its number is that in the default group.
     pub(super) far: bool,
+    /// The call serves one of the group on several hosts whose part on this host has made it; it is counted among those of the part.
+    pub(super) inside: bool,
     pub(super) timeout_ms: u64,
     /// Readings of `clock::now`; 0: not yet.
     pub(super) created: u64,
@@ -109,6 +115,7 @@ impl Entry {
         place: Target::Host,
         asynchronous: false,
         far: false,
+        inside: false,
         timeout_ms: 0,
         created: 0,
         started: 0,

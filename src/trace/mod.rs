@@ -108,14 +108,16 @@ impl Recorder {
         Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
     }
 
-    /// Notes `calls`, which begin later: the number of the first entry, which the others follow.
-    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Target) -> u64 {
-        if place != Target::Host && !self.cuda.swap(true, Ordering::Relaxed) {
+    /// Notes `calls`, which begin later: the number of the first entry, which the others follow. `inside`: they serve a group on several
+    /// hosts, of which this one is a part.
+    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
+        // Calls of a group on several hosts are not in the launch log of the part that it has here.
+        if place != Target::Host && inside == self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
             self.journal.groups().note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
-            self.journal.ring.put(Entry { number, asynchronous, place, ..self.entry(call, timeout) });
+            self.journal.ring.put(Entry { number, asynchronous, place, inside, ..self.entry(call, timeout) });
         }
         first
     }
@@ -157,10 +159,10 @@ impl Recorder {
         self.journal.ring.change(number, |entry| entry.algorithm = algorithm);
     }
 
-    /// Notes a call on the host that begins at once, as collective `sequence`; returns its number.
-    pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64) -> u64 {
+    /// Notes a call on the host that begins at once, as collective `sequence`; returns its number. `inside`: as in `schedule`.
+    pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64, inside: bool) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
-        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, ..entry });
+        self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, inside, ..entry });
         self.tell_start(sequence, entry.created);
         number
     }
@@ -169,6 +171,11 @@ impl Recorder {
     pub fn note_hosts(&self, others: String) {
         self.twofold.store(true, Ordering::Relaxed);
         self.journal.groups().note_hosts(self.group, others);
+    }
+
+    /// Notes which `hosts`, as messages name them, have not come to collective `sequence`, in which this rank waits for other hosts.
+    pub fn note_late(&self, sequence: u64, hosts: String) {
+        self.journal.groups().note_late(self.group, sequence, hosts);
     }
 
     /// Notes that `phase` of the entry `number` begins.

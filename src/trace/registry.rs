@@ -56,6 +56,8 @@ pub(super) struct Record {
     pub(super) members: Vec<Member>,
     /// Hosts beside this one, as messages name them.
     pub(super) other_hosts: Option<String>,
+    /// A collective in which this rank waits or has waited, and the hosts that have not come to it.
+    pub(super) late_hosts: Option<(u64, String)>,
     pub(super) timeout_ms: u64,
     pub(super) joined: u64,
     pub(super) left: u64,
@@ -116,6 +118,7 @@ impl Registry {
             rank: control.rank(),
             members: control.ranks().map(|rank| place(control, rank)).collect(),
             other_hosts: None,
+            late_hosts: None,
             timeout_ms: super::milliseconds(timeout),
             joined: clock::now(),
             left: 0,
@@ -135,6 +138,13 @@ impl Registry {
     pub(super) fn note_hosts(&mut self, id: u64, others: String) {
         if let Some(record) = self.find(id) {
             record.other_hosts = Some(others);
+        }
+    }
+
+    /// Collective `sequence` waits for `hosts` among the others.
+    pub(super) fn note_late(&mut self, id: u64, sequence: u64, hosts: String) {
+        if let Some(record) = self.find(id) {
+            record.late_hosts = Some((sequence, hosts));
         }
     }
 

@@ -36,17 +36,17 @@ const LIMIT: Duration = Duration::from_secs(30);
 fn a_dump_tells_each_calls_story() {
     let (journal, control) = (journal(), control("a \"group\""));
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
-    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1);
+    let done = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, 1, false);
     recorder.end(done, &Ok(()), true, "inline");
-    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2);
+    let failed = recorder.begin(&call(Op::Broadcast, 8), LIMIT, 2, false);
     recorder.end(failed, &Err(Error::mismatch("no")), true, "");
-    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3);
+    let refused = recorder.begin(&call(Op::Barrier, 0), LIMIT, 3, false);
     recorder.end(refused, &Err(Error::peer("no")), false, "");
-    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host);
+    let queued = recorder.schedule(&[call(Op::AllGather, 4), call(Op::AllToAll, 4)], LIMIT, true, Target::Host, false);
     recorder.start(queued, 3);
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
     let place = Target::Cuda { device: 1, stream: 77, background: true };
-    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place);
+    let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place, false);
     recorder.start(launched, 1);
     recorder.served(launched, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
@@ -85,7 +85,7 @@ fn who_was_waited_for_is_noted_where_a_profiler_watches() {
     let (journal, control) = (journal(), control("watched"));
     let recorder = Recorder::in_journal(journal, &control, LIMIT);
     let run = |sequence: u64, peers: [u64; 2]| {
-        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence);
+        let number = recorder.begin(&call(Op::AllReduce, 4), LIMIT, sequence, false);
         let own = control.start(Rank(1), sequence).load(Ordering::Relaxed);
         for (rank, late) in [Rank(0), Rank(2)].into_iter().zip(peers) {
             control.start(rank, sequence).store(own + late, Ordering::Relaxed);
@@ -137,11 +137,11 @@ fn groups_that_were_left_are_forgotten_in_their_order() {
     let kept = Recorder::in_journal(journal, &control("open"), LIMIT);
     for number in 0..100 {
         let recorder = Recorder::in_journal(journal, &control(&number.to_string()), LIMIT);
-        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1);
+        recorder.begin(&call(Op::Barrier, 0), LIMIT, 1, false);
         recorder.leave();
         recorder.leave();
     }
-    kept.begin(&call(Op::Barrier, 0), LIMIT, 1);
+    kept.begin(&call(Op::Barrier, 0), LIMIT, 1, false);
     let dump = rendered(journal);
     let names: Vec<&str> = dump["groups"].as_array().expect("a list").iter().filter_map(|group| group["name"].as_str()).collect();
     assert_eq!((names.len(), names[0], names[1], names[64]), (65, "open", "36", "99"));
@@ -158,7 +158,7 @@ fn what_an_entry_costs() {
         .map(|_| {
             let start = Instant::now();
             for sequence in 1..=10_000 {
-                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence);
+                let number = recorder.begin(std::hint::black_box(&call), LIMIT, sequence, false);
                 recorder.end(number, &Ok(()), true, "inline");
             }
             start.elapsed().as_nanos() as f64 / 1e4

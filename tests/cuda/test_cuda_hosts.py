@@ -52,19 +52,22 @@ def run_hosts(
     timeout: float = 60,
     choice: str = "auto",
     debug: str = "",
+    partials: str = "tensor",
     **options: Any,
 ) -> list[Any]:
     """``Pool.run`` on hosts; ``timeout``: of the default group, in seconds."""
-    return pool.run(_on_host, world, fn, choice, timeout, debug, backend=None, timeout=120, **options)
+    return pool.run(_on_host, world, fn, choice, timeout, debug, partials, backend=None, timeout=120, **options)
 
 
-def _on_host(rank: int, world: int, fn: Callable[..., Any], choice: str, timeout: float, debug: str) -> Any:
+def _on_host(
+    rank: int, world: int, fn: Callable[..., Any], choice: str, timeout: float, debug: str, partials: str
+) -> Any:
     os.environ["SYMM_DEBUG"] = debug
     os.environ["SYMM_TEST_HOST"] = "ab"[rank % 2]
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_HOSTID"] = f"symm-test-{rank}"
     os.environ["NCCL_IB_DISABLE"] = "1"
-    options = torch_symm.Options(timeout=timeout, between_hosts=choice)
+    options = torch_symm.Options(timeout=timeout, between_hosts=choice, partials=partials)
     init(rank, world, timeout=timeout, options=options)
     return fn(rank, world)
 
@@ -116,6 +119,73 @@ def reductions(rank: int, world: int) -> int:
         wanted = two_level(op, [lists[other][rank] for other in range(world)])
         expected.assert_same(got.cpu(), wanted, ("reduce_scatter", *about))
     return len(cases)
+
+
+def rounded_once(rank: int, world: int) -> int:
+    """Sums of narrow floats, which travel as float32, have the bits of CPU tensors; others go as ever."""
+    narrow = sorted(expected.NARROW, key=str)
+    cases = [(op, dtype, 37) for dtype in narrow for op in ("SUM", "AVG", "PREMUL_SUM", "MAX")]
+    cases += [("SUM", torch.bfloat16, count) for count in COUNTS] + [("AVG", torch.float16, 300_001)]
+    cases += [("SUM", torch.float32, 4099), ("SUM", torch.int32, 4099)]
+    for op, dtype, count in cases:
+        if not expected.served(op, dtype):
+            continue
+        reduce_op = expected.op_of(op, rank + 0.5)
+        for begin in (0, 1):
+            about = (op, dtype, count, begin, rank)
+            on_host = expected.seeded(dtype, (count + begin,), rank)[begin:].clone()
+            got = expected.seeded(dtype, (count + begin,), rank).to(device())[begin:]
+            dist.all_reduce(on_host, reduce_op)
+            dist.all_reduce(got, reduce_op)
+            expected.assert_same_bits(got.cpu(), on_host, ("all_reduce", *about))
+            given = expected.seeded(dtype, (world * count,), 50 + rank)
+            half, whole = torch.empty(count, dtype=dtype), given.to(device())
+            mine = torch.empty(count, dtype=dtype, device=device())
+            dist.reduce_scatter_tensor(half, given, reduce_op)
+            dist.reduce_scatter_tensor(mine, whole, reduce_op)
+            expected.assert_same_bits(mine.cpu(), half, ("reduce_scatter", *about))
+            expected.assert_same_bits(whole.cpu(), given, ("inputs stay", *about))
+            there, here = (expected.seeded(dtype, (count,), rank).to(where) for where in (device(), "cpu"))
+            dist.reduce(there, 0, reduce_op)
+            dist.reduce(here, 0, reduce_op)
+            expected.assert_same_bits(there.cpu(), here, ("reduce", *about))
+    graph, tensor = torch.cuda.CUDAGraph(), torch.ones(5000, dtype=torch.bfloat16, device=device())
+    with torch.cuda.graph(graph):
+        dist.all_reduce(tensor)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((tensor == world).all())
+    return len(cases)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(hosts: Pool, world: int) -> None:
+    assert min(run_hosts(hosts, rounded_once, world, partials="fp32")) > 20
+
+
+def phases(rank: int, world: int) -> None:
+    """The flight recorder tells of calls on GPUs what is known of them without asking the GPU."""
+    tensor = torch.ones(1000, device=device())
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    (before,) = (call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce" and not call["inside"])
+    assert (before["state"], before["phase"], before["sequence"]) == ("completed", None, 1), before
+    meet("done", rank, world)
+    if rank % 2:
+        time.sleep(1.0)
+    dist.all_reduce(tensor)
+    if not rank % 2:
+        time.sleep(0.3)
+        last = [call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce" and not call["inside"]][-1]
+        assert (last["state"], last["sequence"]) == ("started", 2), last
+        assert last["phase"].startswith('begun on the GPU, inside the host or on rail 0 with host "b"'), last
+    torch.cuda.synchronize()
+    assert bool((tensor == world * world).all())
+
+
+def test_the_flight_recorder_tells_how_far_a_call_on_gpus_is(hosts: Pool) -> None:
+    run_hosts(hosts, phases, 2)
 
 
 def movements(rank: int, world: int) -> None:

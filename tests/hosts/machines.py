@@ -18,16 +18,31 @@ def hosts_of(layout: Sequence[int]) -> list[int]:
 
 
 def run_hosts(
-    fn: Callable[..., Any], layout: Sequence[int], *args: Any, timeout: float = 60, choice: str = "gloo", **kwargs: Any
+    fn: Callable[..., Any],
+    layout: Sequence[int],
+    *args: Any,
+    timeout: float = 60,
+    choice: str = "gloo",
+    settings: Sequence[dict[str, str]] = (),
+    **kwargs: Any,
 ) -> ranks.Results:
-    """``ranks.run_ranks`` on hosts; ``timeout``: of the default group, in seconds."""
+    """``ranks.run_ranks`` on hosts; ``timeout``: of the default group, in seconds; ``settings``: of each rank."""
     kwargs.setdefault("backend", None)
-    return ranks.run_ranks(_on_host, sum(layout), fn, tuple(layout), choice, timeout, args, timeout=120, **kwargs)
+    world, each = sum(layout), tuple(settings) or ({},) * sum(layout)
+    return ranks.run_ranks(_on_host, world, fn, tuple(layout), choice, timeout, each, args, timeout=120, **kwargs)
 
 
 def _on_host(
-    rank: int, world_size: int, fn: Callable[..., Any], layout: Sequence[int], choice: str, timeout: float, args: Any
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    layout: Sequence[int],
+    choice: str,
+    timeout: float,
+    settings: Sequence[dict[str, str]],
+    args: Any,
 ) -> Any:
+    os.environ.update(settings[rank])
     os.environ["SYMM_HOSTS"] = choice
     os.environ["SYMM_TEST_HOST"] = NAMES[hosts_of(layout)[rank]]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

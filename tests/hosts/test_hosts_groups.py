@@ -207,6 +207,31 @@ def test_addresses_of_rails_are_taken_back_from_the_store() -> None:
     run_hosts(left_in_the_store, (2, 2))
 
 
+def messages_leave_nothing(rank: int, world_size: int) -> None:
+    store = ranks.file_store("default", world_size)
+    group = dist.new_group([0, 1, 2, 3])
+    peer = (rank + 2) % 4
+    for count in (3, 100_000):
+        work = dist.isend(torch.ones(count), peer, group=group)
+        dist.recv(torch.empty(count), peer, group=group)
+        assert work is not None
+        work.wait()
+    # Nobody answers this one.
+    dist.send(torch.ones(3), 3, group=group) if rank == 0 else dist.recv(
+        torch.empty(3), 0, group=group
+    ) if rank == 3 else None
+    dist.destroy_process_group(group)
+    ranks.meet("left", rank, world_size)
+    until = time.monotonic() + 10
+    while (keys := [key for key in store.list_keys() if "symm-" in key]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not keys, keys
+
+
+def test_groups_that_have_sent_messages_leave_no_keys() -> None:
+    run_hosts(messages_leave_nothing, (2, 2))
+
+
 def test_gloo_that_connects_later_finds_its_addresses() -> None:
     def late(rank: int, world_size: int) -> None:
         group = dist.new_group([0, 1, 2, 3])

@@ -94,6 +94,22 @@ def all_refuse(rank: int, world_size: int) -> None:
     assert tensor.tolist() == [world_size] * 4
 
 
+def all_refuse_and_one_is_late(rank: int, world_size: int) -> None:
+    for late in (0, world_size - 1):
+        dist.barrier()
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.all_reduce(overlapping())
+        time.sleep(0.5 if rank == late else 0.0)
+        tensor = torch.ones(4)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [world_size] * 4
+
+
+@pytest.mark.parametrize("layout", [(2,), (1, 1), (2, 2)], ids=str)
+def test_a_rank_that_is_late_after_all_have_refused_fails_nobody(layout: tuple[int, ...]) -> None:
+    run_hosts(all_refuse_and_one_is_late, layout)
+
+
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2)], ids=str)
 def test_a_call_that_all_refuse_leaves_the_group_alone(layout: tuple[int, ...]) -> None:
     run_hosts(all_refuse, layout)
@@ -129,6 +145,31 @@ def test_a_refused_message_is_told_to_the_peer_that_waits_for_it(layout: tuple[i
     assert "rank 0 (host" in text and f"refused a call and made no other; rank {sum(layout) - 1}" in text, text
     assert f"waits for it in {waits}(4194304 bytes, float32, tag 4)" in text, text
     assert took < 0.8, took
+
+
+def refuses_any(rank: int, world_size: int, met: bool) -> tuple[str, float] | None:
+    if met:
+        for peer in range(1, world_size):
+            if rank in (0, peer):
+                dist.send(torch.ones(1), peer) if rank == 0 else dist.recv(torch.ones(1), 0)
+    dist.barrier()
+    answer = None
+    if rank == 0:
+        time.sleep(0.2)
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.recv(overlapping(), tag=4)
+    else:
+        answer = told(lambda: dist.send(torch.ones(1 << 20), 0, tag=4))
+    ranks.meet("over", rank, world_size)
+    return answer
+
+
+@pytest.mark.parametrize("met", (True, False), ids=("connected", "not connected"))
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (1, 1, 1)], ids=str)
+def test_a_refused_receive_from_any_rank_is_told_to_all_that_send(layout: tuple[int, ...], met: bool) -> None:
+    for text, took in run_hosts(refuses_any, layout, met)[1:]:
+        assert "rank 0 (host" in text and "refused a call and made no other; rank" in text, text
+        assert took < 0.8, took
 
 
 def corrects_message(rank: int, world_size: int) -> None:

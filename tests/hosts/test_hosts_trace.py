@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,11 +73,72 @@ def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.Captur
     assert f": {waiting}, for " in report, report
 
 
+def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[str, str]]] | None:
+    """The error of a call to which one rank does not come, and its phase before that."""
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("begun", rank, world_size)
+    if rank == late:
+        ranks.meet("over", rank, world_size)
+        return None
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    time.sleep(1)
+    seen = phases("started")
+    assert work is not None
+    with pytest.raises(torch_symm.SymmTimeout) as caught:
+        work.wait()
+    ranks.meet("over", rank, world_size)
+    return str(caught.value), seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "late", "host"),
+    [((1, 1, 1), 2, 'host "c" (rank 2)'), ((1, 1, 1), 0, 'host "a" (rank 0)'), ((2, 1, 1), 2, 'host "b" (rank 2)')],
+    ids=str,
+)
+def test_of_several_hosts_the_late_one_is_named(layout: tuple[int, ...], late: int, host: str) -> None:
+    results = run_hosts(come_late, layout, late, timeout=2)
+    for rank, (text, seen) in ((rank, result) for rank, result in enumerate(results) if rank != late):
+        # A failure may come from any of them first.
+        assert f"on rail 0 for {host}" in text, text
+        waiting = "inside the host" if (layout, rank) == ((2, 1, 1), 1) else f"rail 0, waiting for {host}"
+        assert seen == [("all_reduce", waiting)], (rank, seen)
+
+
+def numbers(rank: int, world_size: int) -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(50_000))
+    calls = [call for call in torch_symm.trace()["calls"] if call["op"] != "barrier"]
+    whole = [(call["op"], call["sequence"]) for call in calls if not call["inside"]]
+    assert whole[-3:] == [("all_reduce", whole[-1][1] - 2 + place) for place in range(3)], whole
+    inside = [call for call in calls if call["inside"]]
+    assert {call["op"] for call in inside} >= {"reduce_scatter", "all_gather"}
+    assert all(call["phase"] is None for call in inside)
+
+
+def test_calls_of_the_group_and_those_inside_the_host_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def written(rank: int, world_size: int) -> str:
+        numbers(rank, world_size)
+        return json.dumps(torch_symm.trace())
+
+    path = tmp_path / "trace.json"
+    path.write_text(run_hosts(written, (2, 2))[0])
+    assert main(["trace", str(path)]) == 0
+    report = capsys.readouterr().out
+    (line,) = (line for line in report.splitlines() if "rank 0 (pid" in line)
+    assert re.search(r": collective #\d+ begun, collective inside the host #\d+ begun; last all_reduce\(", line), report
+
+
 def one_host(rank: int, world_size: int) -> None:
     group = torch_symm.host_group()
     dist.all_reduce(torch.ones(4), group=group)
     calls = torch_symm.trace()["calls"]
-    assert calls[-1]["phase"] is None and torch_symm.trace()["groups"][-1]["other_hosts"] is None
+    assert (
+        calls[-1]["phase"] is None
+        and not calls[-1]["inside"]
+        and torch_symm.trace()["groups"][-1]["other_hosts"] is None
+    )
 
 
 def test_calls_on_one_host_have_no_phases() -> None:

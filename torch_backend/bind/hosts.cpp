@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bind/bind.hpp"
+#include "errors.hpp"
 #include "hosts/backend_rail.hpp"
 #include "symm/src/bridge.rs.h"
 
@@ -25,6 +26,12 @@ void bind_hosts(py::module_& module) {
       },
       py::arg("function"));
   module.def("_host", [] { return std::string(host_identity()); });
+  module.def(
+      "_try_thresholds",
+      [](size_t one_rail, size_t piece, size_t gathered) { check(try_thresholds(one_rail, piece, gathered)); },
+      py::arg("one_rail"),
+      py::arg("piece"),
+      py::arg("gathered"));
 }
 
 } // namespace symm

@@ -2,8 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
-#include <cstring>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -21,9 +21,12 @@ namespace {
 // Gloo's waits break the connection when their time passes: this one does not. Ten years.
 constexpr std::chrono::milliseconds kEver(10L * 365 * 24 * 3600 * 1000);
 
-at::Tensor staged(size_t bytes) {
-  return at::empty({static_cast<int64_t>(bytes)}, at::kByte);
-}
+// `Traffic::Frame` of src/hosts/messages/links.rs.
+constexpr int32_t kFrame = 0;
+// Staging that is kept for later transfers: fresh memory has to be given, page by page, by the system.
+constexpr size_t kSpare = 16;
+// Shorter staging costs nothing to make.
+constexpr size_t kWorthKeeping = 16 << 10;
 
 } // namespace
 
@@ -37,12 +40,40 @@ struct Link {
   std::deque<std::vector<Staged>> sends;
   uint64_t confirmed = 0;
   // What is listened for, by class of traffic, the oldest first.
-  std::array<std::deque<Staged>, 3> listening;
+  std::array<std::deque<Staged>, 2> listening;
+  // What has been waited for last, until it is released.
+  std::array<at::Tensor, 2> arrived;
+  std::vector<at::Tensor> spare;
 
-  // Hands over a copy of `bytes`. mutex must be held.
-  Staged send(rust::Slice<const uint8_t> bytes, int32_t traffic) {
-    Staged part{staged(bytes.size()), nullptr};
-    std::memcpy(part.staging.data_ptr(), bytes.data(), bytes.size());
+  // Staging of `bytes` bytes. mutex must be held.
+  at::Tensor staged(size_t bytes) {
+    const auto fits = [&](const at::Tensor& kept) {
+      const auto size = static_cast<size_t>(kept.numel());
+      return bytes > kWorthKeeping && size >= bytes && size <= 4 * bytes;
+    };
+    const auto length = static_cast<int64_t>(bytes);
+    const auto found = std::find_if(spare.begin(), spare.end(), fits);
+    if (found == spare.end()) {
+      return at::empty({length}, at::kByte);
+    }
+    const auto kept = std::move(*found);
+    spare.erase(found);
+    return kept.narrow(0, 0, length);
+  }
+
+  // Keeps the memory of `staging`, which nothing uses any more. mutex must be held.
+  void keep(const at::Tensor& staging) {
+    if (staging.defined() && staging.storage().nbytes() > kWorthKeeping && spare.size() < kSpare) {
+      spare.push_back(staging.as_strided({static_cast<int64_t>(staging.storage().nbytes())}, {1}, 0));
+    }
+  }
+
+  // Hands over copies of `head` and `tail`, one behind the other. mutex must be held.
+  Staged send(rust::Slice<const uint8_t> head, rust::Slice<const uint8_t> tail, int32_t traffic) {
+    Staged part{staged(head.size() + tail.size()), nullptr};
+    auto* const to = part.staging.mutable_data_ptr<uint8_t>();
+    std::copy(head.begin(), head.end(), to);
+    std::copy(tail.begin(), tail.end(), to + head.size());
     std::vector<at::Tensor> tensors{part.staging};
     part.work = backend->send(tensors, other, traffic);
     return part;
@@ -82,9 +113,12 @@ Status BackendLinks::send(
     const std::lock_guard<std::mutex> lock(link->mutex);
     link->check_open();
     std::vector<Staged> parts;
-    parts.push_back(link->send(frame, 0));
-    if (!payload.empty()) {
-      parts.push_back(link->send(payload, traffic));
+    const rust::Slice<const uint8_t> nothing;
+    if (traffic == kFrame) {
+      parts.push_back(link->send(frame, payload, kFrame));
+    } else {
+      parts.push_back(link->send(frame, nothing, kFrame));
+      parts.push_back(link->send(payload, nothing, traffic));
     }
     link->sends.push_back(std::move(parts));
   });
@@ -95,6 +129,9 @@ void BackendLinks::confirm(uint32_t peer, uint64_t sends) const noexcept {
     const auto link = this->link(peer);
     const std::lock_guard<std::mutex> lock(link->mutex);
     while (link->confirmed < sends && !link->sends.empty()) {
+      for (const auto& part : link->sends.front()) {
+        link->keep(part.staging);
+      }
       link->sends.pop_front();
       ++link->confirmed;
     }
@@ -106,14 +143,14 @@ Status BackendLinks::listen(uint32_t peer, int32_t traffic, size_t bytes) const 
     const auto link = this->link(peer);
     const std::lock_guard<std::mutex> lock(link->mutex);
     link->check_open();
-    Staged part{staged(bytes), nullptr};
+    Staged part{link->staged(bytes), nullptr};
     std::vector<at::Tensor> tensors{part.staging};
     part.work = link->backend->recv(tensors, link->other, traffic);
     link->listening.at(static_cast<size_t>(traffic)).push_back(std::move(part));
   });
 }
 
-Status BackendLinks::wait(uint32_t peer, int32_t traffic) const noexcept {
+Status BackendLinks::wait(uint32_t peer, int32_t traffic, size_t& address) const noexcept {
   bool closed = false;
   const auto status = attempted([&] {
     const auto link = this->link(peer);
@@ -138,20 +175,28 @@ Status BackendLinks::wait(uint32_t peer, int32_t traffic) const noexcept {
         throw;
       }
     }
+    const std::lock_guard<std::mutex> lock(link->mutex);
+    closed = closed || link->closed;
+    if (closed) {
+      return;
+    }
+    auto& listening = link->listening.at(static_cast<size_t>(traffic));
+    auto& arrived = link->arrived.at(static_cast<size_t>(traffic));
+    // Closing the link leaves it alone.
+    arrived = std::move(listening.front().staging);
+    listening.pop_front();
+    address = reinterpret_cast<size_t>(arrived.data_ptr());
   });
   return closed ? Status{Kind::Aborted, "the connection has been closed"} : status;
 }
 
-Status BackendLinks::take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept {
-  return attempted([&] {
+void BackendLinks::release(uint32_t peer, int32_t traffic) const noexcept {
+  attempted([&] {
     const auto link = this->link(peer);
     const std::lock_guard<std::mutex> lock(link->mutex);
-    auto& listening = link->listening.at(static_cast<size_t>(traffic));
-    TORCH_CHECK(!listening.empty(), "nothing has come of class ", traffic);
-    const auto& staging = listening.front().staging;
-    TORCH_CHECK(static_cast<size_t>(staging.numel()) == into.size(), staging.numel(), " bytes have come, not ", into.size());
-    std::memcpy(into.data(), staging.data_ptr(), into.size());
-    listening.pop_front();
+    auto& arrived = link->arrived.at(static_cast<size_t>(traffic));
+    link->keep(arrived);
+    arrived = at::Tensor();
   });
 }
 
@@ -167,7 +212,7 @@ void BackendLinks::close(uint32_t peer) const noexcept {
       link = found->second;
     }
     std::deque<std::vector<Staged>> sends;
-    std::array<std::deque<Staged>, 3> listening;
+    std::array<std::deque<Staged>, 2> listening;
     c10::intrusive_ptr<::c10d::Backend> backend;
     {
       const std::lock_guard<std::mutex> lock(link->mutex);

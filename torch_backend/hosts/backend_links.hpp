@@ -26,8 +26,8 @@ class BackendLinks final : public LinksHandle {
       const noexcept override;
   void confirm(uint32_t peer, uint64_t sends) const noexcept override;
   Status listen(uint32_t peer, int32_t traffic, size_t bytes) const noexcept override;
-  Status wait(uint32_t peer, int32_t traffic) const noexcept override;
-  Status take(uint32_t peer, int32_t traffic, rust::Slice<uint8_t> into) const noexcept override;
+  Status wait(uint32_t peer, int32_t traffic, size_t& address) const noexcept override;
+  void release(uint32_t peer, int32_t traffic) const noexcept override;
   void close(uint32_t peer) const noexcept override;
 
  private:

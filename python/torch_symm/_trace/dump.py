@@ -17,6 +17,17 @@ class NotADump(Exception):
     """Says in a sentence why a file cannot be used."""
 
 
+@dataclass(frozen=True, order=True)
+class Series:
+    """Collectives that are numbered together. ``inside``: those that serve calls of a group on several hosts."""
+
+    cuda: bool
+    inside: bool = False
+
+    def __str__(self) -> str:
+        return f"{'CUDA ' if self.cuda else ''}collective{' inside the host' if self.inside else ''}"
+
+
 @dataclass(frozen=True)
 class Call:
     """An entry of the ring; see ``docs/guide/trace.md``. ``sequence`` is ``None`` if it did not begin."""
@@ -31,6 +42,8 @@ class Call:
     peer: int | None
     #: The peer is on another host; its number is that in the default group.
     far: bool
+    #: It serves a call of the group on several hosts, and is counted among those of its ranks on this host.
+    inside: bool
     even: bool
     bytes_in: int
     bytes_out: int
@@ -48,6 +61,10 @@ class Call:
     algorithm: str | None
     waited_ns: int | None
     waited_for: int | None
+
+    @property
+    def series(self) -> Series:
+        return Series(self.cuda, self.inside)
 
     @property
     def message(self) -> bool:
@@ -87,6 +104,8 @@ class View:
     name: str
     rank: int
     members: list[Member]
+    #: The other hosts that it is on, as messages name them.
+    other_hosts: str | None
     joined_ns: int
     left_ns: int | None
     begun: int
@@ -163,6 +182,7 @@ def _dump(data: dict[str, Any]) -> Dump:
             name=_plain(group["name"]),
             rank=int(group["rank"]),
             members=members,
+            other_hosts=_plain(others) if (others := group.get("other_hosts")) else None,
             joined_ns=int(group["joined_ns"]),
             left_ns=_number(group["left_ns"]),
             begun=int(group["begun"]),
@@ -203,6 +223,7 @@ def _call(data: dict[str, Any]) -> Call:
         itemsize=max(1, int(data["itemsize"])),
         peer=_number(data["peer"]),
         far=bool(data.get("far")),
+        inside=bool(data.get("inside")),
         even=bool(data["even"]),
         bytes_in=bytes_in,
         bytes_out=bytes_out,

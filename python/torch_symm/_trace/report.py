@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from .dump import Call, Dump, Member, Peer, View
+from .dump import Call, Dump, Member, Peer, Series, View
 
 
 @dataclass
@@ -17,13 +17,21 @@ class Group:
     members: list[Member]
     views: dict[int, View]
 
-    def reached(self, rank: int, cuda: bool) -> int:
+    @property
+    def several(self) -> bool:
+        """Whether the group is on other hosts, too: the members here are its part on one."""
+        return any(view.other_hosts for view in self.views.values())
+
+    def reached(self, rank: int, series: Series) -> int:
         """The number of the last collective that ``rank`` began, as far as any dump tells."""
         view = self.views.get(rank)
-        known = [self._of(peer, cuda) for peer in self.known(rank)]
+        # What the ranks of a host tell each other is of their part of the group.
+        told = series.inside == self.several
+        known = [self._of(peer, series.cuda) for peer in self.known(rank) if told]
         if view:
-            known.append((view.launched or 0) if cuda else view.begun)
-            known += [call.sequence or 0 for call in view.calls if call.cuda == cuda and not call.message]
+            if told:
+                known.append((view.launched or 0) if series.cuda else view.begun)
+            known += [call.sequence or 0 for call in view.calls if call.series == series and not call.message]
         return max(known, default=0)
 
     @staticmethod
@@ -35,13 +43,13 @@ class Group:
         views = sorted(self.views.values(), key=lambda view: view.written_ns)
         return [peer for view in views if view.rank != rank for peer in view.peers if peer.rank == rank]
 
-    def calls(self, number: int, cuda: bool) -> dict[int, Call]:
+    def calls(self, number: int, series: Series) -> dict[int, Call]:
         """Collective ``number`` of each rank whose dump has it."""
         return {
             rank: call
             for rank, view in sorted(self.views.items())
             for call in view.calls
-            if call.sequence == number and call.cuda == cuda and not call.message
+            if call.sequence == number and call.series == series and not call.message
         }
 
 
@@ -84,26 +92,27 @@ def _lines(group: Group) -> Iterator[str]:
         when, _, failure = min(failures, key=lambda seen: seen[:2])
         seen = _names(sorted(rank for _, rank, _ in failures))
         yield f"  failed, as {seen} saw from {_time(when)} on: {failure.kind}: {failure.message}"
-    cudas = [cuda for cuda in (False, True) if any(group.reached(member.rank, cuda) for member in group.members)]
+    every = [Series(cuda, inside) for inside in (False, True) for cuda in (False, True)]
+    some = [series for series in every if any(group.reached(member.rank, series) for member in group.members)]
     for member in group.members:
-        yield f"  {_standing(group, member, cudas or [False])}"
-    for cuda in cudas:
-        yield from (f"  {line}" for line in _missing(group, cuda, bool(failures)))
-        yield from (f"  {line}" for line in _mismatch(group, cuda))
+        yield f"  {_standing(group, member, some or every[:1])}"
+    for series in some:
+        yield from (f"  {line}" for line in _missing(group, series, bool(failures)))
+        yield from (f"  {line}" for line in _mismatch(group, series))
     yield from (f"  {line}" for line in _phases(group))
     yield from (f"  {line}" for line in _messages(group))
 
 
-def _standing(group: Group, member: Member, cudas: list[bool]) -> str:
-    kinds = {False: "collective", True: "CUDA collective"}
+def _standing(group: Group, member: Member, some: list[Series]) -> str:
     reached = ", ".join(
-        f"{kinds[cuda]} #{number} begun" if (number := group.reached(member.rank, cuda)) else f"no {kinds[cuda]} begun"
-        for cuda in cudas
+        f"{series} #{number} begun" if (number := group.reached(member.rank, series)) else f"no {series} begun"
+        for series in some
     )
     text = f"rank {member.rank} (pid {member.pid}): {reached}"
     view = group.views.get(member.rank)
     if view:
-        last = next((call for call in reversed(view.calls) if call.sequence and not call.message), None)
+        calls = (call for call in reversed(view.calls) if call.sequence and not call.message and not call.inside)
+        last = next(calls, None)
         return text + (f"; last {_state(last, view)}" if last else "")
     known = group.known(member.rank)
     if not known:
@@ -128,39 +137,40 @@ def _seconds(call: Call, view: View) -> float:
     return max(0, (call.ended_ns or view.written_ns) - (call.started_ns or call.created_ns)) / 1e9
 
 
-def _missing(group: Group, cuda: bool, failed: bool) -> Iterator[str]:
+def _missing(group: Group, series: Series, failed: bool) -> Iterator[str]:
     """Who has not begun what others wait in."""
-    reached = {member.rank: group.reached(member.rank, cuda) for member in group.members}
+    reached = {member.rank: group.reached(member.rank, series) for member in group.members}
     furthest = max(reached.values())
     behind: dict[int, list[int]] = {}
     for rank, number in reached.items():
         if number < furthest:
             behind.setdefault(number, []).append(rank)
     for number, ranks in sorted(behind.items()):
-        calls = group.calls(number + 1, cuda)
-        what = next((call.text for call in calls.values()), "CUDA collective" if cuda else "collective")
+        calls = group.calls(number + 1, series)
+        inside = " inside the host" if series.inside else ""
+        what = next((call.text + inside for call in calls.values()), str(series))
         verb = "never began" if failed else ("has not begun" if len(ranks) == 1 else "have not begun")
         open_calls = {rank: call for rank, call in calls.items() if call.state in ("started", "failed")}
         if not open_calls:
             yield f"{_names(ranks)} {verb} {what} #{number + 1}"
             continue
         seconds = max(_seconds(call, group.views[rank]) for rank, call in open_calls.items())
-        did = "launched it" if cuda else f"waited {seconds:.1f} s in it"
+        did = "launched it" if series.cuda else f"waited {seconds:.1f} s in it"
         yield f"{_names(ranks)} {verb} {what} #{number + 1}; {_names(list(open_calls))} {did}"
 
 
-def _mismatch(group: Group, cuda: bool) -> Iterator[str]:
+def _mismatch(group: Group, series: Series) -> Iterator[str]:
     """The first collective that ranks called differently, side by side."""
     numbers = {
         call.sequence
         for view in group.views.values()
         for call in view.calls
-        if call.sequence and call.cuda == cuda and not call.message
+        if call.sequence and call.series == series and not call.message
     }
     for number in sorted(numbers):
-        calls = group.calls(number, cuda)
+        calls = group.calls(number, series)
         if len({call.text for call in calls.values()}) > 1:
-            yield f"ranks disagree on {'CUDA ' if cuda else ''}collective #{number}:"
+            yield f"ranks disagree on {series} #{number}:"
             yield from (f"  rank {rank}: {call.text}" for rank, call in calls.items())
             return
 

@@ -57,7 +57,9 @@ def _first_on_all(views: list[View]) -> dict[tuple[tuple[str, int], bool], int]:
     first: dict[tuple[tuple[str, int], bool], int] = {}
     for view in views:
         for cuda in (False, True):
-            kept = [call.sequence for call in view.calls if call.sequence and call.cuda == cuda and not call.message]
+            inside = view.other_hosts is not None
+            calls = (call for call in view.calls if call.cuda == cuda and call.inside == inside and not call.message)
+            kept = [call.sequence for call in calls if call.sequence]
             reached = (view.launched or 0) if cuda else view.begun
             own = 1 if view.complete else min(kept, default=reached + 1)
             first[view.key, cuda] = max(own, first.get((view.key, cuda), 1))
@@ -69,6 +71,9 @@ def _add(rank: dict[str, Any], view: View, name: str, first: dict[tuple[tuple[st
     last = {False: 0, True: 0}
     rank["pg_config"][name] = {"name": name, "desc": "undefined", "ranks": str(members)}
     for call in view.calls:
+        # The ranks on other hosts of a group are not among its members here: what serves its calls is.
+        if call.inside != (view.other_hosts is not None):
+            continue
         # Refused before it began: the others have never heard of it.
         if call.message or (call.sequence is None and call.state == "failed"):
             continue

@@ -52,6 +52,7 @@ def parser() -> Parser:
             ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
             ("--check --json out/check.json", "how exact the profile is"),
             ("--seconds 20 --json", "shorter, for programs: one JSON object"),
+            ("--hosts", "of all hosts' torchrun: the network between them"),
         ],
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
@@ -60,6 +61,7 @@ def parser() -> Parser:
     made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
     made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
     made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
+    made.add_argument("--hosts", action="store_true", help="measure what is between the hosts of a job of torchrun")
     made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
     made.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
     made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
@@ -79,6 +81,8 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         return _draw(parser, given)
     if given.plot:
         _need_matplotlib(parser)
+    if given.hosts:
+        return _hosts(parser, given)
     import torch
 
     ops = tuple(given.ops.split(","))
@@ -134,6 +138,16 @@ def _measured(
     return status, {"error": text}
 
 
+def _hosts(parser: Parser, given: argparse.Namespace) -> int:
+    if given.device == "cuda":
+        parser.error("--hosts: measures what CPU tensors use; there is no --device cuda of it")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("--hosts: start it on every host: torchrun --nnodes 2 ... -m torch_symm tune --hosts")
+    from .hosts import run as measured
+
+    return measured(given.seconds, given.output)
+
+
 def _need_matplotlib(parser: Parser) -> None:
     """Ends the command before anything is measured that could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -181,7 +195,7 @@ def _calibrate(
     command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
     measured = profile.measured(command, load, reference_us)
     made = profile.assemble(profile.bare(here, settings), found, measured, known)
-    profile.write(path, made)
+    profile.write(path, {**made, **profile.between_hosts(path)})
     for ranks, setting in settings.items():
         say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
     _say_state(reference_us, share)

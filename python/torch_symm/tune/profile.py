@@ -127,6 +127,15 @@ def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) ->
     ]
 
 
+def between_hosts(path: Path) -> dict[str, Any]:
+    """What the profile that is at ``path`` now says of the network between hosts, to be kept in the next one."""
+    try:
+        known = json.loads(path.read_text())
+        return {"between_hosts": known["between_hosts"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def own_path(here: Key) -> Path | None:
     """Where the user's profile of this hardware belongs; ``None`` without a cache."""
     folder = os.fsdecode(load()._own_profiles())
@@ -145,7 +154,8 @@ def write(path: Path, profile: Mapping[str, Any]) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(_text(profile))
         hardware = profile["hardware"]
-        prices(hardware["device"], profile["groups"][0]["ranks"], hardware["ranks"], "measured", Path(name))
+        ranks = profile["groups"][0]["ranks"] if profile["groups"] else 1
+        prices(hardware["device"], ranks, hardware["ranks"], "measured", Path(name))
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:

@@ -1,6 +1,7 @@
 //! Dimensions that span hosts: what lies between these, and what goes over it. Pure but for the look at this host's GPUs.
 
 use super::hardware::Device;
+use super::wire::Wire;
 use super::{Mesh, Span};
 use crate::coll::call::Op;
 use crate::config::Config;
@@ -51,6 +52,14 @@ pub(super) fn detected(mesh: &Mesh) -> Result<(Vec<Link>, String)> {
     let ways: Vec<Way> = spans(mesh)?.iter().map(|span| if span.is_some() { far } else { near }).collect();
     let names: Vec<String> = ways.iter().map(Way::to_string).collect();
     Ok((ways.into_iter().map(Way::link).collect(), format!("links as detected, nothing measured: {}", names.join(", "))))
+}
+
+/// The links of each dimension: those that are detected, but the network where `wire` was measured.
+pub(super) fn known(mesh: &Mesh, wire: Option<&Wire>) -> Result<Vec<Link>> {
+    let (links, _) = detected(mesh)?;
+    let measured = wire.map(|wire| Link { gb_per_s: wire.gb_per_s, us: wire.us });
+    let link = |(near, span): (Link, Option<Span>)| measured.filter(|_| span.is_some()).unwrap_or(near);
+    Ok(links.into_iter().zip(spans(mesh)?).map(link).collect())
 }
 
 impl Span {

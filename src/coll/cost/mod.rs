@@ -3,13 +3,14 @@
 //! One type, [`Model`], three bases: torch's constants and formula ([`crate::topo::cost`]); links as detected, with the bytes and trips
 //! of the algorithm that [`plan`](crate::coll::plan) chooses ([`algorithms`]); and times that were measured on this hardware, by
 //! algorithm ([`profile`], [`curve`]). It stands beside `plan`, not in `topo`, because a price depends on the algorithm that serves the
-//! size, and `topo` may not know of algorithms. `docs/design/cost-model.md`.
+//! size, and `topo` may not know of algorithms. [`wire`]: what was measured between hosts. `docs/design/cost-model.md`.
 
 mod algorithms;
 mod between;
 mod curve;
 pub mod hardware;
 pub mod profile;
+pub mod wire;
 
 use crate::coll::call::Op;
 use crate::coll::cuda::plan::Tuning;
@@ -113,7 +114,7 @@ impl Model {
 
     /// `found`, a profile and its file.
     pub fn of_profile(mesh: &Mesh, links: Option<Vec<Link>>, (profile, path): (Profile, PathBuf)) -> Result<Self> {
-        let links = links.map_or_else(|| between::detected(mesh).map(|(links, _)| links), Ok)?;
+        let links = links.map_or_else(|| between::known(mesh, profile.between_hosts.as_ref()), Ok)?;
         let origin = format!("measured {} on {} ({})", profile.measured.date, profile.hardware, path.display());
         Self::new(Basis::Measured, mesh, links, Some(&profile), origin)
     }

@@ -2,6 +2,7 @@
 
 use super::curve::Curve;
 use super::hardware::{Device, Hardware};
+use super::wire::Wire;
 use crate::coll::call::Op;
 use crate::coll::cuda::former_names;
 use crate::coll::cuda::plan::Tuning;
@@ -39,6 +40,9 @@ pub struct Profile {
     /// Times of a redistribution's steps, if they were measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub local: Option<Local>,
+    /// What was measured between hosts, if anything was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub between_hosts: Option<Wire>,
 }
 
 /// Origin of a profile: when and how it was made.
@@ -117,12 +121,15 @@ impl Profile {
     fn check(&self) -> Result<()> {
         let refused = |why: String| Err(Error::value(why));
         let ranks = self.hardware.ranks;
-        if !(2..=MAX_RANKS).contains(&ranks) {
+        // A rank that is alone on its host has no groups there.
+        let alone = ranks == 1 && self.between_hosts.is_some();
+        if !alone && !(2..=MAX_RANKS).contains(&ranks) {
             return refused(format!("a job of {ranks} ranks; from 2 to {MAX_RANKS} are possible"));
         }
-        if self.groups.is_empty() {
+        if self.groups.is_empty() && !alone {
             return refused("it has no groups".into());
         }
+        self.between_hosts.as_ref().map_or(Ok(()), Wire::check).or_else(|error| refused(format!("between_hosts: {}", error.message)))?;
         let figures = self
             .local
             .iter()
@@ -266,9 +273,19 @@ pub fn accept(profile: Profile, path: &Path, hardware: &Hardware) -> Result<(Pro
     Ok((profile, path.into()))
 }
 
-/// Profile's entry for groups of `ranks` ranks, for the choice of algorithms. An entry of a job with more ranks serves too if
-/// `SYMM_PROFILE` names it. A faulty file is a warning: thresholds are not worth a failed group.
+/// Profile's entry for groups of `ranks` ranks, for the choice of algorithms.
 pub fn settings(device: Device, ranks: usize) -> Option<Group> {
+    for_choices(device, ranks).and_then(|profile| profile.group(ranks).cloned())
+}
+
+/// What a profile for a job of `ranks` ranks on this host says of what is between hosts.
+pub fn between_hosts(device: Device, ranks: usize) -> Option<Wire> {
+    for_choices(device, ranks).and_then(|profile| profile.between_hosts)
+}
+
+/// The profile by which a group of `ranks` ranks chooses. That of a job with more ranks serves too if `SYMM_PROFILE` names it. A faulty
+/// file is a warning: thresholds are not worth a failed group.
+fn for_choices(device: Device, ranks: usize) -> Option<Profile> {
     let job = match &Config::get().profile {
         ProfileChoice::Off => return None,
         ProfileChoice::At(path) => Profile::load(path).ok().map(|profile| profile.hardware.ranks),
@@ -276,7 +293,7 @@ pub fn settings(device: Device, ranks: usize) -> Option<Group> {
     };
     let hardware = Hardware::here(device, job.filter(|&job| job >= ranks).unwrap_or(ranks))?;
     match find(&hardware) {
-        Ok(found) => found.and_then(|(profile, _)| profile.group(ranks).cloned()),
+        Ok(found) => found.map(|(profile, _)| profile),
         Err(error) => {
             log::warn!("{error}; its thresholds are ignored");
             None

@@ -17,7 +17,10 @@ fn profile() -> (Profile, PathBuf) {
     let groups = vec![Group { ranks: 4, cuda_tuning: String::new(), stream_bytes: None, curves }];
     let measured =
         Measured { date: "2026-11-21".into(), software: String::new(), command: String::new(), load: vec![], reference_us: 81.0 };
-    (Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups, local: None }, "here.json".into())
+    (
+        Profile { format: profile::FORMAT.into(), version: profile::VERSION, measured, hardware, groups, local: None, between_hosts: None },
+        "here.json".into(),
+    )
 }
 
 #[test]

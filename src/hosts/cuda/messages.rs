@@ -127,7 +127,7 @@ impl HostsGroup {
         state.launched += 1;
         if let Some(begin) = begin {
             let (end, number) = (cuda.watch.mark(stream)?, state.launched);
-            cuda.watch.add(Open { begin, end, since: None, timeout, call: None, number });
+            cuda.watch.add(Open { begin, end, since: None, timeout, call: None, number, entries: 0..0 });
         }
         Ok(())
     }

@@ -3,10 +3,12 @@
 //! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. Where a call of CPU tensors
 //! is run step by step, a call here is a [`plan`](mod@plan) whose steps follow each other on the caller's stream.
 //!
-//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective; [`sum`]: the kernel that adds up partial results
+//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective
+//! - [`sum`]: the kernel that adds up partial results; [`cast`]: those that widen and round
 //! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): deadlines, and the end of what waits for a host that has failed
 
 pub mod backends;
+pub mod cast;
 mod messages;
 mod plan;
 pub mod sum;
@@ -18,18 +20,22 @@ use super::HostsGroup;
 use super::header::Header;
 use super::shared::aside;
 use super::traffic::Path;
+use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::coll::norm;
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::CudaTarget;
-use crate::kernels::cuda::driver::{Device, Event, Stream};
+use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork;
+use crate::trace::{self, Phase};
 use backends::{Backends, Connections, Which};
+use cast::Cast;
 use plan::{Plan, Step};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -118,7 +124,6 @@ impl HostsGroup {
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
     pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
         self.check(calls)?;
-        self.check_partials(calls)?;
         norm::refuse_between_hosts(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
@@ -136,9 +141,30 @@ impl HostsGroup {
         if self.layout.local(self.rank) == 0 {
             self.shared.current.launched(headers);
         }
-        self.in_order(cuda, &mut state, target, timeout, calls.first(), |device, stream| {
+        let entries = self.note(calls, state.collectives, target, timeout);
+        let outcome = self.in_order(cuda, &mut state, target, timeout, (calls.first(), entries.clone()), |device, stream| {
             calls.iter().try_for_each(|call| self.enqueue(cuda, call, device, stream, target, timeout))
-        })
+        });
+        outcome.inspect_err(|error| entries.for_each(|number| self.inner.recorder().end(number, &Err(error.clone()), true, "")))
+    }
+
+    /// Notes `calls`, the last of which is collective `last`, in the flight recorder: their numbers there.
+    fn note(&self, calls: &[Call], last: u64, target: CudaTarget, timeout: Duration) -> Range<u64> {
+        let (recorder, CudaTarget { device, stream, background }) = (self.inner.recorder(), target);
+        let place = trace::Target::Cuda { device, stream, background };
+        let first = recorder.schedule(calls, timeout, background, place, false);
+        let (entries, phase) = (first..first + calls.len() as u64, Phase::Enqueued(self.rail()));
+        for (entry, sequence) in entries.clone().zip(last + 1 - calls.len() as u64..) {
+            recorder.start(entry, sequence);
+            recorder.phase(entry, phase);
+        }
+        entries
+    }
+
+    /// Number of this rank's rail, if it has one.
+    fn rail(&self) -> Option<u16> {
+        let local = self.layout.local(self.rank);
+        (local < self.layout.rails()).then_some(local as u16)
     }
 
     /// Returns once all ranks of all hosts were found to run the same call: the host waits, which it does nowhere else.
@@ -260,13 +286,13 @@ impl HostsGroup {
         let behind = [Event::new()?, Event::new()?];
         drop(entered);
         let (name, others) = (self.inner.control().name(), self.layout.name_others(self.layout.host(self.rank)));
-        let local = self.layout.local(self.rank);
-        let on = if local < self.layout.rails() { format!(" on rail {local}") } else { String::new() };
+        let on = self.rail().map_or_else(String::new, |rail| format!(" on rail {rail}"));
         cuda.watch.start(Watched {
             device: Device::open(ordinal)?,
             inner: Arc::downgrade(&self.inner),
             shared: Arc::clone(&self.shared),
             connections: Arc::clone(&cuda.connections),
+            rail: self.rail(),
             who: format!("group \"{name}\": {} waited{on} for {others}", self.layout.describe(self.rank)),
         })?;
         state.used = Some(Used { device, last: [None; 2], behind });
@@ -280,7 +306,7 @@ impl HostsGroup {
         state: &mut State,
         target: CudaTarget,
         timeout: Duration,
-        first: Option<&Call>,
+        (first, entries): (Option<&Call>, Range<u64>),
         body: impl FnOnce(&Device, Stream) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(target.stream);
@@ -300,7 +326,7 @@ impl HostsGroup {
             behind[place].record(stream)?;
             if let Some(begin) = begin {
                 let call = first.map(Description::of);
-                cuda.watch.add(Open { begin, end: cuda.watch.mark(stream)?, since: None, timeout, call, number });
+                cuda.watch.add(Open { begin, end: cuda.watch.mark(stream)?, since: None, timeout, call, number, entries });
             }
             Ok(())
         };
@@ -313,12 +339,12 @@ impl HostsGroup {
     fn enqueue(&self, cuda: &Cuda, call: &Call, device: &Device, stream: Stream, target: CudaTarget, timeout: Duration) -> Result<()> {
         let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
         let (traffic, rail) = (&self.shared.traffic, Path::CudaRail(layout.local(self.rank)));
-        let Plan { mut steps, memory } = plan::of(call, layout, self.rank, 0);
+        let Plan { mut steps, memory } = plan::of(call, layout, *self.shared.chosen(), self.rank, 0);
         if memory > 0 {
-            steps = plan::of(call, layout, self.rank, backends.memory(ordinal, memory)?).steps;
+            steps = plan::of(call, layout, *self.shared.chosen(), self.rank, backends.memory(ordinal, memory)?).steps;
         }
         // Before anything waits for another host there, for which loading would wait in turn.
-        let prepared = steps.iter().try_for_each(|step| if let Step::Sum(sum) = step { sum.prepare(device, layout) } else { Ok(()) });
+        let kernels = Kernels::load(&steps, device, layout)?;
         let enqueue = |step: &Step| match step {
             Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
             Step::Rail(transfer) => {
@@ -329,13 +355,44 @@ impl HostsGroup {
                 traffic.add(Path::CudaAll, (total(give), total(take)));
                 backends.exchange(Which::All, ordinal, give, take)
             }
-            Step::Sum(sum) => sum.launch(device, stream, layout),
+            Step::Sum(sum) => sum.launch(loaded(kernels.sum)?, stream, layout),
+            Step::Cast(cast) => cast.launch(loaded(if cast.widens { kernels.widen } else { kernels.round })?, stream),
             Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
         };
-        let outcome = prepared.and_then(|()| steps.iter().try_for_each(enqueue));
+        let outcome = steps.iter().try_for_each(enqueue);
         traffic.ended(&[rail, Path::CudaAll]);
         backends.finish().and(outcome)
     }
+}
+
+/// Kernels of a plan: its sums have one type and operation, and its copies one type.
+#[derive(Default)]
+struct Kernels {
+    sum: Option<Kernel>,
+    widen: Option<Kernel>,
+    round: Option<Kernel>,
+}
+
+impl Kernels {
+    /// Those that `steps` need, on `device`.
+    fn load(steps: &[Step], device: &Device, layout: &Layout) -> Result<Self> {
+        let mut kernels = Self::default();
+        for step in steps {
+            match step {
+                Step::Sum(sum) if kernels.sum.is_none() => kernels.sum = Some(sum.kernel(device, layout)?),
+                Step::Cast(cast) if cast.widens && kernels.widen.is_none() => kernels.widen = Some(Cast::kernel(device, cast.dtype, true)?),
+                Step::Cast(cast) if !cast.widens && kernels.round.is_none() => {
+                    kernels.round = Some(Cast::kernel(device, cast.dtype, false)?)
+                }
+                Step::Sum(_) | Step::Cast(_) | Step::Inside(_) | Step::Rail(_) | Step::Exchange { .. } | Step::Copy { .. } => {}
+            }
+        }
+        Ok(kernels)
+    }
+}
+
+fn loaded(kernel: Option<Kernel>) -> Result<Kernel> {
+    kernel.ok_or_else(|| Error::internal("a kernel of the plan was not loaded"))
 }
 
 /// Bytes of all `spans`.

@@ -1,14 +1,17 @@
 //! Plan of a collective on the GPUs of several hosts: its steps in stream order. Pure.
 //!
 //! The sums are those of `hosts::reduce`: over the ranks of each host in their order, rounded once, then over the hosts in theirs, rounded
-//! once. Which rail carries which part only says who does it, so the bits are those of CPU tensors.
+//! once; where partial results are float32, inputs are widened before and the sum is rounded once. Which rail carries which part only says who does it, so the bits are those of CPU tensors.
 
 use super::backends::Transfer;
+use super::cast::Cast;
 use super::sum::{Sum, UNIT};
 use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
-use crate::hosts::slices::{self, GATHERED, Levels, joined, overlap, part, rails, ranges};
+use crate::hosts::chosen::Chosen;
+use crate::hosts::slices::{self, Levels, joined, overlap, part, rails, ranges};
 use crate::hosts::step::NOTHING;
 use crate::rank::Rank;
 use std::ops::Range;
@@ -27,6 +30,8 @@ pub(super) enum Step {
     Exchange { give: Vec<Span>, take: Vec<Span> },
     /// Sum of the hosts' partial results.
     Sum(Sum),
+    /// Copy in another type.
+    Cast(Cast),
     /// Copy within the device.
     Copy { from: Span, to: Span },
 }
@@ -38,9 +43,11 @@ pub(super) struct Plan {
     pub(super) memory: usize,
 }
 
-/// The plan of `rank` for `call`, whose memory begins at `base`, a multiple of 16.
-pub(super) fn of(call: &Call, layout: &Layout, rank: Rank, base: usize) -> Plan {
-    let mut planner = Planner { call, layout, rank, base, used: 0, most: 0, steps: Vec::new() };
+/// The plan of `rank` for `call`, which goes by `chosen`; its memory begins at `base`, a multiple of 16.
+pub(super) fn of(call: &Call, layout: &Layout, chosen: Chosen, rank: Rank, base: usize) -> Plan {
+    let Chosen { partials, thresholds } = chosen;
+    let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
+    let mut planner = Planner { call, layout, thresholds, partial, rank, base, used: 0, most: 0, steps: Vec::new() };
     match call.op {
         Op::Barrier => planner.barrier(),
         Op::Broadcast => planner.broadcast(),
@@ -75,6 +82,9 @@ fn slices(bytes: usize, parts: usize) -> Vec<Range<usize>> {
 struct Planner<'a> {
     call: &'a Call,
     layout: &'a Layout,
+    thresholds: Thresholds,
+    /// Type of partial results.
+    partial: DType,
     rank: Rank,
     base: usize,
     used: usize,
@@ -101,6 +111,33 @@ impl Planner<'_> {
         self.used += padded(bytes);
         self.most = self.most.max(self.used);
         Span { addr, bytes }
+    }
+
+    /// Number by which the bytes of a partial result are more than those of its elements in a tensor.
+    fn growth(&self) -> usize {
+        self.partial.size() / self.call.dtype.size()
+    }
+
+    /// Memory for a partial result of elements that take `bytes` bytes in a tensor.
+    fn take_partial(&mut self, bytes: usize) -> Span {
+        let growth = self.growth();
+        Span { bytes: bytes * growth, ..self.take(padded(bytes) * growth) }
+    }
+
+    fn cast(&mut self, from: Span, to: Span, widens: bool) {
+        if from.bytes > 0 {
+            self.steps.push(Step::Cast(Cast { from, to, dtype: self.call.dtype, widens }));
+        }
+    }
+
+    /// `input` of a tensor as partial results have it: a copy where that is another type.
+    fn widened(&mut self, input: Span) -> Span {
+        if self.growth() == 1 || input.bytes == 0 {
+            return input;
+        }
+        let wide = self.take_partial(input.bytes);
+        self.cast(input, wide, true);
+        wide
     }
 
     fn copy(&mut self, from: Span, to: Span) {
@@ -130,10 +167,18 @@ impl Planner<'_> {
         let reduce_op = Levels::of(self.call.reduce_op, self.call.dtype, self.layout).inner;
         if self.locals() == 1 && reduce_op != ReduceOp::PremulSum {
             // What one rank gives is its host's partial result.
-            return parts.into_iter().for_each(|(inputs, output)| self.copy(inputs[0], output));
+            let copies = self.growth() == 1;
+            return parts.into_iter().for_each(
+                |(inputs, output)| {
+                    if copies { self.copy(inputs[0], output) } else { self.cast(inputs[0], output, true) }
+                },
+            );
         }
+        let widen = |(inputs, output): (Vec<Span>, Span)| (inputs.into_iter().map(|input| self.widened(input)).collect(), output);
+        let parts: Vec<(Vec<Span>, Span)> = parts.into_iter().map(widen).collect();
         let call = |(inputs, output): (Vec<Span>, Span)| Call {
             op: Op::ReduceScatter,
+            dtype: self.partial,
             reduce_op,
             root: Rank(0),
             inputs: self.for_locals(inputs),
@@ -145,9 +190,14 @@ impl Planner<'_> {
         self.steps.push(Step::Inside(calls));
     }
 
+    /// Adds up partial results, and rounds the sum to the tensor's type.
     fn sum(&mut self, from: usize, stride: usize, to: Span) {
-        let (dtype, op) = (self.call.dtype, self.call.reduce_op);
+        let (dtype, op, narrow) = (self.partial, self.call.reduce_op, to);
+        let to = if self.growth() == 1 { narrow } else { self.take_partial(narrow.bytes) };
         self.steps.push(Step::Sum(Sum { from, stride, to, dtype, op }));
+        if self.growth() > 1 {
+            self.cast(to, narrow, false);
+        }
     }
 
     /// 1. Inside: everybody has come. 2. Between: one rank of each host says so. 3. Inside: it has heard of all.
@@ -166,7 +216,7 @@ impl Planner<'_> {
         let (root, own) = (self.layout.host(self.call.root), self.rank == self.call.root);
         let here = root == self.host();
         let whole = if own { self.call.inputs[0] } else { self.call.outputs[0] };
-        let slices = slices(whole.bytes, rails(whole.bytes, self.layout));
+        let slices = slices(whole.bytes, rails(whole.bytes, self.layout, &self.thresholds));
         if here {
             let (inputs, outputs) = if own { (vec![whole], vec![]) } else { (vec![], vec![whole]) };
             self.move_inside(Op::Broadcast, self.layout.local(self.call.root), inputs, outputs);
@@ -185,17 +235,21 @@ impl Planner<'_> {
     ///    or the root, gets all slices.
     fn all_reduce(&mut self) {
         let (input, output) = (self.call.inputs[0], self.call.outputs.first().copied());
-        let (rails, alone) = (rails(input.bytes, self.layout), self.locals() == 1);
+        let (rails, alone) = (rails(input.bytes, self.layout, &self.thresholds), self.locals() == 1);
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
-        let chunk = CHUNK * rails;
+        let chunk = CHUNK / self.growth() * rails;
         for begin in (0..input.bytes).step_by(chunk) {
             self.used = 0;
             let within = begin..input.bytes.min(begin + chunk);
             let slices = slices(within.len(), rails);
             let own = slices.get(self.local()).map_or(0, Range::len);
             let give: Vec<Span> = slices.iter().map(|slice| part(part(input, &within), slice)).collect();
-            let direct = alone && levels.inner != ReduceOp::PremulSum && give[0].addr.is_multiple_of(UNIT) && own.is_multiple_of(UNIT);
-            let partial = if direct { give[0] } else { self.take(own) };
+            let direct = alone
+                && self.growth() == 1
+                && levels.inner != ReduceOp::PremulSum
+                && give[0].addr.is_multiple_of(UNIT)
+                && own.is_multiple_of(UNIT);
+            let partial = if direct { give[0] } else { self.take_partial(own) };
             if !direct {
                 self.reduce_inside(vec![(give, partial)]);
             }
@@ -219,25 +273,28 @@ impl Planner<'_> {
 
     /// Combines the hosts' partial results, of which `own` is this one's; returns where the result is: at `to`, if that is given.
     fn combine(&mut self, own: Span, to: Option<Span>) -> Span {
-        let (hosts, bytes) = (self.layout.hosts(), padded(own.bytes));
+        let (hosts, growth) = (self.layout.hosts(), self.growth());
+        // In a tensor; a partial result has room for as many elements.
+        let own = Span { bytes: own.bytes / growth, ..own };
+        let bytes = padded(own.bytes);
         if own.bytes == 0 {
             return NOTHING;
         }
-        if hosts == 2 || bytes <= GATHERED {
-            let received = self.take(hosts * bytes).addr;
-            self.steps.push(Step::Rail(Transfer::AllGather { from: Span { bytes, ..own }, to: received }));
+        if hosts == 2 || bytes * growth <= self.thresholds.gathered {
+            let received = self.take(hosts * bytes * growth).addr;
+            self.steps.push(Step::Rail(Transfer::AllGather { from: Span { bytes: bytes * growth, ..own }, to: received }));
             let result = to.unwrap_or_else(|| self.take(own.bytes));
-            self.sum(received, bytes, result);
+            self.sum(received, bytes * growth, result);
             return result;
         }
         // Each host combines a piece. The first piece is the longest: the others are padded to it when they are gathered.
         let pieces = slices(bytes, hosts);
-        let sent: Vec<usize> = pieces.iter().map(Range::len).collect();
-        let (mine, longest) = (sent[self.host()], sent[0]);
-        let received = self.take(hosts * mine).addr;
-        self.steps.push(Step::Rail(Transfer::AllToAll { from: own.addr, sent, to: received, received: vec![mine; hosts] }));
+        let sent: Vec<usize> = pieces.iter().map(|piece| piece.len() * growth).collect();
+        let (mine, longest) = (pieces[self.host()].len(), pieces[0].len());
+        let received = self.take(hosts * mine * growth).addr;
+        self.steps.push(Step::Rail(Transfer::AllToAll { from: own.addr, sent, to: received, received: vec![mine * growth; hosts] }));
         let summed = self.take(longest);
-        self.sum(received, mine, Span { bytes: mine, ..summed });
+        self.sum(received, mine * growth, Span { bytes: mine, ..summed });
         let gathered = self.take(hosts * longest);
         self.steps.push(Step::Rail(Transfer::AllGather { from: summed, to: gathered.addr }));
         if to.is_none() && pieces.iter().all(|piece| piece.len() == longest) {
@@ -266,18 +323,19 @@ impl Planner<'_> {
     fn reduce_scatter(&mut self) {
         let (layout, host, local, hosts) = (self.layout, self.host(), self.local(), self.layout.hosts());
         let blocks = |host: usize| -> Vec<Span> { layout.members(host).iter().map(|rank| self.call.inputs[rank.index()]).collect() };
-        let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), layout);
+        let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), layout, &self.thresholds);
         let blocks: Vec<Vec<Span>> = (0..hosts).map(blocks).collect();
         let lengths: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
         let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| slices(bytes, rails)).collect();
-        let sent: Vec<usize> = slices.iter().map(|slices| slices.get(local).map_or(0, |slice| padded(slice.len()))).collect();
+        let growth = self.growth();
+        let sent: Vec<usize> = slices.iter().map(|slices| slices.get(local).map_or(0, |slice| padded(slice.len()) * growth)).collect();
         let partials = self.take(sent.iter().sum());
         let parts: Vec<(Vec<Span>, Span)> = (0..hosts)
             .map(|to| {
                 let block = self.contiguous(&blocks[to]);
                 let begin: usize = sent[..to].iter().sum();
                 let length = slices[to].get(local).map_or(0, Range::len);
-                (slices[to].iter().map(|slice| part(block, slice)).collect(), part(partials, &(begin..begin + length)))
+                (slices[to].iter().map(|slice| part(block, slice)).collect(), part(partials, &(begin..begin + length * growth)))
             })
             .collect();
         self.reduce_inside(parts);
@@ -315,7 +373,7 @@ impl Planner<'_> {
         let outputs = |host: usize| -> Vec<Span> { layout.members(host).iter().map(|rank| self.call.outputs[rank.index()]).collect() };
         let outputs: Vec<Vec<Span>> = (0..hosts).map(outputs).collect();
         let lengths: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
-        let rails = rails(lengths.iter().sum(), layout);
+        let rails = rails(lengths.iter().sum(), layout, &self.thresholds);
         let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| slices(bytes, rails)).collect();
         let longest = padded(slices.iter().filter_map(|slices| slices.get(local)).map(Range::len).max().unwrap_or(0));
         self.move_inside(Op::AllGather, 0, self.call.inputs.clone(), outputs[host].clone());

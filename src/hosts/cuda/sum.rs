@@ -7,13 +7,13 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::hosts::slices::Levels;
 use crate::kernels::cuda::compile::Variant;
-use crate::kernels::cuda::driver::{Device, Stream};
+use crate::kernels::cuda::driver::{Device, Kernel, Stream};
 use crate::mem::span::Span;
 
 /// Threads of a block: `LANE_THREADS` of `device.cuh`.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 /// Blocks, at most.
-const BLOCKS: usize = 512;
+pub(super) const BLOCKS: usize = 512;
 /// Bytes that a thread loads at a time.
 pub(super) const UNIT: usize = 16;
 /// Most hosts that a group with CUDA tensors may have: `MOST_HOSTS`.
@@ -78,18 +78,18 @@ impl Sum {
         Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(self.dtype), op: Some(op), zero_copy: false }
     }
 
-    /// Loads its kernel on `device`, whose context is current: the first time that may wait for what runs there.
-    pub(super) fn prepare(&self, device: &Device, layout: &Layout) -> Result<()> {
-        load(device, &self.variant(Levels::of(self.op, self.dtype, layout).outer), NAMES.1).map(drop)
+    /// Its kernel, loaded on `device`, whose context is current: the first time that may wait for what runs there.
+    pub(super) fn kernel(&self, device: &Device, layout: &Layout) -> Result<Kernel> {
+        load(device, &self.variant(Levels::of(self.op, self.dtype, layout).outer), NAMES.1)
     }
 
-    /// Enqueues it on `stream` of `device`, whose context is current.
-    pub(super) fn launch(&self, device: &Device, stream: Stream, layout: &Layout) -> Result<()> {
+    /// Enqueues it as `kernel` on `stream`.
+    pub(super) fn launch(&self, kernel: Kernel, stream: Stream, layout: &Layout) -> Result<()> {
         if self.to.bytes == 0 {
             return Ok(());
         }
-        let (op, args) = self.args(layout)?;
+        let (_, args) = self.args(layout)?;
         let blocks = self.to.bytes.div_ceil(UNIT * THREADS as usize).min(BLOCKS);
-        load(device, &self.variant(op), NAMES.1)?.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
+        kernel.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
     }
 }

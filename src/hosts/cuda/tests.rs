@@ -2,11 +2,14 @@
 #![allow(unsafe_code, reason = "plays kernels on buffers of the test")]
 
 use super::backends::Transfer;
+use super::cast::Cast;
 use super::plan::{self, Plan, Step};
 use super::sum::{MOST_HOSTS, Sum, SumPartials};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op, Span};
 use crate::dtype::{DType, ReduceOp};
+use crate::hosts::chosen::Chosen;
+use crate::hosts::partials::Partials;
 use crate::hosts::tests::data;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
@@ -83,17 +86,28 @@ fn inside(calls: &[&Call]) {
     }
 }
 
+/// What the kernels that widen and round do.
+fn cast(Cast { from, to, dtype, widens }: Cast) {
+    let (given, mut output) = (read(from), vec![0; to.bytes]);
+    let count = if widens { from.bytes } else { to.bytes } / dtype.size();
+    assert_eq!((given.len() + output.len(), count > 0), (count * (4 + dtype.size()), true), "lengths fit");
+    let kernel = if widens { cpu::widen } else { cpu::narrow };
+    // SAFETY: buffers of `count` elements each.
+    unsafe { kernel(dtype, output.as_mut_ptr(), given.as_ptr(), count) }
+    write(&output, to);
+}
+
 /// Carries out the plans of `calls`, one of each rank.
-fn run(layout: &Layout, calls: &[Call]) {
+fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
     let n = calls.len();
     let mut memory: Vec<Vec<u128>> = Vec::new();
     let mut steps: Vec<VecDeque<Step>> = Vec::new();
     for (rank, call) in calls.iter().enumerate() {
         call.validate(Rank(rank as u32), n).expect("valid");
         let rank = Rank(rank as u32);
-        let needed = plan::of(call, layout, rank, 0).memory;
+        let needed = plan::of(call, layout, chosen, rank, 0).memory;
         let mut own = vec![u128::MAX - 0xee; needed.div_ceil(16)];
-        let Plan { steps: all, memory: again } = plan::of(call, layout, rank, own.as_mut_ptr().addr());
+        let Plan { steps: all, memory: again } = plan::of(call, layout, chosen, rank, own.as_mut_ptr().addr());
         assert_eq!(again, needed);
         memory.push(own);
         steps.push(all.into());
@@ -108,6 +122,7 @@ fn run(layout: &Layout, calls: &[Call]) {
                 None => continue,
                 Some(Step::Copy { from, to }) => write(&read(from), to),
                 Some(Step::Sum(sum)) => add_up(&sum, layout),
+                Some(Step::Cast(one)) => cast(one),
                 Some(Step::Exchange { give, take }) => {
                     for (to, &span) in give.iter().enumerate().filter(|(_, span)| span.bytes > 0) {
                         sent[rank][to].get_or_insert_with(|| read(span));
@@ -204,6 +219,10 @@ type Buffers = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
 /// Runs `op` with the buffers of all ranks; the outputs are filled then.
 fn collective(layout: &Layout, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
+    chosen_collective(layout, Chosen::USUAL, op, dtype, reduce_op, root, ranks);
+}
+
+fn chosen_collective(layout: &Layout, chosen: Chosen, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
     let spans = |buffers: &mut [Vec<u8>]| buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect();
     let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Call {
         op,
@@ -216,7 +235,7 @@ fn collective(layout: &Layout, op: Op, dtype: DType, reduce_op: ReduceOp, root: 
         call_site: None,
     };
     let calls: Vec<Call> = ranks.iter_mut().enumerate().map(call).collect();
-    run(layout, &calls);
+    run(layout, chosen, &calls);
 }
 
 /// The two-level reduction of what ranks on `hosts` give.
@@ -271,6 +290,54 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
     }
 }
 
+/// What the definition with one rounding says.
+fn rounded_once(op: ReduceOp, dtype: DType, layout: &Layout, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let count = inputs[0].len() / dtype.size();
+    let widen = |input: &Vec<u8>| {
+        let mut wide = vec![0; count * 4];
+        // SAFETY: buffers of `count` elements each.
+        unsafe { cpu::widen(dtype, wide.as_mut_ptr(), input.as_ptr(), count) }
+        wide
+    };
+    let wide = two_level(op, DType::F32, layout, &inputs.iter().map(widen).collect::<Vec<_>>());
+    let mut output = vec![0; inputs[0].len()];
+    // SAFETY: as above.
+    unsafe { cpu::narrow(dtype, output.as_mut_ptr(), wide.as_ptr(), count) }
+    output
+}
+
+#[test]
+fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
+    let chosen = Chosen { partials: Partials::Fp32, ..Chosen::USUAL };
+    for hosts in LAYOUTS {
+        let (layout, n) = (layout(hosts), hosts.len());
+        let kinds =
+            [(DType::BF16, ReduceOp::Sum), (DType::F16, ReduceOp::Avg), (DType::F8E5M2, ReduceOp::PremulSum), (DType::BF16, ReduceOp::Max)];
+        for (dtype, op) in kinds {
+            let definition = if op == ReduceOp::Max { two_level } else { rounded_once };
+            for bytes in [0, 2, 18, 4096, 150_002, 700_002] {
+                let about = format!("{op:?} of {bytes} bytes, {dtype:?}, on {hosts:?}");
+                let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
+                let wanted = definition(op, dtype, &layout, &inputs);
+                let mut ranks: Vec<Buffers> = inputs.iter().map(|input| (vec![input.clone()], vec![vec![0xee; bytes]])).collect();
+                chosen_collective(&layout, chosen, Op::AllReduce, dtype, op, 0, &mut ranks);
+                assert!(ranks.iter().all(|(_, outputs)| outputs[0] == wanted), "all_reduce, {about}");
+                let output = |rank: usize| if rank == n - 1 { vec![vec![0xee; bytes]] } else { vec![] };
+                let mut ranks: Vec<Buffers> = inputs.iter().enumerate().map(|(rank, input)| (vec![input.clone()], output(rank))).collect();
+                chosen_collective(&layout, chosen, Op::Reduce, dtype, op, n - 1, &mut ranks);
+                assert!(ranks[n - 1].1[0] == wanted, "reduce, {about}");
+                let give = |from: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect() };
+                let mut ranks: Vec<Buffers> = (0..n).map(|rank| (give(rank), vec![vec![0xee; bytes + 2 * rank]])).collect();
+                chosen_collective(&layout, chosen, Op::ReduceScatter, dtype, op, 0, &mut ranks);
+                for (rank, (_, outputs)) in ranks.iter().enumerate() {
+                    let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
+                    assert!(outputs[0] == definition(op, dtype, &layout, &given), "reduce_scatter, {about}, rank {rank}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn long_messages_go_in_chunks() {
     for hosts in [&[0, 1][..], &[0, 1, 2]] {
@@ -306,7 +373,7 @@ fn movements_bring_everything_where_it_belongs() {
                 Call { op: Op::AllGather, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
             };
             let calls: Vec<Call> = whole.iter_mut().map(call).collect();
-            super::tests::run(&layout, &calls);
+            super::tests::run(&layout, Chosen::USUAL, &calls);
             let wanted: Vec<u8> = (0..n).flat_map(|from| data(from, bytes)).collect();
             assert!(whole.iter().all(|(_, output)| *output == wanted), "{}", about(Op::AllGather));
 

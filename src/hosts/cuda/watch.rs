@@ -9,7 +9,9 @@ use crate::group::Group;
 use crate::hosts::shared::Shared;
 use crate::kernels::cuda::driver::{Device, Event, RelaxedCapture, Stream};
 use crate::sys::thread;
+use crate::trace::{Phase, Recorder};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -29,6 +31,8 @@ pub(super) struct Open {
     /// What it is, where it is a collective.
     pub(super) call: Option<Description>,
     pub(super) number: u64,
+    /// Its collectives in the flight recorder.
+    pub(super) entries: Range<u64>,
 }
 
 #[derive(Default)]
@@ -53,6 +57,8 @@ pub(super) struct Watched {
     pub(super) inner: Weak<Group>,
     pub(super) shared: Arc<Shared>,
     pub(super) connections: Arc<Connections>,
+    /// Number of this rank's rail, if it has one.
+    pub(super) rail: Option<u16>,
     /// Words of errors: the group, who waited, and for whom.
     pub(super) who: String,
 }
@@ -105,7 +111,7 @@ impl Watch {
         let _entered = watched.device.enter()?;
         while !self.closed.load(Ordering::Acquire) {
             let Some(inner) = watched.inner.upgrade() else { break };
-            if let Some(late) = self.look(&watched.who)? {
+            if let Some(late) = self.look(watched, &inner.recorder())? {
                 watched.shared.fail(&inner, late);
             }
             if inner.failure().is_some() || inner.control().failure().is_some() {
@@ -119,11 +125,12 @@ impl Watch {
     }
 
     /// Forgets the calls that have ended; the error of the oldest other one, if its time is over.
-    fn look(&self, who: &str) -> Result<Option<Error>> {
+    fn look(&self, watched: &Watched, recorder: &Recorder) -> Result<Option<Error>> {
         let mut calls = self.calls();
         while let Some(call) = calls.open.front_mut() {
             if call.end.passed()? {
                 let ended = calls.open.pop_front();
+                ended.iter().flat_map(|call| call.entries.clone()).for_each(|entry| recorder.end(entry, &Ok(()), true, "two_level"));
                 let events = ended.into_iter().flat_map(|call| [call.begin, call.end]);
                 let free = SPARE.saturating_sub(calls.spare.len());
                 calls.spare.extend(events.take(free));
@@ -131,14 +138,17 @@ impl Watch {
             }
             if call.since.is_none() && call.begin.passed()? {
                 call.since = Some(Instant::now());
+                call.entries.clone().for_each(|entry| recorder.phase(entry, Phase::Running(watched.rail)));
             }
             let waited = call.since.map_or(Duration::ZERO, |since| since.elapsed());
             if waited <= call.timeout {
                 return Ok(None);
             }
             let what = call.call.map_or_else(|| "messages".to_owned(), |call| call.to_string());
-            let (number, seconds) = (call.number, waited.as_secs_f64());
-            return Ok(Some(Error::timeout(format!("{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"))));
+            let (number, seconds, who) = (call.number, waited.as_secs_f64(), &watched.who);
+            let late = Error::timeout(format!("{what} #{number} of CUDA tensors in {who} for {seconds:.1} s (timeout)"));
+            call.entries.clone().for_each(|entry| recorder.end(entry, &Err(late.clone()), true, "two_level"));
+            return Ok(Some(late));
         }
         drop(calls);
         self.changed.notify_all();

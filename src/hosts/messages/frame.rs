@@ -1,4 +1,4 @@
-//! Frame: what one rank says to another between hosts. All have one length; a backend may end the process where lengths differ.
+//! Frame: what one rank says to another between hosts, with a short message in it. None is longer than its reader has room for.
 
 use super::links::Traffic;
 
@@ -29,6 +29,7 @@ const REFUSED_SEND: u64 = 1;
 const REFUSED_RECV: u64 = 2;
 
 /// Refusal of a message.
+#[derive(Clone)]
 pub(super) struct Refusal {
     /// Whether it was a send.
     pub(super) send: bool,
@@ -44,13 +45,13 @@ impl Refusal {
 
     /// The frame that tells it, and as much of the reason as fits.
     pub(super) fn told(&self) -> (Frame, &[u8]) {
-        let text = &self.why.as_bytes()[..self.why.len().min(INLINE)];
+        let text = &self.why.as_bytes()[..self.why.len().min(TEXT)];
         let value = if self.send { REFUSED_SEND } else { REFUSED_RECV };
         (Frame { tag: self.tag, bytes: text.len() as u64, value, ..Frame::bare(Kind::Refused) }, text)
     }
 }
 
-/// Head of a frame. What follows is the message itself as far as it fits.
+/// Head of a frame. What follows in it is a short message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Frame {
     pub(super) kind: Kind,
@@ -69,16 +70,16 @@ pub(super) struct Frame {
     pub(super) matched: u64,
 }
 
-/// Length of a frame.
-pub(super) const FRAME: usize = 1024;
-/// Length of its head.
-const HEAD: usize = 48;
-/// Longest message that one frame holds.
-const INLINE: usize = FRAME - HEAD;
-/// Longest message that is sent before anybody asks for it.
+/// Length of a frame's head.
+pub(super) const HEAD: usize = 48;
+/// Longest message that is sent before anybody asks for it: in a frame.
 pub(super) const SHORT: usize = 64 << 10;
-/// Length of a piece of a long message; the last one may be shorter.
-pub(super) const PIECE: usize = 1 << 20;
+/// Length of the longest frame.
+pub(super) const LONGEST: usize = HEAD + SHORT;
+/// Longest text of a refusal.
+const TEXT: usize = 976;
+/// Length of a piece of a long message; the last one may be shorter. While one is copied another is on the wire.
+pub(super) const PIECE: usize = 256 << 10;
 
 impl Frame {
     /// A frame of no message.
@@ -86,23 +87,19 @@ impl Frame {
         Self { kind, dtype: 0, tag: 0, id: 0, bytes: 0, value: 0, read: 0, matched: 0 }
     }
 
-    /// The frame with as much of `payload` as it holds, and the class of traffic for the whole payload if that is not all.
-    pub(super) fn encode(&self, payload: &[u8]) -> ([u8; FRAME], Option<Traffic>) {
-        let mut bytes = [0; FRAME];
+    /// The head of the frame.
+    pub(super) fn encode(&self) -> [u8; HEAD] {
+        let mut bytes = [0; HEAD];
         bytes[0] = self.kind as u8;
         bytes[1] = self.dtype;
         bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
         let words = [self.id, self.bytes, self.value, self.read, self.matched];
-        bytes[8..HEAD].chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
-        let traffic = self.traffic();
-        if traffic.is_none() {
-            bytes[HEAD..HEAD + payload.len()].copy_from_slice(payload);
-        }
-        (bytes, traffic)
+        bytes[8..].chunks_exact_mut(8).zip(words).for_each(|(to, word)| to.copy_from_slice(&word.to_le_bytes()));
+        bytes
     }
 
     /// The head of a frame; `None` if it makes no sense.
-    pub(super) fn decode(bytes: &[u8; FRAME]) -> Option<Self> {
+    pub(super) fn decode(bytes: &[u8; HEAD]) -> Option<Self> {
         let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused];
         let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
         let word = |place: usize| Some(u64::from_le_bytes(bytes[8 + 8 * place..16 + 8 * place].try_into().ok()?));
@@ -121,7 +118,7 @@ impl Frame {
             Kind::Offer => true,
             Kind::Request | Kind::Piece => frame.value < frame.bytes && frame.value.is_multiple_of(PIECE as u64),
             Kind::Credit | Kind::Bye => true,
-            Kind::Refused => frame.bytes <= INLINE as u64 && [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
+            Kind::Refused => frame.bytes <= TEXT as u64 && [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
         };
         sensible.then_some(frame)
     }
@@ -135,18 +132,12 @@ impl Frame {
         }
     }
 
-    /// Class of traffic of what comes with the frame; `None`: it is in the frame.
-    pub(super) fn traffic(&self) -> Option<Traffic> {
+    /// Class of traffic by which that comes.
+    pub(super) fn traffic(&self) -> Traffic {
         match self.kind {
-            Kind::Eager => (self.payload() > INLINE).then_some(Traffic::Short),
-            Kind::Piece => Some(Traffic::Piece),
-            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused => None,
+            Kind::Piece => Traffic::Piece,
+            Kind::Eager | Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused => Traffic::Frame,
         }
-    }
-
-    /// What is in the frame itself.
-    pub(super) fn inline<'a>(&self, bytes: &'a [u8; FRAME]) -> &'a [u8] {
-        &bytes[HEAD..HEAD + self.payload().min(INLINE)]
     }
 }
 
@@ -162,25 +153,12 @@ mod tests {
     #[test]
     fn frames_come_back_as_they_were_and_nonsense_does_not() {
         let frame = Frame { kind: Kind::Eager, dtype: 6, tag: -7, id: 1 << 40, bytes: 3, value: 0, read: 9, matched: u64::MAX };
-        let (bytes, traffic) = frame.encode(&[1, 2, 3]);
-        assert_eq!((Frame::decode(&bytes), traffic), (Some(frame), None));
-        assert_eq!(frame.inline(&bytes), [1, 2, 3]);
-        let long = Frame { bytes: INLINE as u64 + 1, ..frame };
-        assert_eq!(long.encode(&[0; INLINE + 1]).1, Some(Traffic::Short));
-        assert_eq!(Frame { bytes: INLINE as u64, ..frame }.encode(&[5; INLINE]).1, None);
+        assert_eq!((Frame::decode(&frame.encode()), frame.payload(), frame.traffic()), (Some(frame), 3, Traffic::Frame));
         let piece = Frame { kind: Kind::Piece, bytes: PIECE as u64 + 5, value: PIECE as u64, ..frame };
-        assert_eq!((piece.payload(), piece.traffic()), (5, Some(Traffic::Piece)));
+        assert_eq!((piece.payload(), piece.traffic()), (5, Traffic::Piece));
         for wrong in [Frame { bytes: SHORT as u64 + 1, ..frame }, Frame { value: 1, ..piece }, Frame { value: 2 * PIECE as u64, ..piece }] {
-            assert_eq!(Frame::decode(&Frame { kind: wrong.kind, ..wrong }.encode_head()), None, "{wrong:?}");
+            assert_eq!(Frame::decode(&wrong.encode()), None, "{wrong:?}");
         }
-        assert_eq!(Frame::decode(&[0; FRAME]), None);
-    }
-
-    impl Frame {
-        fn encode_head(&self) -> [u8; FRAME] {
-            let mut bytes = Self { kind: Kind::Credit, ..*self }.encode(&[]).0;
-            bytes[0] = self.kind as u8;
-            bytes
-        }
+        assert_eq!(Frame::decode(&[0; HEAD]), None);
     }
 }

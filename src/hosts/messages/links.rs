@@ -1,4 +1,5 @@
 //! Links: backends of two ranks each, on different hosts.
+#![allow(unsafe_code, reason = "staging of backends")]
 
 use crate::error::Result;
 use crate::rank::Rank;
@@ -7,37 +8,44 @@ use std::time::Duration;
 /// Class of traffic on a link. What is sent of one class is received in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Traffic {
-    /// Frames, of one length.
+    /// Frames, with the short messages that are in them.
     Frame = 0,
-    /// The rest of short messages.
-    Short = 1,
     /// Pieces of long messages.
-    Piece = 2,
+    Piece = 1,
 }
 
 /// Backends of this rank and one peer each. They move bytes between staging of their own and know nothing of what these mean.
 ///
-/// Lengths that do not fit each other may end the process with some backends: whoever listens has made sure of them. Nothing but `make` and
+/// More bytes than are listened for may end the process with some backends: whoever listens has made sure of them. Nothing but `make` and
 /// `wait` waits for the peer.
 pub trait Links: Send + Sync {
     /// Connects this rank with `peer`, which makes a link of this `name` at the same time; `second` is true for one of the two.
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()>;
 
-    /// Sends a copy of `frame`, and one of `payload` of class `traffic` unless it is empty.
+    /// Sends copies of `frame` and `payload`: both in one as a frame, or the frame and then the payload as a piece.
     fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()>;
 
     /// The first `sends` calls of `send` have reached the peer: their staging is needed no longer.
     fn confirm(&self, peer: Rank, sends: u64);
 
-    /// Makes room for the next `bytes` bytes that the peer sends of class `traffic`.
+    /// Makes room for what the peer sends next of class `traffic`: at most `bytes` bytes.
     fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()>;
 
-    /// Waits for the oldest bytes of class `traffic` that are listened for; false once the link has been closed.
-    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<bool>;
+    /// Waits for the oldest bytes of class `traffic` that are listened for; `None` once the link has been closed. They are at the address
+    /// until they are released.
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>>;
 
-    /// Copies what `wait` has waited for, and ends listening for it.
-    fn take(&self, peer: Rank, traffic: Traffic, into: &mut [u8]) -> Result<()>;
+    /// Ends listening for what `wait` has waited for last, of which `bytes` bytes were sent.
+    fn release(&self, peer: Rank, traffic: Traffic, bytes: usize);
 
     /// Ends every wait, and the connection. Without effect where there is none.
     fn close(&self, peer: Rank);
+}
+
+/// The oldest bytes of class `traffic` that are listened for, once they are there, as long as the `room` for them; `None` once the link has
+/// been closed.
+pub(super) fn arrived(links: &dyn Links, peer: Rank, traffic: Traffic, room: usize) -> Result<Option<&[u8]>> {
+    let Some(address) = links.wait(peer, traffic)? else { return Ok(None) };
+    // SAFETY: `room` bytes of staging were listened for, which nobody writes until they are released.
+    Ok(Some(unsafe { std::slice::from_raw_parts(address as *const u8, room) }))
 }

@@ -7,6 +7,7 @@
 mod any;
 mod frame;
 pub mod links;
+mod meeting;
 mod names;
 mod open;
 mod pair;
@@ -16,7 +17,6 @@ mod tests;
 
 use super::shared::aside;
 use crate::completion::{Completion, Finished};
-use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::p2p::Message;
 use crate::rank::Rank;
@@ -25,8 +25,8 @@ use crate::sync::limit::Limit;
 use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::{fork, thread};
 use crate::watch::Subscription;
-use frame::{FRAME, Frame};
-use links::{Links, Traffic};
+use frame::{Frame, HEAD, LONGEST, PIECE};
+use links::{Links, Traffic, arrived};
 pub(super) use names::Names;
 use open::{AnySource, Open};
 use pair::{Pair, Phase};
@@ -43,8 +43,6 @@ pub(super) const TICKET_BIT: u64 = 1 << 62;
 const LOOK: Duration = Duration::from_millis(20);
 /// Pauses between two looks for a peer in the store.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(50));
-/// Time in which two ranks that have found each other connect.
-const CONNECT: Duration = Duration::from_secs(30);
 /// Frames that may come before this rank has read the first.
 const DEPTH: usize = 8;
 /// Time that leaving waits for peers to read what was sent, and again for connections to end.
@@ -242,101 +240,56 @@ impl Messages {
         }
     }
 
-    fn pair_name(&self, peer: Rank) -> String {
-        let me = self.names.me;
-        format!("symm-pair/{}-{}", peer.min(me), peer.max(me))
-    }
-
-    /// Key by which `rank`, this one or `peer`, says that it wants to connect with the other.
-    fn key(&self, peer: Rank, rank: Rank) -> String {
-        format!("{}/{}/{}/{rank}", self.pair_name(peer), self.names.group, Config::get().restart)
-    }
-
-    /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
-    fn meet(&self, peer: Rank) -> Result<bool> {
-        let me = self.names.me;
-        self.store.set(&self.key(peer, me), b"1")?;
-        let mut pause = PAUSE.0;
-        let met = loop {
-            if self.lock().closed.is_some() {
-                break Ok(false);
-            }
-            if self.store.check(&[&self.key(peer, peer)])? {
-                break self.links.make(peer, &self.pair_name(peer), me > peer, CONNECT).map(|()| true);
-            }
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(PAUSE.1);
-        };
-        // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
-        let _ = self.store.delete(&self.key(peer, me));
-        if !met? {
-            return Ok(false);
-        }
-        for _ in 0..DEPTH {
-            self.links.listen(peer, Traffic::Frame, FRAME)?;
-        }
-        let (mut state, mut finished) = (self.lock(), Vec::new());
-        let begun = match state.pairs.get_mut(&peer) {
-            Some(pair) => pair.begin(&*self.links, &mut finished),
-            None => Ok(()),
-        };
-        let closed = state.closed.is_some();
-        drop(state);
-        self.settle(finished);
-        if closed {
-            // Whoever closed the group has found no connection.
-            self.links.close(peer);
-        }
-        begun.map(|()| !closed)
-    }
-
     /// Reads what `peer` says until the connection ends.
     fn listen(&self, peer: Rank) -> Result<()> {
-        loop {
-            let mut bytes = [0; FRAME];
-            if !self.links.wait(peer, Traffic::Frame)? {
-                return Ok(());
+        let mut first = true;
+        while let Some(bytes) = arrived(&*self.links, peer, Traffic::Frame, LONGEST)? {
+            self.links.listen(peer, Traffic::Frame, LONGEST)?;
+            let head = bytes.first_chunk::<HEAD>().and_then(Frame::decode);
+            let nonsense = || Error::internal(format!("{} sent a frame that makes no sense", self.names.layout.describe(peer)));
+            let frame = head.ok_or_else(nonsense)?;
+            if std::mem::take(&mut first) {
+                self.forget_address(peer);
             }
-            self.links.take(peer, Traffic::Frame, &mut bytes)?;
-            self.links.listen(peer, Traffic::Frame, FRAME)?;
-            let described = || self.names.layout.describe(peer);
-            let frame = Frame::decode(&bytes);
-            let frame = frame.ok_or_else(|| Error::internal(format!("{} sent a frame that makes no sense", described())))?;
-            let mut short: Box<[u8]> = frame.inline(&bytes).into();
-            match frame.traffic() {
-                Some(Traffic::Short) => {
-                    short = vec![0; frame.payload()].into();
-                    self.links.listen(peer, Traffic::Short, short.len())?;
-                    if !self.links.wait(peer, Traffic::Short)? {
-                        return Ok(());
-                    }
-                    self.links.take(peer, Traffic::Short, &mut short)?;
+            let length = frame.payload();
+            let heard = match frame.traffic() {
+                Traffic::Frame => {
+                    let heard = self.hear(peer, frame, &bytes[HEAD..HEAD + length]);
+                    self.links.release(peer, Traffic::Frame, HEAD + length);
+                    heard
                 }
-                Some(Traffic::Piece) => {
-                    if !self.links.wait(peer, Traffic::Piece)? {
-                        return Ok(());
-                    }
+                Traffic::Piece => {
+                    let Some(piece) = arrived(&*self.links, peer, Traffic::Piece, PIECE)? else { return Ok(()) };
+                    let heard = self.hear(peer, frame, &piece[..length]);
+                    self.links.release(peer, Traffic::Piece, length);
+                    self.links.release(peer, Traffic::Frame, HEAD);
+                    heard
                 }
-                Some(Traffic::Frame) | None => {}
-            }
-            let (mut state, mut finished) = (self.lock(), Vec::new());
-            if state.closed.is_some() {
+            };
+            if !heard {
                 return Ok(());
-            }
-            let State { pairs, any, .. } = &mut *state;
-            let Some(pair) = pairs.get_mut(&peer) else { return Ok(()) };
-            let reacted = pair.react(frame, short, &*self.links, &self.names, any, &mut finished);
-            let leaving = state.leaving;
-            drop(state);
-            let failed = reacted.map_err(|error| self.lose(peer, error)).is_err();
-            self.settle(finished);
-            if failed {
-                return Ok(());
-            }
-            if leaving {
-                self.changed.notify_all();
             }
         }
+        Ok(())
+    }
+
+    /// Does what `frame` asks for, with which `payload` has come; whether more is to be read.
+    fn hear(&self, peer: Rank, frame: Frame, payload: &[u8]) -> bool {
+        let (mut state, mut finished) = (self.lock(), Vec::new());
+        if state.closed.is_some() {
+            return false;
+        }
+        let State { pairs, any, .. } = &mut *state;
+        let Some(pair) = pairs.get_mut(&peer) else { return false };
+        let reacted = pair.react(frame, payload, &*self.links, &self.names, any, &mut finished);
+        let leaving = state.leaving;
+        drop(state);
+        let failed = reacted.map_err(|error| self.lose(peer, error)).is_err();
+        self.settle(finished);
+        if leaving && !failed {
+            self.changed.notify_all();
+        }
+        !failed
     }
 
     /// The connection to `peer` has ended because of `error`, or is to. That fails the group if a message needs it, now or later.

@@ -19,7 +19,7 @@ const BACKLOG: u64 = 4 << 20;
 /// Bytes that a short message takes there beside its own.
 const FOOTPRINT: u64 = 64;
 /// Pieces of long messages that a receiver has room for at once.
-const WINDOW: usize = 4;
+const WINDOW: usize = 8;
 /// Frames, and bytes of short messages, after which a receiver says that it has read and matched them.
 const CREDIT: (u64, u64) = (64, BACKLOG / 4);
 
@@ -41,16 +41,32 @@ struct Sending {
 
 /// A message that nobody here has asked for.
 struct Unexpected {
-    tag: i32,
-    dtype: u8,
-    bytes: u64,
-    content: Content,
+    message: Arrival<Box<[u8]>>,
     arrived: Instant,
 }
 
-enum Content {
-    Short(Box<[u8]>),
+/// A message of the peer, whose bytes are in `B` if it is short.
+struct Arrival<B> {
+    tag: i32,
+    dtype: u8,
+    bytes: u64,
+    content: Content<B>,
+}
+
+enum Content<B> {
+    Short(B),
     Offer(u64),
+}
+
+impl Arrival<&[u8]> {
+    /// The message with a copy of its bytes.
+    fn kept(self) -> Arrival<Box<[u8]>> {
+        let content = match self.content {
+            Content::Short(short) => Content::Short(short.into()),
+            Content::Offer(id) => Content::Offer(id),
+        };
+        Arrival { tag: self.tag, dtype: self.dtype, bytes: self.bytes, content }
+    }
 }
 
 /// A message that comes in pieces.
@@ -155,11 +171,10 @@ impl Pair {
 
     /// Says `frame`, with what this rank has read and matched.
     pub(super) fn say(&mut self, links: &dyn Links, frame: Frame, payload: &[u8]) -> Result<()> {
-        let (frame, traffic) = Frame { read: self.read, matched: self.matched, ..frame }.encode(payload);
+        let head = Frame { read: self.read, matched: self.matched, ..frame }.encode();
         (self.told_read, self.told_matched) = (self.read, self.matched);
         self.sent += 1;
-        let apart = traffic.map_or(&[][..], |_| payload);
-        links.send(self.peer, &frame, traffic.unwrap_or(Traffic::Frame), apart)
+        links.send(self.peer, &head, frame.traffic(), payload)
     }
 
     /// Tells the peer that this rank leaves.
@@ -223,9 +238,9 @@ impl Pair {
 
     /// Adds a receive.
     pub(super) fn recv(&mut self, open: Open, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
-        let place = self.unexpected.iter().position(|message| message.tag == open.message.tag);
+        let place = self.unexpected.iter().position(|unexpected| unexpected.message.tag == open.message.tag);
         match place.and_then(|place| self.unexpected.remove(place)) {
-            Some(message) => self.deliver(open, message, links, names, finished)?,
+            Some(unexpected) => self.deliver(open, &unexpected.message, links, names, finished)?,
             None => self.posted.push_back(open),
         }
         match &self.phase {
@@ -237,7 +252,7 @@ impl Pair {
 
     /// When the oldest message with `tag` came that nobody has asked for.
     pub(super) fn arrival(&self, tag: i32) -> Option<Instant> {
-        self.unexpected.iter().find(|message| message.tag == tag).map(|message| message.arrived)
+        self.unexpected.iter().find(|unexpected| unexpected.message.tag == tag).map(|unexpected| unexpected.arrived)
     }
 
     /// The oldest receive for a message with `tag`: from this peer, or from any rank.
@@ -248,7 +263,14 @@ impl Pair {
     }
 
     /// Gives a message to its receive.
-    fn deliver(&mut self, open: Open, message: Unexpected, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+    fn deliver<B: AsRef<[u8]>>(
+        &mut self,
+        open: Open,
+        message: &Arrival<B>,
+        links: &dyn Links,
+        names: &Names,
+        finished: &mut Vec<Finished>,
+    ) -> Result<()> {
         let Message { span, dtype, tag, .. } = open.message;
         if message.bytes != span.bytes as u64 {
             let sent = DType::from_torch(i32::from(message.dtype)).map_or("unknown", DType::name);
@@ -262,14 +284,14 @@ impl Pair {
             finished.push(open.ends(Err(error.clone()), None));
             return Err(error);
         }
-        match message.content {
+        match &message.content {
             Content::Short(short) => {
-                bytes_mut(span, 0..span.bytes).copy_from_slice(&short);
+                bytes_mut(span, 0..span.bytes).copy_from_slice(short.as_ref());
                 self.matched += message.bytes + FOOTPRINT;
                 finished.push(open.ends(Ok(()), Some(self.peer)));
                 self.give_credit(links)
             }
-            Content::Offer(id) => {
+            &Content::Offer(id) => {
                 self.streams.push_back(Stream { open, id, asked: 0, got: 0 });
                 self.ask(links)
             }
@@ -285,7 +307,7 @@ impl Pair {
             let length = piece(bytes, value);
             *asked += length;
             self.awaited += 1;
-            links.listen(self.peer, Traffic::Piece, length)?;
+            links.listen(self.peer, Traffic::Piece, PIECE)?;
             self.say(links, Frame { id, bytes, value, ..Frame::bare(Kind::Request) }, &[])?;
         }
         Ok(())
@@ -296,11 +318,11 @@ impl Pair {
         if due && matches!(self.phase, Phase::Open) { self.say(links, Frame::bare(Kind::Credit), &[]) } else { Ok(()) }
     }
 
-    /// Does what `frame` of the peer asks for. `short` is the message of an eager one; a piece lies ready on the link.
+    /// Does what `frame` of the peer asks for; `payload` has come with it.
     pub(super) fn react(
         &mut self,
         frame: Frame,
-        short: Box<[u8]>,
+        payload: &[u8],
         links: &dyn Links,
         names: &Names,
         any: &mut AnySource,
@@ -319,20 +341,20 @@ impl Pair {
         match frame.kind {
             Kind::Eager | Kind::Offer => {
                 self.refused = None;
-                let content = if frame.kind == Kind::Eager { Content::Short(short) } else { Content::Offer(frame.id) };
-                let message = Unexpected { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content, arrived: Instant::now() };
+                let content = if frame.kind == Kind::Eager { Content::Short(payload) } else { Content::Offer(frame.id) };
+                let message = Arrival { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content };
                 match self.take_receive(frame.tag, any) {
-                    Some(open) => self.deliver(open, message, links, names, finished)?,
-                    None => self.unexpected.push_back(message),
+                    Some(open) => self.deliver(open, &message, links, names, finished)?,
+                    None => self.unexpected.push_back(Unexpected { message: message.kept(), arrived: Instant::now() }),
                 }
             }
             Kind::Request => {
                 self.refused = None;
                 self.serve(frame, links, names, finished)?;
             }
-            Kind::Piece => self.fill(frame, links, names, finished)?,
+            Kind::Piece => self.fill(frame, payload, links, names, finished)?,
             Kind::Credit => {}
-            Kind::Refused => self.refused = Some(Refusal::of(frame, &short)),
+            Kind::Refused => self.refused = Some(Refusal::of(frame, payload)),
             Kind::Bye => return self.say(links, Frame::bare(Kind::Credit), &[]),
         }
         self.give_credit(links)
@@ -358,7 +380,7 @@ impl Pair {
     }
 
     /// Puts a piece in its place. The receive is complete with its last one.
-    fn fill(&mut self, frame: Frame, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
+    fn fill(&mut self, frame: Frame, piece: &[u8], links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
         let fits = |stream: &Stream| {
             stream.id == frame.id
                 && stream.got < stream.asked
@@ -367,10 +389,10 @@ impl Pair {
         let Some(place) = self.streams.iter().position(fits) else { return Err(self.nonsense(names, frame)) };
         let stream = &mut self.streams[place];
         let (span, begin) = (stream.open.message.span, stream.got);
-        stream.got += piece(frame.bytes, frame.value);
+        stream.got += piece.len();
         let end = stream.got;
         self.awaited -= 1;
-        links.take(self.peer, Traffic::Piece, bytes_mut(span, begin..end))?;
+        bytes_mut(span, begin..end).copy_from_slice(piece);
         if end == span.bytes {
             finished.extend(self.streams.remove(place).map(|stream| stream.open.ends(Ok(()), Some(self.peer))));
             // Its sender keeps the staging of pieces until it hears that they were read.

@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 #[derive(Default)]
 struct Wire {
     sent: VecDeque<Vec<u8>>,
-    listening: VecDeque<usize>,
+    /// Staging that is listened for, and that has come.
+    listening: VecDeque<Vec<u8>>,
+    arrived: Vec<u8>,
 }
 
 /// All connections of a test.
@@ -72,9 +74,9 @@ impl Links for ThreadLinks {
             return Err(Error::peer("connection closed"));
         }
         if !wires.cut.contains(&self.me) {
-            wires.wires.entry((self.me, peer, Traffic::Frame as usize)).or_default().sent.push_back(frame.to_vec());
-            if !payload.is_empty() {
-                wires.wires.entry((self.me, peer, traffic as usize)).or_default().sent.push_back(payload.to_vec());
+            let parts = if traffic == Traffic::Frame { vec![[frame, payload].concat()] } else { vec![frame.to_vec(), payload.to_vec()] };
+            for (class, part) in [Traffic::Frame, traffic].into_iter().zip(parts) {
+                wires.wires.entry((self.me, peer, class as usize)).or_default().sent.push_back(part);
             }
         }
         self.net.changed.notify_all();
@@ -84,21 +86,23 @@ impl Links for ThreadLinks {
     fn confirm(&self, _peer: Rank, _sends: u64) {}
 
     fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
-        self.lock().wires.entry((peer, self.me, traffic as usize)).or_default().listening.push_back(bytes);
+        self.lock().wires.entry((peer, self.me, traffic as usize)).or_default().listening.push_back(vec![0xee; bytes]);
         Ok(())
     }
 
-    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<bool> {
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
         let mut wires = self.lock();
         loop {
             if wires.closed.contains(&(self.me, peer)) {
-                return Ok(false);
+                return Ok(None);
             }
             let wire = wires.wires.entry((peer, self.me, traffic as usize)).or_default();
-            let listening = *wire.listening.front().expect("something is listened for");
-            if let Some(sent) = wire.sent.front() {
-                assert_eq!(sent.len(), listening, "Gloo would end the process");
-                return Ok(true);
+            assert!(!wire.listening.is_empty(), "something is listened for");
+            if let Some(sent) = wire.sent.pop_front() {
+                wire.arrived = wire.listening.pop_front().expect("it is there");
+                assert!(sent.len() <= wire.arrived.len(), "Gloo would end the process");
+                wire.arrived[..sent.len()].copy_from_slice(&sent);
+                return Ok(Some(wire.arrived.as_ptr().addr()));
             }
             if wires.closed.contains(&(peer, self.me)) {
                 return Err(Error::peer("connection closed"));
@@ -107,12 +111,10 @@ impl Links for ThreadLinks {
         }
     }
 
-    fn take(&self, peer: Rank, traffic: Traffic, into: &mut [u8]) -> Result<()> {
+    fn release(&self, peer: Rank, traffic: Traffic, bytes: usize) {
         let mut wires = self.lock();
-        let wire = wires.wires.entry((peer, self.me, traffic as usize)).or_default();
-        wire.listening.pop_front().expect("it is listened for");
-        into.copy_from_slice(&wire.sent.pop_front().expect("it has come"));
-        Ok(())
+        let arrived = std::mem::take(&mut wires.wires.entry((peer, self.me, traffic as usize)).or_default().arrived);
+        assert!(bytes <= arrived.len() && !arrived.is_empty(), "it has come");
     }
 
     fn close(&self, peer: Rank) {

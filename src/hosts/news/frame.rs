@@ -1,5 +1,6 @@
 //! Frames of news: a length, a body, and a seal by which its reader knows that it comes from the other end of this very connection.
 
+use super::progress::Report;
 use crate::error::{Error, Kind, Result};
 use crate::hosts::header::Header;
 use crate::rank::Rank;
@@ -36,6 +37,8 @@ pub(super) enum Message {
     Refused(Rank, u64, String),
     /// A rank makes a call of this number, whatever it has refused before.
     Resumed(Rank, u64),
+    /// A rank waits for long in a call.
+    Waiting(Rank, Report),
     /// A rank has launched these calls on CUDA tensors, at most [`HEADERS`].
     Launched(Rank, Vec<Header>),
 }
@@ -58,6 +61,9 @@ impl Message {
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
             Self::Refused(rank, calls, text) => [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), cut(text)].concat(),
             Self::Resumed(rank, call) => [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat(),
+            Self::Waiting(rank, Report { number, call, on_rail }) => {
+                [&[8][..], &rank.0.to_le_bytes(), &number.to_le_bytes(), &call.to_le_bytes(), &[u8::from(*on_rail)]].concat()
+            }
             Self::Launched(rank, headers) => {
                 let headers = headers.iter().flat_map(|header| header.to_bytes(None));
                 [7].into_iter().chain(rank.0.to_le_bytes()).chain(headers).collect()
@@ -96,6 +102,13 @@ impl Message {
                 let (headers, []) = rest.as_chunks::<{ Header::BYTES }>() else { return None };
                 let headers = headers.iter().map(|header| Header::from_bytes(header)).collect();
                 Some(Self::Launched(Rank(u32::from_le_bytes(*rank)), headers))
+            }
+            8 => {
+                let (rank, rest) = rest.split_first_chunk()?;
+                let (number, rest) = rest.split_first_chunk()?;
+                let (call, [on_rail @ (0 | 1)]) = rest.split_first_chunk()? else { return None };
+                let (number, call) = (u64::from_le_bytes(*number), u64::from_le_bytes(*call));
+                Some(Self::Waiting(Rank(u32::from_le_bytes(*rank)), Report { number, call, on_rail: *on_rail == 1 }))
             }
             _ => None,
         }
@@ -190,6 +203,7 @@ mod tests {
             Message::Left(Rank(2), "left the group".into()),
             Message::Refused(Rank(1), 1 << 40, "no tensor".into()),
             Message::Resumed(Rank(1), 7),
+            Message::Waiting(Rank(2), Report { number: 3, call: 1 << 33, on_rail: true }),
             Message::Launched(Rank(1), (1..=HEADERS as u64).map(|number| Header::of(&Call::barrier(None), number)).collect()),
         ];
         let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
@@ -235,6 +249,7 @@ mod tests {
             &[5, 0, 0, 0, 0, 1],
             &[6, 0, 0, 0, 0],
             &[7],
+            &[8],
         ] {
             assert_eq!(Message::decode(body), None, "{body:?}");
         }

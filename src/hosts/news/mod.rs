@@ -7,6 +7,7 @@
 //! - [`frame`](mod@frame), [`connection`](mod@connection): what is said, and how nobody else can say it
 //! - [`speaker`](mod@speaker): what one rank knows and tells; [`thread`](mod@thread): when it has its turn
 //! - [`refusals`](mod@refusals): calls that a rank has refused and others wait in; [`launches`](mod@launches): calls on CUDA tensors
+//! - [`progress`](mod@progress): which hosts have not come to a call
 //! - [`meeting`](mod@meeting): how the speakers of a group find each other; [`address`](mod@address): where the hubs listen
 
 mod address;
@@ -14,6 +15,7 @@ mod connection;
 mod frame;
 mod launches;
 mod meeting;
+mod progress;
 mod refusals;
 mod speaker;
 #[cfg(test)]
@@ -40,6 +42,14 @@ pub(super) trait Host: Send + Sync {
         None
     }
 
+    /// Number of calls that this rank had made when it refused another; `None` if it never has.
+    fn refused(&self) -> Option<u64> {
+        None
+    }
+
+    /// Notes which `hosts`, as messages name them, have not come to the call of this number, in which this rank waits for others.
+    fn note_late(&self, _call: u64, _hosts: String) {}
+
     /// Calls on CUDA tensors that this rank has launched since this was last asked, where it says so.
     fn launched(&self) -> Vec<Header> {
         Vec::new()
@@ -58,6 +68,10 @@ pub(super) struct Waiting {
     pub(super) name: &'static str,
     /// When it began.
     pub(super) since: Instant,
+    /// When its present phase began.
+    pub(super) phase_since: Instant,
+    /// Whether it waits on its rail in that; else inside its host.
+    pub(super) on_rail: bool,
 }
 
 /// Times of a speaker.
@@ -96,6 +110,11 @@ impl News {
     /// Tells all other hosts that this rank makes the call of this number.
     pub(super) fn resume(&self, call: u64) {
         self.with(|speaker| speaker.tell_resumed(speaker.me, call));
+    }
+
+    /// Hosts that have not come to where this rank waits on its rail in this call, as messages name them, if that is known.
+    pub(super) fn late(&self, call: u64) -> Option<String> {
+        self.with(|speaker| speaker.late(call)).flatten()
     }
 
     /// Departure of a rank of another host that was told, as an error: that of `local` index rather than others'.

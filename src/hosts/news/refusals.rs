@@ -22,6 +22,8 @@ pub(super) struct Refusals {
     resumed: BTreeMap<Rank, u64>,
     /// The call that the own rank is in.
     pub(super) waiting: Option<Waiting>,
+    /// Number of calls that the own rank had made when it last refused one: who has refused there, too, may come later.
+    pub(super) own: Option<u64>,
 }
 
 impl Refusals {
@@ -53,7 +55,7 @@ impl Refusals {
         let long = |waiting: &Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
         let Waiting { number, name, .. } = self.waiting.filter(long)?;
         let mut away = self.standing.iter().filter(|(rank, _)| layout.host(**rank) != layout.host(me));
-        let (rank, (_, why)) = away.find(|(_, (calls, _))| *calls < number)?;
+        let (rank, (_, why)) = away.find(|(_, (calls, _))| *calls < number && self.own != Some(*calls))?;
         let (rank, me) = (layout.describe(*rank), layout.describe(me));
         Some(format!(
             "{rank} refused a call and made no other; {me} waits for it in {name}, collective #{number} of group \"{group}\": {why}"
@@ -72,8 +74,10 @@ mod tests {
         let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
         let layout = Layout::of(&["a", "b", "b"].map(place));
         let (mut refusals, now, me) = (Refusals::default(), Instant::now(), Rank(2));
-        let began =
-            |number, ago| Some(Waiting { number, name: "barrier", since: now.checked_sub(Duration::from_millis(ago)).expect("uptime") });
+        let began = |number, ago| {
+            let since = now.checked_sub(Duration::from_millis(ago)).expect("uptime");
+            Some(Waiting { number, name: "barrier", since, phase_since: since, on_rail: false })
+        };
         assert!(refusals.refused(Rank(0), 4, "no tensor") && !refusals.refused(Rank(0), 4, "no tensor"), "once");
         assert!(refusals.refused(Rank(1), 3, "of the own host"));
         for (number, ago) in [(4, 500), (5, 30)] {
@@ -88,6 +92,10 @@ mod tests {
                  collective #5 of group \"g\": no tensor"
             )
         );
+        refusals.own = Some(4);
+        assert_eq!(refusals.end(&layout, me, "g", now), None, "both have refused: that rank is late");
+        refusals.own = Some(3);
+        assert!(refusals.end(&layout, me, "g", now).is_some());
         assert!(refusals.resumed(Rank(0), 5) && !refusals.resumed(Rank(0), 5), "once");
         assert!(!refusals.refused(Rank(0), 4, "no tensor"), "old news by another way");
         assert_eq!(refusals.end(&layout, me, "g", now), None);

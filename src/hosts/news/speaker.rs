@@ -3,8 +3,9 @@
 use super::connection::Connection;
 use super::frame::{HEADERS, Message, Token};
 use super::launches::{Launches, TOLD};
+use super::progress::{Progress, Report};
 use super::refusals::Refusals;
-use super::{Host, Times};
+use super::{Host, Times, Waiting};
 use crate::boot::hosts::Layout;
 use crate::error::Error;
 use crate::hosts::header::Header;
@@ -59,6 +60,7 @@ pub(super) struct Speaker {
     lost: Vec<Lost>,
     pub(super) refusals: Refusals,
     launches: Launches,
+    progress: Progress,
     next_beat: Instant,
 }
 
@@ -77,6 +79,7 @@ impl Speaker {
             lost: Vec::new(),
             refusals: Refusals::default(),
             launches: Launches::default(),
+            progress: Progress::default(),
             next_beat: Instant::now() + times.beat,
         }
     }
@@ -152,6 +155,29 @@ impl Speaker {
         }
     }
 
+    /// Tells everybody, once, what `rank` has said of the call that it waits in.
+    fn tell_progress(&mut self, rank: Rank, report: Report) {
+        if rank.index() < self.layout.size() && self.progress.told(rank, report) {
+            self.broadcast(&Message::Waiting(rank, report));
+        }
+    }
+
+    /// Tells everybody that the own rank waits for long in `waiting`, if it does. Returns the call and the hosts that have not come to it.
+    pub(super) fn tell_waiting(&mut self, waiting: Option<Waiting>) -> Option<(u64, String)> {
+        if let Some(report) = self.progress.due(&self.layout, self.me, waiting, Instant::now()) {
+            self.broadcast(&Message::Waiting(self.me, report));
+        }
+        let Waiting { number, .. } = waiting.filter(|waiting| waiting.on_rail)?;
+        Some((number, self.late(number)?))
+    }
+
+    /// Hosts that have not come to where the own rank waits on its rail in this call, as messages name them, if some of several have.
+    pub(super) fn late(&self, call: u64) -> Option<String> {
+        let late = self.progress.late(&self.layout, self.me, call);
+        let names: Vec<String> = late.iter().map(|&host| self.layout.name_host(host)).collect();
+        (!late.is_empty() && late.len() + 1 < self.layout.hosts()).then(|| names.join(", "))
+    }
+
     /// Tells the first of all ranks, which compares them, what this one has launched. What the others of a host launch is compared there.
     pub(super) fn tell_launched(&mut self, headers: &[Header]) {
         let first = self.layout.members(0)[0];
@@ -206,6 +232,7 @@ impl Speaker {
                 Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
                 Message::Refused(rank, calls, why) => self.tell_refused(rank, calls, &why),
                 Message::Resumed(rank, call) => self.tell_resumed(rank, call),
+                Message::Waiting(rank, report) => self.tell_progress(rank, report),
                 Message::Launched(rank, headers) if rank.index() < self.layout.size() => self.launches.told(rank, headers),
                 Message::Launched(..) | Message::Left(..) | Message::Hello(_) | Message::Alive => {}
             }

@@ -102,22 +102,29 @@ fn run(wake: &Wake) {
             let hosts = state.speakers.iter().map(|(&id, speaker)| (id, Arc::clone(&speaker.host)));
             hosts.collect::<Vec<_>>()
         };
-        let looks: Vec<_> =
-            hosts.iter().map(|(id, host)| (*id, host.failure(), host.departures(), host.waiting(), host.launched())).collect();
-        drop(hosts);
-        let mut polled = Vec::new();
+        let looks: Vec<_> = hosts
+            .iter()
+            .map(|(id, host)| (*id, host.failure(), host.departures(), host.waiting(), host.refused(), host.launched()))
+            .collect();
+        let (mut polled, mut late) = (Vec::new(), Vec::new());
         {
             let mut state = state();
-            for (id, failure, departures, waiting, launched) in &looks {
+            for (id, failure, departures, waiting, refused, launched) in &looks {
                 if let Some(speaker) = state.speakers.get_mut(id) {
                     speaker.tell_departures(departures);
                     speaker.refusals.waiting = *waiting;
+                    speaker.refusals.own = *refused;
+                    late.extend(speaker.tell_waiting(*waiting).map(|late| (*id, late)));
                     speaker.tell_launched(launched);
                     failure.iter().for_each(|failure| speaker.tell(failure));
                 }
             }
             state.speakers.values().for_each(|speaker| speaker.descriptors(&mut polled));
         }
+        for (id, (call, names)) in late {
+            hosts.iter().filter(|(other, _)| *other == id).for_each(|(_, host)| host.note_late(call, names.clone()));
+        }
+        drop(hosts);
         let ready = wait(wake, &polled);
         drop(polled);
         let failed: Vec<_> = state()

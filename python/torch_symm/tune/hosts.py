@@ -1,0 +1,281 @@
+"""``tune --hosts``: how fast the network between hosts is, and from which lengths calls better go another way.
+
+Started by torchrun on all hosts. The wire is measured with groups of Gloo's, as rails are: one for each local index.
+The thresholds are found by calls of groups that differ in one of them, which take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_symm._native import load
+from torch_symm._torch import new_group
+
+from . import profile
+from .points import ITEM, Point
+from .report import say
+from .thresholds import WORTH, choose
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+#: Bytes that every call exchanges first.
+SLOT = 1024
+#: Bytes to each other host, of which the rate is told.
+LONG = 4 << 20
+#: Limits beyond and below every call.
+ALL, NONE = 1 << 30, 0
+#: Sizes of calls around the thresholds of one rail and of gathered slices, and of those that go in turns.
+AROUND, TURNS = tuple(16 << 10 << shift for shift in range(7)), (8 << 20,)
+PIECES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
+#: Those of groups for which nothing was measured: ``src/coll/cost/wire.rs``.
+USUAL = {"one_rail": 64 << 10, "piece": 512 << 10, "gathered": 256 << 10}
+#: Rounds in which everything has its turn, and calls of each, at most.
+ROUNDS, MOST = 5, 20
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of each host of the job, in their order; ``local``: this rank's place among those of its own."""
+
+    hosts: list[list[int]]
+    local: int
+
+    @property
+    def rails(self) -> int:
+        """Local indices that all hosts have."""
+        return min(map(len, self.hosts))
+
+
+def layout() -> Layout:
+    """Where the ranks of the default group are."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, load()._host())
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(told):
+        hosts.setdefault(host, []).append(rank)
+    own = hosts[told[dist.get_rank()]]
+    return Layout(list(hosts.values()), own.index(dist.get_rank()))
+
+
+class Clock:
+    """Times calls of all ranks; the slowest rank counts. ``seconds``: for everything that is timed, about."""
+
+    def __init__(self, seconds: float, parts: int) -> None:
+        self._budget_us = seconds / parts * 1e6
+
+    def compare(self, calls: Sequence[Callable[[], None]]) -> list[float]:
+        """µs of each of ``calls``, which take turns: medians over rounds."""
+        found: list[list[float]] = [[] for _ in calls]
+        estimates = self._agreed([self._once(call, 1) for call in calls])
+        repeats = [max(1, min(MOST, int(self._budget_us / len(calls) / ROUNDS / max(us, 1.0)))) for us in estimates]
+        for _ in range(ROUNDS):
+            for number, call in enumerate(calls):
+                found[number].append(self._once(call, repeats[number]))
+        slowest = self._agreed([us for times in found for us in times])
+        return [statistics.median(slowest[at : at + ROUNDS]) for at in range(0, len(slowest), ROUNDS)]
+
+    def _once(self, call: Callable[[], None], repeats: int) -> float:
+        call()
+        dist.barrier()
+        start = time.perf_counter_ns()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter_ns() - start) / 1e3 / repeats
+
+    def _agreed(self, values: list[float]) -> list[float]:
+        slowest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        agreed: list[float] = slowest.tolist()
+        return agreed
+
+
+def measure(seconds: float, around: Sequence[int] = AROUND, turns: Sequence[int] = TURNS) -> dict[str, Any]:
+    """What a profile says under ``between_hosts``, the same on all ranks of the default group, on several hosts.
+
+    Args:
+        seconds: For all that is timed, about.
+        around: Bytes of calls around the thresholds.
+        turns: Bytes of calls that go in turns.
+    """
+    placed = layout()
+    searches = 1 + (placed.rails > 1) + (len(placed.hosts) > 2)
+    clock = Clock(seconds, placed.rails * 2 + searches * len(around) * 2)
+    rails = _rails(placed, clock)
+    thresholds = {**USUAL, "piece": _piece(clock, turns)}
+    if placed.rails > 1:
+        thresholds["one_rail"] = _limit(clock, "one_rail", around, placed.rails)
+    if len(placed.hosts) > 2:
+        thresholds["gathered"] = _limit(clock, "gathered", around, placed.rails)
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "hosts": len(placed.hosts),
+        "engine": "gloo",
+        "gb_per_s": rails[-1]["gb_per_s"],
+        "us": rails[0]["us"],
+        "rails": rails,
+        "thresholds": thresholds,
+    }
+
+
+def _rails(placed: Layout, clock: Clock) -> list[dict[str, Any]]:
+    """Speed of one rail, two, and so on until all are at work."""
+    hosts, groups = len(placed.hosts), []
+    for local in range(placed.rails):
+        members = [ranks[local] for ranks in placed.hosts]
+        groups.append(dist.new_group(members, backend="gloo", timeout=GROUP_TIMEOUT))
+    count = LONG * hosts
+    given, got = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
+    shown, seen = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT * hosts, dtype=torch.uint8)
+    found = []
+    for rails in range(1, placed.rails + 1):
+        works = placed.local < rails
+        group = groups[placed.local] if works else None
+
+        def trip(group: Any = group) -> None:
+            if group is not None:
+                dist.all_gather_into_tensor(seen, shown, group=group)
+
+        def bring(group: Any = group) -> None:
+            if group is not None:
+                dist.all_to_all_single(got, given, group=group)
+
+        us, long_us = clock.compare([trip, bring])
+        rate = rails * (hosts - 1) * LONG / max(long_us - us, 1.0) / 1e3
+        found.append({"rails": rails, "gb_per_s": round(rate, 4), "us": round(us, 1)})
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found
+
+
+def _tried(**changed: int) -> Any:
+    """A group of all ranks whose thresholds differ from the usual ones."""
+    values = {**USUAL, **changed}
+    _native = load()
+    _native._try_thresholds(values["one_rail"], values["piece"], values["gathered"])
+    try:
+        return new_group(list(range(dist.get_world_size())), timeout=GROUP_TIMEOUT)
+    finally:
+        _native._try_thresholds(0, 0, 0)
+
+
+def _calls(group: Any, size: int) -> list[Callable[[], None]]:
+    """The collectives that a threshold is judged by, on tensors of ``size`` bytes."""
+    world = dist.get_world_size()
+    count = max(1, size // ITEM // world) * world
+    whole, part = torch.zeros(count), torch.zeros(count // world)
+    return [
+        lambda: (dist.all_reduce(whole, group=group), None)[1],
+        lambda: (dist.reduce_scatter_tensor(part, whole, group=group), None)[1],
+    ]
+
+
+OPS = ("all_reduce", "reduce_scatter")
+
+
+def _limit(clock: Clock, name: str, sizes: Sequence[int], rails: int) -> int:
+    """Bytes up to which the way of short calls was faster; ``gathered`` counts those of a rail's slice."""
+    below, above = _tried(**{name: ALL}), _tried(**{name: NONE})
+    parts = rails if name == "gathered" else 1
+    ops = OPS[:1] if name == "gathered" else OPS
+    times: tuple[dict[Point, float], dict[Point, float]] = ({}, {})
+    for size in sizes:
+        for place, op in enumerate(ops):
+            both = clock.compare([_calls(group, size)[place] for group in (below, above)])
+            for found, us in zip(times, both, strict=True):
+                found[Point(dist.get_world_size(), op, size)] = us
+    for group in (below, above):
+        dist.destroy_process_group(group)
+
+    def length(point: Point) -> int:
+        return point.bytes // parts
+
+    usual = USUAL[name]
+    best = choose(list(times[0]), length, *times, lambda point: length(point) <= usual)
+    return usual if best is None else best
+
+
+def _piece(clock: Clock, sizes: Sequence[int]) -> int:
+    """The longest piece of a turn by which long calls took least, if that is worth a change."""
+    groups = [_tried(piece=piece) for piece in PIECES]
+    costs = dict.fromkeys(PIECES, 0.0)
+    for size in sizes:
+        for place in range(len(OPS)):
+            found = clock.compare([_calls(group, size)[place] for group in groups])
+            for piece, us in zip(PIECES, found, strict=True):
+                costs[piece] += math.log(us)
+    for group in groups:
+        dist.destroy_process_group(group)
+    best = min(PIECES, key=lambda piece: costs[piece])
+    worth = costs[USUAL["piece"]] - costs[best] >= WORTH * len(sizes) * len(OPS)
+    return best if worth else USUAL["piece"]
+
+
+def write(found: Mapping[str, Any], output: Path | None) -> Path | None:
+    """Writes ``found`` into this host's profile, beside what is there; its path, or ``None`` where there is no cache.
+
+    Only the first rank of each host writes; to ``output``, if it is given, the first of all.
+    """
+    placed = layout()
+    if dist.get_rank() != 0 if output else placed.local != 0:
+        return output
+    own = next(ranks for ranks in placed.hosts if dist.get_rank() in ranks)
+    here = profile.key("cpu", len(own))
+    path = output or profile.own_path(here)
+    if path is not None:
+        kept = _known(path) or profile.bare(here, {})
+        profile.write(path, {**kept, "between_hosts": dict(found)})
+    return path
+
+
+def _known(path: Path) -> dict[str, Any] | None:
+    """The profile that is there, if it can be read."""
+    try:
+        known: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) and known.get("groups") is not None else None
+
+
+def run(seconds: float, output: Path | None) -> int:
+    """Measures in the job that torchrun has started; 0 if it went through."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("SYMM_HOSTS", "gloo")
+    dist.init_process_group("cpu:symm", timeout=GROUP_TIMEOUT)
+    try:
+        placed = layout()
+        first = dist.get_rank() == 0
+        if len(placed.hosts) < 2:
+            if first:
+                say(f"all ranks are on one host, {socket.gethostname()}: there is no wire to measure")
+            return 1
+        if first:
+            ranks = " + ".join(str(len(host)) for host in placed.hosts)
+            say(f"{len(placed.hosts)} hosts of {ranks} ranks; load {os.getloadavg()[0]:.2f}")
+        found = measure(seconds)
+        path = write(found, output)
+        if first:
+            for rails in found["rails"]:
+                say(f"{rails['rails']} rails: {rails['gb_per_s']} GB/s of a host, {rails['us']} µs a trip")
+            say(", ".join(f"{name} = {value}" for name, value in found["thresholds"].items()))
+            say(
+                f"written to {path}"
+                if path
+                else "there is no cache to write to (SYMM_CACHE_DIR): say where with --output"
+            )
+        dist.barrier()
+        return 0 if path else 1
+    finally:
+        dist.destroy_process_group()

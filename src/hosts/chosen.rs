@@ -1,0 +1,133 @@
+//! What the ranks of a group on several hosts go by alike: the type of partial results, which they compare, and thresholds, which the first
+//! rank tells. It travels in the exchange that ends joining.
+
+use super::HostsGroup;
+use super::partials::Partials;
+use crate::boot::hosts::known;
+use crate::coll::call::{Call, Op, Span};
+use crate::coll::cost::hardware::Device;
+use crate::coll::cost::profile;
+use crate::coll::cost::wire::Thresholds;
+use crate::error::{Error, Result};
+use crate::group::JoinOptions;
+use crate::rank::Rank;
+use crate::sys::fork::PerProcess;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// What all ranks of a group go by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chosen {
+    pub(super) partials: Partials,
+    pub(super) thresholds: Thresholds,
+}
+
+/// Bytes of what a rank tells.
+const RECORD: usize = 1 + 3 * 8;
+
+/// Thresholds that are tried out, in place of the profile's.
+static TRIAL: PerProcess<Mutex<Option<Thresholds>>> = PerProcess::new(Mutex::default);
+
+/// Has groups that this process joins as their first rank from now on go by `thresholds`; `None`: by the profile's again.
+///
+/// # Errors
+/// `Value` where they are impossible.
+pub fn try_out(thresholds: Option<Thresholds>) -> Result<()> {
+    let checked = thresholds.map(Thresholds::checked).transpose()?;
+    *TRIAL.get().lock().unwrap_or_else(PoisonError::into_inner) = checked;
+    Ok(())
+}
+
+/// Thresholds of the group that `options` name, as its first rank knows them; `here`: the group's ranks on this host.
+pub(super) fn thresholds(options: &JoinOptions, here: usize) -> Thresholds {
+    if let Some(tried) = *TRIAL.get().lock().unwrap_or_else(PoisonError::into_inner) {
+        return tried;
+    }
+    let own = options.global_ranks.get(options.rank as usize).copied().unwrap_or(options.rank);
+    // Profiles are those of jobs, whatever part of one a group has.
+    let job = known().and_then(|known| {
+        let host = &known.placements.get(own as usize)?.host;
+        Some(known.placements.iter().filter(|placement| placement.host == *host).count())
+    });
+    profile::between_hosts(Device::Cpu, job.unwrap_or(here)).map_or(Thresholds::USUAL, |wire| wire.thresholds)
+}
+
+impl Chosen {
+    /// What a group goes by before its ranks have told each other.
+    pub(super) const USUAL: Self = Self { partials: Partials::Tensor, thresholds: Thresholds::USUAL };
+
+    fn to_bytes(self) -> [u8; RECORD] {
+        let Self { partials, thresholds: Thresholds { one_rail, piece, gathered } } = self;
+        let mut bytes = [partials as u8; RECORD];
+        let words = [one_rail, piece, gathered].map(|word| (word as u64).to_le_bytes());
+        bytes[1..].copy_from_slice(words.as_flattened());
+        bytes
+    }
+
+    /// Thresholds in what a rank has told.
+    fn thresholds_of(bytes: &[u8]) -> Option<Thresholds> {
+        let (words, []) = bytes.get(1..)?.as_chunks::<8>() else { return None };
+        let [one_rail, piece, gathered] =
+            <[usize; 3]>::try_from(words.iter().map(|&word| u64::from_le_bytes(word) as usize).collect::<Vec<_>>()).ok()?;
+        Thresholds { one_rail, piece, gathered }.checked().ok()
+    }
+}
+
+impl HostsGroup {
+    /// Returns once all ranks of all hosts have called it with the same partials. The thresholds of the first rank are those of all.
+    ///
+    /// # Errors
+    /// `Config` names a rank whose partials differ from the first's.
+    pub(super) fn agree_on(&self, chosen: Chosen, timeout: Option<Duration>) -> Result<()> {
+        let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * RECORD]);
+        let whole = all.as_mut_ptr().addr();
+        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: RECORD }];
+        let outputs = (0..self.layout.size()).map(|rank| Span { addr: whole + rank * RECORD, bytes: RECORD }).collect();
+        self.run(vec![Call { op: Op::AllGather, inputs, outputs, ..Call::barrier(None) }], timeout)?;
+        let first = &all[..RECORD];
+        if let Some(other) = all.chunks_exact(RECORD).position(|record| record[0] != first[0]) {
+            let name = |code: u8| if code == Partials::Fp32 as u8 { Partials::Fp32 } else { Partials::Tensor }.name();
+            let [one, another] = [0, other].map(|rank| self.layout.describe(Rank(rank as u32)));
+            let (group, a, b) = (self.inner.control().name(), name(first[0]), name(all[other * RECORD]));
+            return Err(self.shared.fail(
+                &self.inner,
+                Error::config(format!(
+                    "ranks of group \"{group}\" chose different types for sums between hosts: {one} has partials={a:?}, {another} has \
+                     partials={b:?}; give torch_symm.Options(partials=...) the same value on all ranks"
+                )),
+            ));
+        }
+        let thresholds = Chosen::thresholds_of(first).ok_or_else(|| Error::internal("the first rank told impossible thresholds"));
+        let thresholds = thresholds.map_err(|error| self.shared.fail(&self.inner, error))?;
+        self.shared.choose(Chosen { thresholds, ..chosen });
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thresholds_come_as_they_were_told() {
+        let thresholds = Thresholds { one_rail: 1, piece: 1 << 20, gathered: 0 };
+        let mut bytes = Chosen { partials: Partials::Fp32, thresholds }.to_bytes();
+        assert_eq!((bytes[0], Chosen::thresholds_of(&bytes)), (Partials::Fp32 as u8, Some(thresholds)));
+        bytes[9] = 1;
+        assert_eq!(Chosen::thresholds_of(&bytes), None, "no multiple of the grain");
+        assert_eq!(Chosen::thresholds_of(&bytes[1..]), None);
+    }
+
+    #[test]
+    fn thresholds_are_tried_out_until_that_ends() {
+        let (group, global_ranks) = ("g".to_owned(), Vec::new());
+        let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None, part: None };
+        let tried = Thresholds { one_rail: 7, ..Thresholds::USUAL };
+        try_out(Some(tried)).expect("possible");
+        assert_eq!(thresholds(&options, 1), tried);
+        let error = try_out(Some(Thresholds { piece: 5, ..tried })).expect_err("impossible");
+        assert_eq!(error.message, "piece is 5 bytes; from 4096 to 1073741824 are possible");
+        try_out(None).expect("ends");
+        assert_ne!(thresholds(&options, 1), tried);
+    }
+}
