@@ -39,11 +39,14 @@ test-python: build
 test-python-slow: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts
 
-# Accelerate, transformers' Trainer, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an
-# environment of its own upon $(VENV), into which pip installs them.
+# Accelerate, transformers, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an environment
+# of its own upon $(VENV), into which pip installs them. CLIENTS=all: DeepSpeed, which compiles with the ninja of $(VENV),
+# and Ray Train, too; some ten minutes.
 CLIENTS_VENV ?= .venv-clients
-test-clients: build $(CLIENTS_VENV)/.ready
-	$(CLIENTS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/clients
+CLIENTS ?=
+export CLIENTS
+test-clients: build $(CLIENTS_VENV)/.ready $(if $(filter all,$(CLIENTS)),$(CLIENTS_VENV)/.all)
+	PATH="$(abspath $(BIN)):$$PATH" $(CLIENTS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/clients
 
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 $(CLIENTS_VENV)/.ready: $(VENV)/.ready
@@ -51,6 +54,11 @@ $(CLIENTS_VENV)/.ready: $(VENV)/.ready
 	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE)')')" > "$$($(CLIENTS_VENV)/bin/python -c '$(SITE)')/beside.pth"
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		accelerate==1.15.* transformers==5.24.* pytorch-ignite==0.5.* lightning==2.6.* torchmetrics==1.9.* torchft==0.2.*
+	@touch $@
+
+$(CLIENTS_VENV)/.all: $(CLIENTS_VENV)/.ready
+	DS_BUILD_OPS=0 $(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+		deepspeed==0.19.* "ray[train]==2.60.*"
 	@touch $@
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.

@@ -20,15 +20,21 @@ PROGRAMS = Path(__file__).parent / "programs"
 RANKS = 2
 
 
-def told(program: str, *arguments: str, replaces: str = "") -> list[dict[str, Any]]:
-    """What every rank of the program says, by rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+#: Libraries whose programs take minutes, most of it for compiling and starting: with CLIENTS=all alone.
+heavy = pytest.mark.skipif(os.environ.get("CLIENTS") != "all", reason="runs with CLIENTS=all")
+
+
+def told(program: str, *arguments: str, replaces: str = "", launched: bool = True) -> list[dict[str, Any]]:
+    """What every rank of the program says, by rank; ``launched`` by torchrun, else it starts its ranks itself."""
+    command = [sys.executable]
+    if launched:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "SYMM_REPLACES": replaces, "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         [*command, str(PROGRAMS / program), *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env=environment,
         check=False,
     )
@@ -74,3 +80,27 @@ def test_fabric_and_torchmetrics_take_the_name() -> None:
 def test_torchft_with_ten_lines() -> None:
     pytest.importorskip("torchft")
     same_bits(told("torchft_reconfigures.py", "gloo"), told("torchft_reconfigures.py", "symm"))
+
+
+def test_transformers_splits_layers_on_the_group_that_is_there() -> None:
+    pytest.importorskip("transformers")
+    gloo, symm = (told("tensor_parallel_trains.py", backend) for backend in ("gloo", "symm"))
+    same_bits(gloo, symm)
+    # Three losses, which fall, and how many parameters were split.
+    first, _, last, split = symm[0]["numbers"]
+    assert last < first and split > 0
+
+
+@heavy
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_with_zero(stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    gloo, symm = (told("deepspeed_trains.py", backend, str(stage)) for backend in ("gloo", "symm"))
+    same_bits(gloo, symm)
+
+
+@heavy
+def test_ray_train() -> None:
+    pytest.importorskip("ray")
+    gloo, symm = (told("ray_trains.py", backend, launched=False) for backend in ("gloo", "symm"))
+    same_bits(gloo, symm)
