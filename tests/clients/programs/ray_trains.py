@@ -1,10 +1,14 @@
 """Ray Train, told the backend's name; its workers train with DDP and leave in a folder what came out."""
 
 import contextlib
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+# Nothing but this machine, and a patient start: workers import torch beside everything else that runs.
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
 
 import ray
 import torch

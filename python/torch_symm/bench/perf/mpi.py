@@ -209,7 +209,7 @@ def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
     given, out = torch.zeros(count, dtype=dtype), torch.zeros(count, dtype=dtype)
 
     def of(tensor: torch.Tensor) -> list[Any]:
-        return [tensor.numpy(), tensor.numel(), kind]
+        return [tensor.numpy(), kind]
 
     whole, part = of(given), of(given[:share])
     result, piece = of(out), of(out[:share])
@@ -277,11 +277,7 @@ def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
                 lambda: reduced.check(out[:share], "mpi"),
             )
         },
-        "all_to_all": {
-            _OUT: _Calls(
-                refill, lambda: world.Alltoall([given.numpy(), kind], [out.numpy(), kind]), checked(crossed, out)
-            )
-        },
+        "all_to_all": {_OUT: _Calls(refill, lambda: world.Alltoall(whole, result), checked(crossed, out))},
         "send_recv": {_OUT: _Calls(refill, ping_pong, lambda: other.check(out, "mpi") if other else None)},
     }
     return calls[wanted.op]
