@@ -229,12 +229,10 @@ def write(found: Mapping[str, Any], output: Path | None) -> Path | None:
     Only the first rank of each host writes; to ``output``, if it is given, the first of all.
     """
     placed = layout()
-    if dist.get_rank() != 0 if output else placed.local != 0:
-        return output
     own = next(ranks for ranks in placed.hosts if dist.get_rank() in ranks)
     here = profile.key("cpu", len(own))
     path = output or profile.own_path(here)
-    if path is not None:
+    if path is not None and (dist.get_rank() == 0 if output else placed.local == 0):
         kept = _known(path) or profile.bare(here, {})
         profile.write(path, {**kept, "between_hosts": dict(found)})
     return path
@@ -268,7 +266,7 @@ def run(seconds: float, output: Path | None) -> int:
         path = write(found, output)
         if first:
             for rails in found["rails"]:
-                say(f"{rails['rails']} rails: {rails['gb_per_s']} GB/s of a host, {rails['us']} µs a trip")
+                say(f"by {rails['rails']}: {rails['gb_per_s']} GB/s of a host, {rails['us']} µs a trip")
             say(", ".join(f"{name} = {value}" for name, value in found["thresholds"].items()))
             say(
                 f"written to {path}"

@@ -72,8 +72,8 @@ pub(super) struct Frame {
 
 /// Length of a frame's head.
 pub(super) const HEAD: usize = 48;
-/// Longest message that is sent before anybody asks for it: in a frame.
-pub(super) const SHORT: usize = 64 << 10;
+/// Longest message that is sent before anybody asks for it: in a frame. Asking takes a round trip, and two more threads on either side.
+pub(super) const SHORT: usize = 256 << 10;
 /// Length of the longest frame.
 pub(super) const LONGEST: usize = HEAD + SHORT;
 /// Longest text of a refusal.
