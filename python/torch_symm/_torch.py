@@ -52,6 +52,15 @@ def new_group(ranks: list[int] | None = None, **options: Any) -> dist.ProcessGro
     return cast("dist.ProcessGroup", group)
 
 
+def set_timeout(timeout: timedelta) -> None:
+    """Sets that of the default group's calls from now on; torch has a public function for it from 2.15 on."""
+    there: Any = dist
+    if hasattr(there, "set_timeout"):
+        there.set_timeout(timeout)
+    else:
+        distributed_c10d._set_pg_timeout(timeout)
+
+
 #: torch's own entry for Gloo, where :func:`make_gloo_by` has put another in its place; from 2.14 on.
 _own_gloo: Any = None
 

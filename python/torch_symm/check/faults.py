@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_symm._torch import set_timeout
 from torch_symm.tune import processes
 
 #: Ranks of a fault, where each has a GPU if it needs one. The last of them fails.
@@ -132,7 +133,7 @@ def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, resu
     settle = torch.cuda.synchronize if device == "cuda" else _nothing
     settle()
     if fault.raises == "SymmTimeout":
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
+        set_timeout(timedelta(seconds=TIMEOUT_S))
     fails = rank == world - 1
     if fails:
         _fail(fault, LIMIT_S[device])
