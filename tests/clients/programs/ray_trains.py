@@ -36,7 +36,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 quiet = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-ray.init(num_cpus=RANKS, include_dashboard=False, object_store_memory=100 << 20, runtime_env=quiet)
+ray.init(num_cpus=RANKS, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20, runtime_env=quiet)
 with tempfile.TemporaryDirectory() as folder:
     trainer = TorchTrainer(
         train,
