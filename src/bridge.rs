@@ -173,17 +173,6 @@ pub mod ffi {
         links: Vec<u32>,
     }
 
-    /// A line of the log.
-    struct LogLine {
-        /// `ERROR`, `WARN`, `INFO`, `DEBUG` or `TRACE`.
-        level: String,
-        /// Path of the module that wrote it.
-        target: String,
-        text: String,
-        /// Since 1970.
-        seconds: f64,
-    }
-
     /// A table for people to read.
     struct TopologyReport {
         status: Status,
@@ -457,7 +446,6 @@ pub mod ffi {
         fn call_site_number(text: &str) -> u32;
         /// Statistics as JSON: which algorithm has served how many CUDA calls of this process, and what went between hosts.
         fn stats() -> String;
-
         /// Seconds between two tables of `SYMM_STATS`; 0: none.
         fn stats_seconds() -> u64;
         /// Journal as JSON: the last calls of this process.
@@ -473,12 +461,10 @@ pub mod ffi {
         fn try_thresholds(one_rail: usize, piece: usize, gathered: usize) -> Status;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);
-        /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error.
-        fn log_to_queue(filter: &str);
-        /// Writes the log to standard error again; what is kept stays there to be taken.
-        fn log_to_standard_error();
-        /// Takes the lines that are kept; waits for the first, so long at most, while lines are kept.
-        fn log_lines(limit_ms: u64) -> Vec<LogLine>;
+        /// Keeps the log's lines that `filter` passes (empty: `SYMM_LOG`) for `log_lines`, in place of standard error; not `on`: no longer.
+        fn log_to_queue(filter: &str, on: bool);
+        /// Takes the lines that are kept, as JSON: level, module, text, seconds since 1970. Waits for the first while lines are kept.
+        fn log_lines(limit_ms: u64) -> String;
         /// Version of the package.
         fn version() -> String;
     }
@@ -508,7 +494,7 @@ use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
 use hosts::{host_identity, try_thresholds};
-use inform::{inform, log_lines, log_to_queue, log_to_standard_error};
+use inform::{inform, log_lines, log_to_queue};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};

@@ -6,6 +6,7 @@ thread of Python's fetches the lines and hands them to loggers.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ class _Bridge:
     def __init__(self, native: Any, filter: str) -> None:
         self.native, self.filter = native, filter
         self._ended = False
-        native._log_to_queue(filter)
+        native._log_to_queue(filter, True)
         self._thread = Thread(target=self._run, name="symm-log", daemon=True)
         self._thread.start()
 
@@ -42,7 +43,7 @@ class _Bridge:
             self._hand_over(_LOOK_MS)
 
     def _hand_over(self, limit_ms: int) -> None:
-        for level, target, text, seconds in self.native._log_lines(limit_ms):
+        for level, target, text, seconds in json.loads(self.native._log_lines(limit_ms)):
             try:
                 _handle(_LEVELS[level], target, text, seconds)
             except Exception:  # A filter of the program's: no reason to lose this line, nor those behind it
@@ -50,7 +51,7 @@ class _Bridge:
 
     def end(self) -> None:
         self._ended = True
-        self.native._log_to_standard_error()
+        self.native._log_to_queue("", False)
         self._thread.join(2.0)
         self._hand_over(0)
 
@@ -89,7 +90,7 @@ def log_to_python(level: int | str | None = None) -> None:
     native = load()
     if _bridge is not None:
         _bridge.filter = filter
-        native._log_to_queue(filter)
+        native._log_to_queue(filter, True)
         return
     _bridge = _Bridge(native, filter)
     if not _following_forks:

@@ -1,6 +1,6 @@
 //! The log, as C++ sees it: lines of Python in it, and lines of it for Python.
 
-use super::{ffi, guarded};
+use super::guarded;
 use crate::config::Config;
 use crate::sys::logging;
 use std::time::Duration;
@@ -14,35 +14,24 @@ pub(super) fn inform(text: &str) {
     });
 }
 
-pub(super) fn log_to_queue(filter: &str) {
+pub(super) fn log_to_queue(filter: &str, on: bool) {
     guarded(|| {
         let usual = &Config::get().log;
-        logging::to_queue(if filter.is_empty() { usual } else { filter });
+        if on {
+            logging::to_queue(if filter.is_empty() { usual } else { filter });
+        } else {
+            logging::to_standard_error();
+        }
         Ok(())
     });
 }
 
-pub(super) fn log_to_standard_error() {
-    guarded(|| {
-        logging::to_standard_error();
-        Ok(())
-    });
-}
-
-pub(super) fn log_lines(limit_ms: u64) -> Vec<ffi::LogLine> {
+pub(super) fn log_lines(limit_ms: u64) -> String {
     let mut lines = Vec::new();
     guarded(|| {
         let taken = logging::take_lines(Duration::from_millis(limit_ms));
-        lines = taken
-            .into_iter()
-            .map(|line| ffi::LogLine {
-                level: line.level.to_string(),
-                target: line.target,
-                text: line.text,
-                seconds: line.at.as_secs_f64(),
-            })
-            .collect();
+        lines = taken.into_iter().map(|line| (line.level.as_str(), line.target, line.text, line.at.as_secs_f64())).collect();
         Ok(())
     });
-    lines
+    serde_json::json!(lines).to_string()
 }
