@@ -28,10 +28,11 @@ impl Tensors {
                 // Small numbers of either sign; some are large, and few are exact sums.
                 let value = ((i * 2_654_435_761 + seed * 40_503) % 4093) as f32 / 512.0 - 4.0;
                 let bits = value.to_bits();
-                match norm.dtype {
-                    DType::F32 => data.extend(bits.to_le_bytes()),
+                if norm.dtype == DType::F32 {
+                    data.extend(bits.to_le_bytes());
+                } else {
                     // Both are cut short, not converted: any bits will do.
-                    _ => data.extend(((bits >> 16) as u16 & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff }).to_le_bytes()),
+                    data.extend(((bits >> 16) as u16 & if norm.dtype == DType::F16 { 0xbfff } else { 0xffff }).to_le_bytes());
                 }
             }
             data

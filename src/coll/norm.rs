@@ -116,7 +116,7 @@ impl Norm {
             let text = format!("{name}: {} is not served; bfloat16, float16 and float32 are", dtype.name());
             return Err(Error::not_implemented(text));
         }
-        if hidden == 0 || hidden % GROUP != 0 || hidden > MAX_HIDDEN || call.inputs[2].bytes != norm.row_bytes() {
+        if hidden == 0 || !hidden.is_multiple_of(GROUP) || hidden > MAX_HIDDEN || call.inputs[2].bytes != norm.row_bytes() {
             let text = format!("{name}: rows of {hidden} elements are not served; multiples of {GROUP} up to {MAX_HIDDEN} are");
             return Err(Error::value(text));
         }

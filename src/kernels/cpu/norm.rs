@@ -108,41 +108,56 @@ unsafe fn avx512<E: Element<Acc = f32>>(norm: &Norm, rows: usize, memory: &Rows<
 
 /// # Safety
 /// As [`add_rms_norm`].
+// Loops and no closures: what is not inlined would be compiled for the least instruction set.
 #[inline(always)]
 unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory: &Rows<'_>) {
+    let hidden = norm.hidden;
+    let whole = hidden - hidden % TILE;
     for row in 0..rows {
         let at = row * norm.row_bytes();
-        // SAFETY: `row < rows`, of which all memory has as many.
+        // SAFETY: `row < rows`, of which all memory has as many; tiles end at `hidden`, a multiple of `GROUP`.
         unsafe {
-            let sum = memory.sum.add(at);
             let mut lanes = [0f32; LANES];
-            in_tiles(norm.hidden, |first, tile| match tile {
-                TILE => add::<E, I, TILE>(memory, at, first, &mut lanes),
-                _ => add::<E, I, GROUP>(memory, at, first, &mut lanes),
-            });
-            let inverse = 1.0 / (total(&mut lanes) / norm.hidden as f32 + norm.eps).sqrt();
-            let normed = memory.normed.add(row * norm.normed_bytes());
-            let (weight, scales) = (memory.weight, memory.scales);
-            let write_all = |by: Option<Scale>| {
-                in_tiles(norm.hidden, |first, tile| match tile {
-                    TILE => write::<E, I, TILE>(sum, weight, first, inverse, by, normed),
-                    _ => write::<E, I, GROUP>(sum, weight, first, inverse, by, normed),
-                });
-            };
-            match norm.normed {
-                Normed::Same => write_all(None),
-                Normed::Static => write_all(Some(Scale::Factor(1.0 / memory.scale.cast::<f32>().read_unaligned()))),
-                Normed::Dynamic => {
-                    let mut largest = [0f32; TILE];
-                    in_tiles(norm.hidden, |first, tile| match tile {
-                        TILE => measure::<E, I, TILE>(sum, weight, first, inverse, &mut largest),
-                        _ => measure::<E, I, GROUP>(sum, weight, first, inverse, &mut largest),
-                    });
-                    let largest = largest.into_iter().fold(0f32, larger);
-                    let scale = larger(LEAST_SCALE, largest / LARGEST);
-                    scales.cast::<f32>().add(row).write_unaligned(f32::narrow(scale));
-                    write_all(Some(Scale::Divisor(scale)));
+            for first in (0..whole).step_by(TILE) {
+                add::<E, I, TILE>(memory, at, first, &mut lanes);
+            }
+            for first in (whole..hidden).step_by(GROUP) {
+                add::<E, I, GROUP>(memory, at, first, &mut lanes);
+            }
+            let inverse = 1.0 / (total(&mut lanes) / hidden as f32 + norm.eps).sqrt();
+            let (sum, weight, to) = (memory.sum.add(at), memory.weight, memory.normed.add(row * norm.normed_bytes()));
+            if norm.normed == Normed::Same {
+                for first in (0..whole).step_by(TILE) {
+                    write::<E, I, TILE>(sum, weight, first, inverse, to);
                 }
+                for first in (whole..hidden).step_by(GROUP) {
+                    write::<E, I, GROUP>(sum, weight, first, inverse, to);
+                }
+                continue;
+            }
+            let scale = if norm.normed == Normed::Dynamic {
+                let mut largest = [0f32; TILE];
+                for first in (0..whole).step_by(TILE) {
+                    measure::<E, I, TILE>(sum, weight, first, inverse, &mut largest);
+                }
+                for first in (whole..hidden).step_by(GROUP) {
+                    measure::<E, I, GROUP>(sum, weight, first, inverse, &mut largest);
+                }
+                let mut most = 0f32;
+                for value in largest {
+                    most = larger(most, value);
+                }
+                let scale = larger(LEAST_SCALE, most / LARGEST);
+                memory.scales.cast::<f32>().add(row).write_unaligned(f32::narrow(scale));
+                Scale::Divisor(scale)
+            } else {
+                Scale::Factor(1.0 / memory.scale.cast::<f32>().read_unaligned())
+            };
+            for first in (0..whole).step_by(TILE) {
+                quantize::<E, I, TILE>(sum, weight, first, inverse, scale, to);
+            }
+            for first in (whole..hidden).step_by(GROUP) {
+                quantize::<E, I, GROUP>(sum, weight, first, inverse, scale, to);
             }
         }
     }
@@ -159,18 +174,6 @@ enum Scale {
 #[inline(always)]
 fn larger(one: f32, other: f32) -> f32 {
     if (other > one) | other.is_nan() { other } else { one }
-}
-
-/// Calls `body` with the first element and the length of each tile of a row, whose elements are a multiple of [`GROUP`].
-#[inline(always)]
-fn in_tiles(hidden: usize, mut body: impl FnMut(usize, usize)) {
-    let whole = hidden - hidden % TILE;
-    for first in (0..whole).step_by(TILE) {
-        body(first, TILE);
-    }
-    for first in (whole..hidden).step_by(GROUP) {
-        body(first, GROUP);
-    }
 }
 
 /// Rounds to the tensor's type, and back.
@@ -191,18 +194,19 @@ fn rounded<E: Element<Acc = f32>, I: Vector, const T: usize>(values: &[f32; T]) 
 #[inline(always)]
 unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_>, at: usize, first: usize, lanes: &mut [f32; LANES]) {
     let place = at + first * size_of::<E>();
-    // SAFETY: the caller's contract.
-    let load = |from: *const u8| unsafe { E::widen_tile::<I, T>(from.add(place)) };
     let Some((&own, others)) = memory.sources.split_first() else { return };
-    let mut sum = load(own);
+    // SAFETY: the caller's contract.
+    let mut sum = unsafe { E::widen_tile::<I, T>(own.add(place)) };
     for &other in others {
-        let other = load(other);
+        // SAFETY: the caller's contract.
+        let other = unsafe { E::widen_tile::<I, T>(other.add(place)) };
         for (sum, other) in sum.iter_mut().zip(other) {
             *sum += other;
         }
     }
     let mut sum = rounded::<E, I, T>(&sum);
-    let residual = load(memory.residual);
+    // SAFETY: the caller's contract.
+    let residual = unsafe { E::widen_tile::<I, T>(memory.residual.add(place)) };
     for (sum, residual) in sum.iter_mut().zip(residual) {
         *sum += residual;
     }
@@ -281,7 +285,7 @@ unsafe fn measure<E: Element<Acc = f32>, I: Vector, const T: usize>(
     }
 }
 
-/// Writes the normed elements from `first` of a row, scaled and narrowed if `by` says how.
+/// Writes the normed elements from `first` of a row.
 ///
 /// # Safety
 /// As [`normed`]; `to` is valid for a row.
@@ -291,23 +295,42 @@ unsafe fn write<E: Element<Acc = f32>, I: Vector, const T: usize>(
     weight: *const u8,
     first: usize,
     inverse: f32,
-    by: Option<Scale>,
     to: *mut u8,
 ) {
     // SAFETY: the caller's contract.
-    let values = unsafe { normed::<E, I, T>(sum, weight, first, inverse) };
-    let Some(by) = by else {
-        // SAFETY: the caller's contract.
-        return unsafe { E::narrow_tile::<I, T>(&values, to.add(first * size_of::<E>())) };
-    };
-    let mut values = rounded::<E, I, T>(&values);
+    unsafe { E::narrow_tile::<I, T>(&normed::<E, I, T>(sum, weight, first, inverse), to.add(first * size_of::<E>())) };
+}
+
+/// Writes the normed elements from `first` of a row, scaled, as float8_e4m3fn.
+///
+/// # Safety
+/// As [`write`].
+#[inline(always)]
+unsafe fn quantize<E: Element<Acc = f32>, I: Vector, const T: usize>(
+    sum: *const u8,
+    weight: *const u8,
+    first: usize,
+    inverse: f32,
+    by: Scale,
+    to: *mut u8,
+) {
+    // SAFETY: the caller's contract.
+    let mut values = rounded::<E, I, T>(&unsafe { normed::<E, I, T>(sum, weight, first, inverse) });
+    match by {
+        Scale::Factor(factor) => {
+            for value in &mut values {
+                *value *= factor;
+            }
+        }
+        Scale::Divisor(scale) => {
+            for value in &mut values {
+                *value /= scale;
+            }
+        }
+    }
     for value in &mut values {
-        let scaled = match by {
-            Scale::Factor(factor) => *value * factor,
-            Scale::Divisor(scale) => *value / scale,
-        };
         // Comparisons, which leave a NaN as it is.
-        let above = if scaled > LARGEST { LARGEST } else { scaled };
+        let above = if *value > LARGEST { LARGEST } else { *value };
         *value = if above < -LARGEST { -LARGEST } else { above };
     }
     // SAFETY: the caller's contract.
@@ -318,13 +341,19 @@ unsafe fn write<E: Element<Acc = f32>, I: Vector, const T: usize>(
 mod tests {
     use super::*;
 
+    fn rounded_to(dtype: DType, value: f32) -> f32 {
+        if dtype == DType::BF16 {
+            BF16::narrow(value).widen()
+        } else if dtype == DType::F16 {
+            F16::narrow(value).widen()
+        } else {
+            value
+        }
+    }
+
     /// The definition, element by element.
     fn expected(norm: &Norm, sources: &[Vec<f32>], residual: &[f32], weight: &[f32]) -> (Vec<f32>, Vec<f32>) {
-        let round = |value: f32| match norm.dtype {
-            DType::BF16 => BF16::narrow(value).widen(),
-            DType::F16 => F16::narrow(value).widen(),
-            _ => value,
-        };
+        let round = |value: f32| rounded_to(norm.dtype, value);
         let sum =
             (0..norm.hidden).map(|i| round(round(sources[1..].iter().fold(sources[0][i], |sum, other| sum + other[i])) + residual[i]));
         let sum: Vec<f32> = sum.collect();
@@ -358,23 +387,20 @@ mod tests {
             state ^= state << 17;
             (state >> 40) as f32 / (1 << 23) as f32 - 1.0
         };
-        let round = |value: f32| match dtype {
-            DType::BF16 => BF16::narrow(value).widen(),
-            DType::F16 => F16::narrow(value).widen(),
-            _ => value,
-        };
-        (0..count).map(|_| round(next() * 3.0)).collect()
+        (0..count).map(|_| rounded_to(dtype, next() * 3.0)).collect()
     }
 
     fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
-        values
-            .iter()
-            .flat_map(|&value| match dtype {
-                DType::BF16 => BF16::narrow(value).0.to_le_bytes().to_vec(),
-                DType::F16 => F16::narrow(value).0.to_le_bytes().to_vec(),
-                _ => value.to_le_bytes().to_vec(),
-            })
-            .collect()
+        let of = |&value: &f32| {
+            if dtype == DType::BF16 {
+                BF16::narrow(value).0.to_le_bytes().to_vec()
+            } else if dtype == DType::F16 {
+                F16::narrow(value).0.to_le_bytes().to_vec()
+            } else {
+                value.to_le_bytes().to_vec()
+            }
+        };
+        values.iter().flat_map(of).collect()
     }
 
     /// Runs `rows` rows; returns the normed rows, the sums and the scales.
