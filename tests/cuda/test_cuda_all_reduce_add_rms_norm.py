@@ -36,8 +36,8 @@ class Rows:
         self.all = [numbers(1000 * seed + other, *shape, dtype=dtype) for other in range(world)]
         self.cpu_residual = numbers(1000 * seed + 100, *shape, dtype=dtype)
         self.cpu_weight = numbers(1000 * seed + 101, shape[-1], dtype=dtype)
-        self.own = self.all[rank].to(device())
-        self.residual, self.weight = self.cpu_residual.to(device()), self.cpu_weight.to(device())
+        self.own = self.all[rank].to(device(), copy=True)
+        self.residual, self.weight = (each.to(device(), copy=True) for each in (self.cpu_residual, self.cpu_weight))
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         return reference(self.all, self.cpu_residual, self.cpu_weight, EPS)

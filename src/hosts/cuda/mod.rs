@@ -344,8 +344,8 @@ impl HostsGroup {
             steps = plan::of(call, layout, *self.shared.chosen(), self.rank, backends.memory(ordinal, memory)?).steps;
         }
         // Before anything waits for another host there, for which loading would wait in turn.
-        let kernels = Kernels::load(&steps, device, layout)?;
-        let enqueue = |step: &Step| match step {
+        let kernels = Kernels::load(&steps, device, layout);
+        let enqueue = |step: &Step, kernels: &Kernels| match step {
             Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
             Step::Rail(transfer) => {
                 traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
@@ -359,7 +359,7 @@ impl HostsGroup {
             Step::Cast(cast) => cast.launch(loaded(if cast.widens { kernels.widen } else { kernels.round })?, stream),
             Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
         };
-        let outcome = steps.iter().try_for_each(enqueue);
+        let outcome = kernels.and_then(|kernels| steps.iter().try_for_each(|step| enqueue(step, &kernels)));
         traffic.ended(&[rail, Path::CudaAll]);
         backends.finish().and(outcome)
     }
