@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch_symm.bench.gpu import inputs
+from torch_symm.bench.gpu.calls import OPS
 from torch_symm.bench.gpu.cell import calls_for
 from torch_symm.bench.gpu.inputs import Inputs
 from torch_symm.bench.gpu.launch import Options, cells
@@ -135,11 +136,12 @@ def test_without_gpus_it_says_so() -> None:
 def test_a_short_run_on_cpu_tensors(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K,5M"]
+    command += ["--ops", ",".join(OPS)]
     result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(path.read_text())
     assert (
-        len(found["cells"]) == found["cells_wanted"] == 6 * 3 + 1 and found["failure"] is None and found["absent"] == []
+        len(found["cells"]) == found["cells_wanted"] == 7 * 3 + 1 and found["failure"] is None and found["absent"] == []
     )
     for measured in found["cells"]:
         assert set(measured["figures"]) == {"symm", "gloo"}

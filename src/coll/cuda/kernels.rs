@@ -40,8 +40,9 @@ impl Kernels {
         let begun = Instant::now();
         for key in usual() {
             let variant = self.variant(key);
-            let load = || cached(&variant, arch(device)).map(|code| load_code(device, &variant, &code, key.0.names().1));
-            match known(device, &variant).map(Ok).or_else(load) {
+            let symbol = key.0.names().1;
+            let load = || cached(&variant, arch(device)).map(|code| load_code(device, &variant, &code, symbol));
+            match known(device, &variant, symbol).map(Ok).or_else(load) {
                 Some(Ok(kernel)) => _ = self.loaded.insert(key, kernel),
                 Some(Err(error)) => log::info!("{variant} was not loaded: {error}"),
                 None => {}
@@ -83,7 +84,7 @@ fn usual() -> Vec<Key> {
 struct Loaded {
     /// Keeps the context.
     _device: Device,
-    kernels: HashMap<Variant, Kernel>,
+    kernels: HashMap<(Variant, &'static str), Kernel>,
 }
 
 static LOADED: Mutex<BTreeMap<i32, Loaded>> = Mutex::new(BTreeMap::new());
@@ -97,21 +98,21 @@ fn arch(device: &Device) -> Arch {
     Arch { major, minor }
 }
 
-/// The kernel of `variant`, if this process has loaded it.
-fn known(device: &Device, variant: &Variant) -> Option<Kernel> {
-    loaded().get(&device.ordinal())?.kernels.get(variant).copied()
+/// The kernel `symbol` of `variant`, if this process has loaded it. A program may have several.
+fn known(device: &Device, variant: &Variant, symbol: &'static str) -> Option<Kernel> {
+    loaded().get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
 }
 
 /// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is
 /// current.
-pub(crate) fn load(device: &Device, variant: &Variant, symbol: &str) -> Result<Kernel> {
-    match known(device, variant) {
+pub(crate) fn load(device: &Device, variant: &Variant, symbol: &'static str) -> Result<Kernel> {
+    match known(device, variant, symbol) {
         Some(kernel) => Ok(kernel),
         None => load_code(device, variant, &cubin(variant, arch(device))?, symbol),
     }
 }
 
-fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &str) -> Result<Kernel> {
+fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static str) -> Result<Kernel> {
     let begun = Instant::now();
     // Also where another thread captures: loading would end its capture.
     let _relaxed = RelaxedCapture::begin()?;
@@ -123,7 +124,7 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &str) -> R
         Entry::Occupied(there) => there.into_mut(),
         Entry::Vacant(place) => place.insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),
     };
-    Ok(*there.kernels.entry(*variant).or_insert(kernel))
+    Ok(*there.kernels.entry((*variant, symbol)).or_insert(kernel))
 }
 
 #[cfg(test)]

@@ -189,7 +189,8 @@ class _Bench:
         return error is None
 
     def _read(self, number: int) -> None:
-        figure, divisor = self._figure(number), self._calls * OPS[self._cell.op].messages_per_call
+        messages = OPS[self._cell.op].messages_per_call if self._cell.op in OPS else 1
+        figure, divisor = self._figure(number), self._calls * messages
         figure.eager_turns = [us / divisor for us in self._meeting.slowest(number, "eager", self._turns)]
         figure.eager_us = statistics.median(figure.eager_turns)
         if self._clock.has_graphs and not (figure.note and "graph" in figure.note):
