@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
     attention: torch.Tensor
     out: torch.Tensor
-    gate_up: torch.Tensor
+    into_mlp: torch.Tensor
     down: torch.Tensor
     after_attention: torch.Tensor
     after_mlp: torch.Tensor
@@ -86,8 +86,8 @@ class Decoder:
             attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen)
             part = F.linear(attended.reshape(len(tokens), -1), layer.out)
             normed, residual = norm(part, residual, layer.after_attention)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            normed, residual = norm(F.linear(F.silu(gate) * up, layer.down), residual, layer.after_mlp)
+            opening, up = F.linear(normed, layer.into_mlp).chunk(2, -1)
+            normed, residual = norm(F.linear(F.silu(opening) * up, layer.down), residual, layer.after_mlp)
         return F.linear(normed, self.embedding).argmax(-1)
 
 

@@ -237,8 +237,7 @@ pub mod ffi {
         fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
         fn broadcast(self: &RailHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
         fn wait(self: &RailHandle, limit_ms: i64) -> Status;
-        /// Backends of two ranks on different hosts. `hosts::messages::links` says what its functions do; they never throw. `wait`: kind 5
-        /// once the link has been closed.
+        /// Backends of two ranks on different hosts, as `hosts::messages::links` says; they never throw. `wait`: kind 5 of a closed link.
         type LinksHandle;
         fn make(self: &LinksHandle, peer: u32, name: &str, second: bool, timeout_ms: i64) -> Status;
         fn send(self: &LinksHandle, peer: u32, frame: &[u8], traffic: i32, payload: &[u8]) -> Status;
@@ -362,8 +361,7 @@ pub mod ffi {
         fn connect(self: &GroupHandle, device: i32) -> Status;
         /// Waits until every rank called it: like a barrier, but at the timeout the root's error lists the ranks that did not come.
         fn monitored_barrier(self: &GroupHandle, timeout_ms: i64, wait_all_ranks: bool, call_site: u32) -> Status;
-        /// Collective: what every rank has at an `address` of its own, as this rank reaches it, each with a signal pad of at least
-        /// `pad_bytes`. `device`: CUDA; the host if negative. On failure `status` says why, on all ranks alike, and `window` is dead.
+        /// Collective: what every rank has at an `address`, as this one reaches it. `device` negative: the host. After a failure `window` is dead.
         fn rendezvous(self: &GroupHandle, device: i32, address: usize, pad_bytes: usize, timeout_ms: i64) -> OpenedWindow;
         /// A collective was refused on this rank, because of `text`; ranks that wait for it are told.
         fn refuse(self: &GroupHandle, text: &str);
@@ -456,8 +454,7 @@ pub mod ffi {
         fn shares(device: i32) -> bool;
         /// Identity of this process's host as text: equal where ranks share one.
         fn host_identity() -> String;
-        /// Has groups on several hosts that this process joins as their first rank go by these thresholds, in bytes; `piece` 0: by those of
-        /// the profile again.
+        /// Has groups on several hosts of which this process is the first rank go by these thresholds, in bytes; `piece` 0: the profile's.
         fn try_thresholds(one_rail: usize, piece: usize, gathered: usize) -> Status;
         /// Logs a line of Python's at INFO.
         fn inform(text: &str);
@@ -465,7 +462,6 @@ pub mod ffi {
         fn log_to_queue(filter: &str, on: bool);
         /// Takes the lines that are kept, as JSON: level, module, text, seconds since 1970. Waits for the first while lines are kept.
         fn log_lines(limit_ms: u64) -> String;
-        /// Version of the package.
         fn version() -> String;
     }
 }
@@ -487,14 +483,13 @@ mod rail;
 mod topology;
 mod torch_store;
 mod trace;
-mod version;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};
 use cuda::{blocking_wait, capture_of, stats, stats_seconds};
 use group::{GroupHandle, join};
 use hosts::{host_identity, try_thresholds};
-use inform::{inform, log_lines, log_to_queue};
+use inform::{inform, log_lines, log_to_queue, version};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
 use memory::{is_symmetric, shares};
@@ -502,5 +497,4 @@ use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, sto
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};
 use trace::{call_site_number, call_sites_wanted, keep_trace, trace_text};
-use version::version;
 use window::{WindowHandle, allocate_window, free_window, publish_word};

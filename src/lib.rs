@@ -16,7 +16,7 @@
 //!   connected; [`store`][]: the key-value store through which ranks meet
 //! - [`sys`][]: thin wrappers over the system; [`config`][]: what the environment says
 //! - [`completion`][]: where outcomes go
-//! - [`dtype`], [`op`], [`rank`], [`error`][]: leaves that everyone may import
+//! - [`dtype`], [`op`], [`norm`], [`rank`], [`error`][]: leaves that everyone may import
 
 // Modules that need it allow it, each with its reason.
 #![deny(unsafe_code)]
@@ -36,6 +36,7 @@ pub mod group;
 pub mod hosts;
 pub mod kernels;
 pub mod mem;
+pub mod norm;
 pub mod op;
 pub mod p2p;
 pub mod rank;

@@ -1,4 +1,4 @@
-//! The log, as C++ sees it: lines of Python in it, and lines of it for Python.
+//! The log, as C++ sees it: lines of Python in it, and lines of it for Python. The version.
 
 use super::guarded;
 use crate::config::Config;
@@ -34,4 +34,8 @@ pub(super) fn log_lines(limit_ms: u64) -> String {
         Ok(())
     });
     serde_json::json!(lines).to_string()
+}
+
+pub(super) fn version() -> String {
+    env!("TORCH_SYMM_VERSION").into()
 }

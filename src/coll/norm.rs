@@ -1,4 +1,4 @@
-//! All-reduce, residual and RMSNorm in one: shapes, and what ranks must agree on beside them.
+//! All-reduce, residual and RMSNorm in one: the calls, and what ranks must agree on beside them.
 //!
 //! A call has inputs `[input, residual, weight]`, and a scale where its result is fp8 by one scale; outputs `[normed, new residual]`, and
 //! one scale for each row where these are made; eps is its factor. A row has as many elements as the weight.
@@ -6,52 +6,8 @@
 use crate::coll::call::{Call, Span};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+pub use crate::norm::{GROUP, MAX_HIDDEN, Norm, Normed};
 use std::fmt;
-
-/// Most elements of a row.
-pub const MAX_HIDDEN: usize = 16384;
-/// Number that a row's elements are a multiple of: a group of squares that are added up first.
-pub const GROUP: usize = 8;
-
-/// Type in which normed rows are returned.
-#[repr(u8)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Normed {
-    /// That of the input.
-    Same = 0,
-    /// float8_e4m3fn, divided by one scale that the caller gives.
-    Static = 1,
-    /// float8_e4m3fn, divided by a scale of each row, which is returned.
-    Dynamic = 2,
-}
-
-impl Normed {
-    const ALL: [Self; 3] = [Self::Same, Self::Static, Self::Dynamic];
-
-    /// The words behind a call's name in messages.
-    const fn words(self) -> &'static str {
-        match self {
-            Self::Same => "",
-            Self::Static => ", to float8_e4m3fn by one scale",
-            Self::Dynamic => ", to float8_e4m3fn by a scale of each row",
-        }
-    }
-}
-
-/// Norm of a call's rows.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Norm {
-    /// Type of input, residual, weight and the sum.
-    pub dtype: DType,
-    /// Elements of a row.
-    pub hidden: usize,
-    /// Number of rows.
-    pub rows: usize,
-    /// Number added to the mean of the squares.
-    pub eps: f32,
-    /// Type of the normed rows.
-    pub normed: Normed,
-}
 
 impl Norm {
     /// The norm of `call`, if it has one.
@@ -68,21 +24,6 @@ impl Norm {
         };
         let rows = bytes(&call.inputs, 0).checked_div(row).unwrap_or(0);
         Some(Self { dtype: call.dtype, hidden: row / call.dtype.size(), rows, eps: call.factor as f32, normed })
-    }
-
-    /// Bytes of a row of the input.
-    pub fn row_bytes(&self) -> usize {
-        self.hidden * self.dtype.size()
-    }
-
-    /// Bytes of a normed row.
-    pub fn normed_bytes(&self) -> usize {
-        if self.normed == Normed::Same { self.row_bytes() } else { self.hidden }
-    }
-
-    /// Bytes of the scale of a row, where one is returned.
-    pub fn scale_bytes(&self) -> usize {
-        if self.normed == Normed::Dynamic { size_of::<f32>() } else { 0 }
     }
 
     /// All that ranks must agree on beside the input's type and length: eps, elements of a row, type of the normed rows.

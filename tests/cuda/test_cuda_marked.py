@@ -17,7 +17,7 @@ from torch_symm.testing import WarmMultiProcessTestCase
 
 pytestmark = needs_unshared_gpus
 
-WORLDS = sorted({2, FULL})
+WORLDS = sorted({2, max(2, FULL)})
 
 
 def own_device(rank: int) -> torch.device:

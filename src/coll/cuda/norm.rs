@@ -1,7 +1,7 @@
-//! Plans of an all-reduce with residual and norm. Pure.
+//! How many blocks norm how many rows after, or in, an all-reduce. Pure.
 
-use super::plan::{CUBE_MESH_BYTES, Conditions, Plan};
-use super::workspace::layout::UNIT;
+use super::tuning::Tuning;
+use super::workspace::layout::{Layout, UNIT};
 use crate::coll::call::{Call, Op};
 use crate::coll::norm::{GROUP, Norm, Normed};
 
@@ -10,19 +10,16 @@ const MOST_THREADS: usize = 512;
 /// Blocks that norm rows which have been summed, at most.
 const ROWS_BLOCKS: usize = 256;
 
-/// The plan for `call`: one kernel where its rows are short and few, else an all-reduce and a kernel for the rows.
-pub(super) fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
-    let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
-    let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
-    let bytes = norm.row_bytes() * norm.rows;
+/// Blocks of the kernel that serves all of `norm` among `n` ranks; `None`: its rows are too long or too many for one.
+pub(super) fn one_shot_blocks(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) -> Option<u32> {
     let blocks = norm.rows.min(tuning.blocks);
     let fits = norm.rows.div_ceil(blocks) * (norm.row_bytes() / UNIT) <= layout.sentinel_units();
-    // Sums on a hybrid cube mesh are added up in another order, which is that of the separate steps there.
-    let on_edges = cube_mesh && bytes <= CUBE_MESH_BYTES;
-    if n > 1 && !on_edges && bytes <= tuning.one_shot_bytes && fits {
-        return Plan::NormOneShot { blocks: blocks as u32 };
-    }
-    Plan::NormRows { blocks: norm.rows.min(ROWS_BLOCKS) as u32 }
+    (n > 1 && norm.row_bytes() * norm.rows <= tuning.one_shot_bytes && fits).then_some(blocks as u32)
+}
+
+/// Blocks of the kernel that norms `rows` rows which have been summed.
+pub(super) fn rows_blocks(rows: usize) -> u32 {
+    rows.min(ROWS_BLOCKS) as u32
 }
 
 /// The all-reduce of `call` before its rows are normed: to where the normed rows go, or where those are shorter the sums.
@@ -40,8 +37,7 @@ pub(super) fn threads(norm: &Norm) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::cuda::tuning::Tuning;
-    use crate::coll::cuda::workspace::layout::Layout;
+    use crate::coll::cuda::plan::{Conditions, Plan, choose};
     use crate::coll::norm::{MAX_HIDDEN, tests::call};
     use crate::dtype::DType;
 
@@ -56,7 +52,7 @@ mod tests {
                         let call = call(dtype, rows, hidden, 1e-6, Normed::Same);
                         let norm = Norm::of(&call).expect("a norm");
                         assert!(threads(&norm) as usize * 4 * GROUP >= hidden && threads(&norm).is_multiple_of(32));
-                        let plan = crate::coll::cuda::plan::choose(&call, &conditions);
+                        let plan = choose(&call, &conditions);
                         if let Plan::NormOneShot { blocks } = plan {
                             let blocks = blocks as usize;
                             assert!(n > 1 && (1..=tuning.blocks.min(rows)).contains(&blocks));

@@ -5,6 +5,7 @@ use super::norm;
 pub use super::tuning::Tuning;
 use super::workspace::layout::{LL_UNITS, Layout, UNIT};
 use crate::coll::call::{Call, Op};
+use crate::coll::norm::Norm;
 use crate::dtype::DType;
 
 /// Kernel and blocks of a call.
@@ -178,7 +179,19 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::AllReduce | Op::Reduce => rsag_staged,
-        Op::AllReduceAddRmsNorm => norm::choose(call, conditions),
+        Op::AllReduceAddRmsNorm => rows(call, conditions),
+    }
+}
+
+/// The plan for rows that are summed and normed: one kernel where they are short and few, else an all-reduce and a kernel for the rows.
+fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
+    let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
+    let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
+    // Sums on a hybrid cube mesh are added up in another order, which is that of the separate steps there.
+    let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
+    match norm::one_shot_blocks(&norm, n, layout, tuning).filter(|_| !on_edges) {
+        Some(blocks) => Plan::NormOneShot { blocks },
+        None => Plan::NormRows { blocks: norm::rows_blocks(norm.rows) },
     }
 }
 

@@ -14,8 +14,8 @@ use super::dispatch::Isa;
 use super::element::Element;
 use super::mode::DefaultMode;
 use super::vector::{self, Vector};
-use crate::coll::norm::{GROUP, Norm, Normed};
 use crate::dtype::DType;
+use crate::norm::{GROUP, Norm, Normed};
 
 const LANES: usize = 1024;
 const BLOCK: usize = 32;
