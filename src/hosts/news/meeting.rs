@@ -2,9 +2,9 @@
 
 use super::connection::Connection;
 use super::frame::{End, Sealer, Token};
-use super::speaker::{Door, SPEAKERS, Speaker, speakers};
+use super::speaker::{Door, Speaker, speakers};
 use super::thread::Seat;
-use super::{Host, News, Times, address};
+use super::{Host, News, SPEAKERS, Times, address};
 use crate::boot::hosts::Layout;
 use crate::error::{Error, Result};
 use crate::rank::Rank;

@@ -29,6 +29,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thread::Seat;
 
+/// Ranks of each host that speak for it: the second in case the first dies.
+const SPEAKERS: usize = 2;
+
 /// The ranks of this host, as a speaker sees them.
 pub(super) trait Host: Send + Sync {
     /// The first failure of the group here; a death that no call has met yet is one.

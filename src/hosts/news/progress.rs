@@ -4,8 +4,7 @@
 //! number of the call, and whether it waits on its rail. Whoever has not said that it waits there is late. On two hosts nobody says anything:
 //! it is the other one. Reports of a rank are numbered, since they come by two ways.
 
-use super::Waiting;
-use super::speaker::SPEAKERS;
+use super::{SPEAKERS, Waiting};
 use crate::boot::hosts::Layout;
 use crate::rank::Rank;
 use std::collections::BTreeMap;

@@ -5,7 +5,7 @@ use super::frame::{HEADERS, Message, Token};
 use super::launches::{Launches, TOLD};
 use super::progress::{Progress, Report};
 use super::refusals::Refusals;
-use super::{Host, Times, Waiting};
+use super::{Host, SPEAKERS, Times, Waiting};
 use crate::boot::hosts::Layout;
 use crate::error::Error;
 use crate::hosts::header::Header;
@@ -19,8 +19,6 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Ranks of each host that speak for it: the second in case the first dies.
-pub(super) const SPEAKERS: usize = 2;
 /// Callers at once that have not said who they are; the oldest goes first.
 pub(super) const UNIDENTIFIED: usize = 64;
 

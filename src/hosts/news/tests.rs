@@ -1,9 +1,10 @@
 //! Speakers of several hosts, which are threads of one process, over loopback.
 
+use super::SPEAKERS;
 use super::connection::Connection;
 use super::frame::{End, Message, Sealer};
 use super::meeting::{Entry, receive, transmit};
-use super::speaker::{SPEAKERS, UNIDENTIFIED};
+use super::speaker::UNIDENTIFIED;
 use super::{Host, Meeting, News, Times};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op};
