@@ -137,9 +137,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         del session.stash[_WARM]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuses what cannot run on ranks."""
     if item.get_closest_marker("ranks") is None:
+        warm = item.session.stash.get(_WARM, None)
+        if warm is not None and not warm.inside:
+            # Fixtures were kept for marked tests, which have theirs in the warm process.
+            item.session._setupstate.teardown_exact(item)
         return
     if not isinstance(item, pytest.Function) or (item.cls and hasattr(item.cls, "assertRaises")):
         message = "unittest's classes have no @pytest.mark.ranks: take torch_symm.testing.WarmMultiProcessTestCase"

@@ -41,6 +41,32 @@ def outcomes(text: str) -> dict[str, int]:
     return {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", text.strip().splitlines()[-1])}
 
 
+def test_modules_with_tests_of_both_kinds_end_their_fixtures(tmp_path: Path) -> None:
+    mixed = """
+    @pytest.fixture(scope="module")
+    def made():
+        yield 1
+
+    def test_here(made):
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_on_ranks(rank, made):
+        dist.barrier()
+    """
+    (tmp_path / "test_first.py").write_text(HEAD + textwrap.dedent(mixed))
+    body = """
+    def test_elsewhere():
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_on_ranks(rank):
+        dist.barrier()
+    """
+    code, text = pytest_on(tmp_path, body, "test_first.py")
+    assert code == 0 and outcomes(text) == {"passed": 4}, text
+
+
 def test_bodies_get_fixtures_parameters_and_ranks(tmp_path: Path) -> None:
     body = """
     @pytest.fixture(scope="module")
