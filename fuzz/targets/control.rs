@@ -55,6 +55,7 @@ fuzz_target!(|data: &[u8]| {
         Op::Scatter => (when(me_root, n), 1),
         Op::ReduceScatter => (n, 1),
         Op::AllToAll => (n, n),
+        Op::AllReduceAddRmsNorm => unreachable!("codes end before it"),
     };
     let mut memory: Vec<Guarded> = (0..inputs + outputs).map(|_| Guarded::new(count)).collect();
     let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
