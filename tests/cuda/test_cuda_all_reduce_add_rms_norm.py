@@ -13,10 +13,13 @@ import torch.distributed as dist
 import torch_symm
 from norm_reference import numbers, reference, same_bits, to_dynamic_fp8, to_fp8
 from pool import WORLDS, Pool, device, needs_gpus, needs_ranks, needs_unshared_gpus, settle
+from test_cuda_errors import failure_of
 
 pytestmark = needs_ranks
 
 EPS = 1e-5
+#: Seconds within which a failure shows.
+LIMIT_S = 15
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: One kernel with one row and with several, a block with several rows, an all-reduce and a kernel for the rows.
 SHAPES = ((1, 1024), (1, 8192), (3, 4104), (7, 16384), (64, 1024), (65, 4096), (200, 1032), (333, 8192))
@@ -161,20 +164,6 @@ def test_streams_and_other_calls(pool: Pool) -> None:
     pool.run(streams, 2)
 
 
-def failure_of(body: Any, limit: float = 15) -> Exception:
-    """The exception of a call, wherever it shows: at the call, at the GPU's end, or at the next call."""
-    start = time.monotonic()
-    try:
-        body()
-        while time.monotonic() - start < limit:
-            settle()
-            dist.all_reduce(torch.ones(1, device=device()))
-            time.sleep(0.01)
-    except RuntimeError as error:
-        return error
-    raise AssertionError("no exception")
-
-
 def differs(rank: int, world: int, what: str) -> None:
     ones, weight = torch.ones(4, 1024, device=device()), torch.ones(1024, device=device())
     ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name())
@@ -188,7 +177,7 @@ def differs(rank: int, world: int, what: str) -> None:
         else:
             ops.all_reduce_add_rms_norm(ones, ones, weight, EPS if rank == 0 or what != "eps" else 1e-6, name())
 
-    error = failure_of(call)
+    error, _ = failure_of(call, LIMIT_S)
     assert isinstance(error, torch_symm.SymmMismatch), repr(error)
     assert "all_reduce_add_rms_norm(4 × 1024 × float32, eps 1e-5)" in str(error), str(error)
 
@@ -205,7 +194,7 @@ def killed(rank: int, world: int) -> None:
     settle()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    error = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()))
+    error, _ = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()), LIMIT_S)
     assert isinstance(error, torch_symm.SymmPeerError) and "rank 1" in str(error), repr(error)
     # The GPU computes on.
     assert float(torch.ones(1000, device=device()).sum()) == 1000
@@ -223,7 +212,7 @@ def late(rank: int, world: int) -> None:
     if rank == 1:
         time.sleep(5)
         return
-    error = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()))
+    error, _ = failure_of(lambda: ops.all_reduce_add_rms_norm(ones, ones, weight, EPS, name()), LIMIT_S)
     assert isinstance(error, torch_symm.SymmTimeout) and "rank 1" in str(error), repr(error)
 
 
