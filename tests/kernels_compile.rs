@@ -26,6 +26,9 @@ const FEW_WORLDS: [u32; 3] = [2, 3, 8];
 /// Set where one architecture is compiled for with all of [`WORLDS`], which takes a third longer.
 const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 
+/// Part of the names of the only programs that are compiled.
+const ONLY: &str = "KERNELS_COMPILE_ONLY";
+
 /// For programs that look at elements: each width, and each kind of accumulator.
 const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::F32, ReduceOp::Sum),
@@ -152,7 +155,13 @@ fn a_part_of_the_programs() {
         arch: arch.to_string(),
         kernels: compile(&variant, arch, &["--ptxas-options=-v"]).map(|done| parse(&done.log)).map_err(|error| error.message),
     };
-    let own = PROGRAMS.iter().flat_map(variants).skip(part.parse().unwrap()).step_by(parts.parse().unwrap());
+    let only = std::env::var(ONLY).unwrap_or_default();
+    let own = PROGRAMS
+        .iter()
+        .filter(|program| program.name.contains(&only))
+        .flat_map(variants)
+        .skip(part.parse().unwrap())
+        .step_by(parts.parse().unwrap());
     let outcomes: Vec<Outcome> = own.map(compiled).collect();
     std::fs::write(file, serde_json::to_vec(&outcomes).unwrap()).unwrap();
 }
