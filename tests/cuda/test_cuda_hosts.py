@@ -169,7 +169,7 @@ def phases(rank: int, world: int) -> None:
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
     time.sleep(0.2)
-    (before,) = (call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce" and not call["inside"])
+    before = [call for call in torch_symm.trace()["calls"] if call["op"] == "all_reduce" and not call["inside"]][-1]
     assert (before["state"], before["phase"], before["sequence"]) == ("completed", None, 1), before
     meet("done", rank, world)
     if rank % 2:
