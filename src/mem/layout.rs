@@ -29,7 +29,7 @@ pub const HEADER_BYTES: usize = 4096;
 /// Bytes of one member's own words.
 pub const MEMBER_BYTES: usize = 5 * LINE_PAIR;
 /// Bytes of a rank's launch log; a multiple of a page.
-pub const LAUNCH_LOG_BYTES: usize = 64 << 10;
+pub const LAUNCH_LOG_BYTES: usize = 68 << 10;
 /// Most members of a group: one SCM_RIGHTS message carries at most 253 descriptors, and rings grow as n².
 pub const MAX_RANKS: usize = 128;
 

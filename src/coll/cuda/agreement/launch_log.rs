@@ -2,14 +2,13 @@
 //! the others launched under the same number, and does not launch what does not fit.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
-use crate::coll::call::{Call, Op};
+use crate::coll::call::{Call, Op, Span};
 use crate::coll::cuda::workspace::layout::{Channel, MAX_RANKS};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::mem::layout::LAUNCH_LOG_BYTES;
 use crate::rank::Rank;
-use crate::sync::call_site::CallSite;
 use crate::sync::shared_text::SharedText;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
@@ -33,7 +32,8 @@ struct LaunchLog {
 #[repr(C, align(128))]
 struct ZeroCopyWord(AtomicU64);
 
-#[repr(C)]
+/// What is compared of every launch lies on one line: the other rank's core has to fetch it.
+#[repr(C, align(64))]
 struct Entry {
     /// Number of the launch, from 1; 0 while the rest is being written.
     number: AtomicU64,
@@ -66,20 +66,12 @@ struct LaunchRecord {
     description: Description,
     fingerprint: u64,
     channel: u64,
-    sends: [u64; MAX_RANKS],
-    receives: [u64; MAX_RANKS],
 }
 
 impl LaunchRecord {
     fn of(call: &Call, channel: Channel) -> Self {
         let description = Description::of(call);
-        let (mut sends, mut receives) = ([0; MAX_RANKS], [0; MAX_RANKS]);
-        if call.op == Op::AllToAll {
-            sends.iter_mut().zip(&call.inputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
-            receives.iter_mut().zip(&call.outputs).for_each(|(bytes, span)| *bytes = span.bytes as u64);
-        }
-        let fingerprint = description.fingerprint(call);
-        Self { description, fingerprint, channel: channel as u64, sends, receives }
+        Self { description, fingerprint: description.fingerprint(call), channel: channel as u64 }
     }
 }
 
@@ -120,9 +112,10 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
 /// they differ.
 pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channel) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
-    note(launch_log(control, control.rank()), number, &record, call.call_site);
+    note(launch_log(control, control.rank()), number, &record, call);
+    let me = control.rank().index();
     for peer in control.peers() {
-        let Some(other) = read(launch_log(control, peer), number) else {
+        let Some((other, lengths)) = read_with(launch_log(control, peer), number, me, call.op) else {
             // Asked in this order: what it launched before it left is seen.
             if let Some(how) = control.absence(peer)
                 && launched(control, peer) < number
@@ -133,7 +126,6 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channe
             }
             continue;
         };
-        let (me, them) = (control.rank().index(), peer.index());
         if other.fingerprint != record.fingerprint {
             let (mine, theirs) = (control.describe(control.rank()), control.describe(peer));
             let (place, place_of_peer) =
@@ -173,11 +165,14 @@ pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channe
             );
             Err(control.fail(Error::mismatch(text)))
         };
-        if other.sends[me] != record.receives[them] {
-            return pair(peer, other.sends[me], control.rank(), record.receives[them]);
+        let Some((sent, expected)) = lengths else { continue };
+        let of = |spans: &[Span]| spans.get(peer.index()).map_or(0, |span| span.bytes as u64);
+        let (to_it, from_it) = (of(&call.inputs), of(&call.outputs));
+        if sent != from_it {
+            return pair(peer, sent, control.rank(), from_it);
         }
-        if record.sends[them] != other.receives[me] {
-            return pair(control.rank(), record.sends[them], peer, other.receives[me]);
+        if to_it != expected {
+            return pair(control.rank(), to_it, peer, expected);
         }
     }
     Ok(())
@@ -248,7 +243,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()
     Err(control.fail(Error::mismatch(text)))
 }
 
-fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call_site: Option<&CallSite>) {
+fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Call) {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     entry.number.store(0, Ordering::Relaxed);
     fence(Ordering::Release);
@@ -257,10 +252,12 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call_site: O
     entry.detail.store(record.description.detail, Ordering::Relaxed);
     entry.fingerprint.store(record.fingerprint, Ordering::Relaxed);
     entry.channel.store(record.channel, Ordering::Relaxed);
-    for (word, bytes) in entry.sends.iter().zip(record.sends).chain(entry.receives.iter().zip(record.receives)) {
-        word.store(bytes, Ordering::Relaxed);
+    if call.op == Op::AllToAll {
+        for (word, span) in entry.sends.iter().zip(&call.inputs).chain(entry.receives.iter().zip(&call.outputs)) {
+            word.store(span.bytes as u64, Ordering::Relaxed);
+        }
     }
-    if let Some(call_site) = call_site {
+    if let Some(call_site) = call.call_site {
         entry.call_site.write_end(call_site.text());
     }
     entry.number.store(number, Ordering::Release);
@@ -270,25 +267,30 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call_site: O
 }
 
 fn read(launch_log: &LaunchLog, number: u64) -> Option<LaunchRecord> {
+    read_with(launch_log, number, 0, Op::Barrier).map(|(record, _)| record)
+}
+
+/// The record of launch `number`, and of an all-to-all, if `op` is one, how many bytes go to rank `to` and come from it.
+fn read_with(launch_log: &LaunchLog, number: u64, to: usize, op: Op) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     if entry.number.load(Ordering::Acquire) != number {
         return None;
     }
     let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
     let description = Description { head: load(&entry.head), bytes: load(&entry.bytes), detail: load(&entry.detail) };
-    let (sends, receives) = (std::array::from_fn(|r| load(&entry.sends[r])), std::array::from_fn(|r| load(&entry.receives[r])));
-    let record = LaunchRecord { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel), sends, receives };
+    let record = LaunchRecord { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel) };
+    let lengths = (op == Op::AllToAll).then(|| (load(&entry.sends[to]), load(&entry.receives[to])));
     fence(Ordering::Acquire);
-    (entry.number.load(Ordering::Relaxed) == number).then_some(record)
+    (entry.number.load(Ordering::Relaxed) == number).then_some((record, lengths))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::Span;
     use crate::control;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
+    use crate::sync::call_site::CallSite;
 
     fn controls() -> [ControlBlock; 2] {
         control::tests::controls(2).try_into().expect("two")
