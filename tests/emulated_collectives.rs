@@ -15,6 +15,7 @@ use symm::coll::call::Op;
 use symm::coll::cuda::launch::Args;
 use symm::coll::cuda::plan::{Plan, Tuning};
 use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
 
 /// Runs `cases` back to back on every rank, `rounds` times, and checks each result.
@@ -129,10 +130,10 @@ fn calls_that_do_not_fit_on_the_device_together_get_by() {
                     let call = tensors.call(case.op, case.dtype, case.reduce_op, 0);
                     let plan = host.plan(&call);
                     let launch = host.context(me, 1, Some(&call)).prepare(&call, plan).unwrap();
-                    assert_eq!(launch.blocks, 3 * lanes as u32);
+                    assert_eq!(launch.grid.blocks, 3 * lanes as u32);
                     assert!(matches!(launch.args, Args::RsagStaged(_)), "{plan:?}");
                     // SAFETY: memory and tensors live until all ranks are done.
-                    unsafe { program.launch("rsag_staged", me as u32, launch.blocks, THREADS, launch.args.bytes()) };
+                    unsafe { program.launch("rsag_staged", me as u32, Grid::new(launch.grid.blocks, THREADS), launch.args.bytes()) };
                 });
             }
         }

@@ -13,6 +13,7 @@ use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
 use symm::topo::graph::CubeMesh;
 use symm::topo::mesh::NvlMesh;
@@ -87,7 +88,7 @@ impl Host {
         let typed = launch.program.reduces();
         let program = Program::build(path, N as u32, typed.then_some(call.dtype), typed.then_some(call.reduce_op));
         // SAFETY: memory and tensors live until all ranks are done.
-        unsafe { program.launch(kernel, me as u32, blocks.unwrap_or(launch.blocks), THREADS, launch.args.bytes()) };
+        unsafe { program.launch(kernel, me as u32, Grid::new(blocks.unwrap_or(launch.grid.blocks), THREADS), launch.args.bytes()) };
     }
 
     fn check(&self) {

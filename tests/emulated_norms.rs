@@ -135,10 +135,14 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> V
     norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(&tensors[0].call(norm)).name()).collect()
 }
 
-/// Every form of rows that eight threads can norm.
-fn mixture(dtype: DType) -> Vec<Norm> {
+/// Rows that eight threads can norm, and rows that take clusters of 2 and of 4 blocks with as many.
+const ROWS: [(usize, usize); 6] = [(1, 8), (3, 64), (5, 200), (70, 16), (2, 256), (0, 64)];
+const LONG_ROWS: [(usize, usize); 2] = [(3, 400), (1, 1000)];
+
+/// Every form of `rows`, each so many of so many elements.
+fn mixture(dtype: DType, rows: &[(usize, usize)]) -> Vec<Norm> {
     let mut norms = Vec::new();
-    for (rows, hidden) in [(1, 8), (3, 64), (5, 200), (70, 16), (2, 256), (0, 64)] {
+    for &(rows, hidden) in rows {
         for normed in [Normed::Same, Normed::Static, Normed::Dynamic] {
             norms.push(Norm { dtype, hidden, rows, eps: 1e-5, normed });
         }
@@ -150,7 +154,7 @@ fn mixture(dtype: DType) -> Vec<Norm> {
 fn in_one_kernel() {
     let tuning = Tuning { one_shot_bytes: 1 << 20, overlap: 0, ..Tuning::of(2) };
     for (n, dtype, shift) in [(2, DType::BF16, 0), (3, DType::F32, 4), (2, DType::F16, 2)] {
-        let served = run(n, &mixture(dtype), shift, 2, tuning);
+        let served = run(n, &mixture(dtype, &[&ROWS[..], &LONG_ROWS].concat()), shift, 2, tuning);
         assert!(served.iter().all(|name| ["norm_one_shot", "nothing"].contains(name)), "{served:?}");
     }
 }
@@ -159,7 +163,7 @@ fn in_one_kernel() {
 fn after_an_all_reduce() {
     let tuning = Tuning { one_shot_bytes: 0, lanes: 2, threads: 8, overlap: 0, ..Tuning::of(2) };
     for (n, dtype) in [(2, DType::BF16), (3, DType::F32)] {
-        let served = run(n, &mixture(dtype), 0, 2, tuning);
+        let served = run(n, &mixture(dtype, &ROWS), 0, 2, tuning);
         assert!(served.iter().all(|name| ["norm_rows", "nothing"].contains(name)), "{served:?}");
     }
 }

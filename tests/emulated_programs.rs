@@ -331,6 +331,7 @@ fn random_programs(n: usize, zero_copy: bool) {
             lanes: 1 + random.below(4),
             threads: 8,
             overlap: 0,
+            cluster: 1,
         };
         let mut host = Host::with_tuning(n, tuning);
         if zero_copy {

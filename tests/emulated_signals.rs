@@ -6,6 +6,7 @@ mod emulated;
 use emulated::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
 use symm::window::signal_cuda::{GaveUp, REPORT_WORDS, Signal, SignalEnds};
 
@@ -39,7 +40,7 @@ impl Host {
         let place = SignalEnds { me: Rank(me as u32), pads: &pads, slot, timeout: self.timeout, stop, report };
         let args = signal.args(&place).unwrap().expect("something to do");
         // SAFETY: pads, reports and the stop word outlive the launch and are written as atomics alone.
-        unsafe { self.program.launch("signal", me as u32, 1, 8, args.bytes()) };
+        unsafe { self.program.launch("signal", me as u32, Grid::new(1, 8), args.bytes()) };
     }
 
     /// The word that `source` sets at `rank`.

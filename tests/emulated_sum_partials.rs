@@ -9,6 +9,7 @@ use symm::dtype::{DType, ReduceOp};
 use symm::hosts::cuda::cast::{self, Cast};
 use symm::hosts::cuda::sum::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source};
+use symm::kernels::cuda::driver::Grid;
 use symm::mem::span::Span;
 use symm::sys::host::Host;
 
@@ -47,7 +48,7 @@ fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usiz
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: partials and result live until the kernel has ended, and it writes the result alone.
-        unsafe { program.launch(NAMES.1, 0, BLOCKS, THREADS, args) };
+        unsafe { program.launch(NAMES.1, 0, Grid::new(BLOCKS, THREADS), args) };
         let about = format!("{op:?} of {count} {dtype:?} on {hosts:?}");
         assert_eq!(to[begin..begin + bytes], expected, "{about}");
         let around = to[..begin].iter().chain(&to[begin + bytes..]);
@@ -88,7 +89,7 @@ fn check_cast(dtype: DType, count: usize, begin: usize) {
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: both sides live until the kernel has ended, and it writes the copies alone.
-        unsafe { program.launch(kernel, 0, BLOCKS, THREADS, args) }
+        unsafe { program.launch(kernel, 0, Grid::new(BLOCKS, THREADS), args) }
     };
     let about = format!("{count} {dtype:?} from element {begin}");
     let [widens, rounds] = cast::NAMES.1;

@@ -7,6 +7,7 @@ use emulated::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
 use symm::fused::sum_parts::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cuda::driver::Grid;
 
 const BLOCKS: u32 = 3;
 const THREADS: u32 = 4;
@@ -29,7 +30,7 @@ fn check(n: usize, dtype: DType, mean: bool, bytes: usize) {
         // SAFETY: `repr(C)` numbers without padding.
         let args = unsafe { std::slice::from_raw_parts((&raw const args).cast(), size_of_val(&args)) };
         // SAFETY: parts and result live until the kernel has ended, and it writes the result alone.
-        unsafe { program.launch(NAMES.1, rank as u32, BLOCKS, THREADS, args) };
+        unsafe { program.launch(NAMES.1, rank as u32, Grid::new(BLOCKS, THREADS), args) };
         let got: Vec<u8> = to.iter().flat_map(|unit| unit.to_ne_bytes()).collect();
         assert_eq!(got[..bytes], expected, "{dtype:?}, mean {mean}, {bytes} bytes, rank {rank} of {n}");
         assert!(got[bytes..].iter().all(|&byte| byte == UNTOUCHED), "{dtype:?}, {bytes} bytes: written behind the result");

@@ -4,6 +4,7 @@
 mod emulated;
 
 use emulated::Program;
+use symm::kernels::cuda::driver::Grid;
 
 fn bytes_of(words: &[u64]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
@@ -25,7 +26,7 @@ fn two_ranks_exchange_units() {
         for rank in 0..2 {
             let (program, args) = (&program, &args);
             // SAFETY: inboxes and counters outlive the scope; each holds a unit or a word per thread and rank.
-            scope.spawn(move || unsafe { program.launch("ping_pong", rank, 1, THREADS, args) });
+            scope.spawn(move || unsafe { program.launch("ping_pong", rank, Grid::new(1, THREADS), args) });
         }
     });
     for inbox in &inboxes {
@@ -40,7 +41,7 @@ fn a_block_barrier_orders_its_block() {
     let mut errors = 0u32;
     let args = bytes_of(&[cells.as_mut_ptr().addr() as u64, (&raw mut errors).addr() as u64, 200]);
     // SAFETY: a cell for each of the 24 threads.
-    unsafe { build(1).launch("relay", 0, 3, 8, &args) };
+    unsafe { build(1).launch("relay", 0, Grid::new(3, 8), &args) };
     assert_eq!(errors, 0);
 }
 
@@ -50,7 +51,7 @@ fn every_thread_knows_its_place() {
     let args = bytes_of(&[seen.as_mut_ptr().addr() as u64]);
     for rank in 0..3 {
         // SAFETY: a word for each of two blocks of five threads of three ranks.
-        unsafe { build(3).launch("places", rank, 2, 5, &args) };
+        unsafe { build(3).launch("places", rank, Grid::new(2, 5), &args) };
     }
     assert_eq!(seen, (1..=30).collect::<Vec<_>>());
 }
@@ -59,5 +60,5 @@ fn every_thread_knows_its_place() {
 #[should_panic(expected = "bytes of arguments of places")]
 fn arguments_of_another_size_are_refused() {
     // SAFETY: refused before they are read.
-    unsafe { build(1).launch("places", 0, 1, 1, &[0; 12]) };
+    unsafe { build(1).launch("places", 0, Grid::new(1, 1), &[0; 12]) };
 }

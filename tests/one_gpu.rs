@@ -94,8 +94,7 @@ impl<'a> Group<'a> {
     }
 
     fn launch(&self, me: usize, kernel: Kernel, launch: &Launch) {
-        let (stream, blocks, threads) = (self.ranks[me].stream.stream(), launch.blocks, launch.threads);
-        kernel.launch(stream, blocks, threads, false, launch.args.bytes()).unwrap();
+        kernel.launch(self.ranks[me].stream.stream(), launch.grid, false, launch.args.bytes()).unwrap();
     }
 
     /// `call` with its tensors moved to the GPU: inputs, then outputs, each as far from a 16-byte boundary as it was.

@@ -6,6 +6,7 @@ mod emulated;
 use emulated::Program;
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cuda::driver::Grid;
 
 const UNIT: usize = 16;
 
@@ -115,7 +116,7 @@ fn on_gpu(program: &Program, kernel: &str, op: ReduceOp, dtype: DType, inputs: &
     (0..inputs.len()).for_each(|rank| put(factor(rank).to_bits()));
     put(dtype as u64 | (op as u64) << 32);
     // SAFETY: the arguments are those of reduce_units.cu for as many ranks as there are inputs, all as long as the output.
-    unsafe { program.launch(kernel, 0, 1, 2, &args) };
+    unsafe { program.launch(kernel, 0, Grid::new(1, 2), &args) };
     output.iter().flat_map(|unit| unit.to_le_bytes()).collect()
 }
 

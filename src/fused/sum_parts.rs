@@ -8,7 +8,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Source, Store};
 use crate::kernels::cuda::compile::Variant;
-use crate::kernels::cuda::driver::{Device, Stream};
+use crate::kernels::cuda::driver::{Device, Grid, Stream};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::{Mutex, PoisonError};
@@ -128,7 +128,7 @@ pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
     let variant = Variant { program: NAMES.0, world, rank, dtype: Some(sum.dtype), op: Some(sum.op()), zero_copy: false };
     let kernel = load(device, &variant, NAMES.1)?;
     let wanted = sum.bytes.div_ceil(UNIT * THREADS as usize);
-    kernel.launch(Stream(stream), wanted.min(BLOCKS * *processors) as u32, THREADS, false, bytes_of(&args))
+    kernel.launch(Stream(stream), Grid::new(wanted.min(BLOCKS * *processors) as u32, THREADS), false, bytes_of(&args))
 }
 
 #[cfg(test)]

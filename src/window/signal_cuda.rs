@@ -14,7 +14,7 @@ use crate::coll::cuda::kernels::load;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::compile::Variant;
-use crate::kernels::cuda::driver::{Device, Event, Kernel, OwnStream, RelaxedCapture, Stream, pass};
+use crate::kernels::cuda::driver::{Device, Event, Grid, Kernel, OwnStream, RelaxedCapture, Stream, pass};
 use crate::mem::device::DeviceTable;
 use crate::mem::pinned::Words;
 use crate::rank::Rank;
@@ -119,7 +119,7 @@ impl Signals {
             enqueued.streams.push(stream);
         }
         // Whoever is refused leaves peers waiting for a kernel that does not come.
-        self.kernel.launch(stream, 1, THREADS, false, args.bytes()).map_err(|error| self.control.fail(error))
+        self.kernel.launch(stream, Grid::new(1, THREADS), false, args.bytes()).map_err(|error| self.control.fail(error))
     }
 
     /// Why the group has failed, if it has: elsewhere, or in a signal of this rank that gave up, which fails the group once somebody asks.

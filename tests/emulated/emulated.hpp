@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <semaphore>
 #include <thread>
 #include <vector>
@@ -38,16 +39,20 @@ struct Barrier {
   std::barrier<> arrived;
   // Not 0: some thread said no. Votes take turns, so that one is cleared while nobody looks at it.
   std::atomic<u32> against[2] = {0, 0};
-  // Room of `block_floats`.
+  // Room of `cluster_floats`.
   float floats[2048] = {};
   explicit Barrier(u32 threads) : arrived(threads) {}
 };
 
 struct Thread {
-  u32 thread, threads, block, blocks;
+  u32 thread, threads, block, blocks, cluster_blocks;
   Barrier* barrier;
+  // What the threads of a cluster share.
+  Barrier* cluster;
   u32 loads;
   u32 votes;
+  // What `arrive_cluster` leaves for `wait_cluster`.
+  std::optional<std::barrier<>::arrival_token> arrived;
   // xorshift; 0 for a launch without pauses.
   u64 state;
 };
@@ -100,8 +105,15 @@ DEVICE void sync_block() {
   emulated::pause();
   emulated::self.barrier->arrived.arrive_and_wait();
 }
-// Room for 2048 numbers that the threads of a block share.
-DEVICE float* block_floats() { return emulated::self.barrier->floats; }
+DEVICE u32 cluster_blocks() { return emulated::self.cluster_blocks; }
+DEVICE u32 cluster_block() { return block() % cluster_blocks(); }
+DEVICE void arrive_cluster() {
+  emulated::pause();
+  emulated::self.arrived = emulated::self.cluster->arrived.arrive();
+}
+DEVICE void wait_cluster() { emulated::self.cluster->arrived.wait(std::move(*emulated::self.arrived)); }
+// Room for 2048 numbers that the threads of a cluster share.
+DEVICE float* cluster_floats() { return emulated::self.cluster->floats; }
 DEVICE bool sync_block_and(bool yes) {
   emulated::pause();
   emulated::Barrier& barrier = *emulated::self.barrier;
@@ -179,16 +191,18 @@ struct Room {
 static Room room[WORLD];
 #endif
 
-// Runs `kernel` as `rank` on blocks * threads threads of the host and returns when all have; `args` is 16-byte aligned.
+// Runs `kernel` as `rank` on blocks * threads threads of the host, `cluster` blocks a cluster, and returns when all have; `args` is 16-byte
+// aligned.
 // `seed` varies the pauses; 0: none.
 extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel)(const void*), u32 rank, u32 blocks, u32 threads,
-                                                                   const void* args, u64 seed) noexcept {
+                                                                   u32 cluster, const void* args, u64 seed) noexcept {
   if (threads > THREADS) {
     std::fprintf(stderr, "a block of %u threads; at most %u\n", threads, THREADS);
     std::abort();
   }
-  std::vector<std::unique_ptr<emulated::Barrier>> barriers;
+  std::vector<std::unique_ptr<emulated::Barrier>> barriers, clusters;
   for (u32 block = 0; block < blocks; block++) barriers.push_back(std::make_unique<emulated::Barrier>(threads));
+  for (u32 block = 0; block < blocks; block += cluster) clusters.push_back(std::make_unique<emulated::Barrier>(threads * cluster));
   std::vector<std::atomic<u32>> left(blocks);
   for (auto& count : left) count = threads;
   std::vector<std::thread> running;
@@ -196,13 +210,14 @@ extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel
 #ifdef SYMM_RESIDENT
     if (at % threads == 0) room[rank].free.acquire();
 #endif
-    running.emplace_back([=, barrier = barriers[at / threads].get(), left = &left[at / threads]] {
+    running.emplace_back([=, barrier = barriers[at / threads].get(), together = clusters[at / threads / cluster].get(), left = &left[at / threads]] {
       u64 state = seed == 0 ? 0 : (seed * 0x9e3779b97f4a7c15 + (static_cast<u64>(rank) << 32 | at) * 0xbf58476d1ce4e5b9) | 1;
       symm_emulated_rank = rank;
-      emulated::self = {at % threads, threads, at / threads, blocks, barrier, 0, 0, state};
+      emulated::self = {at % threads, threads, at / threads, blocks, cluster, barrier, together, 0, 0, {}, state};
       emulated::pause();
       kernel(args);
       barrier->arrived.arrive_and_drop();
+      together->arrived.arrive_and_drop();
       if (left->fetch_sub(1) == 1) {
 #ifdef SYMM_RESIDENT
         room[rank].free.release();

@@ -9,6 +9,7 @@ use symm::coll::cuda::launch::{Launch, LaunchContext, Symmetric};
 use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS, Stage};
 use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cuda::driver::Grid;
 
 /// Threads of a block: at least as many as ranks.
 pub(crate) const THREADS: u32 = 8;
@@ -57,6 +58,7 @@ impl Host {
             lanes: 2,
             threads: 8,
             overlap: 0,
+            cluster: 4,
         };
         Self::with_tuning(n, tuning)
     }
@@ -73,7 +75,7 @@ impl Host {
         let lanes = |stage| (layout.words(stage), layout.lanes() * size_of::<[[u32; MAX_RANKS]; 4]>());
         let counts = [
             (layout.ll_epochs(), 4 * layout.ll_blocks()),
-            (layout.sentinel_epochs(), 128),
+            (layout.sentinel_epochs(), 256),
             (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
             lanes(Stage::Scatter),
             lanes(Stage::Gather),
@@ -146,6 +148,6 @@ impl Host {
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
         let program = Program::build_with(path, &defines);
         // SAFETY: memory and tensors live until all ranks are done.
-        unsafe { program.launch(kernel, me as u32, launch.blocks, THREADS, launch.args.bytes()) };
+        unsafe { program.launch(kernel, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
     }
 }

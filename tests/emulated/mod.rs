@@ -16,9 +16,10 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use libloading::Library;
 use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cuda::driver::Grid;
 
 type Kernel = unsafe extern "C" fn(*const u8);
-type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, *const u8, u64);
+type Launch = unsafe extern "C" fn(Kernel, u32, u32, u32, u32, *const u8, u64);
 
 /// One file of kernels, compiled for a world and, where it reduces, for an element type and an operation.
 #[derive(Clone)]
@@ -49,7 +50,7 @@ impl Program {
         slot.get_or_init(|| Program { library: Arc::new(compile(path, defines)), name: path.to_owned() }).clone()
     }
 
-    /// Runs `kernel` as `rank` on `blocks * threads` threads, and returns when they have ended. `args` are the bytes of its
+    /// Runs `kernel` as `rank` on a thread for each of the grid, and returns when they have ended. `args` are the bytes of its
     /// arguments. Ranks that wait for each other are launched from one host thread each.
     ///
     /// # Panics
@@ -57,7 +58,7 @@ impl Program {
     ///
     /// # Safety
     /// `args` are valid for the kernel: what they point to lives until this returns, and is written by nobody but kernels.
-    pub(crate) unsafe fn launch(&self, kernel: &str, rank: u32, blocks: u32, threads: u32, args: &[u8]) {
+    pub(crate) unsafe fn launch(&self, kernel: &str, rank: u32, grid: Grid, args: &[u8]) {
         static LAUNCHES: AtomicU64 = AtomicU64::new(1);
         static SEED: LazyLock<u64> =
             LazyLock::new(|| std::env::var("SYMM_EMULATED_SEED").map_or(1, |seed| seed.parse().expect("SYMM_EMULATED_SEED is a number")));
@@ -78,7 +79,7 @@ impl Program {
         // SAFETY: `aligned` has at least as many bytes as `args`.
         unsafe { aligned.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(args.as_ptr(), args.len()) };
         // SAFETY: `self.library` keeps the code loaded; the arguments are of the kernel's size, and valid by the caller's contract.
-        unsafe { launch(entry, rank, blocks, threads, aligned.as_ptr().cast(), seed) };
+        unsafe { launch(entry, rank, grid.blocks, grid.threads, grid.cluster, aligned.as_ptr().cast(), seed) };
     }
 }
 

@@ -61,7 +61,7 @@ impl Kernels {
                 *self.loaded.entry(key).or_insert(kernel)
             }
         };
-        kernel.launch(stream, launch.blocks, launch.threads, self.overlap, launch.args.bytes())
+        kernel.launch(stream, launch.grid, self.overlap, launch.args.bytes())
     }
 }
 

@@ -10,6 +10,7 @@ use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::norm::Norm;
 use crate::error::{Error, Result};
+use crate::kernels::cuda::driver::Grid;
 use crate::topo::graph::CubeMesh;
 
 /// Threads of other blocks; `THREADS` in `device.cuh`.
@@ -137,10 +138,8 @@ impl Args {
 pub struct Launch {
     /// Program that is launched.
     pub program: Program,
-    /// Number of blocks.
-    pub blocks: u32,
-    /// Threads of a block.
-    pub threads: u32,
+    /// Blocks and their threads.
+    pub grid: Grid,
     /// The variant that knows of symmetric memory.
     pub zero_copy: bool,
     /// Arguments of the kernel.
@@ -273,12 +272,12 @@ impl LaunchContext<'_> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
-        let launch = |program, blocks, args| Some(Launch { program, blocks, threads: THREADS, zero_copy: false, args });
+        let launch = |program, blocks, args| Some(Launch { program, grid: Grid::new(blocks, THREADS), zero_copy: false, args });
         let staged = |program, lanes, roles, args| {
             let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
             let zero_copy = self.handshakes(plan);
             let threads = self.lane_threads(program, zero_copy, lanes, message);
-            Some(Launch { program, blocks: roles * lanes, threads, zero_copy, args })
+            Some(Launch { program, grid: Grid::new(roles * lanes, threads), zero_copy, args })
         };
         match plan {
             Plan::Nothing => None,
@@ -314,11 +313,17 @@ impl LaunchContext<'_> {
                 let (input, sentinel) = (call.inputs[0], self.sentinel());
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
                 let args = AllReduce { common, sentinel, from, to, bytes, factor: call.factor };
-                let program = if matches!(plan, Plan::OneShot { .. }) { Program::OneShot } else { Program::TwoShot };
-                launch(program, blocks, Args::AllReduce(args))
+                let args = Args::AllReduce(args);
+                if matches!(plan, Plan::TwoShot { .. }) {
+                    return launch(Program::TwoShot, blocks, args);
+                }
+                // A thread for each unit, as far as a block has room.
+                let units = input.bytes.div_ceil(UNIT).div_ceil(blocks as usize) as u32;
+                let grid = Grid::new(blocks, units.next_multiple_of(32).min(THREADS));
+                Some(Launch { program: Program::OneShot, grid, zero_copy: false, args })
             }
-            Plan::NormOneShot { blocks } => self.norm(call, Program::NormOneShot, blocks, call.inputs[0]),
-            Plan::NormRows { blocks } => self.norm(call, Program::NormRows, blocks, norm::reduction(call).outputs[0]),
+            Plan::NormOneShot { blocks, cluster } => self.norm(call, Program::NormOneShot, (blocks, cluster), call.inputs[0]),
+            Plan::NormRows { blocks } => self.norm(call, Program::NormRows, (blocks, 1), norm::reduction(call).outputs[0]),
             Plan::CubeMesh { blocks } => {
                 let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
                 let (me, input) = (self.me as u32, call.inputs[0]);
@@ -358,7 +363,7 @@ impl LaunchContext<'_> {
     }
 
     /// The kernel `program` that norms the rows of `call`, which come `from` this rank's input or their sum.
-    fn norm(&self, call: &Call, program: Program, blocks: u32, from: Span) -> Option<Launch> {
+    fn norm(&self, call: &Call, program: Program, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
         let args = arguments::Norm {
@@ -376,7 +381,8 @@ impl LaunchContext<'_> {
             eps: of_call.eps,
             normed_type: of_call.normed as u32,
         };
-        Some(Launch { program, blocks, threads: norm::threads(&of_call), zero_copy: false, args: Args::Norm(args) })
+        let grid = Grid { blocks, threads: norm::threads(&of_call, cluster as usize) as u32, cluster };
+        Some(Launch { program, grid, zero_copy: false, args: Args::Norm(args) })
     }
 
     /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two
@@ -408,6 +414,7 @@ impl LaunchContext<'_> {
         let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
         let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
         let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, zero_copy, lanes, message) };
-        Launch { program: Program::Exchange, blocks: ll_blocks.max(3 * lanes), threads, zero_copy, args: Args::Exchange(args) }
+        let grid = Grid::new(ll_blocks.max(3 * lanes), threads);
+        Launch { program: Program::Exchange, grid, zero_copy, args: Args::Exchange(args) }
     }
 }

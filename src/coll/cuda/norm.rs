@@ -7,14 +7,28 @@ use crate::coll::norm::{GROUP, Norm, Normed};
 
 /// Threads of a block that norms rows, at most; `THREADS` in `device.cuh`.
 const MOST_THREADS: usize = 512;
+/// Lanes in which squares of a row are added up; `LANES` in `norm.cuh`.
+const LANES: usize = 1024;
 /// Blocks that norm rows which have been summed, at most.
 const ROWS_BLOCKS: usize = 256;
 
-/// Blocks of the kernel that serves all of `norm` among `n` ranks; `None`: its rows are too long or too many for one.
-pub(super) fn one_shot_blocks(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) -> Option<u32> {
-    let blocks = norm.rows.min(tuning.blocks);
-    let fits = norm.rows.div_ceil(blocks) * (norm.row_bytes() / UNIT) <= layout.sentinel_units();
-    (n > 1 && norm.row_bytes() * norm.rows <= tuning.one_shot_bytes && fits).then_some(blocks as u32)
+/// Blocks of the kernel that serves all of `norm` among `n` ranks, and how many of them share a row; `None`: its rows are too long or too many
+/// for one.
+pub(super) fn one_shot(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) -> Option<(u32, u32)> {
+    if n == 1 || norm.row_bytes() * norm.rows > tuning.one_shot_bytes {
+        return None;
+    }
+    let groups = norm.hidden / GROUP;
+    // As many as there are blocks for, and as have a group each: every block must hear from every peer.
+    let shared = |&cluster: &usize| {
+        let threads = threads(norm, cluster);
+        cluster == 1 || (cluster * norm.rows.max(1) <= tuning.blocks && (cluster - 1) * threads < groups)
+    };
+    let cluster = [8, 4, 2, 1].into_iter().filter(|&cluster| cluster <= tuning.cluster).find(shared)?;
+    let (clusters, threads) = (norm.rows.min(tuning.blocks / cluster), threads(norm, cluster));
+    let units_of_row = groups.div_ceil(cluster * threads) * threads * (norm.row_bytes() / groups / UNIT);
+    let fits = norm.rows.div_ceil(clusters.max(1)) * units_of_row <= layout.sentinel_units();
+    fits.then_some(((clusters * cluster) as u32, cluster as u32))
 }
 
 /// Blocks of the kernel that norms `rows` rows which have been summed.
@@ -29,9 +43,9 @@ pub fn reduction(call: &Call) -> Call {
     Call { op: Op::AllReduce, factor: 1.0, inputs: vec![call.inputs[0]], outputs: vec![to], ..call.clone() }
 }
 
-/// Threads of a block: one for each group of a row, as many as a power of two.
-pub(super) fn threads(norm: &Norm) -> u32 {
-    (norm.hidden / GROUP).next_power_of_two().clamp(32, MOST_THREADS) as u32
+/// Threads of each of `cluster` blocks that share a row of `norm`: one for each group, up to as many as there are lanes to add up.
+pub(super) fn threads(norm: &Norm, cluster: usize) -> usize {
+    (norm.hidden / GROUP).min(LANES).div_ceil(cluster).next_multiple_of(32).min(MOST_THREADS)
 }
 
 #[cfg(test)]
@@ -51,12 +65,16 @@ mod tests {
                     for rows in [0, 1, 3, 64, 65, 1000] {
                         let call = call(dtype, rows, hidden, 1e-6, Normed::Same);
                         let norm = Norm::of(&call).expect("a norm");
-                        assert!(threads(&norm) as usize * 4 * GROUP >= hidden && threads(&norm).is_multiple_of(32));
                         let plan = choose(&call, &conditions);
-                        if let Plan::NormOneShot { blocks } = plan {
-                            let blocks = blocks as usize;
-                            assert!(n > 1 && (1..=tuning.blocks.min(rows)).contains(&blocks));
-                            assert!(rows.div_ceil(blocks) * norm.row_bytes() <= layout.sentinel_units() * UNIT);
+                        if let Plan::NormOneShot { blocks, cluster } = plan {
+                            let (blocks, cluster, groups) = (blocks as usize, cluster as usize, hidden / GROUP);
+                            let threads = threads(&norm, cluster);
+                            let lanes = cluster * threads;
+                            assert!(groups <= lanes || lanes == LANES || (lanes == LANES / 2 && groups <= 2 * LANES), "{norm:?}");
+                            assert!(threads.is_multiple_of(32) && (cluster - 1) * threads < groups, "{norm:?}");
+                            let clusters = blocks / cluster;
+                            assert!(n > 1 && blocks <= tuning.blocks && (1..=rows).contains(&clusters) && blocks.is_multiple_of(cluster));
+                            assert!(rows.div_ceil(clusters) * norm.row_bytes() <= cluster * layout.sentinel_units() * UNIT);
                         } else if let Plan::NormRows { blocks } = plan {
                             assert!((1..=ROWS_BLOCKS.min(rows)).contains(&(blocks as usize)));
                         } else {
@@ -69,8 +87,12 @@ mod tests {
         let (layout, tuning) = (Layout::new(2, 512 << 20).expect("fits"), Tuning::of(2));
         let conditions = Conditions { n: 2, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let plan = |call: &Call| choose(call, &conditions);
-        assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), Plan::NormOneShot { blocks: 1 });
-        assert_eq!(plan(&call(DType::BF16, 64, 8192, 0.0, Normed::Dynamic)), Plan::NormOneShot { blocks: 64 });
+        let one_shot = |blocks, cluster| Plan::NormOneShot { blocks, cluster };
+        assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), one_shot(8, 8));
+        assert_eq!(plan(&call(DType::BF16, 1, 5120, 0.0, Normed::Same)), one_shot(4, 4));
+        assert_eq!(plan(&call(DType::BF16, 17, 8192, 0.0, Normed::Same)), one_shot(68, 4));
+        assert_eq!(plan(&call(DType::BF16, 64, 8192, 0.0, Normed::Dynamic)), one_shot(128, 2));
+        assert_eq!(plan(&call(DType::BF16, 3, 8, 0.0, Normed::Same)), one_shot(3, 1));
         assert_eq!(plan(&call(DType::BF16, 65, 8192, 0.0, Normed::Same)), Plan::NormRows { blocks: 65 });
         let mesh = Conditions { cube_mesh: true, ..conditions };
         assert!(matches!(choose(&call(DType::BF16, 1, 8192, 0.0, Normed::Same), &mesh), Plan::NormRows { .. }));

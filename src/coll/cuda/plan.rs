@@ -51,6 +51,8 @@ pub enum Plan {
     NormOneShot {
         /// Number of blocks.
         blocks: u32,
+        /// Blocks that share a row.
+        cluster: u32,
     },
     /// An all-reduce by a plan of its own, then the norm of the rows.
     NormRows {
@@ -189,8 +191,8 @@ fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
     // Sums on a hybrid cube mesh are added up in another order, which is that of the separate steps there.
     let on_edges = cube_mesh && norm.row_bytes() * norm.rows <= CUBE_MESH_BYTES;
-    match norm::one_shot_blocks(&norm, n, layout, tuning).filter(|_| !on_edges) {
-        Some(blocks) => Plan::NormOneShot { blocks },
+    match norm::one_shot(&norm, n, layout, tuning).filter(|_| !on_edges) {
+        Some((blocks, cluster)) => Plan::NormOneShot { blocks, cluster },
         None => Plan::NormRows { blocks: norm::rows_blocks(norm.rows) },
     }
 }

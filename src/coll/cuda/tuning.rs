@@ -3,6 +3,9 @@
 use super::former_names;
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
 
+/// Blocks of a cluster, at most, on every device that has clusters.
+const MAX_CLUSTER: usize = 8;
+
 /// Thresholds between one algorithm and the next; the same on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
@@ -27,6 +30,8 @@ pub struct Tuning {
     pub threads: usize,
     /// Flag of overlapping set-up; 0: a kernel is set up only when its predecessor in the stream is complete.
     pub overlap: usize,
+    /// Blocks that share a row which is normed, at most.
+    pub cluster: usize,
 }
 
 impl Tuning {
@@ -50,18 +55,19 @@ impl Tuning {
             // More ranks need more registers: blocks of a lane must find room together.
             threads: if ranks <= 4 { 256 } else { 128 },
             overlap: 1,
+            cluster: MAX_CLUSTER,
         }
     }
 
     /// Length of the encoded thresholds.
-    pub const BYTES: usize = 10 * 8;
+    pub const BYTES: usize = 11 * 8;
 
     /// Encodes the thresholds for the other ranks to compare.
     pub fn encode(&self) -> Vec<u8> {
         let Self { one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, .. } = *self;
-        let Self { block_units, blocks, lanes, threads, overlap, .. } = *self;
+        let Self { block_units, blocks, lanes, threads, overlap, cluster, .. } = *self;
         let sizes = [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes];
-        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap]);
+        let fields = sizes.into_iter().chain([block_units, blocks, lanes, threads, overlap, cluster]);
         fields.flat_map(|field| (field as u64).to_le_bytes()).collect()
     }
 
@@ -70,8 +76,8 @@ impl Tuning {
         let fields: Vec<usize> =
             bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?) as usize)).collect();
         let [one_shot_bytes, two_shot_bytes, zero_copy_two_shot_bytes, zero_copy_bytes, low_latency_bytes, rest @ ..] =
-            <[usize; 10]>::try_from(fields).ok()?;
-        let [block_units, blocks, lanes, threads, overlap] = rest;
+            <[usize; 11]>::try_from(fields).ok()?;
+        let [block_units, blocks, lanes, threads, overlap, cluster] = rest;
         (bytes.len() == Self::BYTES).then_some(Self {
             one_shot_bytes,
             two_shot_bytes,
@@ -83,6 +89,7 @@ impl Tuning {
             lanes,
             threads,
             overlap,
+            cluster,
         })
     }
 
@@ -102,6 +109,7 @@ impl Tuning {
                 "lanes" => &mut self.lanes,
                 "threads" => &mut self.threads,
                 "overlap" => &mut self.overlap,
+                "cluster" => &mut self.cluster,
                 other => return Err(format!("{other:?} is no name of a setting")),
             };
             *field = value;
@@ -109,6 +117,7 @@ impl Tuning {
         self.blocks = self.blocks.clamp(1, SENTINEL_BLOCKS);
         self.lanes = self.lanes.clamp(1, MAX_LANES);
         self.threads = (self.threads / 32 * 32).clamp(32, 256);
+        self.cluster = self.cluster.clamp(1, MAX_CLUSTER);
         self.block_units = self.block_units.max(1);
         self.zero_copy_bytes = self.zero_copy_bytes.max(1);
         Ok(self)

@@ -6,7 +6,7 @@ use crate::coll::cuda::kernels::load;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cuda::compile::Variant;
-use crate::kernels::cuda::driver::{Device, Kernel, Stream};
+use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
 
 /// Program, and the kernels that widen and that round.
@@ -58,6 +58,6 @@ impl Cast {
         if units == 0 {
             return Ok(());
         }
-        kernel.launch(stream, units.div_ceil(THREADS as usize).min(BLOCKS) as u32, THREADS, false, bytes_of(&args))
+        kernel.launch(stream, Grid::new(units.div_ceil(THREADS as usize).min(BLOCKS) as u32, THREADS), false, bytes_of(&args))
     }
 }

@@ -7,7 +7,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::hosts::slices::Levels;
 use crate::kernels::cuda::compile::Variant;
-use crate::kernels::cuda::driver::{Device, Kernel, Stream};
+use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
 
 /// Threads of a block: `LANE_THREADS` of `device.cuh`.
@@ -90,6 +90,6 @@ impl Sum {
         }
         let (_, args) = self.args(layout)?;
         let blocks = self.to.bytes.div_ceil(UNIT * THREADS as usize).min(BLOCKS);
-        kernel.launch(stream, blocks as u32, THREADS, false, bytes_of(&args))
+        kernel.launch(stream, Grid::new(blocks as u32, THREADS), false, bytes_of(&args))
     }
 }

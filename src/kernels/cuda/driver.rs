@@ -309,6 +309,24 @@ impl Drop for Event {
     }
 }
 
+/// How many threads run a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Number of blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Blocks of a cluster; more than 1 from Hopper on.
+    pub cluster: u32,
+}
+
+impl Grid {
+    /// Blocks that are in no cluster.
+    pub fn new(blocks: u32, threads: u32) -> Self {
+        Self { blocks, threads, cluster: 1 }
+    }
+}
+
 /// A loaded kernel. Never unloaded: there are few, and a captured graph may hold it.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel(sys::CUfunction);
@@ -335,12 +353,19 @@ impl Kernel {
 
     /// Enqueues it. `args` are the bytes of its argument, aligned as it is. `overlap`: it may be set up while its predecessor in the stream
     /// still runs (it waits for that itself).
-    pub fn launch(self, stream: Stream, blocks: u32, threads: u32, overlap: bool, args: &[u8]) -> Result<()> {
+    pub fn launch(self, stream: Stream, grid: Grid, overlap: bool, args: &[u8]) -> Result<()> {
+        let Grid { blocks, threads, cluster } = grid;
         // SAFETY: all zeroes is a value of this C union.
-        let mut value: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
-        value.programmaticStreamSerializationAllowed = 1;
-        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        let mut attribute = sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let [mut serial, mut together]: [sys::CUlaunchAttributeValue; 2] = unsafe { std::mem::zeroed() };
+        serial.programmaticStreamSerializationAllowed = 1;
+        together.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        let mut attributes = [
+            (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, serial),
+            (sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, together),
+        ]
+        .map(|(id, value)| sys::CUlaunchAttribute { id, pad: [0; 4], value });
+        // Devices before Hopper know neither.
+        let wanted = &mut attributes[usize::from(!overlap)..1 + usize::from(cluster > 1)];
         let config = sys::CUlaunchConfig {
             gridDimX: blocks,
             gridDimY: 1,
@@ -350,8 +375,8 @@ impl Kernel {
             blockDimZ: 1,
             sharedMemBytes: 0,
             hStream: stream.raw(),
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(overlap),
+            attrs: wanted.as_mut_ptr(),
+            numAttrs: wanted.len() as u32,
         };
         let mut arguments = [args.as_ptr().cast_mut().cast::<c_void>()];
         // SAFETY: the kernel takes one argument, of these bytes; the driver copies it before it returns.

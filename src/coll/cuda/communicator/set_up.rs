@@ -66,15 +66,21 @@ impl Communicator {
         let messages = opened.as_ref().map_err(Clone::clone).map(|Opened { device, mailbox, heap, .. }| {
             let workspace = budget::offer(config.workspace_mb << 20) as u64;
             let heap = heap.as_ref().map(|heap| heap.address());
+            // Devices before Hopper have no clusters.
+            let tuning = if device.capability.0 >= 9 { tuning } else { Tuning { cluster: 1, ..tuning } };
             Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning }.encode()
         });
         let peers = step(gather, control, Peer::BYTES, messages)?;
         let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
-        let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
+        let mut peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
         let Opened { stream, entered, capture: _capture, mailbox, heap, device } = opened?;
         if !config.shared_gpus {
             refuse_shared(control, &peers)?;
         }
+        // The blocks of a row find each other's counterparts on every device.
+        let cluster = peers.iter().map(|peer| peer.tuning.cluster).min().unwrap_or(1);
+        peers.iter_mut().for_each(|peer| peer.tuning.cluster = cluster);
+        let tuning = Tuning { cluster, ..tuning };
         refuse_other_tunings(control, &peers)?;
         let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
         let layout = Layout::new(n, bytes)?;

@@ -12,7 +12,7 @@ pub const MAX_RANKS: usize = 16;
 /// Units of one message that one block carries on LL lines: a unit for each of 256 threads.
 pub const LL_UNITS: usize = 256;
 /// Blocks of a kernel on sentinel slots, at most.
-pub const SENTINEL_BLOCKS: usize = 64;
+pub const SENTINEL_BLOCKS: usize = 128;
 /// Lanes of a staged kernel, at most.
 pub const MAX_LANES: usize = 128;
 /// Slots of a lane for each source; `SLOTS` in `staging.cuh`.

@@ -46,6 +46,46 @@ DEVICE void sync_block() { __syncthreads(); }
 // Returns once every thread of the block has arrived: true if all threads say `yes`. What they wrote is visible to the block.
 DEVICE bool sync_block_and(bool yes) { return __syncthreads_and(yes) != 0; }
 
+// Blocks of a cluster, which run at the same time and share what each has in shared memory; 1 where none was asked for.
+DEVICE u32 cluster_blocks() {
+  u32 count = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0,%%cluster_nctaid.x;" : "=r"(count));
+#endif
+  return count;
+}
+// Place of this block in its cluster.
+DEVICE u32 cluster_block() {
+  u32 place = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0,%%cluster_ctaid.x;" : "=r"(place));
+#endif
+  return place;
+}
+// One barrier of the cluster in two halves, by turns: `wait_cluster` returns once every thread of the cluster has arrived. What they wrote
+// is visible to the cluster.
+DEVICE void arrive_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+DEVICE void wait_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+// Stores where block `to` of the cluster has what is here at `shared`, in shared memory. That block must have begun.
+DEVICE void store_in_cluster(float* shared, u32 to, float value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{.reg .u64 own;\n\t.reg .u32 at;\n\tcvta.to.shared.u64 own,%0;\n\tcvt.u32.u64 at,own;\n\tmapa.shared::cluster.u32 at,at,%1;\n\t"
+      "st.shared::cluster.f32 [at],%2;}" ::"l"(shared), "r"(to), "f"(value)
+      : "memory");
+#else
+  *shared = value;
+#endif
+}
+
 // Relaxed stores and loads are of single words that other processors write or read meanwhile. A unit may be seen torn between its words.
 DEVICE void store_relaxed(Unit* to, Unit v) {
   asm volatile("st.relaxed.sys.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -1,9 +1,12 @@
-// Rows of a sum over ranks, with their residual, normed: one row by one block, whose threads keep it in registers between the two passes.
+// Rows of a sum over ranks, with their residual, normed: one row by one cluster of blocks (one block, where none was asked for), whose
+// threads keep it in registers between the two passes.
 // `kernels::cpu::norm` computes the same bits: it says where numbers are rounded and in which order squares are added up.
 #pragma once
 #include "sentinel.cuh"
 
 // Neighbours whose squares a thread adds up by itself, elements of a unit, units of a group, and groups that a thread has at most.
+// Kernels have a path of few instructions for rows of which a thread has one group at an aligned address, `K` = 1, and one for all others,
+// `K` = MOST.
 constexpr u32 GROUP = 8;
 constexpr u32 ELEMENTS = Chosen::COUNT;
 constexpr u32 PARTS = GROUP / ELEMENTS;
@@ -42,6 +45,46 @@ DEVICE u32 row_units(const NormArgs& args) {
   return args.hidden / GROUP * PARTS;
 }
 
+// What a thread has of each row: its groups `group(k)`, for each k below `most` of which `has(k)`. All threads of a cluster have a row. Where
+// a thread has several groups the threads are as many as LANES or half of it.
+struct Share {
+  u32 groups;
+  u32 lane = cluster_block() * threads() + thread();
+  u32 lanes = cluster_blocks() * threads();
+
+  DEVICE explicit Share(const NormArgs& args) : groups(args.hidden / GROUP) {}
+
+  DEVICE u32 group(u32 k) const { return lane + k * lanes; }
+  DEVICE bool has(u32 k) const { return group(k) < groups; }
+  // Whether the path of one group serves `args`: from the cache of instructions it comes in a third of the time.
+  DEVICE bool is_plain(const NormArgs& args) const {
+    const u64 any = (u64)args.from | (u64)args.residual | (u64)args.weight | (u64)args.normed | (u64)args.sum;
+    return groups <= lanes && any % 16 == 0;
+  }
+  // Place of a unit among those that the block sends of its rows.
+  DEVICE u32 place(u32 row, u32 k, u32 p) const {
+    const u32 most = (groups + lanes - 1) / lanes;
+    return ((row * most + k) * PARTS + p) * threads() + thread();
+  }
+};
+
+// A unit of a row, loaded or stored.
+template <u32 K>
+DEVICE Unit load_of(const u8* from) {
+  if constexpr (K == 1) {
+    return *(const Unit*)from;
+  }
+  return load_unit(from, 16);
+}
+template <u32 K>
+DEVICE void store_of(u8* to, Unit unit) {
+  if constexpr (K == 1) {
+    *(Unit*)to = unit;
+  } else {
+    store_unit(to, unit, 16);
+  }
+}
+
 #ifdef SYMM_EMULATED
 DEVICE float square_root(float value) { return __builtin_sqrtf(value); }
 
@@ -54,17 +97,17 @@ DEVICE float in_halves(float* values, u32 count, Fold fold) {
   return values[0];
 }
 
-// Folds numbers of all threads: of group t + k * threads() for each k, of which there are `groups`. `turn` counts the calls.
-template <typename Fold>
-DEVICE float over_row(const float (&of_group)[MOST], u32 groups, u32& turn, Fold fold) {
-  float* const shared = block_floats() + turn++ % 2 * LANES;
-  for (u32 k = 0; k < MOST; ++k) {
-    const u32 group = thread() + k * threads();
-    if (group < groups) shared[group] = of_group[k];
+// Folds a number of each group of a row. `turn` counts the calls.
+template <u32 K, typename Fold>
+DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
+  float* const shared = cluster_floats() + turn++ % 2 * LANES;
+  for (u32 k = 0; k < K; ++k) {
+    if (share.has(k)) shared[share.group(k)] = of_group[k];
   }
-  sync_block();
+  arrive_cluster();
+  wait_cluster();
   float lanes[LANES] = {};
-  for (u32 group = 0; group < groups; ++group) lanes[group] = shared[group];
+  for (u32 group = 0; group < share.groups; ++group) lanes[group] = shared[group];
   float blocks[BLOCK];
   for (u32 i = 0; i < BLOCK; ++i) blocks[i] = in_halves(lanes + i * BLOCK, BLOCK, fold);
   return in_halves(blocks, BLOCK, fold);
@@ -81,26 +124,40 @@ DEVICE float over_warp(float value, Fold fold) {
   return value;
 }
 
-// Folds numbers of all threads: of group t + k * threads() for each k, of which there are `groups`; numbers of groups that are not there
-// are 0, and `fold` leaves a number as it is with 0. More groups than threads are there only with LANES / 2 threads. `turn` counts the
-// calls: a thread that writes for the next but one knows from the barrier of the next that all have read.
-template <typename Fold>
-DEVICE float over_row(const float (&of_group)[MOST], u32 groups, u32& turn, Fold fold) {
+// Folds a number of each group of a row; numbers of groups that are not there are 0, and `fold` leaves a number as it is with 0. `turn`
+// counts the calls: a thread that writes for the next but one knows from the barrier of the next that all have read.
+template <u32 K, typename Fold>
+DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn, Fold fold) {
   __shared__ float shared[2][BLOCK];
   float* const blocks = shared[turn++ % 2];
-  const u32 warp = thread() / BLOCK, place = thread() % BLOCK;
-  float first = over_warp(fold(of_group[0], of_group[2]), fold);
-  if (place == 0) {
-    blocks[warp] = first;
-  }
-  if (groups > threads()) {
-    float second = over_warp(fold(of_group[1], of_group[3]), fold);
-    if (place == 0) {
-      blocks[warp + threads() / BLOCK] = second;
+  const u32 place = thread() % BLOCK, warp = share.lane / BLOCK;
+  // step 1: fold each block of lanes, and tell all blocks of the cluster
+  const auto tell = [&](u32 at, float value) {
+    if (cluster_blocks() == 1) {
+      if (place == 0) {
+        blocks[at] = value;
+      }
+    } else if (place < cluster_blocks()) {
+      store_in_cluster(&blocks[at], place, value);
+    }
+  };
+  if constexpr (K == 1) {
+    tell(warp, over_warp(of_group[0], fold));
+  } else {
+    const bool halves = share.lanes < LANES && share.groups > share.lanes;
+    tell(warp, over_warp(fold(of_group[0], halves ? of_group[2] : of_group[1]), fold));
+    if (halves) {
+      tell(warp + share.lanes / BLOCK, over_warp(fold(of_group[1], of_group[3]), fold));
     }
   }
-  sync_block();
-  const u32 used = (groups + BLOCK - 1) / BLOCK;
+  if (cluster_blocks() == 1) {
+    sync_block();
+  } else {
+    arrive_cluster();
+    wait_cluster();
+  }
+  // step 2: fold the blocks
+  const u32 used = (share.groups + BLOCK - 1) / BLOCK;
   return over_warp(place < used ? blocks[place] : 0.0f, fold);
 }
 #endif
@@ -121,48 +178,45 @@ DEVICE void store_codes(u8* to, const float (&values)[GROUP]) {
   }
 }
 
-// Norms row `row`; `summed(unit)` returns a unit of it, summed over the ranks. All threads of the block call it, with the same
-// `turn`, which is 0 at first.
-template <typename Summed>
-DEVICE void norm_row(const NormArgs& args, u64 row, u32& turn, Summed summed) {
-  const u32 groups = args.hidden / GROUP;
+// Norms row `row`; `summed(k, p)` returns part p of this thread's group k of it, summed over the ranks. All threads of the cluster call it,
+// with the same `turn`, which is 0 at first, once all blocks of the cluster have begun.
+template <u32 K, typename Summed>
+DEVICE void norm_row(const NormArgs& args, const Share& share, u64 row, u32& turn, Summed summed) {
   const u64 at = row * row_units(args) * 16;
-  Unit kept[MOST][PARTS];
+  Unit kept[K][PARTS];
   // Of float32 there are too few registers for it.
-  Unit weight[MOST];
+  Unit weight[K];
   // step 1: load what no peer sends
 #pragma unroll
-  for (u32 k = 0; k < MOST; ++k) {
-    const u32 group = thread() + k * threads();
+  for (u32 k = 0; k < K; ++k) {
 #pragma unroll
     for (u32 p = 0; p < PARTS; ++p) {
-      const u64 offset = (u64)(group * PARTS + p) * 16;
-      if (group < groups) {
-        kept[k][p] = load_unit(args.residual + at + offset, 16);
+      const u64 offset = (u64)(share.group(k) * PARTS + p) * 16;
+      if (share.has(k)) {
+        kept[k][p] = load_of<K>(args.residual + at + offset);
         if constexpr (PARTS == 1) {
-          weight[k] = load_unit(args.weight + offset, 16);
+          weight[k] = load_of<K>(args.weight + offset);
         }
       }
     }
   }
   // step 2: add the residual to the sum, round and store it, and add up the squares of what was rounded
-  float squares[MOST];
+  float squares[K];
 #pragma unroll
-  for (u32 k = 0; k < MOST; ++k) {
-    const u32 group = thread() + k * threads();
+  for (u32 k = 0; k < K; ++k) {
     squares[k] = 0;
-    if (group < groups) {
+    if (share.has(k)) {
       float q[GROUP];
 #pragma unroll
       for (u32 p = 0; p < PARTS; ++p) {
-        const u32 unit = group * PARTS + p;
+        const u64 offset = (u64)(share.group(k) * PARTS + p) * 16;
         float own[ELEMENTS], other[ELEMENTS];
-        Chosen::widen(summed(unit), own);
+        Chosen::widen(summed(k, p), own);
         Chosen::widen(kept[k][p], other);
 #pragma unroll
         for (u32 i = 0; i < ELEMENTS; ++i) own[i] = own[i] + other[i];
         kept[k][p] = Chosen::narrow(own);
-        store_unit(args.sum + at + (u64)unit * 16, kept[k][p], 16);
+        store_of<K>(args.sum + at + offset, kept[k][p]);
         Chosen::widen(kept[k][p], own);
 #pragma unroll
         for (u32 i = 0; i < ELEMENTS; ++i) q[p * ELEMENTS + i] = own[i] * own[i];
@@ -170,26 +224,25 @@ DEVICE void norm_row(const NormArgs& args, u64 row, u32& turn, Summed summed) {
       squares[k] = ((q[0] + q[4]) + (q[2] + q[6])) + ((q[1] + q[5]) + (q[3] + q[7]));
     }
   }
-  const float total = over_row(squares, groups, turn, [](float a, float b) { return a + b; });
+  const float total = over_row(squares, share, turn, [](float a, float b) { return a + b; });
   const float inverse = 1.0f / square_root(total / static_cast<float>(args.hidden) + args.eps);
   // step 3: norm, round and store; or keep for the next step
-  float largest[MOST];
+  float largest[K];
 #pragma unroll
-  for (u32 k = 0; k < MOST; ++k) {
-    const u32 group = thread() + k * threads();
+  for (u32 k = 0; k < K; ++k) {
     largest[k] = 0;
-    if (group < groups) {
+    if (share.has(k)) {
 #pragma unroll
       for (u32 p = 0; p < PARTS; ++p) {
         float own[ELEMENTS], by[ELEMENTS];
-        const u64 offset = (u64)(group * PARTS + p) * 16;
+        const u64 offset = (u64)(share.group(k) * PARTS + p) * 16;
         Chosen::widen(kept[k][p], own);
-        Chosen::widen(PARTS == 1 ? weight[k] : load_unit(args.weight + offset, 16), by);
+        Chosen::widen(PARTS == 1 ? weight[k] : load_of<K>(args.weight + offset), by);
 #pragma unroll
         for (u32 i = 0; i < ELEMENTS; ++i) own[i] = own[i] * inverse * by[i];
         kept[k][p] = Chosen::narrow(own);
         if (args.type == Normed::SAME) {
-          store_unit(args.normed + at + offset, kept[k][p], 16);
+          store_of<K>(args.normed + at + offset, kept[k][p]);
         } else {
           Chosen::widen(kept[k][p], own);
 #pragma unroll
@@ -204,18 +257,17 @@ DEVICE void norm_row(const NormArgs& args, u64 row, u32& turn, Summed summed) {
   // step 4: find the scale, and store what is scaled
   float scale = 0;
   if (args.type == Normed::DYNAMIC) {
-    const float most = over_row(largest, groups, turn, [](float a, float b) { return greater(a, b); });
+    const float most = over_row(largest, share, turn, [](float a, float b) { return greater(a, b); });
     scale = greater(1.0f / (448.0f * 512.0f), most / 448.0f);
-    if (thread() == 0) {
+    if (share.lane == 0) {
       args.scales[row] = canonical(scale);
     }
   } else {
     scale = 1.0f / *args.scale;
   }
 #pragma unroll
-  for (u32 k = 0; k < MOST; ++k) {
-    const u32 group = thread() + k * threads();
-    if (group < groups) {
+  for (u32 k = 0; k < K; ++k) {
+    if (share.has(k)) {
       float values[GROUP];
 #pragma unroll
       for (u32 p = 0; p < PARTS; ++p) {
@@ -223,7 +275,7 @@ DEVICE void norm_row(const NormArgs& args, u64 row, u32& turn, Summed summed) {
       }
 #pragma unroll
       for (u32 i = 0; i < GROUP; ++i) values[i] = args.type == Normed::DYNAMIC ? values[i] / scale : values[i] * scale;
-      store_codes(args.normed + row * args.hidden + group * GROUP, values);
+      store_codes(args.normed + row * args.hidden + share.group(k) * GROUP, values);
     }
   }
 }

@@ -1,30 +1,60 @@
 // One-shot all-reduce of rows on sentinel slots, with residual and norm in the same kernel: every rank sends its whole input to every peer,
-// adds up all inputs in rank order, and norms every row. Each rank sends (n - 1) S in one trip over the link.
+// adds up all inputs in rank order, and norms every row. Each rank sends (n - 1) S in one trip over the link. A row is a cluster's, and each
+// of its blocks has a group of it.
 #include "norm.cuh"
 
-KERNEL(all_reduce_add_rms_norm_one_shot, NormArgs) {
-  after_predecessor();
-  // step 1: find this block's rows
-  SentinelSession session(args.common, args.sentinel);
-  session.begin();
-  const u64 first = part_begin(args.rows, block(), blocks());
-  const u32 count = (u32)(part_begin(args.rows, block() + 1, blocks()) - first);
-  const u32 units = row_units(args);
-  const u8* const from = args.from + first * units * 16;
-  // step 2: send the rows to every peer
-  for (u32 i = thread(); i < count * units; i += threads()) {
-    const Unit v = scrub(load_unit(from + (u64)i * 16, 16));
-    for_each_peer([&](u32 r) { session.send(0, r, i, v); });
+template <u32 K>
+DEVICE void sum_and_norm(const NormArgs& args, const Share& share, SentinelSession& session) {
+  // step 1: find this cluster's rows
+  const u32 cluster = block() / cluster_blocks(), clusters = blocks() / cluster_blocks();
+  const u64 first = part_begin(args.rows, cluster, clusters);
+  const u32 count = (u32)(part_begin(args.rows, cluster + 1, clusters) - first);
+  const auto own = [&](u32 row, u32 k, u32 p) {
+    return load_of<K>(args.from + ((first + row) * row_units(args) + share.group(k) * PARTS + p) * 16);
+  };
+  // step 2: send the block's part of the rows to every peer
+  for (u32 row = 0; row < count; ++row) {
+    Unit v[K][PARTS];
+#pragma unroll
+    for (u32 k = 0; k < K; ++k) {
+#pragma unroll
+      for (u32 p = 0; p < PARTS; ++p) {
+        if (share.has(k)) {
+          v[k][p] = own(row, k, p);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 k = 0; k < K; ++k) {
+#pragma unroll
+      for (u32 p = 0; p < PARTS; ++p) {
+        if (share.has(k)) {
+          for_each_peer([&](u32 r) { session.send(0, r, share.place(row, k, p), scrub(v[k][p])); });
+        }
+      }
+    }
   }
   allow_successor();
+  wait_cluster();
   // step 3: receive each peer's units, add up in rank order, norm row after row
   u32 turn = 0;
   for (u32 row = 0; row < count; ++row) {
-    norm_row(args, first + row, turn, [&](u32 unit) {
-      const u32 i = row * units + unit;
-      return session.receive_reduce(0, i, load_unit(from + (u64)i * 16, 16));
+    norm_row<K>(args, share, first + row, turn, [&](u32 k, u32 p) {
+      return session.receive_reduce(0, share.place(row, k, p), own(row, k, p));
     });
   }
-  // step 4: end the epoch
+}
+
+KERNEL(all_reduce_add_rms_norm_one_shot, NormArgs) {
+  arrive_cluster();
+  after_predecessor();
+  SentinelSession session(args.common, args.sentinel);
+  session.begin();
+  const Share share(args);
+  if (share.is_plain(args)) {
+    sum_and_norm<1>(args, share, session);
+  } else {
+    sum_and_norm<MOST>(args, share, session);
+  }
   session.end();
 }

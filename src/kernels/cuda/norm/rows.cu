@@ -1,12 +1,23 @@
 // Residual and norm of rows that have been summed already.
 #include "norm.cuh"
 
+template <u32 K>
+DEVICE void norm_all(const NormArgs& args, const Share& share) {
+  u32 turn = 0;
+  for (u64 row = block(); row < args.rows; row += blocks()) {
+    norm_row<K>(args, share, row, turn, [&](u32 k, u32 p) {
+      return load_of<K>(args.from + (row * row_units(args) + share.group(k) * PARTS + p) * 16);
+    });
+  }
+}
+
 KERNEL(norm_rows, NormArgs) {
   after_predecessor();
   allow_successor();
-  u32 turn = 0;
-  for (u64 row = block(); row < args.rows; row += blocks()) {
-    const u8* const from = args.from + row * row_units(args) * 16;
-    norm_row(args, row, turn, [&](u32 unit) { return load_unit(from + (u64)unit * 16, 16); });
+  const Share share(args);
+  if (share.is_plain(args)) {
+    norm_all<1>(args, share);
+  } else {
+    norm_all<MOST>(args, share);
   }
 }
