@@ -75,6 +75,7 @@ check-gpu: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
 	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
 	$(BIN)/python -m torch_symm.bench.gpu.fused
+	$(BIN)/python -m torch_symm.bench.gpu.decoder
 	$(BIN)/python -m torch_symm.bench.gpu.first_call
 	$(BIN)/python -m torch_symm tune --device cuda --output out/profile.json
 	$(BIN)/python -m torch_symm tune --device cuda --check --profile out/profile.json --json out/check.json
