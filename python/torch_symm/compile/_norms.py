@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 from torch_symm._native import load
+from torch_symm.compile import _nodes, _quantized
+from torch_symm.compile._nodes import aten, calls, casts, is_last, other, uncast, users, value
+from torch_symm.compile._quantized import quantization
 from torch_symm.symm_mem._groups import is_symm, resolve
 
-aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 
 #: Element types and the longest row that the operator serves, and what a row's length is a multiple of.
@@ -21,16 +24,24 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST, MULTIPLE = 16384, 8
 
 
+class Norm(NamedTuple):
+    """Weight, eps, and the rows that come of an RMSNorm: normed, or quantized as well, by ``scale`` or ``scales``."""
+
+    weight: Node
+    eps: float
+    rows: Node
+    scale: Node | None = None
+    scales: Node | None = None
+
+
 class Found(NamedTuple):
     """All-reduce, addition and norm: what goes in, and the nodes that the operator's results replace."""
 
     given: Node
     residual: Node
-    weight: Node
-    eps: float
     group: str
     added: Node
-    normed: Node
+    norm: Norm
 
 
 class NormPass(CustomGraphPass):
@@ -46,7 +57,7 @@ class NormPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """What cached graphs are told apart by."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, str(_nodes.__file__), str(_quantized.__file__)))
 
 
 _pass = NormPass()
@@ -57,8 +68,9 @@ def enable() -> None:
 
     It looks for functional all-reduces (``torch.distributed._functional_collectives``) of sums, and for
     ``torch.nn.functional.rms_norm`` or the same written with ``pow``, ``mean`` and ``rsqrt``; rows of other lengths and
-    types than the operator serves are left as they are. Residual and weight must be alike on all ranks. Call it before
-    compiling. May be called again; :func:`disable` undoes it.
+    types than the operator serves are left as they are. Where nothing but float8_e4m3fn comes of the normed rows, by
+    one float32 scale or by one for each row, the operator makes that as well. Residual and weight must be alike on all
+    ranks. Call it before compiling. May be called again; :func:`disable` undoes it.
 
     Raises:
         ImportError: the native part cannot serve this torch.
@@ -82,72 +94,35 @@ def _others() -> list[Any]:
     return [each for each in passes if each is not _pass]
 
 
-def _calls(node: Any, *targets: Any) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
-
-
-def _other(node: Node, one: Node) -> Any:
-    """The second of two operands, of which ``one`` is the other."""
-    first, second = node.args[:2]
-    return second if first is one else first
-
-
-def _value(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _users(node: Node, *targets: Any) -> list[Node]:
-    return [user for user in node.users if _calls(user, *targets)]
-
-
-def _is_cast(node: Any, dtype: torch.dtype) -> bool:
-    return (
-        _calls(node, torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-        and (value := _value(node)) is not None
-        and value.dtype == dtype
-    )
-
-
-def _uncast(node: Any) -> Any:
-    """What was widened to float32, or the node itself."""
-    return node.args[0] if _is_cast(node, torch.float32) else node
-
-
-def _casts(node: Node, dtype: torch.dtype) -> list[Node]:
-    return [user for user in node.users if _is_cast(user, dtype)]
-
-
 def _find(wait: Node, order: dict[Node, int]) -> Found | None:
     reduce = wait.args[0]
-    if not _calls(reduce, collectives.all_reduce.default, collectives.all_reduce_.default):
+    if not calls(reduce, collectives.all_reduce.default, collectives.all_reduce_.default):
         return None
     assert isinstance(reduce, Node)
     given, operation, group = reduce.args
-    value = _value(wait)
-    if operation != "sum" or not isinstance(given, Node) or value is None or not _is_served(value, str(group)):
+    summed = value(wait)
+    if operation != "sum" or not isinstance(given, Node) or summed is None or not _is_served(summed, str(group)):
         return None
-    for added in _users(wait, aten.add.Tensor):
-        residual = _other(added, wait)
-        theirs, sum_ = _value(residual), _value(added)
-        alike = theirs is not None and sum_ is not None and (theirs.shape, theirs.dtype) == (value.shape, value.dtype)
+    for added in users(wait, aten.add.Tensor):
+        residual = other(added, wait)
+        theirs, sum_ = value(residual), value(added)
+        alike = theirs is not None and sum_ is not None and (theirs.shape, theirs.dtype) == (summed.shape, summed.dtype)
         if len(wait.users) > 1 or added.kwargs or not alike or residual is wait:
             continue
-        norm = _norm_of(added, value.dtype)
-        if norm is None:
+        if not _comes_before(residual, added, order):
             continue
-        weight, eps, normed = norm
-        if _comes_before(weight, added, order) and _comes_before(residual, added, order):
-            return Found(given, residual, weight, eps, str(group), added, normed)
+        for norm in _norms_of(added, summed.dtype):
+            if all(_comes_before(node, added, order) for node in (norm.weight, norm.scale) if node is not None):
+                return Found(given, residual, str(group), added, norm)
     return None
 
 
-def _is_served(value: torch.Tensor, group: str) -> bool:
-    hidden = value.shape[-1] if value.dim() else 0
-    if value.dtype not in DTYPES or not isinstance(hidden, int) or hidden % MULTIPLE or not 0 < hidden <= MOST:
+def _is_served(summed: torch.Tensor, group: str) -> bool:
+    hidden = summed.shape[-1] if summed.dim() else 0
+    if summed.dtype not in DTYPES or not isinstance(hidden, int) or hidden % MULTIPLE or not 0 < hidden <= MOST:
         return False
     try:
-        return is_symm(resolve(group), value.device.type)
+        return is_symm(resolve(group), summed.device.type)
     except RuntimeError:
         return False
 
@@ -156,69 +131,72 @@ def _comes_before(node: Node, other: Node, order: dict[Node, int]) -> bool:
     return order.get(node, -1) < order[other]
 
 
-def _norm_of(added: Node, dtype: torch.dtype) -> tuple[Node, float, Node] | None:
-    """Weight, eps and result of an RMSNorm of ``added``."""
-    for wide in [added] if dtype == torch.float32 else _casts(added, torch.float32):
+def _norms_of(added: Node, dtype: torch.dtype) -> Iterator[Norm]:
+    """RMSNorms of ``added``: quantized before others."""
+    for wide in [added] if dtype == torch.float32 else casts(added, torch.float32):
         squares = [user for user in wide.users if _is_square(user, wide)]
-        means = [mean for square in squares for mean in _users(square, aten.mean.dim) if _is_of_rows(mean)]
+        means = [mean for square in squares for mean in users(square, aten.mean.dim) if _is_of_rows(mean)]
         for mean in means:
-            for shifted in _users(mean, aten.add.Tensor, aten.add.Scalar):
-                eps = _other(shifted, mean)
-                for root in _users(shifted, aten.rsqrt.default):
-                    for scaled in _users(root, aten.mul.Tensor):
-                        if isinstance(eps, (int, float)) and _other(scaled, root) is wide:
-                            found = _weighted(scaled, dtype)
-                            if found is not None:
-                                return found[0], float(eps), found[1]
-    return None
+            for shifted in users(mean, aten.add.Tensor, aten.add.Scalar):
+                eps = other(shifted, mean)
+                for root in users(shifted, aten.rsqrt.default):
+                    for scaled in users(root, aten.mul.Tensor):
+                        if isinstance(eps, (int, float)) and other(scaled, root) is wide:
+                            yield from _weighted(scaled, float(eps), dtype)
 
 
 def _is_square(node: Node, of: Node) -> bool:
-    if _calls(node, aten.pow.Tensor_Scalar):
+    if calls(node, aten.pow.Tensor_Scalar):
         return bool(node.args[1] == 2)
-    return bool(_calls(node, aten.mul.Tensor) and node.args[0] is of and node.args[1] is of)
+    return bool(calls(node, aten.mul.Tensor) and node.args[0] is of and node.args[1] is of)
 
 
 def _is_of_rows(mean: Node) -> bool:
-    value, dims = _value(mean.args[0]), mean.args[1]
-    assert value is not None
-    return dims in ([-1], [value.dim() - 1]) and len(mean.args) > 2 and mean.args[2] is True
+    return is_last(mean.args[1], mean.args[0]) and len(mean.args) > 2 and mean.args[2] is True
 
 
-def _weighted(scaled: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
-    """Weight and result: multiplied in float32 and then rounded, or rounded and then multiplied."""
-    for first in [scaled] if dtype == torch.float32 else [scaled, *_casts(scaled, dtype)]:
-        for product in _users(first, aten.mul.Tensor):
-            weight = _uncast(_other(product, first))
-            theirs, whole = _value(weight), _value(scaled)
+def _weighted(scaled: Node, eps: float, dtype: torch.dtype) -> Iterator[Norm]:
+    """The weighted rows: multiplied in float32 and then rounded, or rounded and then multiplied."""
+    for first in [scaled] if dtype == torch.float32 else [scaled, *casts(scaled, dtype)]:
+        for product in users(first, aten.mul.Tensor):
+            weight = uncast(other(product, first))
+            theirs, whole, result = value(weight), value(scaled), value(product)
             if theirs is None or whole is None or theirs.dtype != dtype or theirs.shape != whole.shape[-1:]:
                 continue
-            result = _value(product)
+            quantized = quantization(product, dtype)
+            if quantized is not None:
+                yield Norm(weight, eps, *quantized)
+            rounded = casts(product, dtype)
             if result is not None and result.dtype == dtype:
-                return weight, product
-            casts = _casts(product, dtype)
-            if len(casts) == 1 and len(product.users) == 1:
-                return weight, casts[0]
-    return None
+                yield Norm(weight, eps, product)
+            elif len(rounded) == 1 and len(product.users) == 1:
+                yield Norm(weight, eps, rounded[0])
 
 
 def _replace(graph: Graph, found: Found) -> None:
-    given, residual, weight, eps, group, added, normed = found
+    given, residual, group, added, norm = found
+    operators: Any = torch.ops.symm
+    formers, scale = [norm.rows, added], [] if norm.scale is None else [norm.scale]
+    operator_ = operators.all_reduce_add_rms_norm.default
+    if norm.scale is not None:
+        operator_ = operators.all_reduce_add_rms_norm_fp8.default
+    elif norm.scales is not None:
+        operator_ = operators.all_reduce_add_rms_norm_dynamic_fp8.default
+        formers.append(norm.scales)
     with graph.inserting_before(added):
-        arguments = (given, residual, weight, eps, group)
-        both = graph.call_function(torch.ops.symm.all_reduce_add_rms_norm.default, arguments)
-        both.meta["val"] = (normed.meta["val"], added.meta["val"])
-        results = [graph.call_function(operator.getitem, (both, place)) for place in range(2)]
-    for result, former in zip(results, (normed, added), strict=True):
+        all_ = graph.call_function(operator_, (given, residual, norm.weight, norm.eps, *scale, group))
+        all_.meta["val"] = tuple(former.meta["val"] for former in formers)
+        results = [graph.call_function(operator.getitem, (all_, place)) for place in range(len(formers))]
+    for result, former in zip(results, formers, strict=True):
         result.meta.update(former.meta)
         former.replace_all_uses_with(result)
-    _erase(graph, normed)
-    _erase(graph, added)
+    for former in formers:
+        _erase(graph, former)
 
 
 def _erase(graph: Graph, node: Node) -> None:
     """Removes a node that nobody uses, and what was there for it alone."""
-    if node.op != "call_function" or node.users:
+    if node.op != "call_function" or node.users or node._erased:
         return
     inputs = node.all_input_nodes
     graph.erase_node(node)
