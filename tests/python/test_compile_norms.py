@@ -14,7 +14,7 @@ import torch_symm
 from norm_reference import numbers, reference
 from ranks import run_ranks
 from torch_symm.compile import disable, enable
-from torch_symm.compile._norms import NormPass
+from torch_symm.compile._pass import SymmPass
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 # A pool of compiler processes in every rank only makes the ranks queue for the cores.
@@ -33,7 +33,7 @@ def by_hand(added: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return weight * wide.to(added.dtype)
 
 
-class Counted(NormPass):
+class Counted(SymmPass):
     """Counts what is in each graph once it has been changed."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ def traced(rank: int, world: int) -> None:
             given = given[0][:, :12].contiguous(), given[1][:, :12].contiguous(), given[2][:12]
         graph = make_fx(layer, tracing_mode="fake")(*given)
         before = graph(*given)
-        NormPass()(graph.graph)
+        SymmPass()(graph.graph)
         graph.recompile()
         calls = graph.graph.find_nodes(op="call_function", target=torch.ops.symm.all_reduce_add_rms_norm.default)
         assert len(calls) == (0 if odd else 1), graph.code
@@ -127,7 +127,7 @@ def test_it_is_enabled_beside_passes_of_the_user_and_disabled_alone() -> None:
     assert config.post_grad_custom_pre_pass is None
     enable()
     enable()
-    assert isinstance(config.post_grad_custom_pre_pass, NormPass)
+    assert isinstance(config.post_grad_custom_pre_pass, SymmPass)
     disable()
     disable()
     assert config.post_grad_custom_pre_pass is None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch_symm
 from norm_reference import numbers, same_bits
 from ranks import run_ranks
-from torch_symm.compile._norms import NormPass
+from torch_symm.compile._pass import SymmPass
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
@@ -161,7 +161,7 @@ def graphs(rank: int, world: int) -> None:
         for quantize in (*SERVED, *LEFT) if dtype == torch.bfloat16 else SERVED:
             graph = make_fx(layer_of(quantize, name), decomposition_table=table, tracing_mode="fake")(*tensors)
             graph.graph.eliminate_dead_code()  # As Inductor does
-            NormPass()(graph.graph)
+            SymmPass()(graph.graph)
             graph.graph.lint()
             graph.recompile()
             assert operators(graph.graph) == [SERVED.get(quantize, PLAIN)], (quantize, dtype, graph.code)
@@ -195,7 +195,7 @@ def without_rounding(rank: int, world: int) -> None:
             *tensors
         )
         graph.graph.eliminate_dead_code()
-        NormPass()(graph.graph)
+        SymmPass()(graph.graph)
         graph.recompile()
         assert operators(graph.graph) == [SERVED[quantize]], (quantize, graph.code)
         for got, right in zip(graph(*tensors), wanted(quantize, tensors, name), strict=True):
@@ -211,7 +211,7 @@ def compiled(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     seen: list[list[str]] = []
 
-    class Seen(NormPass):
+    class Seen(SymmPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             super().__call__(graph)
             seen.append(operators(graph))

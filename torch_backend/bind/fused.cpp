@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "bind/bind.hpp"
+#include "fused/all_reduce.hpp"
 #include "fused/fused.hpp"
 #include "fused/norm.hpp"
 
@@ -21,6 +22,7 @@ void bind_fused(py::module_& module) {
 TORCH_LIBRARY_FRAGMENT(symm, library) {
   library.def("_all_gather_matmul(Tensor A_shard, Tensor[] Bs, str group_name, bool return_A) -> (Tensor, Tensor[])");
   library.def("_matmul_reduce_scatter(Tensor A, Tensor B, bool avg, str group_name) -> Tensor");
+  library.def("all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor", {at::Tag::needs_fixed_stride_order});
   const auto norm = [&](const char* name, const char* tensors, const char* scale, const char* results) {
     const std::string head = std::string("all_reduce_add_rms_norm") + name + "(" + tensors;
     const std::string schema = head + ", Tensor weight, float eps, " + scale + "str group_name) -> " + results;
@@ -45,6 +47,7 @@ void add_norms(torch::Library& library) {
 
 TORCH_LIBRARY_IMPL(symm, Meta, library) {
   symm::add_norm_shapes(library);
+  library.impl("all_reduce", &symm::all_reduce_shape);
 }
 
 TORCH_LIBRARY_IMPL(symm, Autograd, library) {
@@ -52,16 +55,19 @@ TORCH_LIBRARY_IMPL(symm, Autograd, library) {
     const auto name = std::string("all_reduce_add_rms_norm") + form;
     library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&symm::refuse_gradients>());
   }
+  library.impl("all_reduce", torch::CppFunction::makeFromBoxedFunction<&symm::refuse_gradients>());
 }
 
 TORCH_LIBRARY_IMPL(symm, CPU, library) {
   add_norms(library);
+  library.impl("all_reduce", &symm::all_reduce);
   library.impl("_all_gather_matmul", &symm::all_gather_matmul);
   library.impl("_matmul_reduce_scatter", &symm::matmul_reduce_scatter);
 }
 
 TORCH_LIBRARY_IMPL(symm, CUDA, library) {
   add_norms(library);
+  library.impl("all_reduce", &symm::all_reduce);
   library.impl("_all_gather_matmul", &symm::all_gather_matmul);
   library.impl("_matmul_reduce_scatter", &symm::matmul_reduce_scatter);
 }

@@ -6,7 +6,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "gil.hpp"
 #include "process_group/process_group.hpp"
@@ -53,14 +52,8 @@ at::Tensor scales_of(const at::Tensor& input) {
 void run_norm(const NormTensors& tensors, double eps, const std::string& group_name) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::DeviceGuard guard(tensors.input.device());
-  const auto group = ::c10d::resolve_process_group(group_name);
-  const auto backend = group->getBackend(tensors.input.device().type());
-  auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
-  TORCH_CHECK_VALUE(
-      symm != nullptr,
-      kNorm, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", tensors.input.device().type(),
-      ", not symm");
-  without_gil([&] { symm->all_reduce_add_rms_norm(tensors, eps); });
+  const auto backend = ProcessGroupSymm::named(group_name, tensors.input.device(), kNorm);
+  without_gil([&] { backend->all_reduce_add_rms_norm(tensors, eps); });
 }
 
 // The shapes of what an operator returns, checked as where there is memory.

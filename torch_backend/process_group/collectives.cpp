@@ -189,6 +189,17 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::alltoall_base(
   refused();
 }
 
+void ProcessGroupSymm::all_reduce_into(const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op) try {
+  auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce");
+  operation->begin(Collective::AllReduce, input);
+  operation->reduce_with(op);
+  operation->give(input);
+  operation->take(output);
+  launch(operation, ::c10d::kUnsetTimeout, false);
+} catch (...) {
+  refused();
+}
+
 void ProcessGroupSymm::all_reduce_add_rms_norm(const NormTensors& tensors, double eps) try {
   tensors.check();
   auto operation = std::make_shared<Operation>(OpType::ALLREDUCE, "symm:all_reduce_add_rms_norm");

@@ -3,6 +3,7 @@
 
 #include <Python.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -74,6 +75,14 @@ Group join_group(
   all.groups.remove_if([](const auto& other) { return other.expired(); });
   all.groups.push_back(group);
   return group;
+}
+
+c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(const std::string& group_name, at::Device device, const char* op) {
+  const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
+  auto symm = c10::dynamic_intrusive_pointer_cast<ProcessGroupSymm>(backend);
+  TORCH_CHECK_VALUE(
+      symm, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", device.type(), ", not symm");
+  return symm;
 }
 
 ProcessGroupSymm::ProcessGroupSymm(

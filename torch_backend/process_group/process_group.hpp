@@ -105,6 +105,10 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  // The backend of the group that torch knows as `group_name`, for `device`. Refuses one that is not ours, in the name of `op`.
+  static c10::intrusive_ptr<ProcessGroupSymm> named(const std::string& group_name, at::Device device, const char* op);
+  // Reduces `input` into `output`, of the same type and shape, which is contiguous; `input` is only read.
+  void all_reduce_into(const at::Tensor& output, const at::Tensor& input, const ::c10d::ReduceOp& op);
   // Sums, adds the residual and norms, in the group's order of calls.
   void all_reduce_add_rms_norm(const NormTensors& tensors, double eps);
 

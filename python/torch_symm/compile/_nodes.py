@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torch_symm.symm_mem._groups import is_symm, resolve
+
 aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
 
 
 def calls(node: Any, *targets: Any) -> bool:
@@ -61,3 +64,11 @@ def is_last(dims: Any, of: Any) -> bool:
 def is_number(node: Any, number: float) -> bool:
     """Whether it is ``number``, once both are rounded to float32."""
     return isinstance(node, (int, float)) and struct.pack("f", node) == struct.pack("f", number)
+
+
+def is_of_symm(group: str, tensor: torch.Tensor) -> bool:
+    """Whether ``group`` is there and has symm for the device of ``tensor``."""
+    try:
+        return is_symm(resolve(group), tensor.device.type)
+    except RuntimeError:
+        return False

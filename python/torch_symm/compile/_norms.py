@@ -7,17 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch._inductor.config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from torch_symm._native import load
-from torch_symm.compile import _nodes, _quantized
-from torch_symm.compile._nodes import aten, calls, casts, is_last, other, uncast, users, value
+from torch_symm.compile._nodes import aten, calls, casts, collectives, is_last, is_of_symm, other, uncast, users, value
 from torch_symm.compile._quantized import quantization
-from torch_symm.symm_mem._groups import is_symm, resolve
-
-collectives = torch.ops._c10d_functional
 
 #: Element types and the longest row that the operator serves, and what a row's length is a multiple of.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,54 +37,13 @@ class Found(NamedTuple):
     norm: Norm
 
 
-class NormPass(CustomGraphPass):
-    """Replaces them in one graph."""
-
-    def __call__(self, graph: Graph) -> None:
-        """Changes ``graph`` in place."""
-        order = {node: number for number, node in enumerate(graph.nodes)}
-        for wait in graph.find_nodes(op="call_function", target=collectives.wait_tensor.default):
-            found = _find(wait, order)
-            if found is not None:
-                _replace(graph, found)
-
-    def uuid(self) -> Any:
-        """What cached graphs are told apart by."""
-        return get_hash_for_files((__file__, str(_nodes.__file__), str(_quantized.__file__)))
-
-
-_pass = NormPass()
-
-
-def enable() -> None:
-    """From now on Inductor replaces ``rms_norm(all_reduce(x) + residual)`` on symm groups by one operator.
-
-    It looks for functional all-reduces (``torch.distributed._functional_collectives``) of sums, and for
-    ``torch.nn.functional.rms_norm`` or the same written with ``pow``, ``mean`` and ``rsqrt``; rows of other lengths and
-    types than the operator serves are left as they are. Where nothing but float8_e4m3fn comes of the normed rows, by
-    one float32 scale or by one for each row, the operator makes that as well. Residual and weight must be alike on all
-    ranks. Call it before compiling. May be called again; :func:`disable` undoes it.
-
-    Raises:
-        ImportError: the native part cannot serve this torch.
-    """
-    load()  # It makes the operator known to torch
-    others = _others()
-    torch._inductor.config.post_grad_custom_pre_pass = [*others, _pass] if others else _pass
-
-
-def disable() -> None:
-    """Inductor leaves all-reduces alone again. May be called again."""
-    others = _others()
-    found: Any = others[0] if len(others) == 1 else others or None
-    torch._inductor.config.post_grad_custom_pre_pass = found
-
-
-def _others() -> list[Any]:
-    """Passes of the user."""
-    there: Any = torch._inductor.config.post_grad_custom_pre_pass
-    passes = list(there) if isinstance(there, (list, tuple)) else [] if there is None else [there]
-    return [each for each in passes if each is not _pass]
+def replace_norms(graph: Graph) -> None:
+    """Replaces them in ``graph``."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for wait in graph.find_nodes(op="call_function", target=collectives.wait_tensor.default):
+        found = _find(wait, order)
+        if found is not None:
+            _replace(graph, found)
 
 
 def _find(wait: Node, order: dict[Node, int]) -> Found | None:
@@ -121,10 +73,7 @@ def _is_served(summed: torch.Tensor, group: str) -> bool:
     hidden = summed.shape[-1] if summed.dim() else 0
     if summed.dtype not in DTYPES or not isinstance(hidden, int) or hidden % MULTIPLE or not 0 < hidden <= MOST:
         return False
-    try:
-        return is_symm(resolve(group), summed.device.type)
-    except RuntimeError:
-        return False
+    return is_of_symm(group, summed)
 
 
 def _comes_before(node: Node, other: Node, order: dict[Node, int]) -> bool:

@@ -1,0 +1,55 @@
+// An all-reduce out of place: which reductions there are, and the group.
+#include "fused/all_reduce.hpp"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "gil.hpp"
+#include "process_group/process_group.hpp"
+
+namespace symm {
+
+namespace {
+
+using ::c10d::ReduceOp;
+
+constexpr const char* kAllReduce = "all_reduce";
+
+ReduceOp::RedOpType reduction(const std::string& name) {
+  static constexpr std::array<std::pair<const char*, ReduceOp::RedOpType>, 8> all{{
+      {"sum", ReduceOp::SUM},
+      {"avg", ReduceOp::AVG},
+      {"product", ReduceOp::PRODUCT},
+      {"min", ReduceOp::MIN},
+      {"max", ReduceOp::MAX},
+      {"band", ReduceOp::BAND},
+      {"bor", ReduceOp::BOR},
+      {"bxor", ReduceOp::BXOR},
+  }};
+  const auto* const found = std::find_if(all.begin(), all.end(), [&](const auto& each) { return name == each.first; });
+  TORCH_CHECK_VALUE(found != all.end(), kAllReduce, ": no reduction \"", name, "\"");
+  return found->second;
+}
+
+} // namespace
+
+at::Tensor all_reduce_shape(const at::Tensor& input, const std::string& reduce_op, const std::string& /*group_name*/) {
+  reduction(reduce_op);
+  return at::empty_symint(input.sym_sizes(), input.options());
+}
+
+at::Tensor all_reduce(const at::Tensor& input, const std::string& reduce_op, const std::string& group_name) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::DeviceGuard guard(input.device());
+  const ReduceOp op(reduction(reduce_op));
+  auto output = at::empty(input.sizes(), input.options());
+  const auto backend = ProcessGroupSymm::named(group_name, input.device(), kAllReduce);
+  without_gil([&] { backend->all_reduce_into(output, input, op); });
+  return output;
+}
+
+} // namespace symm
