@@ -124,7 +124,7 @@ unsafe fn run<E: Element<Acc = f32>, I: Vector>(norm: &Norm, rows: usize, memory
             for first in (whole..hidden).step_by(GROUP) {
                 add::<E, I, GROUP>(memory, at, first, &mut lanes);
             }
-            let inverse = 1.0 / (total(&mut lanes) / hidden as f32 + norm.eps).sqrt();
+            let inverse = 1.0 / (total(&mut lanes, hidden / GROUP) / hidden as f32 + norm.eps).sqrt();
             let (sum, weight, to) = (memory.sum.add(at), memory.weight, memory.normed.add(row * norm.normed_bytes()));
             if norm.normed == Normed::Same {
                 for first in (0..whole).step_by(TILE) {
@@ -218,17 +218,20 @@ unsafe fn add<E: Element<Acc = f32>, I: Vector, const T: usize>(memory: &Rows<'_
     }
     let group = first / GROUP % LANES;
     let (groups, _) = squares.as_chunks::<GROUP>();
-    for (lane, q) in lanes[group..group + T / GROUP].iter_mut().zip(groups) {
+    let lanes = &mut lanes[group..group + T / GROUP];
+    // SAFETY: the machine has `I`, by the caller's contract.
+    let added = unsafe { I::add_eights(groups, lanes) };
+    for (lane, q) in lanes[added..].iter_mut().zip(&groups[added..]) {
         let (a, b, c, d) = (q[0] + q[4], q[1] + q[5], q[2] + q[6], q[3] + q[7]);
         *lane += (a + c) + (b + d);
     }
 }
 
-/// Adds up the lanes, which it uses up.
+/// Adds up the lanes, which it uses up. Those that `groups` do not reach are zeros, which change no sum of squares.
 #[inline(always)]
-fn total(lanes: &mut [f32; LANES]) -> f32 {
+fn total(lanes: &mut [f32; LANES], groups: usize) -> f32 {
     let mut blocks = [0f32; LANES / BLOCK];
-    for (block, total) in lanes.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&mut blocks) {
+    for (block, total) in lanes.as_chunks_mut::<BLOCK>().0.iter_mut().zip(&mut blocks).take(groups.div_ceil(BLOCK)) {
         *total = halved(block);
     }
     halved(&mut blocks)

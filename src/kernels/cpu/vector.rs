@@ -12,6 +12,16 @@ pub(super) trait Vector {
         0
     }
 
+    /// Adds to each lane the sum of eight neighbours, in halves: the first four and the last four, then two and two, then one and one.
+    /// Does so at the front, eight lanes at a time; returns how many.
+    ///
+    /// # Safety
+    /// The machine has the instruction set.
+    #[inline(always)]
+    unsafe fn add_eights(_eights: &[[f32; 8]], _lanes: &mut [f32]) -> usize {
+        0
+    }
+
     /// Rounds the front of `wide` to float16 at `to`, a whole vector at a time, NaN to the canonical one; returns how
     /// many.
     ///
@@ -34,17 +44,53 @@ pub(super) use x86::{Avx2, Avx512};
 mod x86 {
     use super::Vector;
     use std::arch::x86_64::{
-        _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_blendv_ps, _mm256_cmp_ps, _mm256_cvtph_ps,
-        _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_set1_ps, _mm256_storeu_ps, _mm256_storeu_si256, _mm512_cmp_ps_mask,
-        _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_blend_ps, _mm512_set1_ps, _mm512_storeu_ps,
+        _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_add_ps, _mm256_blendv_ps, _mm256_castpd_ps,
+        _mm256_castps_pd, _mm256_cmp_ps, _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_permute2f128_ps,
+        _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_unpackhi_pd, _mm256_unpackhi_ps,
+        _mm256_unpacklo_pd, _mm256_unpacklo_ps, _mm512_cmp_ps_mask, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps,
+        _mm512_mask_blend_ps, _mm512_set1_ps, _mm512_storeu_ps,
     };
 
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
+
+    /// [`Vector::add_eights`].
+    ///
+    /// # Safety
+    /// The machine has AVX2.
+    #[inline(always)]
+    unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
+        let (eights, _) = eights.as_chunks::<8>();
+        let (lanes, _) = lanes.as_chunks_mut::<8>();
+        for (e, lanes) in eights.iter().zip(lanes.iter_mut()) {
+            // SAFETY: vectors of eight numbers each; the machine has AVX2 by the caller's contract.
+            unsafe {
+                let mut fours = [_mm256_setzero_ps(); 4];
+                for (i, four) in fours.iter_mut().enumerate() {
+                    let (one, other) = (_mm256_loadu_ps(e[i].as_ptr()), _mm256_loadu_ps(e[i + 4].as_ptr()));
+                    *four = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(one, other), _mm256_permute2f128_ps::<0x31>(one, other));
+                }
+                // Of two fours at a time: the first number and the third, the second and the fourth.
+                let [a, b, c, d] = fours;
+                let front = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)));
+                let back = _mm256_castps_pd(_mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d)));
+                let (odd, even) = (_mm256_unpacklo_pd(front, back), _mm256_unpackhi_pd(front, back));
+                let ones = _mm256_add_ps(_mm256_castpd_ps(odd), _mm256_castpd_ps(even));
+                _mm256_storeu_ps(lanes.as_mut_ptr(), _mm256_add_ps(_mm256_loadu_ps(lanes.as_ptr()), ones));
+            }
+        }
+        8 * eights.len().min(lanes.len())
+    }
 
     /// AVX2 and F16C.
     pub(in crate::kernels::cpu) struct Avx2;
 
     impl Vector for Avx2 {
+        #[inline(always)]
+        unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
+            // SAFETY: the machine has AVX2 by the caller's contract.
+            unsafe { add_eights(eights, lanes) }
+        }
+
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, eight) in wide.as_chunks_mut::<8>().0.iter_mut().enumerate() {
@@ -76,6 +122,12 @@ mod x86 {
     pub(in crate::kernels::cpu) struct Avx512;
 
     impl Vector for Avx512 {
+        #[inline(always)]
+        unsafe fn add_eights(eights: &[[f32; 8]], lanes: &mut [f32]) -> usize {
+            // SAFETY: the machine has AVX2 by the caller's contract.
+            unsafe { add_eights(eights, lanes) }
+        }
+
         #[inline(always)]
         unsafe fn widen_halves<const T: usize>(from: *const u8, wide: &mut [f32; T]) -> usize {
             for (i, sixteen) in wide.as_chunks_mut::<16>().0.iter_mut().enumerate() {
