@@ -79,10 +79,11 @@ Group join_group(
 
 c10::intrusive_ptr<ProcessGroupSymm> ProcessGroupSymm::named(const std::string& group_name, at::Device device, const char* op) {
   const auto backend = ::c10d::resolve_process_group(group_name)->getBackend(device.type());
-  auto symm = c10::dynamic_intrusive_pointer_cast<ProcessGroupSymm>(backend);
+  // Not torch's own cast of pointers, which keeps what it cannot cast alive for good.
+  auto* const symm = dynamic_cast<ProcessGroupSymm*>(backend.get());
   TORCH_CHECK_VALUE(
-      symm, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", device.type(), ", not symm");
-  return symm;
+      symm != nullptr, op, ": group \"", group_name, "\" has backend ", backend->getBackendName(), " for ", device.type(), ", not symm");
+  return c10::intrusive_ptr<ProcessGroupSymm>::reclaim_copy(symm);
 }
 
 ProcessGroupSymm::ProcessGroupSymm(
