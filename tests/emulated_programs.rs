@@ -294,8 +294,8 @@ impl Scene {
         let plan = host.plan(call);
         let short = plan::short_bytes(plan) as usize;
         let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
-        // The root of a broadcast gives all through staging.
-        let gives = call.op == Op::Broadcast && call.root.index() == me;
+        // The root of a broadcast gives all through staging, unless a single other rank gets it.
+        let gives = call.op == Op::Broadcast && host.n > 2 && call.root.index() == me;
         let moved = !gives && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
         host.is_zero_copy(call) && plan.can_be_zero_copy() && moved
     }

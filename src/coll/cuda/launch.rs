@@ -352,8 +352,8 @@ impl LaunchContext<'_> {
                 let broadcast = call.op == Op::Broadcast;
                 let (program, parts, first) =
                     if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::RsagStaged, n, 0) };
-                // The root of a broadcast has it all, and a single other rank gets all of it through staging.
-                let stored = !broadcast || (self.n > 2 && self.me != call.root.index());
+                // The root of a broadcast has it all.
+                let stored = !broadcast || self.me != call.root.index();
                 let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
                 let args = RsagStaged { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };

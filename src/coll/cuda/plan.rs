@@ -174,6 +174,8 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes },
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
+        // A single other rank has nobody to pass its piece on to: it gets one message.
+        Op::Broadcast if n == 2 => Plan::Exchange { ll_blocks: 0, lanes },
         Op::Broadcast => rsag_staged,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
         Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) },
@@ -204,9 +206,7 @@ pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
         Op::AllToAll => return n > 1,
         Op::AllReduceAddRmsNorm => return false,
         Op::AllReduce | Op::Reduce => call.longest() / n,
-        // A single other rank gets it all from the root, through staging.
-        Op::Broadcast if n <= 2 => return false,
-        Op::Broadcast => call.longest() / (n - 1),
+        Op::Broadcast => call.longest() / (n - 1).max(1),
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => call.longest(),
     };
     n > 1 && message >= tuning.zero_copy_bytes
@@ -332,6 +332,16 @@ mod tests {
     }
 
     #[test]
+    fn a_broadcast_to_a_single_other_rank_is_one_message() {
+        for (n, long) in [(2, "exchange_staged"), (3, "rsag_staged")] {
+            let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
+            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+            let name = |bytes| choose(&call(Op::Broadcast, DType::BF16, bytes), &conditions).name();
+            assert_eq!((name(1 << 10), name(64 << 20)), ("exchange_low_latency", long), "{n} ranks");
+        }
+    }
+
+    #[test]
     fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
         let with = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, zero_copy: false };
@@ -380,11 +390,12 @@ mod tests {
             (Op::ReduceScatter, 8, 1 << 20),
             (Op::AllReduce, 4, 4 << 20),
             (Op::Broadcast, 4, 3 << 20),
+            (Op::Broadcast, 2, 1 << 20),
             (Op::AllToAll, 2, 0),
         ] {
             assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
         }
-        assert!(!worth(Op::Broadcast, 1 << 30, 2) && !worth(Op::AllToAll, 1 << 30, 1) && !worth(Op::AllGather, 1 << 30, 1));
+        assert!(![Op::Broadcast, Op::AllToAll, Op::AllGather].iter().any(|op| worth(*op, 1 << 30, 1)), "there is nobody to share with");
         // Blocks of one kernel find their words in the handshake's area.
         assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
     }
