@@ -158,7 +158,7 @@ impl Scene {
         ]);
         let symmetry = random.of(&[Symmetry::None, Symmetry::Some, Symmetry::All, Symmetry::All]);
         if random.below(8) == 0 {
-            return Self::transfers(random, n);
+            return Self::transfers(random, n, heaps, symmetry);
         }
         let op = random.of(Op::C10D);
         let base = random.bytes(dtype.size());
@@ -241,15 +241,16 @@ impl Scene {
         Self { title, acts, tensors, dtype, reduce_op }
     }
 
-    fn transfers(random: &mut Random, n: usize) -> Self {
+    fn transfers(random: &mut Random, n: usize, heaps: &[Heap], symmetry: Symmetry) -> Self {
         let (mut sends, mut receives) = (vec![vec![]; n], vec![vec![]; n]);
         let mut tensors = Vec::new();
         for (from, sends) in sends.iter_mut().enumerate() {
             for to in (0..n).filter(|&to| to != from) {
                 if random.below(2) == 0 {
                     let bytes = random.bytes(1);
-                    let ground = Ground { heap: None, symmetry: Symmetry::None };
-                    let (out, into) = (Guarded::new(random, ground, DType::U8, bytes), Guarded::new(random, ground, DType::U8, bytes));
+                    let ground = |rank| Ground { heap: heaps.get(rank), symmetry };
+                    let out = Guarded::new(random, ground(from), DType::U8, bytes);
+                    let into = Guarded::new(random, ground(to), DType::U8, bytes);
                     sends.push((to, out.span()));
                     receives[to].push((from, into.span()));
                     let message = out.get().to_vec();
@@ -258,7 +259,7 @@ impl Scene {
                 }
             }
         }
-        let title = format!("transfers {sends:?}");
+        let title = format!("transfers {sends:?}, symmetric: {symmetry:?}");
         let act = |(sends, receives)| Act::Transfers { sends, receives, apart: random.below(2) == 0 };
         let acts = sends.into_iter().zip(receives).map(act).collect();
         Self { title, acts, tensors, dtype: DType::U8, reduce_op: ReduceOp::Sum }

@@ -152,7 +152,7 @@ impl<'a> Group<'a> {
                 let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
                 let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
                 let reachable = move |_: Span| here;
-                let symmetric = zero_copy.then_some(Symmetric { heap, channel: 0, least: 1, reachable: &reachable });
+                let symmetric = zero_copy.then_some(Symmetric { heap, count: 0, least: 1, reachable: &reachable });
                 LaunchContext { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
             })
             .collect();

@@ -14,8 +14,8 @@ use symm::kernels::cuda::driver::Grid;
 /// Threads of a block: at least as many as ranks.
 pub(crate) const THREADS: u32 = 8;
 
-/// Whose count of direct kernels is looked at.
-const CHANNEL: u32 = 2;
+/// Count of direct collectives and sends that is looked at; that of receives follows.
+const COUNT: u32 = 2;
 
 /// A rank's device memory, whose sentinel slots are empty.
 pub(crate) struct Memory {
@@ -101,9 +101,14 @@ impl Host {
         !self.heaps.is_empty() && plan::worth_zero_copy(call, self.n, &self.tuning)
     }
 
-    /// Kernels of each rank that moved something between tensors.
+    /// Kernels of each rank that moved something between tensors: collectives and sends.
     pub(crate) fn direct(&self) -> Vec<u32> {
-        self.memory.iter().map(|memory| memory.report[DIRECT_WORD + CHANNEL as usize]).collect()
+        self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize]).collect()
+    }
+
+    /// Receives of each rank into whose tensors something was put.
+    pub(crate) fn received_in_place(&self) -> Vec<u32> {
+        self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
     }
 
     /// No kernel has given up.
@@ -121,12 +126,12 @@ impl Host {
         Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call }
     }
 
-    /// For launch `number`; of sends and receives there is no `call`.
+    /// For launch `number`; of sends and receives, which may always find offers, there is no `call`.
     pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Call>) -> LaunchContext<'_> {
-        let symmetric = self.reachable.get(me).filter(|_| call.is_some_and(|call| self.is_zero_copy(call))).map(|reachable| {
+        let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
-            Symmetric { heap, channel: CHANNEL, least: self.tuning.zero_copy_bytes as u32, reachable }
+            Symmetric { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
         });
         LaunchContext { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
     }

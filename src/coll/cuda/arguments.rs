@@ -90,8 +90,8 @@ pub struct Handshake {
     pub give: u32,
     /// A bit for each rank that may store where this one takes it.
     pub take: u32,
-    /// Index of the channel's count in the report.
-    pub channel: u32,
+    /// Index in the report of the count of the channel's collectives or sends; that of its receives follows.
+    pub count: u32,
     /// Length of the shortest message of an exchange that goes direct; not 0.
     pub least: u32,
 }
@@ -117,6 +117,24 @@ pub struct Exchange {
     /// Length of each rank's message.
     pub bytes: PerRank,
     /// Handshake of zero-copy calls.
+    pub handshake: Handshake,
+}
+
+/// `TransfersArgs` in `exchange/transfers.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Transfers {
+    /// Arguments that every kernel has.
+    pub common: Common,
+    /// Place of the staging slots.
+    pub staging: Staging,
+    /// Messages that this rank sends.
+    pub out: Outgoing,
+    /// Destination of each rank's message.
+    pub to: PerRank,
+    /// Length of each rank's message.
+    pub bytes: PerRank,
+    /// Offers of places in symmetric memory: `take` are those that this rank makes, `give` those that it looks for.
     pub handshake: Handshake,
 }
 
@@ -303,15 +321,18 @@ pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
 }
 
 /// Words of a `Report` in `wait.cuh`.
-pub const REPORT_WORDS: usize = DIRECT_WORD + Channel::ALL.len();
-/// The first of its words that count, for each channel, the kernels that moved something between tensors without staging.
+pub const REPORT_WORDS: usize = DIRECT_WORD + COUNTS * Channel::ALL.len();
+/// Words of a channel that count kernels that moved something between tensors without staging: collectives or sends, receives.
+pub const COUNTS: usize = 2;
+/// The first of the words that count such kernels.
 pub const DIRECT_WORD: usize = 4 + MAX_RANKS;
 
 // `static_assert`s beside the declarations in C++ say the same.
 const _: () = {
-    assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 96);
+    assert!(size_of::<Common>() == 160 && REPORT_WORDS * 4 == 112);
     assert!(size_of::<Handshake>() == 168);
     assert!(size_of::<Exchange>() == 920);
+    assert!(size_of::<Transfers>() == 880);
     assert!(size_of::<ReduceLowLatency>() == 464);
     assert!(size_of::<ReduceStaged>() == 648);
     assert!(size_of::<AllReduce>() == 216);

@@ -2,7 +2,7 @@
 
 use super::arguments::{
     self, AllReduce, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged, Sentinel,
-    Staging,
+    Staging, Transfers,
 };
 use super::norm;
 use super::plan::{Plan, short_bytes};
@@ -26,6 +26,8 @@ const FEW_THREADS: u32 = 128;
 pub enum Program {
     /// Bytes from everybody to everybody.
     Exchange,
+    /// Sends and receives.
+    Transfers,
     /// A broadcast of a long message.
     Broadcast,
     /// Any reduction of short messages.
@@ -48,8 +50,9 @@ pub enum Program {
 
 impl Program {
     /// Every program.
-    pub const ALL: [Program; 10] = [
+    pub const ALL: [Program; 11] = [
         Program::Exchange,
+        Program::Transfers,
         Program::Broadcast,
         Program::ReduceLowLatency,
         Program::ReduceStaged,
@@ -65,6 +68,7 @@ impl Program {
     pub fn names(self) -> (&'static str, &'static str) {
         match self {
             Program::Exchange => ("exchange/exchange", "exchange"),
+            Program::Transfers => ("exchange/transfers", "transfers"),
             Program::Broadcast => ("broadcast/staged", "broadcast_staged"),
             Program::ReduceLowLatency => ("reduce/low_latency", "reduce_low_latency"),
             Program::ReduceStaged => ("reduce/staged", "reduce_staged"),
@@ -85,7 +89,7 @@ impl Program {
     /// Whether it is compiled for an element type and an operation.
     pub fn reduces(self) -> bool {
         match self {
-            Program::Exchange | Program::Broadcast => false,
+            Program::Exchange | Program::Transfers | Program::Broadcast => false,
             Program::ReduceLowLatency
             | Program::ReduceStaged
             | Program::OneShot
@@ -104,6 +108,8 @@ impl Program {
 pub enum Args {
     /// Arguments of [`Program::Exchange`].
     Exchange(Exchange),
+    /// Arguments of [`Program::Transfers`].
+    Transfers(Transfers),
     /// Arguments of [`Program::ReduceLowLatency`].
     ReduceLowLatency(ReduceLowLatency),
     /// Arguments of [`Program::ReduceStaged`].
@@ -123,6 +129,7 @@ impl Args {
     pub fn bytes(&self) -> &[u8] {
         match self {
             Args::Exchange(args) => arguments::bytes_of(args),
+            Args::Transfers(args) => arguments::bytes_of(args),
             Args::ReduceLowLatency(args) => arguments::bytes_of(args),
             Args::ReduceStaged(args) => arguments::bytes_of(args),
             Args::AllReduce(args) => arguments::bytes_of(args),
@@ -160,8 +167,8 @@ pub struct Edges<'a> {
 pub struct Symmetric<'a> {
     /// Start of each rank's symmetric memory, as mapped here; this rank's own among them.
     pub heap: PerRank,
-    /// Index of the call's channel.
-    pub channel: u32,
+    /// Index in the report of the count of the channel's collectives or sends.
+    pub count: u32,
     /// Bytes of the shortest message of an exchange that goes direct, not 0; see [`super::plan::worth_zero_copy`].
     pub least: u32,
     /// Whether a span lies in this rank's symmetric memory, where all peers have mapped it.
@@ -170,7 +177,7 @@ pub struct Symmetric<'a> {
 
 impl std::fmt::Debug for Symmetric<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Symmetric").field("heap", &self.heap).field("channel", &self.channel).finish_non_exhaustive()
+        f.debug_struct("Symmetric").field("heap", &self.heap).field("count", &self.count).finish_non_exhaustive()
     }
 }
 
@@ -230,9 +237,9 @@ impl LaunchContext<'_> {
     /// Handshake of a zero-copy kernel: `give` has a bit for each rank that may load what this one gives it, `take` one for each that may
     /// store where this one takes it.
     fn handshake(&self, give: u32, take: u32) -> Handshake {
-        let Some(Symmetric { heap, channel, least, .. }) = self.symmetric else { return Handshake::default() };
+        let Some(Symmetric { heap, count, least, .. }) = self.symmetric else { return Handshake::default() };
         let (epochs, lines) = (self.layout.handshake_epochs() as u64, self.layout.handshake_lines() as u64);
-        Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, channel, least }
+        Handshake { epochs, lines, counts: self.layout.handshake_counts() as u64, heap, give, take, count, least }
     }
 
     /// Messages that `call` sends to each rank.
@@ -402,7 +409,23 @@ impl LaunchContext<'_> {
             }
             (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         }
-        Ok(self.exchange(plan, out, to, bytes, false, Handshake::default()))
+        let Plan::Exchange { lanes, .. } = plan else { unreachable!("transfers are exchanges") };
+        let least = self.symmetric.map_or(u64::MAX, |symmetric| u64::from(symmetric.least));
+        let long = |bytes: &PerRank, r: usize| r != self.me && bytes[r] >= least;
+        let offered = |r: usize| long(&bytes, r) && self.direct(Span { addr: to[r] as usize, bytes: bytes[r] as usize });
+        let mask = |yes: &dyn Fn(usize) -> bool| (0..self.n).filter(|&r| yes(r)).map(|r| 1 << r).sum();
+        let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
+        let handshake = Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
+        let staging = self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32);
+        let threads = self.lane_threads(Program::Transfers, false, lanes, self.longest(&out.bytes, &bytes));
+        let args = Args::Transfers(Transfers { common: self.common, staging, out, to, bytes, handshake });
+        Ok(Launch { program: Program::Transfers, blocks: 2 * lanes, threads, zero_copy: false, args })
+    }
+
+    /// Longest message between this rank and another.
+    fn longest(&self, out: &PerRank, incoming: &PerRank) -> usize {
+        let peers = (0..self.n).filter(|&r| r != self.me);
+        peers.map(|r| out[r].max(incoming[r]) as usize).max().unwrap_or(0)
     }
 
     fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
@@ -411,8 +434,7 @@ impl LaunchContext<'_> {
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
-        let longest = |bytes: &PerRank| bytes.iter().enumerate().filter(|(r, _)| *r != self.me).map(|(_, &bytes)| bytes as usize).max();
-        let message = longest(&out.bytes).max(longest(&bytes)).unwrap_or(0);
+        let message = self.longest(&out.bytes, &bytes);
         let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, zero_copy, lanes, message) };
         let grid = Grid::new(ll_blocks.max(3 * lanes), threads);
         Launch { program: Program::Exchange, grid, zero_copy, args: Args::Exchange(args) }

@@ -8,7 +8,7 @@ pub(in crate::coll::cuda) use super::failure::report::Report;
 
 use super::agreement::launch_log::Transfer;
 use super::agreement::{launch_log, zero_copy};
-use super::arguments::{Common, PerRank};
+use super::arguments::{COUNTS, Common, PerRank};
 use super::failure::abort_flag::Stop;
 use super::kernels::Kernels;
 use super::launch::{self, Launch, LaunchContext, Symmetric};
@@ -109,12 +109,8 @@ impl Communicator {
                 let plan = plan::choose(call, &communicator.conditions(zero_copy));
                 stats::count(Some(call.op), plan.served_as(zero_copy));
                 noted(Stage::Served(plan.served_as(zero_copy)));
-                let reachable = |span| communicator.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span));
-                let symmetric = communicator.symmetric.as_ref().filter(|_| zero_copy);
-                let symmetric = symmetric.map(|heaps| {
-                    let least = u32::try_from(communicator.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
-                    Symmetric { heap: per_rank(&heaps.bases), channel: channel as u32, least, reachable: &reachable }
-                });
+                let reachable = |span| communicator.reachable(span);
+                let symmetric = communicator.symmetric(channel, &reachable).filter(|_| zero_copy);
                 let context = LaunchContext { common: Common { call: state.launched, ..context.common }, symmetric, ..context };
                 if let plan::Plan::NormRows { .. } = plan {
                     let sum = norm::reduction(call);
@@ -140,8 +136,10 @@ impl Communicator {
             (true, false) => &[Queue::Receives],
             _ => &[Queue::Sends, Queue::Receives],
         };
-        self.enqueue(target, timeout, queues, |communicator, state, stream, _, context| {
+        self.enqueue(target, timeout, queues, |communicator, state, stream, channel, context| {
             let plan = plan::transfers(&communicator.layout, &communicator.tuning);
+            let reachable = |span| communicator.reachable(span);
+            let context = LaunchContext { symmetric: communicator.symmetric(channel, &reachable), ..context };
             for (from, to) in take_own(communicator.control.rank(), &mut sends, &mut receives)? {
                 stream.copy(to.addr as u64, from.addr as u64, from.bytes)?;
             }
@@ -165,6 +163,18 @@ impl Communicator {
 
     fn conditions(&self, zero_copy: bool) -> Conditions<'_> {
         Conditions { n: self.control.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), zero_copy }
+    }
+
+    /// Whether `span` lies in this rank's symmetric memory, where all peers have mapped it.
+    fn reachable(&self, span: Span) -> bool {
+        self.symmetric.as_ref().is_some_and(|heaps| heaps.reachable(span))
+    }
+
+    /// The group's symmetric memory, if it has some, for kernels of `channel`.
+    fn symmetric<'a>(&self, channel: Channel, reachable: &'a dyn Fn(Span) -> bool) -> Option<Symmetric<'a>> {
+        let least = u32::try_from(self.tuning.zero_copy_bytes).unwrap_or(u32::MAX);
+        let count = (COUNTS * channel as usize) as u32;
+        self.symmetric.as_ref().map(|heaps| Symmetric { heap: per_rank(&heaps.bases), count, least, reachable })
     }
 
     /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.

@@ -2,7 +2,7 @@
 //!
 //! A rank's memory is divided into channels, each complete in itself, so that calls on different channels may run at the same time:
 //! ```text
-//! epochs | lanes' words (scatter, gather) | lines of handshakes | LL lines | sentinel slots | staging slots (scatter, gather)
+//! epochs | lanes' words (scatter, gather) | lines of handshakes | offers | LL lines | sentinel slots | staging slots (scatter, gather)
 //! ```
 
 use crate::error::{Error, Result};
@@ -37,6 +37,8 @@ const SENTINEL_EPOCHS: usize = 1024;
 const HANDSHAKE_EPOCHS: usize = 2048;
 const HANDSHAKE_COUNTS: usize = 3584;
 const WORDS: usize = 4096;
+/// Bytes of the offer of one lane and pair of ranks; `Offer` in `offers.cuh`.
+const OFFER: usize = 64;
 /// Units of one rank in one round of a handshake; `HANDSHAKE_UNITS` in `zero_copy.cuh`.
 const HANDSHAKE_UNITS: usize = 2;
 /// Part of a page of a cache line pair; what slots are aligned to.
@@ -175,7 +177,7 @@ impl Layout {
         HANDSHAKE_EPOCHS
     }
 
-    /// Offset of the count of zero-copy kernels that moved something without staging, in the channel.
+    /// Offset of the counts of kernels that moved something without staging, in the channel.
     pub fn handshake_counts(self) -> usize {
         HANDSHAKE_COUNTS
     }
@@ -189,9 +191,18 @@ impl Layout {
         self.handshake_blocks() * 2 * self.ranks * HANDSHAKE_UNITS * LINES
     }
 
+    /// Offset of the offers of receivers, in the channel.
+    pub fn offers(self) -> usize {
+        (self.handshake_lines() + self.handshake_bytes()).next_multiple_of(ALIGN)
+    }
+
+    fn offers_bytes(self) -> usize {
+        self.most_lanes() * self.ranks * OFFER
+    }
+
     /// Offset of the LL lines, in the channel.
     pub fn ll_lines(self) -> usize {
-        (self.handshake_lines() + self.handshake_bytes()).next_multiple_of(ALIGN)
+        (self.offers() + self.offers_bytes()).next_multiple_of(ALIGN)
     }
 
     /// Epochs of blocks on sentinel slots, in the channel.
@@ -246,6 +257,7 @@ pub enum Stage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::coll::cuda::arguments::COUNTS;
 
     #[test]
     fn areas_are_aligned_disjoint_and_inside() {
@@ -257,10 +269,11 @@ mod tests {
                     (layout.ll_epochs(), 4 * layout.ll_blocks()),
                     (layout.sentinel_epochs(), 4 * SENTINEL_BLOCKS),
                     (layout.handshake_epochs(), 4 * layout.handshake_blocks()),
-                    (layout.handshake_counts(), 4),
+                    (layout.handshake_counts(), 4 * COUNTS),
                     (layout.words(Stage::Scatter), layout.lanes() * LANE_WORDS),
                     (layout.words(Stage::Gather), layout.lanes() * LANE_WORDS),
                     (layout.handshake_lines(), layout.handshake_bytes()),
+                    (layout.offers(), layout.offers_bytes()),
                     (layout.ll_lines(), ll),
                     (layout.sentinel(), layout.sentinel_bytes()),
                     (layout.slots(Stage::Scatter), layout.stage_bytes()),

@@ -32,6 +32,25 @@ DEVICE u32 at_least_one(u32 units) {
   return units == 0 ? 1 : units;
 }
 
+// Stores a unit as two lines, with `flag` in each half.
+DEVICE void store_lines(Line* line, Unit v, u32 flag) {
+  const u64 high = (u64)flag << 32;
+  store_relaxed(line, {high | v.x, high | v.y});
+  store_relaxed(line + 1, {high | v.z, high | v.w});
+}
+
+// Says whether all four halves of a unit's lines have the flag.
+DEVICE bool have_arrived(Line a, Line b, u32 flag) {
+  const bool first_line = (u32)(a.first >> 32) == flag && (u32)(a.second >> 32) == flag;
+  const bool second_line = (u32)(b.first >> 32) == flag && (u32)(b.second >> 32) == flag;
+  return first_line && second_line;
+}
+
+// Unit that a unit's lines carry.
+DEVICE Unit data_of(Line a, Line b) {
+  return {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second};
+}
+
 // Session of this block on the LL lines (NCCL: ncclLLA2ASession): `begin`, `send` and `receive` in any number, `end`. Each thread sends and
 // receives units of its own; the whole block begins and ends.
 struct LowLatencySession {
@@ -88,10 +107,7 @@ struct LowLatencySession {
 
   // Sends a unit, with the epoch as its flag, to rank `to`.
   DEVICE void send(u32 to, u32 unit, Unit v) const {
-    Line* line = (Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32);
-    const u64 flag = (u64)epoch << 32;
-    store_relaxed(line, {flag | v.x, flag | v.y});
-    store_relaxed(line + 1, {flag | v.z, flag | v.w});
+    store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
   }
 
   // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each turn looks at all of them.
@@ -109,7 +125,7 @@ struct LowLatencySession {
       missing = 0;
       waiting = false;
       for_each_peer([&](u32 r) {
-        const bool lacking = !has_arrived(a[r], b[r]) && (sources >> r & 1);
+        const bool lacking = !have_arrived(a[r], b[r], epoch) && (sources >> r & 1);
         missing |= lacking ? 1u << r : 0;
         waiting |= lacking;
         v[r] = data_of(a[r], b[r]);
@@ -134,7 +150,7 @@ struct LowLatencySession {
       missing = 0;
 #pragma unroll
       for (u32 k = 0; k < COUNT; ++k) {
-        missing |= has_arrived(a[k], b[k]) ? 0 : from[k].names;
+        missing |= have_arrived(a[k], b[k], epoch) ? 0 : from[k].names;
         v[k] = data_of(a[k], b[k]);
       }
     } while (missing != 0 && wait.look_again(missing));
@@ -148,14 +164,4 @@ struct LowLatencySession {
     receive(unit, all_peers(), v);
     return reduce(v);
   }
-
-  // Says whether all four halves of a unit's lines have the flag of this epoch.
-  DEVICE bool has_arrived(Line a, Line b) const {
-    const bool first_line = (u32)(a.first >> 32) == epoch && (u32)(a.second >> 32) == epoch;
-    const bool second_line = (u32)(b.first >> 32) == epoch && (u32)(b.second >> 32) == epoch;
-    return first_line && second_line;
-  }
-
-  // Unit that a unit's lines carry.
-  DEVICE static Unit data_of(Line a, Line b) { return {(u32)a.first, (u32)a.second, (u32)b.first, (u32)b.second}; }
 };

@@ -10,17 +10,33 @@ struct Outgoing {
   u32 same;
 };
 
-// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way.
-template <typename ChunkOf, typename Lift>
-DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
+// No offers (offers.cuh): every chunk goes through staging.
+struct NoOffers {
+  DEVICE void look(const SendSession&, u32, u64) const {}
+  DEVICE u32 put_rest(SendSession&, u32, u64, const u32 (&)[WORLD]) const { return 0; }
+  DEVICE void make(const ReceiveSession&, const u32 (&)[WORLD]) const {}
+  DEVICE u32 in_place(const ReceiveSession&, u32) const { return 0; }
+  DEVICE void withdraw() const {}
+};
+
+// Most chunks that the lane has of a message of one of the `ranks`.
+DEVICE u64 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
+  u64 steps = 0;
+  for_each_peer([&](u32 r) { steps = ranks >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps; });
+  return steps;
+}
+
+// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way. What `offers` has a place for is put there.
+template <typename ChunkOf, typename Lift, typename Offers>
+DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers) {
   // step 1: begin where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
-  u64 steps = 0;
-  for_each_peer([&](u32 r) {
-    chunk[r] = chunk_of(out.bytes[r]);
-    steps = to >> r & 1 ? larger(steps, session.chunks(out.bytes[r], chunk[r])) : steps;
-  });
+  for_each_peer([&](u32 r) { chunk[r] = chunk_of(out.bytes[r]); });
+  const bool any = steps_of(session, out.bytes, chunk, to) > 0;
+  offers.look(session, to, 0);
+  to &= ~offers.put_rest(session, to, 0, chunk);
+  u64 steps = steps_of(session, out.bytes, chunk, to);
   // step 2: send chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
@@ -37,6 +53,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
         session.await_credit(r);
       }
     });
+    offers.look(session, to, step);
     // step 2b: write the units into the slots, whose addresses are not kept: registers are scarce
     if (out.same) {
       constexpr u32 AT = 4;
@@ -87,25 +104,38 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     // step 2c: tell the peers that the chunk is there
     sync_block();
     session.send(peers);
+    // step 2d: put what is left where there is an offer
+    const u32 done = offers.put_rest(session, to, step + 1, chunk);
+    if (done != 0) {
+      to &= ~done;
+      steps = steps_of(session, out.bytes, chunk, to);
+    }
   }
   // step 3: save the counts for the next call; a call that sent nothing leaves them to the sends that run beside it
-  if (steps > 0) {
+  if (any) {
     session.end();
   }
 }
 
+template <typename ChunkOf, typename Lift>
+DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
+  NoOffers none;
+  send_pieces(session, out, to, chunk_of, lift, none);
+}
+
 // Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at
-// `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`.
-template <typename ChunkOf, typename Take>
-DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
+// `start[r]` of each message (`ChunkOf::Start`), `units[r]` units at `slot[r]`. What came by `offers` is in its place.
+template <typename ChunkOf, typename Take, typename Offers>
+DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take, Offers& offers) {
   // step 1: begin where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
-  u64 steps = 0;
-  for_each_peer([&](u32 r) {
-    chunk[r] = chunk_of(bytes[r]);
-    steps = from >> r & 1 ? larger(steps, session.chunks(bytes[r], chunk[r])) : steps;
-  });
+  for_each_peer([&](u32 r) { chunk[r] = chunk_of(bytes[r]); });
+  u64 steps = steps_of(session, bytes, chunk, from);
+  const bool any = steps > 0;
+  if (any) {
+    offers.make(session, chunk);
+  }
   // step 2: receive chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
@@ -123,15 +153,33 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
     slot[RANK] = nullptr;
     // step 2a: wait until the chunk of every peer has arrived, and read it
     session.receive(peers);
+    const u32 placed = offers.in_place(session, peers);
+    if (placed != 0) {
+      for_each_peer([&](u32 r) {
+        if (placed >> r & 1) {
+          units[r] = 0;
+          session.taken[r] += (u32)(session.chunks(bytes[r], chunk[r]) - step) - 1;
+        }
+      });
+      from &= ~placed;
+      steps = larger(steps_of(session, bytes, chunk, from), step + 1);
+    }
     take(start, units, slot);
     // step 2b: give the slots back to their senders
     sync_block();
     session.release(peers);
   }
   // step 3: save the counts for the next call
-  if (steps > 0) {
+  if (any) {
+    offers.withdraw();
     session.end();
   }
+}
+
+template <typename ChunkOf, typename Take>
+DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, ChunkOf chunk_of, Take take) {
+  NoOffers none;
+  receive_pieces(session, bytes, from, chunk_of, take, none);
 }
 
 // Reader for `receive_pieces` that copies each message to a destination of its own.

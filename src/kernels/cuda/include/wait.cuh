@@ -12,8 +12,9 @@ struct Report {
   u32 waited_ms;
   // Flags that are not 0 for a rank that was waited for.
   u32 missing[MAX_WORLD];
-  // Count for each channel of the kernels that moved something between tensors without staging.
-  u32 direct[4];
+  // Counts of the kernels that moved something between tensors without staging: two for each channel, of which sends and receives have one
+  // each.
+  u32 direct[8];
 };
 
 // Arguments that every kernel of a communicator has.
@@ -29,7 +30,7 @@ struct Common {
   u64 call;
 };
 // src/coll/cuda/arguments.rs lays these out too, and checks the same sizes.
-static_assert(sizeof(Common) == 160 && sizeof(Report) == 96, "");
+static_assert(sizeof(Common) == 160 && sizeof(Report) == 112, "");
 
 // Turns of 0.3 to 0.7 µs from one look at the clock and at the host's memory to the next. The looks of a whole kernel take 0.3 ms, as they
 // cross the host's bus one by one. Peers wait for a kernel that is held up by them: if that made them look as well, each would hold up the

@@ -22,8 +22,8 @@ struct Handshake {
   // mapped, aligned to 16 bytes.
   u32 give;
   u32 take;
-  // Index of this channel's count in the report.
-  u32 channel;
+  // Index in the report of the count of this channel's collectives or sends; that of its receives follows.
+  u32 count;
   // Length of the shortest message of an exchange that may go direct; shorter ones are staged, wherever they go. Not 0.
   u32 least;
 };
@@ -117,7 +117,7 @@ struct HandshakeSession {
       u32* counts = (u32*)(common.peer[RANK] + handshake.counts);
       const u32 count = *counts + 1;
       *counts = count;
-      store_relaxed(&common.report->direct[handshake.channel], count);
+      store_relaxed(&common.report->direct[handshake.count], count);
     }
   }
 
