@@ -1,4 +1,5 @@
 //! All-to-alls in symmetric memory in which some ranks have no long message: the handshake's rounds are counted alike by all of them.
+//! Sends and receives in it: what is left when the sender sees the offer goes direct.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod emulated;
@@ -6,7 +7,7 @@ mod emulated;
 use emulated::host::Host;
 use std::time::Duration;
 use symm::coll::call::{Call, Op, Span};
-use symm::coll::cuda::plan::Tuning;
+use symm::coll::cuda::plan::{self, Tuning};
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
 
@@ -34,12 +35,17 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Call, Vec<(usize, u
     (Call { op: Op::AllToAll, dtype, reduce_op, root, factor: 1.0, inputs, outputs, call_site: None }, expected)
 }
 
-/// Runs one call after the other, each rank as fast as it can.
-fn run(program: &[Lengths]) {
-    // As on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.
+/// A group as on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.
+fn host() -> Host {
     let mut host = Host::with_tuning(RANKS, Tuning { lanes: 2, threads: 8, ..Tuning::of(RANKS) });
     host.handshake(256 << 20);
     host.timeout = Duration::from_secs(20);
+    host
+}
+
+/// Runs one call after the other, each rank as fast as it can.
+fn run(program: &[Lengths]) {
+    let host = host();
     let calls: Vec<Vec<_>> = (0..RANKS).map(|me| program.iter().map(|lengths| all_to_all(&host, me, lengths)).collect()).collect();
     std::thread::scope(|scope| {
         for (me, calls) in calls.iter().enumerate() {
@@ -74,4 +80,46 @@ fn a_rank_without_a_long_message_counts_the_rounds_of_the_others() {
     let one_way = [[SHORT; RANKS], [LONG, SHORT, SHORT], [SHORT; RANKS]];
     let other = [[SHORT, SHORT, LONG], [SHORT; RANKS], [SHORT; RANKS]];
     run(&[one_way, other, pair, one_way, [[LONG; RANKS]; RANKS], other]);
+}
+
+/// Rank 0 sends `bytes` bytes to rank 1, which receives them `beyond` a 16-byte boundary of symmetric memory or at any address of other
+/// memory. Whether the sender, and the receiver, count it as direct.
+fn message(host: &Host, bytes: usize, symmetric: bool, beyond: usize) -> (bool, bool) {
+    const CANARY: u8 = 0xA5;
+    let given: Vec<u8> = (0..bytes).map(|at| (at / 7 + at) as u8).collect();
+    let mut other = vec![CANARY; bytes + 64];
+    let room = if symmetric { host.heaps[1].take(bytes + 64) } else { other.as_mut_ptr() };
+    // SAFETY: `bytes + 64` bytes that nobody else has.
+    unsafe { std::ptr::write_bytes(room, CANARY, bytes + 64) };
+    let (from, to) = (given.as_ptr() as usize, room as usize + 16 + beyond);
+    let plan = plan::transfers(&host.layout, &host.tuning);
+    let launch = |me: usize, sends: &[_], receives: &[_]| {
+        let launch = host.context(me, 0, None).transfers(sends, receives, plan).unwrap();
+        host.run(me, &launch, DType::U8, ReduceOp::Sum);
+    };
+    let before = (host.direct()[0], host.received_in_place()[1]);
+    std::thread::scope(|scope| {
+        scope.spawn(|| launch(0, &[(1, Span { addr: from, bytes })], &[]));
+        launch(1, &[], &[(0, Span { addr: to, bytes })]);
+    });
+    assert!(host.is_well(), "a kernel gave up");
+    // SAFETY: as above; all kernels have ended.
+    let all = unsafe { std::slice::from_raw_parts(room, bytes + 64) };
+    let (front, rest) = all.split_at(16 + beyond);
+    assert!(rest[..bytes] == given, "{bytes} bytes, symmetric: {symmetric}, {beyond} beyond");
+    assert!(front.iter().chain(&rest[bytes..]).all(|&byte| byte == CANARY), "bytes beside the message were written");
+    (host.direct()[0] > before.0, host.received_in_place()[1] > before.1)
+}
+
+#[test]
+fn a_long_message_goes_direct_where_its_receiver_offers_a_place() {
+    let host = host();
+    // More than the slots of two lanes hold, so that the sender waits for the receiver, and sees what it offers.
+    for odd in [0, 1, 15, 16] {
+        assert_eq!(message(&host, LONG + odd, true, 0), (true, true), "{odd} bytes more");
+    }
+    assert_eq!(message(&host, LONG, true, 8), (false, false), "stores are of 16 bytes");
+    assert_eq!(message(&host, LONG, false, 3), (false, false), "nobody else reaches that");
+    assert_eq!(message(&host, 300_000, true, 0), (false, false), "too short to look");
+    assert_eq!(message(&host, LONG, true, 0), (true, true), "after all these");
 }

@@ -218,7 +218,9 @@ impl LaunchContext<'_> {
     /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
     fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
-        let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
+        // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/kernels_compile.rs).
+        let apart = program == Program::Transfers;
+        let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES) && !apart;
         // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/measurements/gpu-h200.md).
         let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
         if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }

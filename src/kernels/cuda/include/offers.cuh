@@ -83,6 +83,9 @@ struct OffersToSender : OfferedLane {
     // step 1: agree within the block on the offers that were seen; flag 0 would be that of cleared memory
     u32 found = 0;
     const bool seen = flag != 0 && have_arrived(a, b, flag);
+    if (seen) {
+      fence_system();
+    }
     const u32 ranks = wanted(session, to, step, chunk);
     for_each_peer([&](u32 r) {
       if (ranks >> r & 1) {
