@@ -421,7 +421,7 @@ impl LaunchContext<'_> {
         let staging = self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32);
         let threads = self.lane_threads(Program::Transfers, false, lanes, self.longest(&out.bytes, &bytes));
         let args = Args::Transfers(Transfers { common: self.common, staging, out, to, bytes, handshake });
-        Ok(Launch { program: Program::Transfers, blocks: 2 * lanes, threads, zero_copy: false, args })
+        Ok(Launch { program: Program::Transfers, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
     }
 
     /// Longest message between this rank and another.
