@@ -31,6 +31,13 @@ impl Patience {
         until != 0 && now() < until
     }
 
+    /// Whether cores are shared with others for longer: slices were lost in a row, the last one not long ago.
+    #[inline]
+    pub fn is_crowded(&self, now: impl FnOnce() -> u64) -> bool {
+        let (until, pause) = (self.until.load(Ordering::Relaxed), self.pause.load(Ordering::Relaxed));
+        until != 0 && pause > SHORTEST && now() < until.saturating_add(pause)
+    }
+
     /// Giving the core away took so long until `now`.
     pub fn gave_away(&self, took: Duration, now: u64) {
         if took < LOST {
@@ -93,5 +100,15 @@ mod tests {
         assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 320]);
         patience.gave_away(3 * LOST, now + 400 * MS);
         assert!(patience.is_short(|| now + 409 * MS) && !patience.is_short(|| now + 411 * MS));
+    }
+
+    #[test]
+    fn a_loss_in_a_row_makes_it_crowded_until_the_next_would_be_alone() {
+        let patience = Patience::default();
+        assert!(!patience.is_crowded(|| panic!("nobody asks for the time")));
+        patience.gave_away(3 * LOST, 100 * MS);
+        assert!(!patience.is_crowded(|| 105 * MS));
+        patience.gave_away(3 * LOST, 115 * MS);
+        assert_eq!([116, 136, 154, 155].map(|ms| patience.is_crowded(|| ms * MS)), [true, true, true, false]);
     }
 }
