@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "gil.hpp"
 #include "hosts/backend_rail.hpp"
 
 namespace symm {
@@ -31,6 +32,11 @@ SymmForGloo::SymmForGloo(
   if (cuda) {
     gloo();
   }
+}
+
+SymmForGloo::~SymmForGloo() {
+  // Gloo joins its threads, which may need the GIL to let go of the tensors of the last call.
+  without_gil([this] { gloo_.reset(); });
 }
 
 c10::intrusive_ptr<ProcessGroupSymm> SymmForGloo::joined(

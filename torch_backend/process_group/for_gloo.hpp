@@ -16,6 +16,7 @@ class SymmForGloo final : public ProcessGroupSymm {
       int size,
       c10::intrusive_ptr<Options> options,
       bool cuda);
+  ~SymmForGloo() override;
 
   const std::string getBackendName() const override {
     return "gloo";
