@@ -18,6 +18,11 @@ class StandsStill(RuntimeError):
     """The ranks have not got on for so long that one of them must hang."""
 
 
+def in_a_line(error: Exception) -> str:
+    """Type and first line of ``error``."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 @dataclass(frozen=True)
 class Doing:
     """What the rank that got farthest is at. ``steps`` grows while anybody gets on; ``side`` is None between sides.

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-
-from .. import machine
-from ..progress import StandsStill
 from ..units import parse_size
 from .calls import OPS, USUAL
 from .cell import HOST_OP, HOST_SIZE
+from .command import FAILURES, MAX_RANKS, begin, ranks
 from .inputs import RANDOM as DTYPES
 from .launch import PATIENT_SETTINGS, Options, cells, measure
 from .record import Absent, Measured, Run
@@ -26,7 +20,6 @@ from .table import progress_line, write_tables
 
 SIZES = "1K,8K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,64K,1M,16M,64M"
-MAX_RANKS = 8
 SECONDS, QUICK_SECONDS = 300.0, 90.0
 TURNS, QUICK_TURNS = 7, 3
 HOST_SIDES = {"cuda": ["symm", "nccl"], "cpu": ["symm", "gloo"]}
@@ -60,13 +53,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries this program without a GPU, against gloo"
     )
     given = parser.parse_args(arguments)
-    # NVML answers, so that this process gets no context on a GPU.
-    there = torch.cuda.device_count() if given.device == "cuda" else MAX_RANKS
-    world = given.ranks or (min(there, MAX_RANKS) if given.device == "cuda" else 2)
-    if world < 2 or world > there:
-        parser.error(
-            f"{world} ranks need as many GPUs and at least 2; this machine has {there} (--device cpu needs none)"
-        )
+    world = ranks(parser, given.ranks, given.device)
     makers = gpu_sides if given.device == "cuda" else cpu_sides
     usual = HOST_SIDES[given.device] if given.host else list(makers())
     sides = given.sides.split(",") if given.sides else usual
@@ -104,11 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     The JSON is written after every cell, so that it is there however the run ends.
     """
     options, path = options_from(arguments)
-    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    here, gpus = machine.describe(), machine.describe_gpus(options.world if options.device == "cuda" else 0)
-    print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    here, gpus = begin(options.world, options.device, PATIENT_SETTINGS)
     total = len(cells(options))
     started = time.monotonic()
     found: list[Measured] = []
@@ -129,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
                 found.append(message)
                 print(progress_line(message, len(found), total), flush=True)
             write("not finished")
-    except (ProcessRaisedException, ProcessExitedException, StandsStill) as error:
+    except FAILURES as error:
         failure = str(error)
     except KeyboardInterrupt:
         failure = "interrupted"

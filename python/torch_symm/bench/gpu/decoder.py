@@ -22,27 +22,22 @@ and after, the rows at the end of every side are compared with those of all-redu
 from __future__ import annotations
 
 import argparse
-import os
-import queue
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import spawn
 
-from .. import machine
-from ..progress import StandsStill, end
+from ..progress import end
 from ..units import format_size
 from . import decoder_rank
+from .command import FAILURES, begin, collect, ranks
 from .decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
-from .launch import PATIENT_SETTINGS, POLL_S, START_S
+from .launch import PATIENT_SETTINGS, START_S
 from .meeting import MAX_TURNS, Meeting
 from .record import write_json
 from .table import write_table
@@ -50,7 +45,6 @@ from .table import write_table
 BATCHES, LAYERS, TURNS, QUICK_TURNS = "1,8,32,64", 80, 15, 5
 #: A pool of compiler processes in every rank would take longer to start than the one kernel to compile.
 COMPILE_SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
 
 
 def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
@@ -65,14 +59,7 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
     results: Any = context.Queue()
     processes = spawn(decoder_rank.enter, (task, meeting, results), nprocs=task.world, join=False)  # type: ignore[no-untyped-call]
     try:
-        left, until = len(task.batches), time.monotonic() + still_s
-        while left:
-            try:
-                yield results.get(timeout=POLL_S)
-                left, until = left - 1, time.monotonic() + still_s
-            except queue.Empty:
-                if processes.join(timeout=0) or time.monotonic() > until:
-                    raise StandsStill(f"{left} batches are missing") from None
+        yield from collect(results, len(task.batches), [processes], still_s, "batches")
     finally:
         end(processes.processes)
 
@@ -106,10 +93,9 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program without a GPU, against gloo"
     )
     given = parser.parse_args(arguments)
-    there = torch.cuda.device_count() if given.device == "cuda" else 8
-    world = given.ranks or (min(there, 8) if given.device == "cuda" else 2)
-    if world not in (2, 4, 8) or world > there:
-        parser.error(f"{world} ranks: 2, 4 or 8, and as many GPUs; this machine has {there} (--device cpu needs none)")
+    world = ranks(parser, given.ranks, given.device)
+    if world not in (2, 4, 8):
+        parser.error(f"{world} ranks: 2, 4 or 8 share a row and the MLP evenly")
     known = [WITHOUT, "symm", PEER[given.device], FUSED]
     sides = given.sides.split(",") if given.sides else known
     unknown = [side for side in sides if side not in known]
@@ -125,11 +111,7 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
 def main(arguments: Sequence[str]) -> int:
     """Measures; 0 if every side gave right rows, 1 otherwise, with what was measured until then."""
     asked, path = task_from(arguments)
-    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS | COMPILE_SETTINGS).items():
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    here, gpus = machine.describe(), machine.describe_gpus(asked.world if asked.device == "cuda" else 0)
-    print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    here, gpus = begin(asked.world, asked.device, PATIENT_SETTINGS | COMPILE_SETTINGS)
     found: list[Finished] = []
     failure: str | None = None
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from torch_symm._torch import new_group
 
+from ..progress import in_a_line
 from .calls import Call
 from .clock import GpuClock, HostClock
 from .meeting import Meeting
@@ -133,7 +134,7 @@ class Rank:
             error = body()
             self.clock.settle()
         except Exception as failure:
-            error = f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+            error = in_a_line(failure)
         return next(iter(self.meeting.agree(self.rank, error)), None)
 
     def measure(self, batch: int) -> Finished:

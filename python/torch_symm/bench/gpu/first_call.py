@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import socket
 import statistics
 import sys
@@ -31,10 +30,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import spawn
 
-from .. import machine
 from ..progress import StandsStill, end
+from .command import FAILURES, begin, ranks
 from .launch import POLL_S
 from .record import write_json
 from .sides import GROUP_TIMEOUT
@@ -44,7 +43,6 @@ STEPS = ("init", "first", "second")
 ELEMENTS = 16 << 10
 START_LIMIT_S = 150.0
 CACHE = "SYMM_CACHE_DIR"
-FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
 KINDS = {"cuda": ("symm cold", "symm warm", "nccl"), "cpu": ("symm cold", "symm warm", "gloo")}
 
 
@@ -172,24 +170,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a GPU, against gloo")
     given = parser.parse_args(arguments)
-    on_gpu = given.device == "cuda"
-    there = torch.cuda.device_count() if on_gpu else 8
-    world = given.ranks or (min(there, 8) if on_gpu else 2)
-    if world < 2 or world > there:
-        parser.error(
-            f"{world} ranks need as many GPUs and at least 2; this machine has {there} (--device cpu needs none)"
-        )
+    world = ranks(parser, given.ranks, given.device)
     kinds = given.kinds.split(",") if given.kinds else list(KINDS[given.device])
     unknown = [kind for kind in kinds if kind not in KINDS[given.device]]
     if unknown or given.starts < 1:
         parser.error(
             f"no {unknown[0]!r}; there are {', '.join(KINDS[given.device])}" if unknown else "--starts: 1 at least"
         )
-    for name, value in machine.MULTICAST_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    here, gpus = machine.describe(), machine.describe_gpus(world if on_gpu else 0)
-    print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    here, gpus = begin(world, given.device, {})
     found: dict[str, list[list[float]]] = {}
     failures: dict[str, str] = {}
     try:

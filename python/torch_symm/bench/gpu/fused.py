@@ -13,34 +13,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import queue
-import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import spawn
 
-from .. import machine
-from ..progress import StandsStill, end
+from ..progress import end
 from . import fused_rank
+from .command import FAILURES, begin, collect, ranks
 from .fused_rank import Finished, Task
 from .fused_sides import MM, OURS, SMALL, engines, shapes
-from .launch import PATIENT_SETTINGS, POLL_S, START_S
+from .launch import PATIENT_SETTINGS, START_S
 from .meeting import Meeting
 from .record import write_json
 from .table import write_table
 
 TURNS, QUICK_TURNS = 7, 3
-FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
 
 
 @contextmanager
@@ -76,15 +71,7 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
             with _environment(dict(known[name].environment)):
                 given = (number, task, meeting, results)
                 started.append(spawn(fused_rank.main, given, nprocs=task.world, join=False))  # type: ignore[no-untyped-call]
-        left, until = len(task.shapes), time.monotonic() + still_s
-        while left:
-            try:
-                yield results.get(timeout=POLL_S)
-                left, until = left - 1, time.monotonic() + still_s
-            except queue.Empty:
-                ended = [each.join(timeout=0) for each in started]
-                if time.monotonic() > until or any(ended):
-                    raise StandsStill(f"{left} shapes are missing") from None
+        yield from collect(results, len(task.shapes), started, still_s, "shapes")
     finally:
         for each in started:
             end(each.processes)
@@ -123,10 +110,7 @@ def main(arguments: Sequence[str]) -> int:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program without a GPU"
     )
     given = parser.parse_args(arguments)
-    there = torch.cuda.device_count() if given.device == "cuda" else 8
-    world = given.ranks or (min(there, 8) if given.device == "cuda" else 2)
-    if world < 2 or world > there:
-        parser.error(f"{world} ranks need as many GPUs and at least 2; this machine has {there}")
+    world = ranks(parser, given.ranks, given.device)
     known = engines(given.device)
     names = given.engines.split(",") if given.engines else list(known)
     everything = shapes(world) if given.device == "cuda" else list(SMALL)
@@ -137,11 +121,7 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no {unknown[0]!r}; there are {', '.join(known)}")
-    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    here, gpus = machine.describe(), machine.describe_gpus(world if given.device == "cuda" else 0)
-    print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    here, gpus = begin(world, given.device, PATIENT_SETTINGS)
     found: list[Finished] = []
     failure: str | None = None
     modes = ("graph", "eager") if given.device == "cuda" else ("eager",)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torch_symm._torch import new_group
 
+from ..progress import in_a_line
 from .calls import Call
 from .clock import GpuClock, HostClock
 from .fused_sides import TOLERANCE, Engine, Inputs, Shape, Side, engines, unfused
@@ -95,7 +96,7 @@ class Process:
             try:
                 error = body()
             except Exception as failure:
-                error = f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+                error = in_a_line(failure)
         return next(iter(self.meeting.agree(self.number, error)), None)
 
     def measure(self, shape: Shape) -> Finished:

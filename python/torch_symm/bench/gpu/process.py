@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..progress import in_a_line
 from ..record import Cell
 from .clock import GpuClock, HostClock
 from .meeting import Meeting
@@ -62,7 +63,7 @@ class Process:
         except NotThere as missing:
             error = str(missing)
         except Exception as failure:
-            error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"
+            error = in_a_line(failure)
             # After some errors the device serves this process no more, on no side. The launcher starts others then.
             self.clock.settle()
         errors = self.meeting.agree(self.rank, error)

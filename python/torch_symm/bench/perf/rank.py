@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .. import limits
 from ..ops import DTYPES, OPS, PLACEMENTS, Shape, Work
 from ..pattern import WrongResult
-from ..progress import Progress
+from ..progress import Progress, in_a_line
 from ..rank import copy_bandwidth, join
 from ..record import quantile
 from ..timing import Rhythm, SharedTensors, burst, check_once, fixed
@@ -126,7 +126,7 @@ class _Row:
                 with self._counting(side):
                     work.check(1)
         except Exception as error:
-            self._errors[side] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            self._errors[side] = in_a_line(error)
             shared.failed[side, self._rank] = 1.0
         shared.align()
         if bool(shared.failed[side].any()):
