@@ -113,9 +113,9 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
 pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channel) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
     note(launch_log(control, control.rank()), number, &record, call);
-    let me = control.rank().index();
+    let me = (call.op == Op::AllToAll).then_some(control.rank());
     for peer in control.peers() {
-        let Some((other, lengths)) = read_with(launch_log(control, peer), number, me, call.op) else {
+        let Some((other, lengths)) = read_with(launch_log(control, peer), number, me) else {
             // Asked in this order: what it launched before it left is seen.
             if let Some(how) = control.absence(peer)
                 && launched(control, peer) < number
@@ -267,11 +267,11 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Call)
 }
 
 fn read(launch_log: &LaunchLog, number: u64) -> Option<LaunchRecord> {
-    read_with(launch_log, number, 0, Op::Barrier).map(|(record, _)| record)
+    read_with(launch_log, number, None).map(|(record, _)| record)
 }
 
-/// The record of launch `number`, and of an all-to-all, if `op` is one, how many bytes go to rank `to` and come from it.
-fn read_with(launch_log: &LaunchLog, number: u64, to: usize, op: Op) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
+/// The record of launch `number`; of an all-to-all also how many bytes go to `rank` and come from it.
+fn read_with(launch_log: &LaunchLog, number: u64, rank: Option<Rank>) -> Option<(LaunchRecord, Option<(u64, u64)>)> {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     if entry.number.load(Ordering::Acquire) != number {
         return None;
@@ -279,7 +279,7 @@ fn read_with(launch_log: &LaunchLog, number: u64, to: usize, op: Op) -> Option<(
     let load = |word: &AtomicU64| word.load(Ordering::Relaxed);
     let description = Description { head: load(&entry.head), bytes: load(&entry.bytes), detail: load(&entry.detail) };
     let record = LaunchRecord { description, fingerprint: load(&entry.fingerprint), channel: load(&entry.channel) };
-    let lengths = (op == Op::AllToAll).then(|| (load(&entry.sends[to]), load(&entry.receives[to])));
+    let lengths = rank.map(|rank| (load(&entry.sends[rank.index()]), load(&entry.receives[rank.index()])));
     fence(Ordering::Acquire);
     (entry.number.load(Ordering::Relaxed) == number).then_some((record, lengths))
 }
