@@ -192,8 +192,7 @@ static Room room[WORLD];
 #endif
 
 // Runs `kernel` as `rank` on blocks * threads threads of the host, `cluster` blocks a cluster, and returns when all have; `args` is 16-byte
-// aligned.
-// `seed` varies the pauses; 0: none.
+// aligned. `seed` varies the pauses; 0: none.
 extern "C" __attribute__((visibility("default"))) void symm_launch(void (*kernel)(const void*), u32 rank, u32 blocks, u32 threads,
                                                                    u32 cluster, const void* args, u64 seed) noexcept {
   if (threads > THREADS) {

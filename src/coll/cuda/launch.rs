@@ -219,8 +219,8 @@ impl LaunchContext<'_> {
     fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
         // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/kernels_compile.rs).
-        let apart = program == Program::Transfers;
-        let wide = lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES) && !apart;
+        let fits = program != Program::Transfers;
+        let wide = fits && lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
         // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/measurements/gpu-h200.md).
         let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
         if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
@@ -322,14 +322,12 @@ impl LaunchContext<'_> {
                 let (input, sentinel) = (call.inputs[0], self.sentinel());
                 let (from, to, bytes) = (input.addr as u64, output.addr as u64, input.bytes as u64);
                 let args = AllReduce { common, sentinel, from, to, bytes, factor: call.factor };
-                let args = Args::AllReduce(args);
-                if matches!(plan, Plan::TwoShot { .. }) {
-                    return launch(Program::TwoShot, blocks, args);
-                }
-                // A thread for each unit, as far as a block has room.
+                // In one shot a thread for each unit, as far as a block has room.
                 let units = input.bytes.div_ceil(UNIT).div_ceil(blocks as usize) as u32;
-                let grid = Grid::new(blocks, units.next_multiple_of(32).min(THREADS));
-                Some(Launch { program: Program::OneShot, grid, zero_copy: false, args })
+                let one = matches!(plan, Plan::OneShot { .. });
+                let threads = if one { units.next_multiple_of(32).min(THREADS) } else { THREADS };
+                let program = if one { Program::OneShot } else { Program::TwoShot };
+                Some(Launch { program, grid: Grid::new(blocks, threads), zero_copy: false, args: Args::AllReduce(args) })
             }
             Plan::NormOneShot { blocks, cluster } => self.norm(call, Program::NormOneShot, (blocks, cluster), call.inputs[0]),
             Plan::NormRows { blocks } => self.norm(call, Program::NormRows, (blocks, 1), norm::reduction(call).outputs[0]),

@@ -12,8 +12,8 @@ const LANES: usize = 1024;
 /// Blocks that norm rows which have been summed, at most.
 const ROWS_BLOCKS: usize = 256;
 
-/// Blocks of the kernel that serves all of `norm` among `n` ranks, and how many of them share a row; `None`: its rows are too long or too many
-/// for one.
+/// Blocks of the kernel that serves all of `norm`, which has rows, among `n` ranks, and how many of them share a row; `None`: its rows are too
+/// long or too many for one.
 pub(super) fn one_shot(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) -> Option<(u32, u32)> {
     if n == 1 || norm.row_bytes() * norm.rows > tuning.one_shot_bytes {
         return None;
@@ -22,12 +22,12 @@ pub(super) fn one_shot(norm: &Norm, n: usize, layout: &Layout, tuning: &Tuning) 
     // As many as there are blocks for, and as have a group each: every block must hear from every peer.
     let shared = |&cluster: &usize| {
         let threads = threads(norm, cluster);
-        cluster == 1 || (cluster * norm.rows.max(1) <= tuning.blocks && (cluster - 1) * threads < groups)
+        cluster == 1 || (cluster * norm.rows <= tuning.blocks && (cluster - 1) * threads < groups)
     };
     let cluster = [8, 4, 2, 1].into_iter().filter(|&cluster| cluster <= tuning.cluster).find(shared)?;
     let (clusters, threads) = (norm.rows.min(tuning.blocks / cluster), threads(norm, cluster));
     let units_of_row = groups.div_ceil(cluster * threads) * threads * (norm.row_bytes() / groups / UNIT);
-    let fits = norm.rows.div_ceil(clusters.max(1)) * units_of_row <= layout.sentinel_units();
+    let fits = norm.rows.div_ceil(clusters) * units_of_row <= layout.sentinel_units();
     fits.then_some(((clusters * cluster) as u32, cluster as u32))
 }
 
