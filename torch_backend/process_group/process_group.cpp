@@ -1,8 +1,6 @@
 // Joining, leaving and running; the calls themselves stand in collectives.cpp, lists.cpp and point_to_point.cpp.
 #include "process_group/process_group.hpp"
 
-#include <Python.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -11,6 +9,7 @@
 
 #include "errors.hpp"
 #include "fused/workspace.hpp"
+#include "gil.hpp"
 #include "hosts/backend_links.hpp"
 #include "hosts/backend_rail.hpp"
 #include "hosts/device_backends.hpp"
@@ -98,12 +97,7 @@ ProcessGroupSymm::ProcessGroupSymm(
 
 ProcessGroupSymm::~ProcessGroupSymm() {
   // The last reference may die in Python, with the GIL held; leaving waits for threads whose completions may need it.
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    pybind11::gil_scoped_release release;
-    (*group_)->shutdown();
-  } else {
-    (*group_)->shutdown();
-  }
+  without_gil([this] { (*group_)->shutdown(); });
 }
 
 void leave_all(std::chrono::milliseconds limit, const std::string& farewell) {
