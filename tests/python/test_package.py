@@ -74,8 +74,8 @@ def test_wheel_is_small_and_complete(wheel: Path) -> None:
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
     minor = "_".join(torch.__version__.split(".")[:2])
     extension = f"torch_symm/_C_torch{minor}{EXTENSION_SUFFIXES[0]}"
-    assert {"torch_symm/__init__.py", "torch_symm/_autoload.py", "torch_symm/_C.pyi", "torch_symm/py.typed"} <= names
-    assert {"torch_symm_pytest.py", "torch_symm/testing/__init__.py"} <= names
+    shipped = [file for kind in ("py", "pyi", "typed", "json") for file in (ROOT / "python").rglob(f"*.{kind}")]
+    assert {str(file.relative_to(ROOT / "python")) for file in shipped} <= names
     assert {name for name in names if name.endswith(".so")} == {extension, "torch_symm/libtorch_symm.so"}
     assert not any(name.startswith(("tests", "examples", "src")) for name in names)
     assert re.sub(r"\s", "", points) == (
