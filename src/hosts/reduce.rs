@@ -7,7 +7,7 @@
 #![allow(unsafe_code, reason = "loops over the bytes of staging")]
 
 use super::rail::Transfer;
-use super::slices::{LAG, Levels, Turns, overlap, part, rails, ranges, slices};
+use super::slices::{LAG, Levels, Turns, overlap, part, rails, ranges, shifted, slices};
 use super::step::{Between, NOTHING, Scratch, Step, contiguous, copy};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
@@ -147,11 +147,6 @@ impl Step<'_> {
         }
         Ok(())
     }
-}
-
-/// The part of `span` at `range`, which counts from `begin` before the span.
-fn shifted(span: Span, range: &Range<usize>, begin: usize) -> Span {
-    part(span, &(range.start - begin..range.end - begin))
 }
 
 /// Bytes of staging that a [`Sum`] of pieces of up to `bytes` needs.

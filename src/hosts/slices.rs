@@ -49,7 +49,8 @@ impl Turns {
         Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
-    fn at_most(longest: usize, piece: usize) -> Self {
+    /// The turns of slices of up to `longest` bytes, in pieces of `piece`.
+    pub(super) fn at_most(longest: usize, piece: usize) -> Self {
         Self { piece: piece.min(longest), count: longest.div_ceil(piece).max(1) }
     }
 
@@ -80,6 +81,11 @@ pub(super) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 /// The part `range` of `span`.
 pub(super) fn part(span: Span, range: &Range<usize>) -> Span {
     Span { addr: span.addr + range.start, bytes: range.len() }
+}
+
+/// The part of `span` at `range`, which counts from `begin` before the span.
+pub(super) fn shifted(span: Span, range: &Range<usize>, begin: usize) -> Span {
+    part(span, &(range.start - begin..range.end - begin))
 }
 
 /// `spans` as one, if each begins where the one before ends.

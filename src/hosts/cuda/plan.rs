@@ -11,7 +11,7 @@ use crate::coll::call::{Call, Op, Span};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::hosts::chosen::Chosen;
-use crate::hosts::slices::{self, Levels, joined, overlap, part, rails, ranges};
+use crate::hosts::slices::{self, Levels, Turns, joined, overlap, part, rails, ranges, shifted};
 use crate::hosts::step::NOTHING;
 use crate::rank::Rank;
 use std::ops::Range;
@@ -308,60 +308,73 @@ impl Planner<'_> {
         result
     }
 
-    /// `spans` as one: where they do not follow each other, a copy of them.
-    fn contiguous(&mut self, spans: &[Span]) -> Span {
-        joined(spans).unwrap_or_else(|| {
-            let whole = self.take(spans.iter().map(|span| span.bytes).sum());
-            let parts = ranges(spans.iter().map(|span| span.bytes));
-            spans.iter().zip(parts).for_each(|(&span, range)| self.copy(span, part(whole, &range)));
+    /// The bytes `range` of `spans`, which count as one behind the other: where they do not follow each other, a copy of them.
+    fn contiguous(&mut self, spans: &[Span], range: &Range<usize>) -> Span {
+        let places = ranges(spans.iter().map(|span| span.bytes));
+        let parts: Vec<Span> = spans.iter().zip(places).map(|(&span, place)| shifted(span, &overlap(range, &place), place.start)).collect();
+        joined(&parts).unwrap_or_else(|| {
+            let whole = self.take(range.len());
+            let places = ranges(parts.iter().map(|span| span.bytes));
+            parts.iter().zip(places).for_each(|(&span, place)| self.copy(span, part(whole, &place)));
             whole
         })
     }
 
-    /// 1. Inside: each rail gets its slice of what each host is to have. 2. Between: slices go to their hosts, and are combined there.
-    /// 3. Inside: ranks get what is theirs of the slices.
+    /// Chunk by chunk: 1. Inside: each rail gets its slice of what each host is to have. 2. Between: slices go to their hosts, and are
+    /// combined there. 3. Inside: ranks get what is theirs of the slices.
     fn reduce_scatter(&mut self) {
-        let (layout, host, local, hosts) = (self.layout, self.host(), self.local(), self.layout.hosts());
+        let (layout, hosts) = (self.layout, self.layout.hosts());
         let blocks = |host: usize| -> Vec<Span> { layout.members(host).iter().map(|rank| self.call.inputs[rank.index()]).collect() };
         let rails = rails(self.call.inputs.iter().map(|span| span.bytes).sum(), layout, &self.thresholds);
         let blocks: Vec<Vec<Span>> = (0..hosts).map(blocks).collect();
-        let lengths: Vec<usize> = blocks.iter().map(|block| block.iter().map(|span| span.bytes).sum()).collect();
-        let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| slices(bytes, rails)).collect();
-        let growth = self.growth();
-        let sent: Vec<usize> = slices.iter().map(|slices| slices.get(local).map_or(0, |slice| padded(slice.len()) * growth)).collect();
+        let slices: Vec<Vec<Range<usize>>> = blocks.iter().map(|block| slices(block.iter().map(|span| span.bytes).sum(), rails)).collect();
+        let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
+        let chunks = Turns::at_most(longest, (CHUNK / self.growth() / hosts).next_multiple_of(UNIT));
+        for chunk in 0..chunks.count {
+            self.used = 0;
+            let within = |slices: &Vec<Range<usize>>| slices.iter().map(|slice| chunks.piece(slice, chunk)).collect();
+            self.reduce_scatter_chunk(&blocks, &slices.iter().map(within).collect::<Vec<_>>());
+        }
+    }
+
+    /// One chunk: `pieces[h][r]` of `blocks[h]`, which the ranks of host `h` are to have, goes by rail `r`.
+    fn reduce_scatter_chunk(&mut self, blocks: &[Vec<Span>], pieces: &[Vec<Range<usize>>]) {
+        let (host, local, hosts, growth) = (self.host(), self.local(), self.layout.hosts(), self.growth());
+        let sent: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, |piece| padded(piece.len()) * growth)).collect();
         let partials = self.take(sent.iter().sum());
+        let places = ranges(sent.iter().copied());
         let parts: Vec<(Vec<Span>, Span)> = (0..hosts)
             .map(|to| {
-                let block = self.contiguous(&blocks[to]);
-                let begin: usize = sent[..to].iter().sum();
-                let length = slices[to].get(local).map_or(0, Range::len);
-                (slices[to].iter().map(|slice| part(block, slice)).collect(), part(partials, &(begin..begin + length * growth)))
+                let length = pieces[to].get(local).map_or(0, Range::len) * growth;
+                let give = pieces[to].iter().map(|piece| self.contiguous(&blocks[to], piece)).collect();
+                (give, part(partials, &(places[to].start..places[to].start + length)))
             })
             .collect();
         self.reduce_inside(parts);
 
-        let (own, output) = (slices[host].get(local).map_or(0, Range::len), self.call.outputs[0]);
+        let (mine, output) = (&pieces[host], self.call.outputs[0]);
+        let own = mine.get(local).cloned().unwrap_or_default();
+        let alone = self.locals() == 1;
         let mut sum = NOTHING;
         if partials.bytes > 0 {
-            let received = self.take(hosts * sent[host]).addr;
-            let stride = sent[host];
-            self.steps.push(Step::Rail(Transfer::AllToAll { from: partials.addr, sent, to: received, received: vec![stride; hosts] }));
-            sum = if self.locals() == 1 { output } else { self.take(own) };
-            if own > 0 {
+            let (stride, from) = (sent[host], partials.addr);
+            let received = self.take(hosts * stride).addr;
+            self.steps.push(Step::Rail(Transfer::AllToAll { from, sent, to: received, received: vec![stride; hosts] }));
+            sum = if alone { part(output, &own) } else { self.take(own.len()) };
+            if !own.is_empty() {
                 self.sum(received, stride, sum);
             }
         }
-        if self.locals() == 1 {
+        if alone {
             return;
         }
-        let (mine, wanted) = (&slices[host], ranges(blocks[host].iter().map(|span| span.bytes)));
-        let shifted = |span: Span, range: Range<usize>, begin: usize| part(span, &(range.start - begin..range.end - begin));
+        let wanted = ranges(blocks[host].iter().map(|span| span.bytes));
         let give = match mine.get(local) {
             None => vec![NOTHING; self.locals()],
-            Some(slice) => wanted.iter().map(|want| shifted(sum, overlap(want, slice), slice.start)).collect(),
+            Some(piece) => wanted.iter().map(|want| shifted(sum, &overlap(want, piece), piece.start)).collect(),
         };
         let want = &wanted[local];
-        let take = mine.iter().map(|slice| shifted(output, overlap(slice, want), want.start)).collect();
+        let take = mine.iter().map(|piece| shifted(output, &overlap(piece, want), want.start)).collect();
         let take = self.for_locals(take);
         self.move_inside(Op::AllToAll, 0, give, take);
     }
@@ -380,8 +393,7 @@ impl Planner<'_> {
 
         let received = self.take(hosts * longest);
         if longest > 0 {
-            let block = self.contiguous(&outputs[host]);
-            let slice = part(block, &slices[host][local]);
+            let slice = self.contiguous(&outputs[host], &slices[host][local]);
             let from = if slice.bytes == longest { slice } else { self.take(longest) };
             self.copy(slice, Span { bytes: slice.bytes, ..from });
             self.steps.push(Step::Rail(Transfer::AllGather { from, to: received.addr }));

@@ -353,6 +353,54 @@ fn long_messages_go_in_chunks() {
 }
 
 #[test]
+fn long_reduce_scatters_go_in_chunks() {
+    // A little more than one chunk of the slice of each rail, in one type and as float32.
+    for (hosts, partials, bytes) in [(&[0, 1][..], Partials::Tensor, (32 << 20) + 6), (&[0, 0, 1, 1], Partials::Fp32, (16 << 20) + 6)] {
+        let (layout, n, chosen) = (layout(hosts), hosts.len(), Chosen { partials, ..Chosen::USUAL });
+        let (dtype, op) = if partials == Partials::Fp32 { (DType::BF16, ReduceOp::Sum) } else { (DType::I16, ReduceOp::BitXor) };
+        // Inputs that do not follow each other, of which the last is shorter.
+        let length = |to: usize| bytes - if to == n - 1 { 1000 } else { 0 };
+        let given: Vec<Vec<Vec<u8>>> = (0..n).map(|from| (0..n).map(|to| data(from * n + to, length(to))).collect()).collect();
+        let mut ranks: Vec<Buffers> = (0..n).map(|rank| (given[rank].clone(), vec![vec![0xee; length(rank)]])).collect();
+        chosen_collective(&layout, chosen, Op::ReduceScatter, dtype, op, 0, &mut ranks);
+        for (rank, (_, outputs)) in ranks.iter().enumerate() {
+            let inputs: Vec<Vec<u8>> = given.iter().map(|inputs| inputs[rank].clone()).collect();
+            let definition = if partials == Partials::Fp32 { rounded_once } else { two_level };
+            assert!(outputs[0] == definition(op, dtype, &layout, &inputs), "{hosts:?}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn memory_of_reductions_does_not_grow_with_their_length() {
+    for hosts in LAYOUTS {
+        let (layout, n) = (layout(hosts), hosts.len());
+        for (op, partials, apart) in [
+            (Op::AllReduce, Partials::Tensor, 0),
+            (Op::AllReduce, Partials::Fp32, 0),
+            (Op::ReduceScatter, Partials::Tensor, 0),
+            (Op::ReduceScatter, Partials::Fp32, 0),
+            // Inputs that do not follow each other are copied.
+            (Op::ReduceScatter, Partials::Fp32, 16),
+        ] {
+            let memory = |bytes: usize| {
+                // Nobody looks at what is there.
+                let spans = |count| (0..count).map(|at| Span { addr: (1 << 40) + at * (bytes + apart), bytes }).collect();
+                let inputs = if op == Op::AllReduce { spans(1) } else { spans(n) };
+                let (dtype, reduce_op, outputs) = (DType::BF16, ReduceOp::Sum, vec![Span { addr: 1 << 50, bytes }]);
+                let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
+                let chosen = Chosen { partials, ..Chosen::USUAL };
+                (0..n).map(|rank| plan::of(&call, &layout, chosen, Rank(rank as u32), 0).memory).max().unwrap_or(0)
+            };
+            // Inputs, wider copies, partial results of all hosts, and sums: some chunks of 64 MiB for each rail.
+            let most = (layout.rails() + 2 * layout.hosts() + 4) * (64 << 20);
+            assert!(memory(1 << 30) <= most, "{op:?} with {partials:?} on {hosts:?}: {} bytes", memory(1 << 30));
+            assert!(memory(4 << 30) <= memory(1 << 30) + (1 << 20), "{op:?} with {partials:?} on {hosts:?}");
+        }
+    }
+}
+
+#[test]
 fn movements_bring_everything_where_it_belongs() {
     for hosts in LAYOUTS {
         let (layout, n) = (layout(hosts), hosts.len());
