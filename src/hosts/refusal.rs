@@ -32,13 +32,13 @@ impl Refusals {
     /// Notes that a call was refused because of `text`.
     pub(super) fn add(self: &Arc<Self>, text: String) {
         let (calls, refusals) = (self.engine.sequence(), Arc::downgrade(self));
-        self.shared.current.refused(calls);
+        let place = self.shared.current.refused(calls);
         let tell = move || {
             if let Some(refusals) = refusals.upgrade()
                 && refusals.engine.sequence() == calls
             {
                 refusals.told.store(true, Ordering::Release);
-                refusals.shared.news.refuse(calls, &text);
+                refusals.shared.news.refuse(place, &text);
                 // A call that began in between has not seen that there is something to make up for.
                 if refusals.engine.sequence() != calls {
                     refusals.make_up();

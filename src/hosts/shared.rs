@@ -5,7 +5,7 @@
 
 use super::chosen::Chosen;
 use super::header::Header;
-use super::news::{Host, News, Waiting};
+use super::news::{Host, News, Place, Waiting};
 use super::partials::Partials;
 use super::rail::Rail;
 use super::traffic::Traffic;
@@ -32,8 +32,8 @@ const RELEASE: Duration = Duration::from_millis(800);
 pub(super) struct Current {
     /// The call that it is in.
     waiting: Mutex<Option<Waiting>>,
-    /// Number of calls made when another was last refused.
-    refused: Mutex<Option<u64>>,
+    /// Where a call was refused last.
+    refused: Mutex<Option<Place>>,
     /// Calls on CUDA tensors that no speaker has told.
     launched: Mutex<Vec<Header>>,
 }
@@ -43,9 +43,11 @@ impl Current {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = call;
     }
 
-    /// Notes that a call was refused after `calls` others.
-    pub(super) fn refused(&self, calls: u64) {
-        *self.refused.lock().unwrap_or_else(PoisonError::into_inner) = Some(calls);
+    /// Notes that a call was refused after `calls` others were made; returns where that is.
+    pub(super) fn refused(&self, calls: u64) -> Place {
+        let mut last = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let times = last.filter(|last| last.calls == calls).map_or(0, |last| last.times) + 1;
+        *last.insert(Place { calls, times })
     }
 
     /// Notes that the call waits on its rail from now on, or inside its host.
@@ -81,7 +83,7 @@ impl Host for Inner {
         *self.1.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn refused(&self) -> Option<u64> {
+    fn refused(&self) -> Option<Place> {
         *self.1.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -115,6 +115,31 @@ def test_a_call_that_all_refuse_leaves_the_group_alone(layout: tuple[int, ...]) 
     run_hosts(all_refuse, layout)
 
 
+def refuses_again(rank: int, world_size: int, refusing: tuple[int, ...]) -> tuple[str, float]:
+    """All refuse a call; then some refuse the next one, too, which the others make."""
+    dist.barrier()
+    for turn in range(2):
+        if turn == 0 or rank in refusing:
+            with pytest.raises((ValueError, RuntimeError)):
+                dist.all_reduce(overlapping())
+            time.sleep(0.2)
+    if rank in refusing:
+        time.sleep(0.6)
+    answer = told(lambda: dist.all_reduce(torch.ones(64)))
+    ranks.meet("over", rank, world_size)
+    return answer
+
+
+@pytest.mark.parametrize(("layout", "refusing"), [((1, 1), (1,)), ((2, 2), (0, 1)), ((1, 1, 1), (2,))], ids=str)
+def test_a_second_refusal_at_the_same_place_is_told_to_other_hosts(
+    layout: tuple[int, ...], refusing: tuple[int, ...]
+) -> None:
+    for rank, (text, took) in enumerate(run_hosts(refuses_again, layout, refusing)):
+        assert "refused a call and made no other" in text, text
+        assert any(f"rank {other} (host" in text.partition("refused")[0] for other in refusing), text
+        assert took < (0.1 if rank in refusing else 0.8), (rank, took)
+
+
 def refuses_message(rank: int, world_size: int, kind: str, met: bool) -> tuple[str, float] | None:
     last = world_size - 1
     if met and rank in (0, last):

@@ -1,5 +1,6 @@
 //! Frames of news: a length, a body, and a seal by which its reader knows that it comes from the other end of this very connection.
 
+use super::Place;
 use super::progress::Report;
 use crate::error::{Error, Kind, Result};
 use crate::hosts::header::Header;
@@ -33,8 +34,8 @@ pub(super) enum Message {
     Failed(Error),
     /// A rank has left the group in order, or with an error; a sentence without its begin.
     Left(Rank, String),
-    /// A rank that has made so many calls has refused the next, because of this.
-    Refused(Rank, u64, String),
+    /// A rank has refused a call, because of this.
+    Refused(Rank, Place, String),
     /// A rank makes a call of this number, whatever it has refused before.
     Resumed(Rank, u64),
     /// A rank waits for long in a call.
@@ -59,7 +60,9 @@ impl Message {
             Self::Alive => vec![2],
             Self::Failed(error) => [&[3, error.kind as u8], cut(&error.message)].concat(),
             Self::Left(rank, text) => [&[4][..], &rank.0.to_le_bytes(), cut(text)].concat(),
-            Self::Refused(rank, calls, text) => [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), cut(text)].concat(),
+            Self::Refused(rank, Place { calls, times }, text) => {
+                [&[5][..], &rank.0.to_le_bytes(), &calls.to_le_bytes(), &times.to_le_bytes(), cut(text)].concat()
+            }
             Self::Resumed(rank, call) => [&[6][..], &rank.0.to_le_bytes(), &call.to_le_bytes()].concat(),
             Self::Waiting(rank, Report { number, call, on_rail }) => {
                 [&[8][..], &rank.0.to_le_bytes(), &number.to_le_bytes(), &call.to_le_bytes(), &[u8::from(*on_rail)]].concat()
@@ -92,7 +95,8 @@ impl Message {
                 let (call, message) = rest.split_first_chunk()?;
                 let (rank, call) = (Rank(u32::from_le_bytes(*rank)), u64::from_le_bytes(*call));
                 if kind == 5 {
-                    Some(Self::Refused(rank, call, text(message)))
+                    let (times, message) = message.split_first_chunk()?;
+                    Some(Self::Refused(rank, Place { calls: call, times: u32::from_le_bytes(*times) }, text(message)))
                 } else {
                     message.is_empty().then_some(Self::Resumed(rank, call))
                 }
@@ -201,7 +205,7 @@ mod tests {
             Message::Alive,
             Message::Failed(Error::mismatch("ranks disagree")),
             Message::Left(Rank(2), "left the group".into()),
-            Message::Refused(Rank(1), 1 << 40, "no tensor".into()),
+            Message::Refused(Rank(1), Place { calls: 1 << 40, times: 3 }, "no tensor".into()),
             Message::Resumed(Rank(1), 7),
             Message::Waiting(Rank(2), Report { number: 3, call: 1 << 33, on_rail: true }),
             Message::Launched(Rank(1), (1..=HEADERS as u64).map(|number| Header::of(&Call::barrier(None), number)).collect()),

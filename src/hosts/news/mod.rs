@@ -45,8 +45,8 @@ pub(super) trait Host: Send + Sync {
         None
     }
 
-    /// Number of calls that this rank had made when it refused another; `None` if it never has.
-    fn refused(&self) -> Option<u64> {
+    /// Where this rank has refused a call last; `None` if it never has.
+    fn refused(&self) -> Option<Place> {
         None
     }
 
@@ -60,6 +60,15 @@ pub(super) trait Host: Send + Sync {
 
     /// Local indices of the ranks that have left, each with how it has.
     fn departures(&self) -> Vec<(usize, String)>;
+}
+
+/// Where a rank has refused a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    /// Calls that it has made before.
+    pub(super) calls: u64,
+    /// Calls that it has refused since, this one among them.
+    pub(super) times: u32,
 }
 
 /// A call that has begun.
@@ -105,9 +114,9 @@ impl News {
         self.with(|speaker| speaker.tell(failure));
     }
 
-    /// Tells all other hosts that this rank has refused a call, because of `text`, after it has made `calls`.
-    pub(super) fn refuse(&self, calls: u64, text: &str) {
-        self.with(|speaker| speaker.tell_refused(speaker.me, calls, text));
+    /// Tells all other hosts that this rank has refused a call at `place`, because of `text`.
+    pub(super) fn refuse(&self, place: Place, text: &str) {
+        self.with(|speaker| speaker.tell_refused(speaker.me, place, text));
     }
 
     /// Tells all other hosts that this rank makes the call of this number.

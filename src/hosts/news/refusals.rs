@@ -2,9 +2,10 @@
 //!
 //! Ranks of the own host learn of them by shared memory. Here are those that all ranks of their host have refused, or a rank that is alone
 //! on its host: a rank tells that it has refused a call, and later that it makes one. Whoever is in a call then that the rank has not made
-//! fails the group. What was told twice, by two ways, counts once: numbers of calls only grow.
+//! fails the group; but who has itself refused as many calls there waits for a rank that is late. What was told twice, by two ways, counts
+//! once: numbers only grow.
 
-use super::Waiting;
+use super::{Place, Waiting};
 use crate::boot::hosts::Layout;
 use crate::rank::Rank;
 use std::collections::BTreeMap;
@@ -16,23 +17,23 @@ const PATIENCE: Duration = Duration::from_millis(60);
 /// What a speaker knows of refusals.
 #[derive(Default)]
 pub(super) struct Refusals {
-    /// Numbers of calls made before, and reasons, by rank.
-    standing: BTreeMap<Rank, (u64, String)>,
+    /// Places and reasons, by rank.
+    standing: BTreeMap<Rank, (Place, String)>,
     /// The last calls that were told to be made after a refusal.
     resumed: BTreeMap<Rank, u64>,
     /// The call that the own rank is in.
     pub(super) waiting: Option<Waiting>,
-    /// Number of calls that the own rank had made when it last refused one: who has refused there, too, may come later.
-    pub(super) own: Option<u64>,
+    /// Where the own rank has refused a call last.
+    pub(super) own: Option<Place>,
 }
 
 impl Refusals {
-    /// Notes that `rank` has refused a call after it has made `calls`; returns whether that is new.
-    pub(super) fn refused(&mut self, rank: Rank, calls: u64, why: &str) -> bool {
-        let outdated = self.resumed.get(&rank).is_some_and(|&call| call > calls);
-        let known = self.standing.get(&rank).is_some_and(|(known, _)| *known >= calls);
+    /// Notes that `rank` has refused a call at `place`; returns whether that is new.
+    pub(super) fn refused(&mut self, rank: Rank, place: Place, why: &str) -> bool {
+        let outdated = self.resumed.get(&rank).is_some_and(|&call| call > place.calls);
+        let known = self.standing.get(&rank).is_some_and(|(known, _)| *known >= place);
         if !outdated && !known {
-            self.standing.insert(rank, (calls, why.into()));
+            self.standing.insert(rank, (place, why.into()));
         }
         !outdated && !known
     }
@@ -44,7 +45,7 @@ impl Refusals {
             return false;
         }
         *last = call;
-        if self.standing.get(&rank).is_some_and(|(calls, _)| *calls < call) {
+        if self.standing.get(&rank).is_some_and(|(place, _)| place.calls < call) {
             self.standing.remove(&rank);
         }
         true
@@ -55,7 +56,8 @@ impl Refusals {
         let long = |waiting: &Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
         let Waiting { number, name, .. } = self.waiting.filter(long)?;
         let mut away = self.standing.iter().filter(|(rank, _)| layout.host(**rank) != layout.host(me));
-        let (rank, (_, why)) = away.find(|(_, (calls, _))| *calls < number && self.own != Some(*calls))?;
+        let as_often = |place: &Place| self.own.is_some_and(|own| own.calls == place.calls && own.times >= place.times);
+        let (rank, (_, why)) = away.find(|(_, (place, _))| place.calls < number && !as_often(place))?;
         let (rank, me) = (layout.describe(*rank), layout.describe(me));
         Some(format!(
             "{rank} refused a call and made no other; {me} waits for it in {name}, collective #{number} of group \"{group}\": {why}"
@@ -78,8 +80,9 @@ mod tests {
             let since = now.checked_sub(Duration::from_millis(ago)).expect("uptime");
             Some(Waiting { number, name: "barrier", since, phase_since: since, on_rail: false })
         };
-        assert!(refusals.refused(Rank(0), 4, "no tensor") && !refusals.refused(Rank(0), 4, "no tensor"), "once");
-        assert!(refusals.refused(Rank(1), 3, "of the own host"));
+        let at = |calls, times| Place { calls, times };
+        assert!(refusals.refused(Rank(0), at(4, 1), "no tensor") && !refusals.refused(Rank(0), at(4, 1), "no tensor"), "once");
+        assert!(refusals.refused(Rank(1), at(3, 1), "of the own host"));
         for (number, ago) in [(4, 500), (5, 30)] {
             refusals.waiting = began(number, ago);
             assert_eq!(refusals.end(&layout, me, "g", now), None, "the rank has made it, or may be about to");
@@ -92,12 +95,16 @@ mod tests {
                  collective #5 of group \"g\": no tensor"
             )
         );
-        refusals.own = Some(4);
+        refusals.own = Some(at(4, 1));
         assert_eq!(refusals.end(&layout, me, "g", now), None, "both have refused: that rank is late");
-        refusals.own = Some(3);
+        assert!(refusals.refused(Rank(0), at(4, 2), "no tensor"), "another at the same place");
+        assert!(refusals.end(&layout, me, "g", now).is_some(), "it refuses the call that this rank is in");
+        refusals.own = Some(at(4, 2));
+        assert_eq!(refusals.end(&layout, me, "g", now), None, "as often");
+        refusals.own = Some(at(3, 7));
         assert!(refusals.end(&layout, me, "g", now).is_some());
         assert!(refusals.resumed(Rank(0), 5) && !refusals.resumed(Rank(0), 5), "once");
-        assert!(!refusals.refused(Rank(0), 4, "no tensor"), "old news by another way");
+        assert!(!refusals.refused(Rank(0), at(4, 2), "no tensor"), "old news by another way");
         assert_eq!(refusals.end(&layout, me, "g", now), None);
     }
 }

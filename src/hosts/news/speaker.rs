@@ -5,7 +5,7 @@ use super::frame::{HEADERS, Message, Token};
 use super::launches::{Launches, TOLD};
 use super::progress::{Progress, Report};
 use super::refusals::Refusals;
-use super::{Host, SPEAKERS, Times, Waiting};
+use super::{Host, Place, SPEAKERS, Times, Waiting};
 use crate::boot::hosts::Layout;
 use crate::error::Error;
 use crate::hosts::header::Header;
@@ -139,10 +139,10 @@ impl Speaker {
         }
     }
 
-    /// Notes that `rank` has refused a call after it has made `calls`, and tells everybody, once.
-    pub(super) fn tell_refused(&mut self, rank: Rank, calls: u64, why: &str) {
-        if rank.index() < self.layout.size() && self.refusals.refused(rank, calls, why) {
-            self.broadcast(&Message::Refused(rank, calls, why.into()));
+    /// Notes that `rank` has refused a call at `place`, and tells everybody, once.
+    pub(super) fn tell_refused(&mut self, rank: Rank, place: Place, why: &str) {
+        if rank.index() < self.layout.size() && self.refusals.refused(rank, place, why) {
+            self.broadcast(&Message::Refused(rank, place, why.into()));
         }
     }
 
@@ -228,7 +228,7 @@ impl Speaker {
                 Message::Failed(error) => failure = failure.or(Some(error)),
                 // Others may not be connected with it.
                 Message::Left(rank, how) if rank.index() < self.layout.size() => self.tell_left(rank, &how),
-                Message::Refused(rank, calls, why) => self.tell_refused(rank, calls, &why),
+                Message::Refused(rank, place, why) => self.tell_refused(rank, place, &why),
                 Message::Resumed(rank, call) => self.tell_resumed(rank, call),
                 Message::Waiting(rank, report) => self.tell_progress(rank, report),
                 Message::Launched(rank, headers) if rank.index() < self.layout.size() => self.launches.told(rank, headers),
