@@ -3,6 +3,7 @@
 
 #include "rust/cxx.h"
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,7 +35,8 @@ class StoreHandle {
 class RailHandle {
  public:
   virtual ~RailHandle() = default;
-  virtual Status make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
+  virtual Status engines(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
+  virtual Status make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
   virtual Status staging(size_t bytes, size_t& address) const noexcept = 0;
   virtual Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept = 0;
   virtual Status all_to_all(
@@ -51,7 +53,7 @@ class RailHandle {
 class LinksHandle {
  public:
   virtual ~LinksHandle() = default;
-  virtual Status make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept = 0;
+  virtual Status make(uint32_t peer, rust::Str engine, rust::Str name, bool second, int64_t timeout_ms) const noexcept = 0;
   virtual Status send(
       uint32_t peer,
       rust::Slice<const uint8_t> frame,
@@ -68,8 +70,13 @@ class LinksHandle {
 class DeviceBackendsHandle {
  public:
   virtual ~DeviceBackendsHandle() = default;
-  virtual Status make(uint32_t which, rust::Str name, size_t rank, size_t size, int32_t device, int64_t timeout_ms)
-      const noexcept = 0;
+  virtual Status make(
+      uint32_t which,
+      rust::Str engine,
+      rust::Str name,
+      std::array<size_t, 2> ranks,
+      int32_t device,
+      int64_t timeout_ms) const noexcept = 0;
   virtual Status memory(int32_t device, size_t bytes, size_t& address) const noexcept = 0;
   virtual Status finish() const noexcept = 0;
   virtual Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept = 0;

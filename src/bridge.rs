@@ -77,7 +77,7 @@ pub mod ffi {
         global_ranks: Vec<i32>,
         is_default: bool,
         timeout_ms: i64,
-        /// What connects hosts: a name of `config::HostsChoice`, or empty where the group does not choose.
+        /// What connects hosts: a name of `config::HostsChoice` or of backends, or empty where the group does not choose.
         between_hosts: String,
         /// Type of sums between hosts: a name of `hosts::partials::Partials`, or empty where the group does not choose.
         partials: String,
@@ -89,16 +89,14 @@ pub mod ffi {
         group: Box<GroupHandle>,
     }
 
-    /// Arguments of one send or receive.
+    /// Arguments of one message, which is sent (`send`) or received; from any rank where `peer` is -1.
     struct Transfer {
-        /// The other rank; -1 receives from any.
         peer: i32,
         tag: i32,
         dtype: i32,
         span: Span,
         /// Timeout in milliseconds; negative or 0: the group's timeout.
         timeout_ms: i64,
-        /// Sent or received.
         send: bool,
     }
 
@@ -220,7 +218,7 @@ pub mod ffi {
         include!("symm_bridge.hpp");
         /// A `c10d::Store`.
         type StoreHandle;
-        /// Answer of the store, or how it failed; never throws. `timeout_ms` is for `Wait`: c10d bounds all else by the store's own.
+        /// Answer of the store; never throws. `timeout_ms` is for `Wait`: c10d bounds all else by the store's own.
         fn call(self: &StoreHandle, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
         /// Whether it has `append`, `multi_get` and `multi_set` of its own.
         fn extended(self: &StoreHandle) -> bool;
@@ -228,10 +226,11 @@ pub mod ffi {
         fn timeout_ms(self: &StoreHandle) -> i64;
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
-
         /// A `c10d::Backend` between hosts. `hosts::rail` says what its functions do; they never throw. `wait`: kind 9 while it goes on.
         type RailHandle;
-        fn make(self: &RailHandle, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
+        /// Names of the backends that `named` stands for, as `config::Engines` has them.
+        fn engines(self: &RailHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
+        fn make(self: &RailHandle, engine: &str, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
         fn staging(self: &RailHandle, bytes: usize, address: &mut usize) -> Status;
         fn all_gather(self: &RailHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
         fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
@@ -239,7 +238,7 @@ pub mod ffi {
         fn wait(self: &RailHandle, limit_ms: i64) -> Status;
         /// Backends of two ranks on different hosts, as `hosts::messages::links` says; they never throw. `wait`: kind 5 of a closed link.
         type LinksHandle;
-        fn make(self: &LinksHandle, peer: u32, name: &str, second: bool, timeout_ms: i64) -> Status;
+        fn make(self: &LinksHandle, peer: u32, engine: &str, name: &str, second: bool, timeout_ms: i64) -> Status;
         fn send(self: &LinksHandle, peer: u32, frame: &[u8], traffic: i32, payload: &[u8]) -> Status;
         fn confirm(self: &LinksHandle, peer: u32, sends: u64);
         fn listen(self: &LinksHandle, peer: u32, traffic: i32, bytes: usize) -> Status;
@@ -248,7 +247,8 @@ pub mod ffi {
         fn close(self: &LinksHandle, peer: u32);
         /// Backends of a GPU, between hosts. `hosts::cuda::backends` says what its functions do; they never throw.
         type DeviceBackendsHandle;
-        fn make(self: &DeviceBackendsHandle, which: u32, name: &str, rank: usize, size: usize, device: i32, timeout_ms: i64) -> Status;
+        /// `at`: the own rank, and how many there are.
+        fn make(self: &DeviceBackendsHandle, which: u32, engine: &str, name: &str, at: [usize; 2], device: i32, limit_ms: i64) -> Status;
         fn memory(self: &DeviceBackendsHandle, device: i32, bytes: usize, address: &mut usize) -> Status;
         fn finish(self: &DeviceBackendsHandle) -> Status;
         fn all_gather(self: &DeviceBackendsHandle, device: i32, from: usize, each: usize, to: usize) -> Status;

@@ -2,6 +2,7 @@
 
 use crate::sys::fork::PerProcess;
 use crate::sys::logging;
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -28,23 +29,38 @@ pub enum ProfileChoice {
 }
 
 /// What connects the hosts of a group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostsChoice {
     /// Nothing: a group on several hosts is refused.
     Refuse,
-    /// Gloo, for CPU tensors; CUDA tensors are refused.
-    Gloo,
-    /// NCCL for CUDA tensors, Gloo for CPU tensors.
-    Nccl,
+    /// Backends of torch.
+    Engines(Engines),
+}
+
+/// Names of the backends of torch that connect hosts.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Engines {
+    /// That of CPU tensors.
+    pub cpu: String,
+    /// That of CUDA tensors; empty: these are refused.
+    pub cuda: String,
+}
+
+impl fmt::Display for Engines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cpu:{}", self.cpu)?;
+        if self.cuda.is_empty() { Ok(()) } else { write!(f, ",cuda:{}", self.cuda) }
+    }
 }
 
 impl HostsChoice {
-    /// The choice with this name; `auto` is what suits the tensors.
+    /// The choice with this name, which is none of torch's; `auto` is what suits the tensors.
     pub fn named(name: &str) -> Option<Self> {
+        let engines = |cuda: &str| Some(Self::Engines(Engines { cpu: "gloo".into(), cuda: cuda.into() }));
         match name {
             "refuse" => Some(Self::Refuse),
-            "gloo" => Some(Self::Gloo),
-            "nccl" | "auto" => Some(Self::Nccl),
+            "gloo" => engines(""),
+            "nccl" | "auto" => engines("nccl"),
             _ => None,
         }
     }
@@ -84,9 +100,9 @@ pub struct Config {
     pub blocking_wait: bool,
     /// `SYMM_DEBUG`: words separated by commas. `site`: ranks also compare from which line of the program each collective is called.
     pub debug_call_site: bool,
-    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl` or `auto` (the default): what connects the hosts of a group whose options do not say; the same on all
-    /// ranks.
-    pub hosts: HostsChoice,
+    /// `SYMM_HOSTS`: `refuse`, `gloo`, `nccl`, `auto` (the default) or backends of torch: what connects the hosts of a group whose options do
+    /// not say; the same on all ranks.
+    pub hosts: String,
     /// `SYMM_REPLACES`: `gloo`: groups of Gloo are symm's for CPU tensors. Python acts on it, before this is read; `python/torch_symm/_replace.py`.
     /// Default: empty, none.
     pub replaces: String,
@@ -221,13 +237,6 @@ impl Config {
                 _ => complaints.push(format!("SYMM_DEBUG: {word:?} is not known, \"site\" is; ignored")),
             }
         }
-        let hosts = set("SYMM_HOSTS").and_then(|name| {
-            let choice = HostsChoice::named(&name);
-            if choice.is_none() {
-                complaints.push(format!("SYMM_HOSTS={name:?} is none of refuse, gloo, nccl, auto; ignored"));
-            }
-            choice
-        });
         let replaces = set("SYMM_REPLACES").filter(|name| {
             let known = name == "gloo";
             if !known {
@@ -262,7 +271,7 @@ impl Config {
             topology_file: set("SYMM_TOPOLOGY_FILE"),
             blocking_wait,
             debug_call_site,
-            hosts: hosts.unwrap_or(HostsChoice::Nccl),
+            hosts: set("SYMM_HOSTS").unwrap_or_else(|| "auto".into()),
             replaces: replaces.unwrap_or_default(),
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
             stats_seconds,
@@ -318,7 +327,7 @@ mod tests {
             topology_file: None,
             blocking_wait: false,
             debug_call_site: false,
-            hosts: HostsChoice::Nccl,
+            hosts: "auto".into(),
             replaces: String::new(),
             gloo_interface: None,
             stats_seconds: 0,
@@ -372,7 +381,7 @@ mod tests {
             temporary: "/scratch".into(),
             gloo_lazy: false,
             debug_call_site: true,
-            hosts: HostsChoice::Nccl,
+            hosts: "auto".into(),
             replaces: "gloo".into(),
             gloo_interface: None,
             stats_seconds: 5,

@@ -21,8 +21,9 @@ class Options(Backend.Options):
     ``group_name`` names it in messages; ``global_ranks_in_group`` lists its ranks in the default group
     (empty: as they are).
     ``timeout``, a ``timedelta`` or a number of seconds, bounds joining and every call that brings no limit of its own.
-    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, or
-    ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the default group does.
+    ``between_hosts`` connects ranks on several hosts: ``"refuse"``, ``"gloo"``, ``"nccl"``, ``"auto"``, backends that
+    torch knows, as ``"cpu:mine,cuda:nccl"``, or ``""`` for what ``SYMM_HOSTS`` says, in later groups for what the
+    default group does.
     ``partials`` is the type of sums of CPU tensors between hosts: ``"tensor"`` or ``"fp32"``, which rounds floats
     narrower than 32 bits once for twice the bytes, or ``""`` for ``"tensor"``, in later groups for the default group's.
 
@@ -221,7 +222,7 @@ class _Prices:
         """
 
 def _host() -> str: ...
-def _make_backends_with(function: Callable[..., Any]) -> None: ...
+def _make_backends_with(make: Callable[..., Any], find: Callable[[str], tuple[str, str]]) -> None: ...
 def _drop_workspaces(group_name: str) -> None: ...
 def _leave_all(farewell: str = "") -> None: ...
 def _prices(

@@ -6,7 +6,6 @@ import atexit
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from pathlib import Path
 from threading import RLock
@@ -86,7 +85,7 @@ def _announce(native: ModuleType, cuda: str | None) -> None:
     """Tells the native part where the kernels' compiler and the profiles may be, and what connects hosts."""
     native._cuda_libraries([os.fsencode(folder) for folder in nvrtc_folders(cuda)])
     native._shipped_profiles(os.fsencode(_FOLDER / "profiles"))
-    native._make_backends_with(_make_backend)
+    native._make_backends_with(_make_backend, _find_backends)
     _repr.install(native)
     _docs.install(native)
     # In this order: the last registered runs first, and leaving has lines to log.
@@ -101,12 +100,18 @@ def _end_logging() -> None:
         logs.end()
 
 
-def _make_backend(engine: str, *described: Any) -> Any:
+def _make_backend(*described: Any) -> Any:
     """What connects the hosts of a group; imported where a group is first on several."""
-    from torch_symm import _torch
+    from torch_symm import _engines
 
-    engines: dict[str, Callable[..., Any]] = {"gloo": _torch.gloo, "nccl": _torch.nccl}
-    return engines[engine](*described)
+    return _engines.make(*described)
+
+
+def _find_backends(choice: str) -> tuple[str, str]:
+    """The backends of torch that a choice stands for; imported where one is first named."""
+    from torch_symm import _engines
+
+    return _engines.find(choice)
 
 
 def leave_all(native: ModuleType) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -151,18 +152,55 @@ def nccl(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> B
     backend: Any = distributed_c10d.ProcessGroupNCCL
     options = backend.Options()
     options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(range(size))
-    # It reads these when it is made: who watches the group ends what hangs, and no process ends because of that.
+    with _unwatched():
+        made: Backend = backend(store, rank, size, options)
+    return made
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """NCCL reads these when it is made: who watches the group ends what hangs, and no process ends because of that."""
     watchful = dict.fromkeys(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"), "0"
     )
     before = {setting: os.environ.get(setting) for setting in watchful}
     os.environ.update(watchful)
     try:
-        made: Backend = backend(store, rank, size, options)
+        yield
     finally:
         for setting, value in before.items():
             if value is None:
                 del os.environ[setting]
             else:
                 os.environ[setting] = value
-    return made
+
+
+def knows_backend(name: str) -> bool:
+    """Whether torch can make a backend of this name: a plug-in, or one that it was built with."""
+    backends: Any = distributed_c10d.Backend
+    if hasattr(backends, "_ensure_backend_registered"):
+        # From 2.15 on plug-ins, and torch's own, may be registered when they are first asked for.
+        backends._ensure_backend_registered(name)
+    built: dict[str, Callable[[], bool]] = {
+        "gloo": distributed_c10d.is_gloo_available,
+        "nccl": distributed_c10d.is_nccl_available,
+        "ucc": distributed_c10d.is_ucc_available,
+    }
+    return name.upper() in backends._plugins or (name in built and built[name]())
+
+
+def backend(engine: str, name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A backend of the name ``engine``, which :func:`knows_backend`, that belongs to no group of torch's.
+
+    It may be one of Python's, or a process group.
+    """
+    plugin: Any = distributed_c10d.Backend._plugins.get(engine.upper())
+    if plugin is None:
+        return distributed_c10d.ProcessGroupUCC(store, rank, size, timeout=timeout)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id, options.global_ranks_in_group = timeout, name, list(range(size))
+    with _unwatched():
+        return plugin.creator_fn(options, None)

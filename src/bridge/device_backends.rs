@@ -8,8 +8,8 @@ use crate::hosts::cuda::backends::{Backends, Transfer, Which};
 use crate::mem::span::Span;
 use std::time::Duration;
 
-/// `c10d::Backend`s on one GPU, and memory of torch's allocator.
-pub(super) struct DeviceBackends(cxx::UniquePtr<DeviceBackendsHandle>);
+/// `c10d::Backend`s on one GPU, whose they are, and memory of torch's allocator.
+pub(super) struct DeviceBackends(cxx::UniquePtr<DeviceBackendsHandle>, String);
 
 // SAFETY: a c10d::Backend may be used from any thread; DeviceBackendsHandle keeps nothing that belongs to one.
 unsafe impl Send for DeviceBackends {}
@@ -17,8 +17,8 @@ unsafe impl Send for DeviceBackends {}
 unsafe impl Sync for DeviceBackends {}
 
 impl DeviceBackends {
-    pub(super) fn new(backends: cxx::UniquePtr<DeviceBackendsHandle>) -> Self {
-        Self(backends)
+    pub(super) fn new(backends: cxx::UniquePtr<DeviceBackendsHandle>, engine: &str) -> Self {
+        Self(backends, engine.into())
     }
 
     fn handle(&self) -> Result<&DeviceBackendsHandle> {
@@ -32,7 +32,7 @@ fn spans(spans: &[Span]) -> Vec<ffi::Span> {
 
 impl Backends for DeviceBackends {
     fn make(&self, which: Which, name: &str, rank: usize, size: usize, device: i32, timeout: Duration) -> Result<()> {
-        outcome(self.handle()?.make(which.code(), name, rank, size, device, milliseconds(timeout)))
+        outcome(self.handle()?.make(which.code(), &self.1, name, [rank, size], device, milliseconds(timeout)))
     }
 
     fn memory(&self, device: i32, bytes: usize) -> Result<usize> {

@@ -2,7 +2,7 @@
 
 use super::device_backends::DeviceBackends;
 use super::links::BackendLinks;
-use super::rail::BackendRail;
+use super::rail::{BackendRail, engines};
 use super::torch_store::TorchStore;
 use super::{ffi, from_cpp, guarded, milliseconds, started};
 use crate::coll::call::{Call, Op, Span};
@@ -10,9 +10,10 @@ use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
+use crate::hosts::HostsGroup;
 use crate::hosts::finding::{self, Place};
+use crate::hosts::joining::Between;
 use crate::hosts::partials::Partials;
-use crate::hosts::{Between, HostsGroup};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -221,15 +222,17 @@ pub(super) fn join(
         let store = TorchStore::new(store);
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
-        let choice = finding::connects(&spec.between_hosts, &options)?;
+        let torch = |named: &str| engines(rail.as_ref().ok_or_else(|| Error::internal("there is no backend"))?, named);
+        let choice = finding::connects(&spec.between_hosts, &options, torch)?;
         let partials = Partials::chosen(&spec.partials, spec.is_default)?;
         let worker = Worker::new(Arc::clone(&store), name)?;
-        group = finding::find(&worker, &options, choice).and_then(|place| match place {
+        group = finding::find(&worker, &options, &choice).and_then(|place| match place {
             Place::OneHost(group) => Ok(Kind::OneHost(*group)),
             Place::SeveralHosts(several) => {
-                let (rail, links) = (BackendRail::new(rail), BackendLinks::new(links));
-                let backends = (choice == HostsChoice::Nccl).then(|| DeviceBackends::new(backends));
-                let between = Between { rail, links, backends, partials };
+                let HostsChoice::Engines(engines) = choice else { return Err(Error::internal("several hosts were not refused")) };
+                let (rail, links) = (BackendRail::new(rail, &engines.cpu), BackendLinks::new(links, &engines.cpu));
+                let backends = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(backends, &engines.cuda));
+                let between = Between { rail, links, backends, partials, engines };
                 HostsGroup::join(&store, &worker, &options, *several, between).map(Kind::SeveralHosts)
             }
         });

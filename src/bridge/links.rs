@@ -8,8 +8,8 @@ use crate::hosts::messages::links::{Links, Traffic};
 use crate::rank::Rank;
 use std::time::Duration;
 
-/// One `c10d::Backend` for each peer.
-pub(super) struct BackendLinks(cxx::UniquePtr<LinksHandle>);
+/// One `c10d::Backend` for each peer, and whose they are.
+pub(super) struct BackendLinks(cxx::UniquePtr<LinksHandle>, String);
 
 // SAFETY: a c10d::Backend may be used from any thread; LinksHandle keeps nothing that belongs to one.
 unsafe impl Send for BackendLinks {}
@@ -17,8 +17,8 @@ unsafe impl Send for BackendLinks {}
 unsafe impl Sync for BackendLinks {}
 
 impl BackendLinks {
-    pub(super) fn new(backends: cxx::UniquePtr<LinksHandle>) -> Self {
-        Self(backends)
+    pub(super) fn new(backends: cxx::UniquePtr<LinksHandle>, engine: &str) -> Self {
+        Self(backends, engine.into())
     }
 
     fn handle(&self) -> Result<&LinksHandle> {
@@ -28,7 +28,7 @@ impl BackendLinks {
 
 impl Links for BackendLinks {
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
-        outcome(self.handle()?.make(peer.0, name, second, milliseconds(timeout)))
+        outcome(self.handle()?.make(peer.0, &self.1, name, second, milliseconds(timeout)))
     }
 
     fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {

@@ -2,12 +2,13 @@
 #![allow(unsafe_code, reason = "addresses and objects that C++ hands over")]
 
 use super::ffi::{RailHandle, Status};
+use crate::config::Engines;
 use crate::error::{Error, Kind, Result};
 use crate::hosts::rail::{Rail, Transfer};
 use std::time::Duration;
 
-/// A `c10d::Backend` between hosts, made by `make`.
-pub(super) struct BackendRail(cxx::UniquePtr<RailHandle>);
+/// A `c10d::Backend` between hosts, made by `make`, and whose it is.
+pub(super) struct BackendRail(cxx::UniquePtr<RailHandle>, String);
 
 // SAFETY: a c10d::Backend may be used from any thread; RailHandle keeps nothing that belongs to one.
 unsafe impl Send for BackendRail {}
@@ -15,8 +16,8 @@ unsafe impl Send for BackendRail {}
 unsafe impl Sync for BackendRail {}
 
 impl BackendRail {
-    pub(super) fn new(backend: cxx::UniquePtr<RailHandle>) -> Self {
-        Self(backend)
+    pub(super) fn new(backend: cxx::UniquePtr<RailHandle>, engine: &str) -> Self {
+        Self(backend, engine.into())
     }
 
     fn handle(&self) -> Result<&RailHandle> {
@@ -31,13 +32,22 @@ pub(super) fn outcome(status: Status) -> Result<()> {
     }
 }
 
+/// Names of the backends that `named` stands for, as torch knows them.
+///
+/// # Errors
+/// `Value` says what there is.
+pub(super) fn engines(torch: &RailHandle, named: &str) -> Result<Engines> {
+    let mut found = Engines { cpu: String::new(), cuda: String::new() };
+    outcome(torch.engines(named, &mut found.cpu, &mut found.cuda)).map(|()| found)
+}
+
 pub(super) fn milliseconds(time: Duration) -> i64 {
     i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
 }
 
 impl Rail for BackendRail {
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()> {
-        outcome(self.handle()?.make(name, host, hosts, milliseconds(timeout)))
+        outcome(self.handle()?.make(&self.1, name, host, hosts, milliseconds(timeout)))
     }
 
     fn staging(&self, bytes: usize) -> Result<usize> {

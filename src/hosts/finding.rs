@@ -2,25 +2,28 @@
 
 use crate::boot::hosts::{Known, Layout, advice, known, remember};
 use crate::boot::{Apart, Found};
-use crate::config::{Config, HostsChoice};
+use crate::config::{Config, Engines, HostsChoice};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
 use crate::store::worker::Worker;
 use std::time::Instant;
 
-/// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's.
+/// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's. `torch` says
+/// which backends a name stands for.
 ///
 /// # Errors
-/// `Value` where there is no choice of that name.
-pub fn connects(named: &str, options: &JoinOptions) -> Result<HostsChoice> {
+/// `Value` where there is no choice of that name, `Config` where `SYMM_HOSTS` names none.
+pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Result<Engines>) -> Result<HostsChoice> {
     if options.is_default {
         remember(None);
     }
+    let choice = |name: &str| HostsChoice::named(name).map_or_else(|| torch(name).map(HostsChoice::Engines), Ok);
     if !named.is_empty() {
-        let unknown = || Error::value(format!("between_hosts={named:?} is none of \"refuse\", \"gloo\", \"nccl\", \"auto\""));
-        return HostsChoice::named(named).ok_or_else(unknown);
+        return choice(named).map_err(|error| Error { message: format!("between_hosts={named:?}: {}", error.message), ..error });
     }
-    Ok(known().map_or(Config::get().hosts, |known| known.choice))
+    let setting = &Config::get().hosts;
+    let unknown = |error: Error| Error::config(format!("SYMM_HOSTS={setting}: {}", error.message));
+    known().map_or_else(|| choice(setting).map_err(unknown), |known| Ok(known.choice))
 }
 
 /// Where the ranks of a group are.
@@ -44,9 +47,9 @@ pub struct Several {
 ///
 /// # Errors
 /// As joining on one host; `Timeout` names the ranks that did not come.
-pub fn find(worker: &Worker, options: &JoinOptions, choice: HostsChoice) -> Result<Place> {
+pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Result<Place> {
     let since = Instant::now();
-    if choice == HostsChoice::Refuse {
+    if *choice == HostsChoice::Refuse {
         return Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)));
     }
     if let Some(layout) = known().and_then(|known| layout(&known, options)) {
@@ -66,7 +69,7 @@ pub fn find(worker: &Worker, options: &JoinOptions, choice: HostsChoice) -> Resu
                 log::warn!("group \"{}\": they count as hosts: {advice}", options.group);
             }
             if options.is_default {
-                remember(Some(Known { placements: apart.placements.clone(), choice }));
+                remember(Some(Known { placements: apart.placements.clone(), choice: choice.clone() }));
             }
             Place::SeveralHosts(Box::new(Several { layout: Layout::of(&apart.placements), apart: Some(apart), since }))
         }

@@ -7,7 +7,7 @@
 //! - [`partials`](mod@partials): the type in which sums travel; [`chosen`](mod@chosen): what all ranks go by alike
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
-//! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts
+//! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts; [`joining`](mod@joining): how it forms
 //! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
 //! - [`traffic`](mod@traffic): bytes by rail and peer
 //! - [`shared`](mod@shared): how a failure ends the group on all hosts; [`news`](mod@news): how they hear of it
@@ -19,6 +19,7 @@ mod exchange;
 pub mod finding;
 mod gather;
 mod header;
+pub mod joining;
 pub mod messages;
 mod monitored;
 mod news;
@@ -39,31 +40,26 @@ pub mod traffic;
 use crate::boot::hosts::Layout;
 use crate::coll::call::Call;
 use crate::completion::Completion;
-use crate::config::Config;
-use crate::control::{ControlBlock, Part};
+use crate::control::ControlBlock;
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
-use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
+use crate::group::Group;
 use crate::p2p::{self, Message};
 use crate::rank::Rank;
-use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
+use crate::store::Store;
 use crate::sync::limit::Limit;
 use any_source::Twofold;
-use chosen::Chosen;
-use cuda::{Cuda, backends::Backends};
-use finding::Several;
+use cuda::Cuda;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
-use news::{Meeting, News, Times, Waiting};
-use partials::Partials;
-use rail::Rail;
+use news::Waiting;
 use refusal::Refusals;
-use shared::{Current, Inner, Shared};
+use shared::Shared;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use step::Step;
-use traffic::{Counted, Path, Traffic};
+use traffic::Path;
 
 /// A joined group on several hosts.
 pub struct HostsGroup {
@@ -80,18 +76,6 @@ pub struct HostsGroup {
     cuda: Option<Cuda>,
     /// Number of monitored barriers.
     monitored: AtomicU64,
-}
-
-/// What connects a rank of a group on several hosts with the others.
-pub struct Between<R, L, B> {
-    /// This rank's rail, if it gets one.
-    pub rail: R,
-    /// Carry its messages to ranks of other hosts.
-    pub links: L,
-    /// Move its CUDA tensors.
-    pub backends: Option<B>,
-    /// Type of partial results.
-    pub partials: Partials,
 }
 
 /// What messages between hosts know of their group.
@@ -160,128 +144,6 @@ impl Run for Runner {
 }
 
 impl HostsGroup {
-    /// Joins the group that `options` name, of whose ranks `several` says where they are: on several hosts.
-    pub fn join(
-        store: &Arc<dyn Store>,
-        worker: &Worker,
-        options: &JoinOptions,
-        several: Several,
-        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
-    ) -> Result<Self> {
-        let Several { layout, apart, since } = several;
-        let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
-        let joined = Self::join_within(&limit, store, worker, options, layout, between);
-        if let Some(apart) = apart {
-            apart.end(worker, joined.as_ref().err());
-        }
-        joined
-    }
-
-    fn join_within(
-        limit: &Limit,
-        store: &Arc<dyn Store>,
-        worker: &Worker,
-        options: &JoinOptions,
-        layout: Layout,
-        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
-    ) -> Result<Self> {
-        let Between { rail, links, backends, partials } = between;
-        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
-        let rank = Rank(options.rank as u32);
-        let (host, local) = (layout.host(rank), layout.local(rank));
-        let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
-        let inner_options = JoinOptions {
-            group: options.group.clone(),
-            rank: local as i32,
-            size: layout.members(host).len() as i32,
-            global_ranks: layout.members(host).iter().map(global).collect(),
-            is_default: options.is_default,
-            timeout: limit.left(),
-            part: Some(Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() }),
-        };
-        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
-        let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
-        let until = Until::new(worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
-        let inner = Group::join(&PrefixStore::new(&prefix, &until), &inner_options).map_err(|error| {
-            let (me, here) = (layout.describe(rank), layout.name_host(host));
-            let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
-            Error { message: text, ..error }
-        });
-        let inner = Arc::new(inner?);
-        inner.set_timeout(timeout);
-        let layout = Arc::new(layout);
-        let current = Arc::new(Current::default());
-        let meeting = Meeting {
-            store: &until,
-            group: inner.control().name(),
-            prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
-            layout: &layout,
-            me: rank,
-            host: Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current))),
-            limit,
-            addresses: None,
-            times: Times::default(),
-        };
-        let news = meeting.meet().map_err(|error| inner.fail(error))?;
-        let failed = |error: Error| {
-            let stands = inner.fail(error);
-            news.tell(&stands);
-            stands
-        };
-        let has_rail = local < layout.rails();
-        if has_rail {
-            let made = match limit.left() {
-                Some(left) => rail.make(&format!("symm-rail/{local}"), host, layout.hosts(), left),
-                None => Err(Error::timeout("no time is left")),
-            };
-            made.map_err(|error| {
-                let (me, others) = (layout.describe(rank), layout.name_others(host));
-                let text = format!("{me} could not make rail {local} of group \"{}\" to {others}: {}", options.group, error.message);
-                failed(Error { message: text, ..error })
-            })?;
-        }
-        let mut joined = Self::assemble(inner, layout, rank, has_rail.then(|| Box::new(rail) as Box<dyn Rail>), (news, current));
-        joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
-        let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
-        joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
-        // Whoever passes has found all ranks on all hosts.
-        let thresholds = chosen::thresholds(options, joined.layout.members(host).len());
-        joined.agree_on(Chosen { partials, thresholds }, limit.left())?;
-        // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
-        if has_rail && !Config::get().gloo_lazy {
-            // A store that cannot delete keeps them.
-            rail::keys(&format!("symm-rail/{local}"), host).for_each(|key| drop(worker.delete(&key)));
-        }
-        Ok(joined)
-    }
-
-    /// The group of `inner`, the ranks of this host, and a rail.
-    fn assemble(
-        inner: Arc<Group>,
-        layout: Arc<Layout>,
-        rank: Rank,
-        rail: Option<Box<dyn Rail>>,
-        (news, current): (News, Arc<Current>),
-    ) -> Self {
-        let shared = Arc::new(Shared::new(rail, news, current, Traffic::of(inner.control().name())));
-        let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
-        inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
-        let engine = Engine::new(runner, inner.recorder());
-        let refusals = Refusals::new(&shared, &engine);
-        Self {
-            inner,
-            layout,
-            rank,
-            engine,
-            shared,
-            refusals,
-            messages: OnceLock::new(),
-            twofold: Twofold::default(),
-            cuda: None,
-            monitored: AtomicU64::new(0),
-        }
-    }
-
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
     fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>, globals: Vec<i32>) {
         let whole = Whole { inner: Arc::clone(&self.inner), layout: Arc::clone(&self.layout), shared: Arc::clone(&self.shared) };

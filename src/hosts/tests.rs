@@ -7,6 +7,7 @@ use super::shared::{Current, Inner};
 use super::{HostsGroup, Layout};
 use crate::boot::hosts::Placement;
 use crate::coll::call::{Call, Op, Span};
+use crate::config::Engines;
 use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
@@ -178,11 +179,12 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                 let current = Arc::new(Current::default());
                 let host = Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current)));
                 let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
-                let (prefix, times) = ("news".into(), Times::default());
-                let meeting = Meeting { store, group: "test", prefix, layout: &layout, me, host, limit: &limit, addresses, times };
-                let news = meeting.meet().expect("all meet");
+                let (prefix, times, engines) = ("news".into(), Times::default(), String::new());
+                let meeting = Meeting { store, group: "test", prefix, layout: &layout, me, host, limit: &limit, addresses, times, engines };
+                let (news, _) = meeting.meet().expect("all meet");
                 joined.wait();
-                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current)), rank);
+                let engines = Engines { cpu: "threads".into(), cuda: String::new() };
+                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current), &engines), rank);
             });
         }
     });

@@ -1,12 +1,12 @@
 //! Traffic: what the groups of this process have sent to other hosts, and received from them.
 
 use super::messages::links::{self, Links};
+use crate::config::Engines;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -25,14 +25,15 @@ pub(super) enum Path {
     CudaPair(Rank),
 }
 
-impl fmt::Display for Path {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Path {
+    /// Its name, where `engines` connect hosts.
+    fn name(self, Engines { cpu, cuda }: &Engines) -> String {
         match self {
-            Self::Rail(rail) => write!(f, "gloo rail {rail}"),
-            Self::Link(peer) => write!(f, "gloo rank {peer}"),
-            Self::CudaRail(rail) => write!(f, "nccl rail {rail}"),
-            Self::CudaAll => write!(f, "nccl all ranks"),
-            Self::CudaPair(peer) => write!(f, "nccl rank {peer}"),
+            Self::Rail(rail) => format!("{cpu} rail {rail}"),
+            Self::Link(peer) => format!("{cpu} rank {peer}"),
+            Self::CudaRail(rail) => format!("{cuda} rail {rail}"),
+            Self::CudaAll => format!("{cuda} all ranks"),
+            Self::CudaPair(peer) => format!("{cuda} rank {peer}"),
         }
     }
 }
@@ -57,8 +58,8 @@ pub struct Count {
 #[derive(Default)]
 pub(super) struct Traffic(Mutex<BTreeMap<Path, Count>>);
 
-/// By the name of the group.
-static GROUPS: PerProcess<Mutex<BTreeMap<String, Arc<Traffic>>>> = PerProcess::new(Mutex::default);
+/// By the name of the group, and what connects its hosts.
+static GROUPS: PerProcess<Mutex<BTreeMap<(String, Engines), Arc<Traffic>>>> = PerProcess::new(Mutex::default);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Each change under these locks is a single step.
@@ -66,9 +67,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Traffic {
-    /// That of the group `name` of this process.
-    pub(super) fn of(name: &str) -> Arc<Self> {
-        Arc::clone(lock(GROUPS.get()).entry(name.to_owned()).or_default())
+    /// That of the group `name` of this process, whose hosts `engines` connect.
+    pub(super) fn of(name: &str, engines: &Engines) -> Arc<Self> {
+        Arc::clone(lock(GROUPS.get()).entry((name.to_owned(), engines.clone())).or_default())
     }
 
     /// Counts a transfer that brings `(sent, received)` bytes.
@@ -98,8 +99,11 @@ impl Traffic {
 
 /// `{group: {path: count}}` of this process; groups in the order of their names.
 pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
-    let named = |traffic: &Traffic| lock(&traffic.0).iter().map(|(path, count)| (path.to_string(), *count)).collect::<BTreeMap<_, _>>();
-    lock(GROUPS.get()).iter().map(|(group, traffic)| (group.clone(), named(traffic))).collect()
+    let mut all: BTreeMap<String, BTreeMap<String, Count>> = BTreeMap::new();
+    for ((group, engines), traffic) in &*lock(GROUPS.get()) {
+        all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(engines), *count)));
+    }
+    all
 }
 
 /// Links whose bytes are counted.
@@ -158,7 +162,9 @@ mod tests {
 
     #[test]
     fn calls_count_where_they_move_bytes() {
-        let traffic = Traffic::of("calls_count_where_they_move_bytes");
+        let engines = |cpu: &str| Engines { cpu: cpu.into(), cuda: String::new() };
+        let traffic = Traffic::of("calls_count_where_they_move_bytes", &engines("gloo"));
+        Traffic::of("calls_count_where_they_move_bytes", &engines("mine")).message(Path::Link(Rank(3)));
         traffic.add(Path::Rail(1), (10, 20));
         traffic.add(Path::Rail(1), (1, 2));
         let both = [Path::Rail(1), Path::CudaAll];
@@ -168,6 +174,6 @@ mod tests {
         let all = counted();
         let rail = Count { calls: 1, transfers: 2, sent: 11, received: 22, seen: 2 };
         let paths = &all["calls_count_where_they_move_bytes"];
-        assert_eq!((paths.len(), paths["gloo rail 1"], paths["gloo rank 3"].calls), (2, rail, 1));
+        assert_eq!((paths.len(), paths["gloo rail 1"], paths["gloo rank 3"].calls, paths["mine rank 3"].calls), (3, rail, 1, 1));
     }
 }

@@ -122,16 +122,6 @@ def test_cpu_tensors_go_through_gloo_under_every_choice(choice: str) -> None:
     run_hosts(summed, (1, 1), choice=choice)
 
 
-def test_an_unknown_choice_is_refused_with_those_there_are() -> None:
-    def refused(rank: int, world_size: int) -> None:
-        options = torch_symm.Options(timeout=30, between_hosts="mpi")
-        store = ranks.file_store("default", world_size)
-        with pytest.raises(ValueError, match='between_hosts="mpi" is none of "refuse", "gloo", "nccl", "auto"'):
-            dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, pg_options=options)
-
-    ranks.run_ranks(refused, 1, backend=None)
-
-
 def test_one_host_is_one_group() -> None:
     def one(rank: int, world_size: int) -> None:
         assert total() == 3

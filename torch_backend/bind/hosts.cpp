@@ -1,30 +1,68 @@
 // Backends between hosts, which Python makes.
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "bind/bind.hpp"
 #include "errors.hpp"
-#include "hosts/backend_rail.hpp"
+#include "hosts/engines.hpp"
 #include "symm/src/bridge.rs.h"
 
 namespace py = pybind11;
 
 namespace symm {
 
+namespace {
+
+// What `ask` answers, with the lock held. An exception of Python's is its message.
+template <typename Ask>
+auto asked(Ask&& ask) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return ask();
+  } catch (const py::error_already_set& error) {
+    throw std::runtime_error(py::str(error.value()));
+  }
+}
+
+// `made`, with its Python object if that is of a Python class: without it there are no methods.
+Engine kept(py::object made) {
+  auto backend = made.cast<Holder<::c10d::Backend>>();
+  auto* const pointer = backend.get();
+  if (!py::hasattr(made, "__dict__")) {
+    return {pointer, [backend = std::move(backend)](auto*) mutable { backend.reset(); }};
+  }
+  return {pointer, [backend = std::move(backend), object = made.release()](auto*) mutable {
+            {
+              const py::gil_scoped_acquire gil;
+              object.dec_ref();
+            }
+            // It may wait for its transfers.
+            backend.reset();
+          }};
+}
+
+} // namespace
+
 void bind_hosts(py::module_& module) {
   module.def(
       "_make_backends_with",
-      [](const py::function& function) {
+      [](py::function make, py::function find) {
         // Never released: groups may be made until the process ends.
-        const auto make = py::reinterpret_borrow<py::function>(py::function(function).release());
-        make_backends_with([make = make.ptr()](const auto& engine, const auto& name, const auto& store, int rank, int size, auto timeout) {
-          const py::gil_scoped_acquire gil;
-          const auto call = py::reinterpret_borrow<py::function>(make);
-          return call(engine, name, store, rank, size, timeout).template cast<Holder<::c10d::Backend>>();
-        });
+        Engines engines;
+        engines.make = [make = make.release()](const auto&... arguments) {
+          return asked([&] { return kept(make(arguments...)); });
+        };
+        engines.find = [find = find.release()](const auto& choice) {
+          return asked([&] { return find(choice).template cast<std::pair<std::string, std::string>>(); });
+        };
+        make_engines_with(std::move(engines));
       },
-      py::arg("function"));
+      py::arg("make"),
+      py::arg("find"));
   module.def("_host", [] { return std::string(host_identity()); });
   module.def(
       "_try_thresholds",

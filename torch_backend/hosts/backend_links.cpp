@@ -31,7 +31,7 @@ constexpr size_t kWorthKeeping = 16 << 10;
 } // namespace
 
 struct Link {
-  c10::intrusive_ptr<::c10d::Backend> backend;
+  Engine backend;
   int other = 0;
   std::mutex mutex;
   // Guarded by mutex, as all that follows.
@@ -92,11 +92,10 @@ std::shared_ptr<Link> BackendLinks::link(uint32_t peer) const {
   return found->second;
 }
 
-Status BackendLinks::make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept {
+Status BackendLinks::make(uint32_t peer, rust::Str engine, rust::Str name, bool second, int64_t timeout_ms) const noexcept {
   return attempted([&] {
     auto link = std::make_shared<Link>();
-    link->backend =
-        made_backend(group_, std::string(name), store_, second ? 1 : 0, 2, std::chrono::milliseconds(timeout_ms));
+    link->backend = maker_.make(engine, name, second ? 1 : 0, 2, timeout_ms);
     link->other = second ? 0 : 1;
     const std::lock_guard<std::mutex> lock(mutex_);
     links_[peer] = std::move(link);
@@ -213,7 +212,7 @@ void BackendLinks::close(uint32_t peer) const noexcept {
     }
     std::deque<std::vector<Staged>> sends;
     std::array<std::deque<Staged>, 2> listening;
-    c10::intrusive_ptr<::c10d::Backend> backend;
+    Engine backend;
     {
       const std::lock_guard<std::mutex> lock(link->mutex);
       link->closed = true;
@@ -221,10 +220,14 @@ void BackendLinks::close(uint32_t peer) const noexcept {
       listening.swap(link->listening);
       backend = std::move(link->backend);
     }
+    bool aborted = true;
     for (const auto& traffic : listening) {
       for (const auto& part : traffic) {
-        part.work->abort();
+        aborted = attempted([&] { part.work->abort(); }).kind == Kind::None && aborted;
       }
+    }
+    if (!aborted && backend) {
+      backend->abort();
     }
     // What goes here closes the connection, once a thread that waits for it has let go.
   });

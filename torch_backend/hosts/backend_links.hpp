@@ -1,16 +1,12 @@
 // Backends of somebody else's, such as Gloo, between two ranks each: the core's links between hosts.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 
-#include "hosts/backend_rail.hpp"
-#include "symm_bridge.hpp"
+#include "hosts/engines.hpp"
 
 namespace symm {
 
@@ -19,9 +15,9 @@ struct Link;
 // All bytes go through tensors of its own, which a transfer that was given up keeps alive as long as the backend uses them.
 class BackendLinks final : public LinksHandle {
  public:
-  BackendLinks(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+  BackendLinks(std::string group, c10::intrusive_ptr<::c10d::Store> store) : maker_(std::move(group), std::move(store)) {}
 
-  Status make(uint32_t peer, rust::Str name, bool second, int64_t timeout_ms) const noexcept override;
+  Status make(uint32_t peer, rust::Str engine, rust::Str name, bool second, int64_t timeout_ms) const noexcept override;
   Status send(uint32_t peer, rust::Slice<const uint8_t> frame, int32_t traffic, rust::Slice<const uint8_t> payload)
       const noexcept override;
   void confirm(uint32_t peer, uint64_t sends) const noexcept override;
@@ -34,8 +30,7 @@ class BackendLinks final : public LinksHandle {
   // Link to `peer`; throws where there is none.
   std::shared_ptr<Link> link(uint32_t peer) const;
 
-  std::string group_;
-  c10::intrusive_ptr<::c10d::Store> store_;
+  Maker maker_;
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   mutable std::map<uint32_t, std::shared_ptr<Link>> links_;

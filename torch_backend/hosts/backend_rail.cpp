@@ -1,8 +1,5 @@
 #include "hosts/backend_rail.hpp"
 
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -12,16 +9,6 @@
 namespace symm {
 
 namespace {
-
-MakeBackend& make_backend() {
-  // Never destroyed: it holds a function of Python's.
-  static auto* make = new MakeBackend;
-  return *make;
-}
-
-Status failed(Kind kind, const std::string& why) {
-  return {kind, rust::String::lossy(why)};
-}
 
 std::vector<int64_t> lengths(rust::Slice<const size_t> bytes) {
   return {bytes.begin(), bytes.end()};
@@ -37,38 +24,20 @@ size_t total(rust::Slice<const size_t> bytes) {
 
 } // namespace
 
-void make_backends_with(MakeBackend make) {
-  make_backend() = std::move(make);
-}
-
-Status backend_failure() noexcept {
+Status BackendRail::engines(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept {
   try {
-    throw;
-  } catch (const c10::Error& error) {
-    return failed(Kind::Peer, error.what_without_backtrace());
+    const auto [of_cpu, of_cuda] = symm::engines().find(std::string(named));
+    cpu = rust::String::lossy(of_cpu);
+    cuda = rust::String::lossy(of_cuda);
+    return {Kind::None, {}};
   } catch (const std::exception& error) {
-    return failed(Kind::Peer, error.what());
-  } catch (...) {
-    return failed(Kind::Peer, "an unknown exception");
+    return {Kind::Value, rust::String::lossy(error.what())};
   }
 }
 
-c10::intrusive_ptr<::c10d::Backend> made_backend(
-    const std::string& group,
-    const std::string& name,
-    const c10::intrusive_ptr<::c10d::Store>& store,
-    int rank,
-    int size,
-    std::chrono::milliseconds timeout,
-    const std::string& engine) {
-  const auto prefixed = c10::make_intrusive<::c10d::PrefixStore>(name, store);
-  return make_backend()(engine, group + "/" + name, prefixed, rank, size, timeout);
-}
-
-Status BackendRail::make(rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
+Status BackendRail::make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
   return attempted([&] {
-    const auto timeout = std::chrono::milliseconds(timeout_ms);
-    backend_ = made_backend(group_, std::string(name), store_, static_cast<int>(host), static_cast<int>(hosts), timeout);
+    backend_ = maker_.make(engine, name, host, hosts, timeout_ms);
     hosts_ = hosts;
   });
 }
@@ -128,21 +97,26 @@ Status BackendRail::wait(int64_t limit_ms) const noexcept {
   const auto status = attempted([&] {
     TORCH_CHECK(!works_.empty(), "no transfer is under way");
     const auto work = works_.front();
+    const auto due = std::chrono::steady_clock::now() + std::chrono::milliseconds(limit_ms);
     try {
-      work->wait(std::chrono::milliseconds(limit_ms));
-      ended = true;
+      // Work of a Python class may be none, where all is done at once.
+      ended = !work || work->wait(std::chrono::milliseconds(limit_ms));
     } catch (...) {
       // The transfer has failed, or the time has passed: and the transfer may have ended just then.
       ended = work->isCompleted();
       if (const auto error = ended ? work->exception() : nullptr) {
         std::rethrow_exception(error);
       }
+      // Work of a Python class does not say whether it has ended.
+      if (!ended && std::chrono::steady_clock::now() < due) {
+        throw;
+      }
     }
     if (ended) {
       works_.pop_front();
     }
   });
-  return ended || status.kind != Kind::None ? status : failed(Kind::WaitTimeout, "the transfer goes on");
+  return ended || status.kind != Kind::None ? status : Status{Kind::WaitTimeout, "the transfer goes on"};
 }
 
 } // namespace symm

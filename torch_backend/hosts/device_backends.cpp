@@ -51,11 +51,16 @@ DeviceBackends::Made DeviceBackends::made(uint32_t which) const {
   return found->second;
 }
 
-Status DeviceBackends::make(uint32_t which, rust::Str name, size_t rank, size_t size, int32_t device, int64_t timeout_ms)
-    const noexcept {
+Status DeviceBackends::make(
+    uint32_t which,
+    rust::Str engine,
+    rust::Str name,
+    std::array<size_t, 2> ranks,
+    int32_t device,
+    int64_t timeout_ms) const noexcept {
   return attempted([&] {
-    const auto timeout = std::chrono::milliseconds(timeout_ms);
-    auto backend = made_backend(group_, std::string(name), store_, static_cast<int>(rank), static_cast<int>(size), timeout, "nccl");
+    const auto [rank, size] = ranks;
+    auto backend = maker_.make(engine, name, rank, size, timeout_ms, device);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       TORCH_CHECK(!aborted_, "the connection has been aborted");
@@ -149,7 +154,7 @@ Status DeviceBackends::exchange(
 
 void DeviceBackends::abort(uint32_t which) const noexcept {
   attempted([&] {
-    c10::intrusive_ptr<::c10d::Backend> backend;
+    Engine backend;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       aborted_ = true;

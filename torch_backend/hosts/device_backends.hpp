@@ -2,26 +2,28 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "hosts/backend_rail.hpp"
-#include "symm_bridge.hpp"
+#include "hosts/engines.hpp"
 
 namespace symm {
 
 // Everything is enqueued on the calling thread's current stream, in whose order memory is given back.
 class DeviceBackends final : public DeviceBackendsHandle {
  public:
-  DeviceBackends(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+  DeviceBackends(std::string group, c10::intrusive_ptr<::c10d::Store> store) : maker_(std::move(group), std::move(store)) {}
 
-  Status make(uint32_t which, rust::Str name, size_t rank, size_t size, int32_t device, int64_t timeout_ms)
-      const noexcept override;
+  Status make(
+      uint32_t which,
+      rust::Str engine,
+      rust::Str name,
+      std::array<size_t, 2> ranks,
+      int32_t device,
+      int64_t timeout_ms) const noexcept override;
   Status memory(int32_t device, size_t bytes, size_t& address) const noexcept override;
   Status finish() const noexcept override;
   Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept override;
@@ -39,15 +41,14 @@ class DeviceBackends final : public DeviceBackendsHandle {
 
  private:
   struct Made {
-    c10::intrusive_ptr<::c10d::Backend> backend;
+    Engine backend;
     size_t size = 0;
   };
 
   // The backend `which`; throws where it is not there.
   Made made(uint32_t which) const;
 
-  const std::string group_;
-  const c10::intrusive_ptr<::c10d::Store> store_;
+  const Maker maker_;
   mutable std::mutex mutex_;
   // Guarded by mutex_, by what Rust calls them.
   mutable std::map<uint32_t, Made> made_;

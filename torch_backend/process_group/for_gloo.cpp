@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "gil.hpp"
-#include "hosts/backend_rail.hpp"
 
 namespace symm {
 
@@ -47,19 +46,20 @@ c10::intrusive_ptr<ProcessGroupSymm> SymmForGloo::joined(
   return c10::make_intrusive<SymmForGloo>(store, rank, size, std::move(options), cuda_);
 }
 
-c10::intrusive_ptr<::c10d::Backend> SymmForGloo::gloo() {
+Engine SymmForGloo::gloo() {
   std::lock_guard<std::mutex> lock(joining_);
   auto found = joined_gloo();
   if (!found) {
     const auto options = getBackendOptions();
-    found = made_backend(options->group_name, "gloo", gloo_store_, getRank(), getSize(), options->timeout);
+    const Maker maker(options->group_name, gloo_store_);
+    found = maker.make("gloo", "gloo", getRank(), getSize(), options->timeout.count());
     std::lock_guard<std::mutex> set(setting_);
     gloo_ = found;
   }
   return found;
 }
 
-c10::intrusive_ptr<::c10d::Backend> SymmForGloo::joined_gloo() {
+Engine SymmForGloo::joined_gloo() {
   std::lock_guard<std::mutex> lock(setting_);
   return gloo_;
 }

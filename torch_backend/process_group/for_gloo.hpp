@@ -1,6 +1,7 @@
 // A group of symm in the place of one of Gloo.
 #pragma once
 
+#include "hosts/engines.hpp"
 #include "process_group/process_group.hpp"
 
 namespace symm {
@@ -79,9 +80,9 @@ class SymmForGloo final : public ProcessGroupSymm {
   bool elsewhere(const at::Tensor& tensor) const;
   bool elsewhere(const Tensors& tensors) const;
   // Gloo's group. Joins it first if this is the first call for it: all ranks make the same.
-  c10::intrusive_ptr<::c10d::Backend> gloo();
+  Engine gloo();
   // Gloo's group if it has been joined.
-  c10::intrusive_ptr<::c10d::Backend> joined_gloo();
+  Engine joined_gloo();
 
   const c10::intrusive_ptr<::c10d::Store> gloo_store_;
   // Whether a rank can have a GPU.
@@ -90,7 +91,7 @@ class SymmForGloo final : public ProcessGroupSymm {
   std::mutex joining_;
   // Guards gloo_.
   std::mutex setting_;
-  c10::intrusive_ptr<::c10d::Backend> gloo_;
+  Engine gloo_;
 };
 
 } // namespace symm

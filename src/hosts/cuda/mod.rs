@@ -206,7 +206,7 @@ impl HostsGroup {
             return Err(self.not_served(&format!("{what} of CUDA tensors on {hosts} hosts, more than {MOST_HOSTS}")));
         }
         self.cuda.as_ref().ok_or_else(|| {
-            let refused = self.not_served(&format!("{what} of CUDA tensors, under SYMM_HOSTS=gloo"));
+            let refused = self.not_served(&format!("{what} of CUDA tensors, for which no backend was chosen"));
             Error { message: format!("{}; SYMM_HOSTS=auto, on all ranks, uses NCCL for them", refused.message), ..refused }
         })
     }

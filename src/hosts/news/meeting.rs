@@ -32,6 +32,8 @@ const PAUSE_MAX: Duration = Duration::from_millis(20);
 const INTRODUCTION: Duration = Duration::from_secs(2);
 /// Time to look up the name of this host.
 const RESOLVE: Duration = Duration::from_secs(5);
+/// Time that a caller which is about to fail waits for the others.
+const OTHERS: Duration = Duration::from_secs(5);
 /// Most addresses at which a hub may listen.
 const ADDRESSES: usize = 8;
 
@@ -40,6 +42,8 @@ const ADDRESSES: usize = 8;
 pub(super) struct Entry {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) token: Token,
+    /// Backends by which the hub connects hosts.
+    pub(super) engines: String,
 }
 
 /// A speaker that is to meet the others of a group.
@@ -55,6 +59,8 @@ pub(in crate::hosts) struct Meeting<'a> {
     /// Where a hub listens; absent: where Gloo does.
     pub(in crate::hosts) addresses: Option<Vec<IpAddr>>,
     pub(in crate::hosts) times: Times,
+    /// Backends by which this rank would connect hosts.
+    pub(in crate::hosts) engines: String,
 }
 
 /// Key of a hub in the store, until all callers have come, or it gives up.
@@ -71,16 +77,17 @@ impl Drop for Key<'_> {
 }
 
 impl Meeting<'_> {
-    /// Returns once this rank, if it is a speaker, is connected with all with whom it is to be: from then on nobody else can be.
+    /// Returns once this rank, if it is a speaker, is connected with all with whom it is to be: from then on nobody else can be. A speaker
+    /// also learns by which backends the first hub connects hosts.
     ///
     /// # Errors
     /// `Timeout` names who did not come; what fails on this host meanwhile is an error, too.
-    pub(in crate::hosts) fn meet(self) -> Result<News> {
+    pub(in crate::hosts) fn meet(self) -> Result<(News, String)> {
         if self.layout.local(self.me) >= SPEAKERS {
-            return Ok(News(Mutex::new(None)));
+            return Ok((News(Mutex::new(None)), self.engines));
         }
-        let seat = if self.layout.host(self.me) == 0 { self.wait_for_callers() } else { self.call_hubs() };
-        seat.map(|seat| News(Mutex::new(Some(seat))))
+        let met = if self.layout.host(self.me) == 0 { self.wait_for_callers() } else { self.call_hubs() };
+        met.map(|(seat, engines)| (News(Mutex::new(Some(seat))), engines))
     }
 
     fn speaker(&self, door: Option<Door>) -> Result<Seat> {
@@ -97,7 +104,7 @@ impl Meeting<'_> {
         self.host.failure().map_or(Ok(()), Err)
     }
 
-    fn wait_for_callers(&self) -> Result<Seat> {
+    fn wait_for_callers(&self) -> Result<(Seat, String)> {
         let (me, group) = (self.layout.describe(self.me), self.group);
         let addresses =
             self.addresses.clone().map_or_else(|| address::own(Instant::now() + self.limit.left().unwrap_or_default().min(RESOLVE)), Ok)?;
@@ -111,7 +118,7 @@ impl Meeting<'_> {
         let at = listeners.address.to_string();
         let token: Token = random::bytes()?;
         let seat = self.speaker(Some(Door { listeners: Arc::new(listeners), token }))?;
-        let entry = Entry { addresses, token };
+        let entry = Entry { addresses, token, engines: self.engines.clone() };
         let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
         let key = Key { store: self.store, name: self.key(self.me) };
         self.store.set(&key.name, &entry)?;
@@ -119,7 +126,7 @@ impl Meeting<'_> {
         loop {
             let missing = seat.with(|speaker| speaker.missing()).unwrap_or_default();
             if missing.is_empty() {
-                return Ok(seat);
+                return Ok((seat, self.engines.clone()));
             }
             self.check(&mut interrupts)?;
             let Some(left) = self.limit.left() else {
@@ -136,17 +143,36 @@ impl Meeting<'_> {
         }
     }
 
-    fn call_hubs(&self) -> Result<Seat> {
-        let seat = self.speaker(None)?;
+    fn call_hubs(&self) -> Result<(Seat, String)> {
+        let (seat, mut told) = (self.speaker(None)?, None);
         for &hub in speakers(self.layout, 0) {
-            let connection = self.call_hub(hub)?;
+            let (connection, engines) = self.call_hub(hub)?;
             seat.with(|speaker| speaker.adopt(connection));
+            told.get_or_insert(engines);
         }
-        Ok(seat)
+        let told = told.unwrap_or_default();
+        if told != self.engines {
+            self.wait_for_others()?;
+        }
+        Ok((seat, told))
     }
 
-    /// A connection with `hub`, however often it must be tried: what stands in the store may be what an earlier group has left.
-    pub(super) fn call_hub(&self, hub: Rank) -> Result<Connection> {
+    /// Returns once the hubs have met all callers, or a moment has passed. A failure that ended them before would leave the others alone.
+    fn wait_for_others(&self) -> Result<()> {
+        let until = Instant::now() + OTHERS.min(self.limit.left().unwrap_or_default());
+        let (mut pause, mut interrupts) = (PAUSE, Interrupts::new());
+        for key in speakers(self.layout, 0).iter().map(|&hub| self.key(hub)) {
+            while Instant::now() < until && self.store.check(&[&key])? {
+                self.check(&mut interrupts)?;
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(PAUSE_MAX);
+            }
+        }
+        Ok(())
+    }
+
+    /// A connection with `hub`, and its backends, however often it must be tried: what stands in the store may be what an earlier group has left.
+    pub(super) fn call_hub(&self, hub: Rank) -> Result<(Connection, String)> {
         let (key, mut pause, mut interrupts) = (self.key(hub), PAUSE, Interrupts::new());
         let mut reason = "it does not say where it listens".to_owned();
         loop {
@@ -160,7 +186,7 @@ impl Meeting<'_> {
             };
             if self.store.check(&[&key])? {
                 match self.store.get(&key, Some(left)).and_then(|entry| self.introduce(&entry, hub)) {
-                    Ok(connection) => return Ok(connection),
+                    Ok(met) => return Ok(met),
                     Err(error) => reason = error.message,
                 }
             }
@@ -169,9 +195,9 @@ impl Meeting<'_> {
         }
     }
 
-    fn introduce(&self, entry: &[u8], hub: Rank) -> Result<Connection> {
+    fn introduce(&self, entry: &[u8], hub: Rank) -> Result<(Connection, String)> {
         let unreadable = |error| Error::network(format!("where it listens cannot be read: {error}"));
-        let Entry { mut addresses, token } = serde_json::from_slice(entry).map_err(unreadable)?;
+        let Entry { mut addresses, token, engines } = serde_json::from_slice(entry).map_err(unreadable)?;
         addresses.truncate(ADDRESSES);
         let mut reasons = Vec::new();
         let socket = Address::Inet(addresses).connect(|address, errno| reasons.push(format!("{address}: {errno}")));
@@ -184,7 +210,7 @@ impl Meeting<'_> {
         let mut admission = [0; ADMISSION];
         receive(&socket, &mut admission, deadline)?;
         introduction.admitted(&admission, Some(&token))?;
-        Ok(Connection::made(socket, Sealer::new(&token, &opening, &hello, End::Caller), self.me, hub))
+        Ok((Connection::made(socket, Sealer::new(&token, &opening, &hello, End::Caller), self.me, hub), engines))
     }
 }
 

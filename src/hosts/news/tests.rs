@@ -99,11 +99,12 @@ impl Job {
             limit,
             addresses: Some(vec![Ipv4Addr::LOCALHOST.into()]),
             times: self.times,
+            engines: "cpu:gloo".into(),
         }
     }
 
     fn meet_within(&self, rank: Rank, time: Duration) -> Result<News> {
-        self.meeting(rank, &Limit::from(Instant::now(), time)).meet()
+        self.meeting(rank, &Limit::from(Instant::now(), time)).meet().map(|(news, _)| news)
     }
 
     /// The news of `ranks`, once all have met.
@@ -271,7 +272,7 @@ fn a_host_without_signs_of_life_is_named() {
     let limit = Limit::from(Instant::now(), Duration::from_secs(20));
     std::thread::scope(|scope| {
         let others = scope.spawn(|| job.meet([Rank(0), Rank(2)]));
-        let mut silent = job.meeting(Rank(1), &limit).call_hub(Rank(0)).expect("the hub answers");
+        let mut silent = job.meeting(Rank(1), &limit).call_hub(Rank(0)).expect("the hub answers").0;
         silent.write();
         let news = others.join().expect("no panic");
         let (failures, took) = job.failures(Some(1));
@@ -288,9 +289,9 @@ fn a_silent_hub_is_named_too() {
     let job = Job::new(&[0, 1, 2], QUICK);
     let listeners = Listeners::at(&Address::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
     let Address::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
-    let entry = Entry { addresses, token: [5; 16] };
+    let entry = Entry { addresses, token: [5; 16], engines: String::new() };
     // What an earlier group has left in the store is no place to stay at.
-    let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16] };
+    let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], engines: String::new() };
     job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");
     std::thread::scope(|scope| {
         let callers = scope.spawn(|| job.meet([Rank(1), Rank(2)]));

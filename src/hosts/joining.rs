@@ -1,0 +1,212 @@
+//! Joining a group on several hosts: the ranks of each host join first, then hosts meet, then rails are made.
+//!
+//! Ranks that would connect hosts by different backends would wait for each other: so hubs tell theirs where they say how they can be
+//! reached, the first rank of each host tells its host, and nobody makes a rail who was told of another than its own. Making one waits for
+//! peers and looks at nothing else, so it happens aside: who waits for it hears of failures.
+
+use super::chosen::{self, Chosen};
+use super::cuda::{Cuda, backends::Backends};
+use super::finding::Several;
+use super::messages::links::Links;
+use super::news::{Meeting, News, Times};
+use super::partials::Partials;
+use super::rail::{self, Rail};
+use super::refusal::Refusals;
+use super::shared::{Current, Inner, Shared};
+use super::traffic::{Counted, Traffic};
+use super::{HostsGroup, Runner, Twofold};
+use crate::boot::hosts::Layout;
+use crate::coll::call::{Call, Op, Span};
+use crate::config::{Config, Engines};
+use crate::control::Part;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
+use crate::rank::Rank;
+use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
+use crate::sync::limit::Limit;
+use crate::sys::thread;
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// Time between two looks at the group while a rail is made.
+const LOOK: Duration = Duration::from_millis(20);
+/// Bytes in which the first rank of a host tells by which backends hosts are connected.
+const NAMES: usize = 256;
+
+/// What connects a rank of a group on several hosts with the others.
+pub struct Between<R, L, B> {
+    /// This rank's rail, if it gets one.
+    pub rail: R,
+    /// Carry its messages to ranks of other hosts.
+    pub links: L,
+    /// Move its CUDA tensors.
+    pub backends: Option<B>,
+    /// Type of partial results.
+    pub partials: Partials,
+    /// Names of the backends of rail, links and backends.
+    pub engines: Engines,
+}
+
+impl HostsGroup {
+    /// Joins the group that `options` name, of whose ranks `several` says where they are: on several hosts.
+    pub fn join(
+        store: &Arc<dyn Store>,
+        worker: &Worker,
+        options: &JoinOptions,
+        several: Several,
+        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
+    ) -> Result<Self> {
+        let Several { layout, apart, since } = several;
+        let limit = Limit::from(since, options.timeout.unwrap_or(DEFAULT_TIMEOUT));
+        let joined = Self::join_within(&limit, store, worker, options, layout, between);
+        if let Some(apart) = apart {
+            apart.end(worker, joined.as_ref().err());
+        }
+        joined
+    }
+
+    fn join_within(
+        limit: &Limit,
+        store: &Arc<dyn Store>,
+        worker: &Worker,
+        options: &JoinOptions,
+        layout: Layout,
+        between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
+    ) -> Result<Self> {
+        let Between { rail, links, backends, partials, engines } = between;
+        let timeout = options.timeout.unwrap_or(DEFAULT_TIMEOUT);
+        let rank = Rank(options.rank as u32);
+        let (host, local) = (layout.host(rank), layout.local(rank));
+        let global = |rank: &Rank| options.global_ranks.get(rank.index()).copied().unwrap_or(rank.0 as i32);
+        let inner_options = JoinOptions {
+            group: options.group.clone(),
+            rank: local as i32,
+            size: layout.members(host).len() as i32,
+            global_ranks: layout.members(host).iter().map(global).collect(),
+            is_default: options.is_default,
+            timeout: limit.left(),
+            part: Some(Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() }),
+        };
+        let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
+        let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
+        let until = Until::new(worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
+        let inner = Group::join(&PrefixStore::new(&prefix, &until), &inner_options).map_err(|error| {
+            let (me, here) = (layout.describe(rank), layout.name_host(host));
+            let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
+            Error { message: text, ..error }
+        });
+        let inner = Arc::new(inner?);
+        inner.set_timeout(timeout);
+        let layout = Arc::new(layout);
+        let current = Arc::new(Current::default());
+        let meeting = Meeting {
+            store: &until,
+            group: inner.control().name(),
+            prefix: format!("symm-news/{}/{}", options.group, Config::get().restart),
+            layout: &layout,
+            me: rank,
+            host: Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current))),
+            limit,
+            addresses: None,
+            times: Times::default(),
+            engines: engines.to_string(),
+        };
+        let (news, told) = meeting.meet().map_err(|error| inner.fail(error))?;
+        let failed = |error: Error| {
+            let stands = inner.fail(error);
+            news.tell(&stands);
+            stands
+        };
+        let told = told_by_first(&inner, &layout, rank, told, limit).map_err(failed)?;
+        if told != engines.to_string() {
+            let (first, me, group) = (layout.describe(Rank(0)), layout.describe(rank), &options.group);
+            return Err(failed(Error::config(format!(
+                "ranks of group \"{group}\" would connect hosts by different backends: {first} by \"{told}\", {me} by \"{engines}\"; \
+                 give SYMM_HOSTS, or torch_symm.Options(between_hosts=...), the same value on all ranks"
+            ))));
+        }
+        let has_rail = local < layout.rails();
+        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &options.group, limit).map_err(failed)?) } else { None };
+        let mut joined = Self::assemble(inner, layout, rank, rail, (news, current), &engines);
+        joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
+        let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
+        joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
+        // Whoever passes has found all ranks on all hosts.
+        let thresholds = chosen::thresholds(options, joined.layout.members(host).len());
+        joined.agree_on(Chosen { partials, thresholds }, limit.left())?;
+        // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
+        if has_rail && !Config::get().gloo_lazy {
+            // A store that cannot delete keeps them.
+            rail::keys(&format!("symm-rail/{local}"), host).for_each(|key| drop(worker.delete(&key)));
+        }
+        Ok(joined)
+    }
+
+    /// The group of `inner`, the ranks of this host, and a rail.
+    pub(super) fn assemble(
+        inner: Arc<Group>,
+        layout: Arc<Layout>,
+        rank: Rank,
+        rail: Option<Box<dyn Rail>>,
+        (news, current): (News, Arc<Current>),
+        engines: &Engines,
+    ) -> Self {
+        let shared = Arc::new(Shared::new(rail, news, current, Traffic::of(inner.control().name(), engines)));
+        let runner = Runner { inner: Arc::clone(&inner), layout: Arc::clone(&layout), shared: Arc::clone(&shared), rank, sequence: 0 };
+        inner.recorder().note_hosts(layout.name_others(layout.host(rank)));
+        let engine = Engine::new(runner, inner.recorder());
+        let refusals = Refusals::new(&shared, &engine);
+        Self {
+            inner,
+            layout,
+            rank,
+            engine,
+            shared,
+            refusals,
+            messages: OnceLock::new(),
+            twofold: Twofold::default(),
+            cuda: None,
+            monitored: AtomicU64::new(0),
+        }
+    }
+}
+
+/// What the first rank of this host was `told` of backends.
+fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: String, limit: &Limit) -> Result<String> {
+    if layout.members(layout.host(rank)).len() == 1 {
+        return Ok(told);
+    }
+    let (first, mut names) = (layout.local(rank) == 0, told.into_bytes());
+    names.resize(NAMES, 0);
+    let mut span = || vec![Span { addr: names.as_mut_ptr().addr(), bytes: NAMES }];
+    let (inputs, outputs) = if first { (span(), vec![]) } else { (vec![], span()) };
+    inner.run(vec![Call { op: Op::Broadcast, inputs, outputs, ..Call::barrier(None) }], limit.left())?;
+    Ok(String::from_utf8_lossy(&names).trim_end_matches('\0').to_owned())
+}
+
+/// Makes this rank's rail. Ends once the group has failed.
+fn made(rail: impl Rail + 'static, inner: &Group, layout: &Layout, rank: Rank, group: &str, limit: &Limit) -> Result<Box<dyn Rail>> {
+    let (host, hosts, local) = (layout.host(rank), layout.hosts(), layout.local(rank));
+    let (me, others) = (layout.describe(rank), layout.name_others(host));
+    let failed = |error: Error| {
+        let text = format!("{me} could not make rail {local} of group \"{group}\" to {others}: {}", error.message);
+        Error { message: text, ..error }
+    };
+    let left = limit.left().ok_or_else(|| failed(Error::timeout("no time is left")))?;
+    let (done, ended) = channel();
+    let make = move || {
+        let made = rail.make(&format!("symm-rail/{local}"), host, hosts, left);
+        let _ = done.send(made.map(|()| rail));
+    };
+    thread::spawn("symm-rail", None, make).map_err(|error| failed(Error::internal(format!("starting a thread: {error}"))))?;
+    loop {
+        match ended.recv_timeout(LOOK) {
+            Ok(made) => return made.map(|rail| Box::new(rail) as Box<dyn Rail>).map_err(failed),
+            Err(RecvTimeoutError::Timeout) => inner.error().map_or(Ok(()), Err)?,
+            Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
+        }
+    }
+}

@@ -1,0 +1,67 @@
+// Backends of somebody else's, such as Gloo, that connect hosts: engines. Headers of Gloo and NCCL are in no wheel of torch: Python makes them.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "symm/src/bridge.rs.h"
+#include "symm_bridge.hpp"
+
+namespace symm {
+
+// An engine, and what it needs to live as long.
+using Engine = std::shared_ptr<::c10d::Backend>;
+
+// What Python does. Both may be called on any thread.
+struct Engines {
+  // Makes one: whose ("gloo"), its name, store, rank, size and timeout, and the GPU whose tensors it is for, or -1.
+  std::function<Engine(
+      const std::string& engine,
+      const std::string& name,
+      const c10::intrusive_ptr<::c10d::Store>& store,
+      int rank,
+      int size,
+      std::chrono::milliseconds timeout,
+      int device)>
+      make;
+  // Names of those of CPU and of CUDA tensors that a choice of the user's stands for. Throws what there is, where it stands for none.
+  std::function<std::pair<std::string, std::string>(const std::string& choice)> find;
+};
+
+void make_engines_with(Engines engines);
+const Engines& engines();
+
+// Status of the exception under way, as a backend's failure: whatever it is, the other hosts cannot be reached by it any more.
+Status backend_failure() noexcept;
+
+// Outcome of `body`.
+template <typename Body>
+Status attempted(Body&& body) noexcept {
+  try {
+    body();
+    return {Kind::None, {}};
+  } catch (...) {
+    return backend_failure();
+  }
+}
+
+// What makes engines of one group, which meet in its store.
+class Maker {
+ public:
+  Maker(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
+
+  // One that joins `name`; throws what Python or the backend throws.
+  Engine make(rust::Str engine, rust::Str name, size_t rank, size_t size, int64_t timeout_ms, int device = -1) const;
+
+ private:
+  std::string group_;
+  c10::intrusive_ptr<::c10d::Store> store_;
+};
+
+} // namespace symm
