@@ -59,7 +59,9 @@ pub struct Count {
 pub(super) struct Traffic(Mutex<BTreeMap<Path, Count>>);
 
 /// By the name of the group, and what connects its hosts.
-static GROUPS: PerProcess<Mutex<BTreeMap<(String, Engines), Arc<Traffic>>>> = PerProcess::new(Mutex::default);
+type Groups = BTreeMap<(String, Engines), Arc<Traffic>>;
+
+static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Each change under these locks is a single step.

@@ -8,7 +8,7 @@ use super::links::Traffic;
 pub(super) enum Kind {
     /// A whole message of up to [`SHORT`] bytes.
     Eager = 1,
-    /// A longer message can be had.
+    /// A longer message can be had; its first `value` bytes follow in frames.
     Offer = 2,
     /// The receiver has room for the piece of an offered message that begins at `value`.
     Request = 3,
@@ -21,6 +21,8 @@ pub(super) enum Kind {
     /// The sender has refused a message of its own, for the reason that comes with the frame; `value` says which: [`REFUSED_SEND`] or
     /// [`REFUSED_RECV`].
     Refused = 7,
+    /// A piece that nobody has asked for, of the message that was offered before; it begins at `value`.
+    Start = 8,
 }
 
 /// A send was refused, for whose message the other may wait.
@@ -79,7 +81,10 @@ pub(super) const LONGEST: usize = HEAD + SHORT;
 /// Longest text of a refusal.
 const TEXT: usize = 976;
 /// Length of a piece of a long message; the last one may be shorter. While one is copied another is on the wire.
-pub(super) const PIECE: usize = 256 << 10;
+pub(super) const PIECE: usize = 128 << 10;
+
+/// Most bytes of a long message that are on their way before its receiver answers.
+const UNASKED: usize = 1 << 20;
 
 impl Frame {
     /// A frame of no message.
@@ -100,7 +105,7 @@ impl Frame {
 
     /// The head of a frame; `None` if it makes no sense.
     pub(super) fn decode(bytes: &[u8; HEAD]) -> Option<Self> {
-        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused];
+        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused, Kind::Start];
         let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
         let word = |place: usize| Some(u64::from_le_bytes(bytes[8 + 8 * place..16 + 8 * place].try_into().ok()?));
         let frame = Self {
@@ -115,7 +120,8 @@ impl Frame {
         };
         let sensible = match kind {
             Kind::Eager => frame.bytes <= SHORT as u64,
-            Kind::Offer => true,
+            Kind::Offer => frame.value <= unasked(frame.bytes, usize::MAX) as u64 && frame.value.is_multiple_of(PIECE as u64),
+            Kind::Start => frame.value < unasked(frame.bytes, usize::MAX) as u64 && frame.value.is_multiple_of(PIECE as u64),
             Kind::Request | Kind::Piece => frame.value < frame.bytes && frame.value.is_multiple_of(PIECE as u64),
             Kind::Credit | Kind::Bye => true,
             Kind::Refused => frame.bytes <= TEXT as u64 && [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
@@ -127,7 +133,7 @@ impl Frame {
     pub(super) fn payload(&self) -> usize {
         match self.kind {
             Kind::Eager | Kind::Refused => self.bytes as usize,
-            Kind::Piece => piece(self.bytes, self.value),
+            Kind::Start | Kind::Piece => piece(self.bytes, self.value),
             Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => 0,
         }
     }
@@ -136,7 +142,7 @@ impl Frame {
     pub(super) fn traffic(&self) -> Traffic {
         match self.kind {
             Kind::Piece => Traffic::Piece,
-            Kind::Eager | Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused => Traffic::Frame,
+            Kind::Eager | Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused | Kind::Start => Traffic::Frame,
         }
     }
 }
@@ -146,9 +152,24 @@ pub(super) fn piece(bytes: u64, offset: u64) -> usize {
     bytes.saturating_sub(offset).min(PIECE as u64) as usize
 }
 
+/// Bytes of a message of `bytes` that are sent unasked, in pieces, of which the receiver has room for `pieces`. The last one is asked for.
+pub(super) fn unasked(bytes: u64, pieces: usize) -> usize {
+    let most = (bytes.saturating_sub(1) / PIECE as u64).min((UNASKED / PIECE) as u64) as usize;
+    most.min(pieces) * PIECE
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const _: () = assert!(PIECE <= SHORT, "a piece fits in a frame");
+
+    #[test]
+    fn all_but_the_last_piece_are_sent_unasked_up_to_a_limit_and_as_far_as_there_is_room() {
+        let at = |pieces: usize| (pieces * PIECE) as u64;
+        assert_eq!([0, 1, at(1), at(1) + 1, at(3)].map(|bytes| unasked(bytes, 99) / PIECE), [0, 0, 0, 1, 2]);
+        assert_eq!((unasked(at(1000), 99), unasked(at(1000), 3), unasked(at(1000), 0)), (UNASKED, 3 * PIECE, 0));
+    }
 
     #[test]
     fn frames_come_back_as_they_were_and_nonsense_does_not() {
@@ -156,7 +177,17 @@ mod tests {
         assert_eq!((Frame::decode(&frame.encode()), frame.payload(), frame.traffic()), (Some(frame), 3, Traffic::Frame));
         let piece = Frame { kind: Kind::Piece, bytes: PIECE as u64 + 5, value: PIECE as u64, ..frame };
         assert_eq!((piece.payload(), piece.traffic()), (5, Traffic::Piece));
-        for wrong in [Frame { bytes: SHORT as u64 + 1, ..frame }, Frame { value: 1, ..piece }, Frame { value: 2 * PIECE as u64, ..piece }] {
+        let start = Frame { kind: Kind::Start, value: 0, ..piece };
+        assert_eq!((Frame::decode(&start.encode()), start.payload(), start.traffic()), (Some(start), PIECE, Traffic::Frame));
+        let offer = Frame { kind: Kind::Offer, ..piece };
+        assert_eq!((Frame::decode(&offer.encode()), offer.payload()), (Some(offer), 0), "the first piece follows");
+        for wrong in [
+            Frame { bytes: SHORT as u64 + 1, ..frame },
+            Frame { value: 1, ..piece },
+            Frame { value: 2 * PIECE as u64, ..piece },
+            Frame { value: PIECE as u64, ..start },
+            Frame { value: 2 * PIECE as u64, ..offer },
+        ] {
             assert_eq!(Frame::decode(&wrong.encode()), None, "{wrong:?}");
         }
         assert_eq!(Frame::decode(&[0; HEAD]), None);

@@ -1,7 +1,7 @@
 //! Pair: this rank and one of another host, the messages between them, and what each frame does to these.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
-use super::frame::{Frame, Kind, PIECE, Refusal, SHORT, piece};
+use super::frame::{Frame, Kind, PIECE, Refusal, SHORT, piece, unasked};
 use super::links::{Links, Traffic};
 use super::open::{AnySource, Open};
 use super::{Finished, Names};
@@ -55,7 +55,13 @@ struct Arrival<B> {
 
 enum Content<B> {
     Short(B),
-    Offer(u64),
+    Offer {
+        id: u64,
+        /// Number of the bytes that come unasked.
+        unasked: usize,
+        /// Those that have come.
+        first: Vec<u8>,
+    },
 }
 
 impl Arrival<&[u8]> {
@@ -63,7 +69,7 @@ impl Arrival<&[u8]> {
     fn kept(self) -> Arrival<Box<[u8]>> {
         let content = match self.content {
             Content::Short(short) => Content::Short(short.into()),
-            Content::Offer(id) => Content::Offer(id),
+            Content::Offer { id, unasked, first } => Content::Offer { id, unasked, first },
         };
         Arrival { tag: self.tag, dtype: self.dtype, bytes: self.bytes, content }
     }
@@ -222,13 +228,20 @@ impl Pair {
         let Some(send) = self.sends.get_mut(&id).filter(|send| !send.started) else { return Ok(()) };
         send.started = true;
         let Message { tag, dtype, span, .. } = send.open.message;
-        let cost = span.bytes as u64 + FOOTPRINT;
+        let (cost, room) = (span.bytes as u64 + FOOTPRINT, BACKLOG.saturating_sub(self.short - self.short_matched));
         // There is nothing to ask for in an empty one.
-        let short = span.bytes <= SHORT && (span.bytes == 0 || self.short - self.short_matched + cost <= BACKLOG);
+        let short = span.bytes <= SHORT && (span.bytes == 0 || cost <= room);
         let kind = if short { Kind::Eager } else { Kind::Offer };
         let frame = Frame { dtype: dtype as u8, tag, id, bytes: span.bytes as u64, ..Frame::bare(kind) };
         if !short {
-            return self.say(links, frame, &[]);
+            let unasked = unasked(frame.bytes, (room / (PIECE as u64 + FOOTPRINT)) as usize);
+            send.next = unasked;
+            // The answer is on its way while the first pieces are.
+            self.say(links, Frame { value: unasked as u64, ..frame }, &[])?;
+            return (0..unasked).step_by(PIECE).try_for_each(|at| {
+                self.short += PIECE as u64 + FOOTPRINT;
+                self.say(links, Frame { kind: Kind::Start, value: at as u64, ..frame }, bytes(span, at..at + PIECE))
+            });
         }
         self.short += cost;
         self.say(links, frame, bytes(span, 0..span.bytes))?;
@@ -240,7 +253,7 @@ impl Pair {
     pub(super) fn recv(&mut self, open: Open, links: &dyn Links, names: &Names, finished: &mut Vec<Finished>) -> Result<()> {
         let place = self.unexpected.iter().position(|unexpected| unexpected.message.tag == open.message.tag);
         match place.and_then(|place| self.unexpected.remove(place)) {
-            Some(unexpected) => self.deliver(open, &unexpected.message, links, names, finished)?,
+            Some(unexpected) => self.deliver(open, unexpected.message, links, names, finished)?,
             None => self.posted.push_back(open),
         }
         match &self.phase {
@@ -266,7 +279,7 @@ impl Pair {
     fn deliver<B: AsRef<[u8]>>(
         &mut self,
         open: Open,
-        message: &Arrival<B>,
+        message: Arrival<B>,
         links: &dyn Links,
         names: &Names,
         finished: &mut Vec<Finished>,
@@ -284,18 +297,25 @@ impl Pair {
             finished.push(open.ends(Err(error.clone()), None));
             return Err(error);
         }
-        match &message.content {
+        match message.content {
             Content::Short(short) => {
                 bytes_mut(span, 0..span.bytes).copy_from_slice(short.as_ref());
                 self.matched += message.bytes + FOOTPRINT;
                 finished.push(open.ends(Ok(()), Some(self.peer)));
                 self.give_credit(links)
             }
-            &Content::Offer(id) => {
-                self.streams.push_back(Stream { open, id, asked: 0, got: 0 });
+            Content::Offer { id, unasked, first } => {
+                first.chunks(PIECE).enumerate().for_each(|(at, piece)| self.place_unasked(span, at * PIECE, piece));
+                self.streams.push_back(Stream { open, id, asked: unasked, got: first.len() });
                 self.ask(links)
             }
         }
+    }
+
+    /// Puts a piece that nobody has asked for in its place.
+    fn place_unasked(&mut self, span: Span, at: usize, piece: &[u8]) {
+        bytes_mut(span, at..at + piece.len()).copy_from_slice(piece);
+        self.matched += piece.len() as u64 + FOOTPRINT;
     }
 
     /// Asks for the next pieces of long messages, the oldest first, as far as there is room.
@@ -341,10 +361,11 @@ impl Pair {
         match frame.kind {
             Kind::Eager | Kind::Offer => {
                 self.refused = None;
-                let content = if frame.kind == Kind::Eager { Content::Short(payload) } else { Content::Offer(frame.id) };
+                let offer = Content::Offer { id: frame.id, unasked: frame.value as usize, first: Vec::new() };
+                let content = if frame.kind == Kind::Eager { Content::Short(payload) } else { offer };
                 let message = Arrival { tag: frame.tag, dtype: frame.dtype, bytes: frame.bytes, content };
                 match self.take_receive(frame.tag, any) {
-                    Some(open) => self.deliver(open, &message, links, names, finished)?,
+                    Some(open) => self.deliver(open, message, links, names, finished)?,
                     None => self.unexpected.push_back(Unexpected { message: message.kept(), arrived: Instant::now() }),
                 }
             }
@@ -352,6 +373,7 @@ impl Pair {
                 self.refused = None;
                 self.serve(frame, links, names, finished)?;
             }
+            Kind::Start => self.start_with(frame, payload, names)?,
             Kind::Piece => self.fill(frame, payload, links, names, finished)?,
             Kind::Credit => {}
             Kind::Refused => self.refused = Some(Refusal::of(frame, payload)),
@@ -376,6 +398,26 @@ impl Pair {
         if end == span.bytes {
             finished.extend(self.sends.remove(&frame.id).map(|send| send.open.ends(Ok(()), None)));
         }
+        Ok(())
+    }
+
+    /// Takes a piece of an offered message that nobody has asked for: to its receive, or for it.
+    fn start_with(&mut self, frame: Frame, piece: &[u8], names: &Names) -> Result<()> {
+        let (id, at, bytes) = (frame.id, frame.value as usize, frame.bytes);
+        let continues = |stream: &Stream| (stream.id, stream.got, stream.open.message.span.bytes as u64) == (id, at, bytes);
+        if let Some(place) = self.streams.iter().position(|stream| continues(stream) && stream.asked >= at + piece.len()) {
+            self.streams[place].got += piece.len();
+            self.place_unasked(self.streams[place].open.message.span, at, piece);
+            return Ok(());
+        }
+        let waiting = self.unexpected.iter_mut().find_map(|Unexpected { message, .. }| match &mut message.content {
+            Content::Offer { id: offered, unasked, first } => {
+                (*offered == id && first.len() == at && *unasked >= at + piece.len()).then_some(first)
+            }
+            Content::Short(_) => None,
+        });
+        let Some(first) = waiting else { return Err(self.nonsense(names, frame)) };
+        first.extend_from_slice(piece);
         Ok(())
     }
 

@@ -227,8 +227,8 @@ fn data(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (seed * 31 + at + (at >> 8) * 7 + (at >> 16) * 13) as u8).collect()
 }
 
-/// Nothing, short ones, the longest in a frame, offers of several pieces.
-const LENGTHS: [usize; 7] = [0, 1, 977, 262_144, 262_145, 1_048_577, 7_340_035];
+/// Nothing, short ones, the longest in a frame, offers of several pieces: of which all but the last come unasked, and more.
+const LENGTHS: [usize; 8] = [0, 1, 977, 262_144, 262_145, 1_048_577, 1_179_648, 7_340_035];
 
 #[test]
 fn every_length_comes_as_it_was() {
@@ -341,6 +341,28 @@ fn a_flood_that_nobody_receives_yet_is_held_back_and_comes_later() {
             member.recv(0, 1, 1);
             member.recv(0, 2, 1);
             (0..COUNT).for_each(|number| assert!(member.recv(0, 0, 60_000) == data(number, 60_000), "message {number}"));
+        }
+    });
+}
+
+#[test]
+fn long_messages_that_nobody_receives_yet_come_unasked_as_far_as_there_is_room() {
+    on_ranks(2, |member| {
+        let length = |number: usize| 700_000 + number;
+        if member.me == 0 {
+            let mut all: Vec<Vec<u8>> = (0..20).map(|number| data(number, length(number))).collect();
+            let sent: Vec<_> = all.iter_mut().map(|data| member.isend(1, 0, data)).collect();
+            member.send(1, 1, &mut [0]);
+            assert_eq!(member.recv(1, 2, 1), [7]);
+            // Their last pieces are asked for.
+            assert_eq!(member.messages.lock().open.len(), sent.len());
+            member.send(1, 3, &mut [0]);
+            sent.into_iter().for_each(|sent| assert_eq!(member.finish(sent), (Ok(()), None)));
+        } else {
+            member.recv(0, 1, 1);
+            member.send(0, 2, &mut [7]);
+            member.recv(0, 3, 1);
+            (0..20).for_each(|number| assert!(member.recv(0, 0, length(number)) == data(number, length(number)), "message {number}"));
         }
     });
 }
