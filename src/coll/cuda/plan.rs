@@ -256,10 +256,13 @@ fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> u32 {
     bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(most)) as u32
 }
 
+/// Longest chunk of what is added up or passed on: who does that waits for a whole one.
+const LONGEST_CHUNK: usize = 24 << 10;
+
 /// Bytes of a chunk of such messages, so many of them for each lane if they are not too short or too long for that.
 fn chunk_of(bytes: usize, lanes: u32, each: usize, layout: &Layout) -> u32 {
-    let slot = layout.slot_bytes();
-    bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(slot), slot) as u32
+    let most = layout.slot_bytes().min(LONGEST_CHUNK);
+    bytes.div_ceil(lanes as usize * each).next_multiple_of(512).clamp(MIN_CHUNK.min(most), most) as u32
 }
 
 #[cfg(test)]

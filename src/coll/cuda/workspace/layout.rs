@@ -23,11 +23,12 @@ pub const UNIT: usize = 16;
 const LINES: usize = 32;
 /// Blocks of a kernel on LL lines times ranks: small groups have fewer messages to carry at once.
 const SPREAD: usize = 256;
-/// Lanes times ranks, where slots of `FAIR_SLOT` leave memory for so many; else half as many.
+/// Lanes times ranks, where `FAIR` bytes a slot and rank leave memory for so many; else half as many.
 const LANES: usize = 512;
-/// Shorter slots cost more than more lanes gain, longer ones gain nothing (docs/measurements/gpu-h200.md).
-const FAIR_SLOT: usize = 16 << 10;
-const LONGEST_SLOT: usize = 24 << 10;
+/// Bytes of a stage for each slot number, lane and rank. Fewer cost more than more lanes gain, more gain nothing
+/// (docs/measurements/gpu-h200.md).
+const FAIR: usize = 16 << 10;
+const MOST: usize = 24 << 10;
 /// Bytes of the sentinel slots that one two-shot all-reduce may use.
 const SENTINEL_BYTES: usize = 17 << 20;
 /// Bytes of a lane's words; `Lane` in `staging.cuh`.
@@ -94,6 +95,16 @@ pub struct Layout {
     channel_bytes: usize,
 }
 
+/// Ranks that send one rank something through slots; `SOURCES` in `staging.cuh`.
+fn sources(ranks: usize) -> usize {
+    (ranks - 1).max(1)
+}
+
+/// Bytes of a slot where there is much memory.
+fn longest_slot(ranks: usize) -> usize {
+    MOST * ranks / sources(ranks) / ALIGN * ALIGN
+}
+
 impl Layout {
     /// Bytes on every GPU without which a group of `ranks` cannot be.
     pub fn least(ranks: usize) -> usize {
@@ -103,7 +114,7 @@ impl Layout {
     /// Bytes on every GPU beyond which a group of `ranks` gains nothing.
     pub fn most(ranks: usize) -> usize {
         let lanes = (LANES / ranks).min(MAX_LANES);
-        let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: LONGEST_SLOT, channel_bytes: 0 };
+        let layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: longest_slot(ranks), channel_bytes: 0 };
         Channel::ALL.len() * (layout.sentinel() + SENTINEL_BYTES + 2 * layout.stage_bytes() + ALIGN)
     }
 
@@ -114,13 +125,13 @@ impl Layout {
             let mut layout = Self { ranks, lanes, sentinel_units: 0, slot_bytes: 0, channel_bytes };
             let left = channel_bytes.saturating_sub(layout.sentinel());
             layout.sentinel_units = (left / 3).min(SENTINEL_BYTES) / (SENTINEL_BLOCKS * 4 * ranks * UNIT) / 16 * 16;
-            let slot = left.saturating_sub(layout.sentinel_bytes()) / (2 * lanes * ranks * SLOTS) / ALIGN * ALIGN;
-            layout.slot_bytes = slot.min(LONGEST_SLOT);
+            let slot = left.saturating_sub(layout.sentinel_bytes()) / (2 * lanes * sources(ranks) * SLOTS) / ALIGN * ALIGN;
+            layout.slot_bytes = slot.min(longest_slot(ranks));
             layout
         };
         let lanes = (LANES / ranks).min(MAX_LANES);
         let mut layout = with(lanes);
-        if layout.slot_bytes < FAIR_SLOT {
+        if layout.slot_bytes * sources(ranks) < FAIR * ranks {
             layout = with(layout.few_lanes());
         }
         if layout.sentinel_units == 0 || layout.slot_bytes < 1024 {
@@ -241,7 +252,7 @@ impl Layout {
     }
 
     fn stage_bytes(self) -> usize {
-        self.lanes() * self.ranks * SLOTS * self.slot_bytes
+        self.lanes() * sources(self.ranks) * SLOTS * self.slot_bytes
     }
 }
 
@@ -297,7 +308,7 @@ mod tests {
             let most = Layout::new(ranks, Layout::most(ranks)).expect("fits");
             let more = Layout::new(ranks, 2 * Layout::most(ranks)).expect("fits");
             assert_eq!(Layout { channel_bytes: most.channel_bytes, ..more }, most, "{ranks} ranks");
-            assert!(most.slot_bytes == LONGEST_SLOT && Layout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
+            assert!(most.slot_bytes == longest_slot(ranks) && Layout::most(ranks) <= 512 << 20, "{ranks} ranks: {most:?}");
         }
     }
 

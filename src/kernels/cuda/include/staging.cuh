@@ -13,6 +13,8 @@
 
 // Slots of one lane, stage and source.
 #define SLOTS 4u
+// Ranks that send one rank something.
+#define SOURCES (WORLD > 1 ? WORLD - 1u : 1u)
 
 // Words of one lane and stage.
 struct Lane {
@@ -26,7 +28,7 @@ struct Lane {
 
 // Place of a stage in a channel, and how messages are divided.
 struct Staging {
-  // Offsets in the channel of the lanes' words, and of the slots: [lane][source][slot].
+  // Offsets in the channel of the lanes' words, and of the slots: [lane][source, the next rank first][slot].
   u64 words;
   u64 slots;
   u32 slot_bytes;
@@ -58,9 +60,10 @@ struct Stage {
 
   DEVICE Lane* words(u32 rank) const { return (Lane*)(common.peer[rank] + staging.words) + lane; }
 
-  // Slot on rank `at` of the chunk `number` that rank `from` sends it.
+  // Slot on rank `at` of the chunk `number` that rank `from`, another one, sends it.
   DEVICE Unit* slot_of(u32 at, u32 from, u32 number) const {
-    const u64 index = (u64)(lane * WORLD + from) * SLOTS + number % SLOTS;
+    const u32 source = (from + WORLD - at - 1) % WORLD;
+    const u64 index = (u64)(lane * SOURCES + source) * SLOTS + number % SLOTS;
     return (Unit*)(common.peer[at] + staging.slots + index * staging.slot_bytes);
   }
 
@@ -196,6 +199,9 @@ struct ReceiveSession : Stage {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
+// Longest chunk of messages that have less than two slots for each lane: longer ones would leave lanes with nothing to do at the end.
+#define USUAL_CHUNK 24576u
+
 // Unit of the lengths of slots, and of chunks of exchanges; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
 #define START_STEP 256u
 
@@ -220,11 +226,12 @@ struct ChunkOfMessage {
   const Staging& staging;
 
   DEVICE u32 operator()(u64 bytes) const {
-    const u32 lanes = staging.lanes;
-    const u32 part = ((u32)smaller(bytes, (u64)staging.slot_bytes * lanes) + lanes - 1) / lanes;
+    const u32 lanes = staging.lanes, slot = staging.slot_bytes;
+    const u32 part = ((u32)smaller(bytes, (u64)slot * 2 * lanes) + lanes - 1) / lanes;
     const u32 chunk = (part + 511) / 512 * 512;
-    const u32 least = staging.slot_bytes < MIN_CHUNK ? staging.slot_bytes : MIN_CHUNK;
-    return chunk < least ? least : chunk < staging.slot_bytes ? chunk : staging.slot_bytes;
+    const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK;
+    const u32 most = part >= slot * 2 || slot < USUAL_CHUNK ? slot : USUAL_CHUNK;
+    return chunk < least ? least : chunk < most ? chunk : most;
   }
   DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
