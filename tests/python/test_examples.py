@@ -72,6 +72,13 @@ def test_example_of_tests_passes() -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_decoder_decodes_the_same() -> None:
+    result = launch("examples/16_llama_decoder.py", "--compile", "--layers", "1", "--tokens", "8", ranks=2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "with fused ones" in result.stdout and "ok: 16 tokens are the same" in result.stdout
+
+
+@pytest.mark.slow
 def test_trace_is_written(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     result = launch("examples/07_profile.py", "--trace", str(trace))
