@@ -98,16 +98,18 @@ def test_the_best_peer_is_never_our_own() -> None:
 
 def test_host_time_is_told_apart() -> None:
     figures = {
-        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5, launch_us=5.0),
+        "symm": Figure(eager_us=20.0, host_us=12.0, group_us=9.0, backend_us=7.5, launch_us=5.0, operator_us=10.0),
         "nccl": Figure(eager_us=30.0, host_us=25.0, group_us=22.0, backend_us=21.0),
         "torch two-shot": Figure(eager_us=10.0),
     }
+    other = {"nccl": Figure(eager_us=30.0, host_us=26.0)}
+    cells = [("all_reduce", figures), ("broadcast", other)]
     text = io.StringIO()
-    write_tables([Measured(Cell("all_reduce", "bf16", 4, 64 * KB, 64 * KB), 20, figures)], text)
+    write_tables([Measured(Cell(op, "bf16", 4, 64 * KB, 64 * KB), 20, found) for op, found in cells], text)
     lines = [line.split() for line in text.getvalue().splitlines()]
-    assert ["symm", "12.00", "3.00", "1.50", "7.50", "5.00"] in lines
-    assert ["nccl", "25.00", "3.00", "1.00", "21.00"] in lines
-    assert lines[-1][0] == "nccl"
+    assert ["all_reduce", "symm", "12.00", "3.00", "1.50", "7.50", "5.00", "10.00"] in lines
+    assert ["all_reduce", "nccl", "25.00", "3.00", "1.00", "21.00"] in lines
+    assert lines[-1] == ["broadcast", "nccl", "26.00"]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +157,12 @@ def test_host_time_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--host", "--json", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
-    (measured,) = json.loads(path.read_text())["cells"]
-    assert measured["cell"]["op"] == "all_reduce" and measured["cell"]["size"] == 64 * KB
-    for figure in measured["figures"].values():
-        assert all(figure[entrance] > 0 for entrance in ("host_us", "group_us", "backend_us"))
+    cells = {each["cell"]["op"]: each for each in json.loads(path.read_text())["cells"]}
+    assert set(cells) == {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}
+    for measured in cells.values():
+        assert measured["cell"]["size"] == 64 * KB
+        assert all(figure["host_us"] > 0 for figure in measured["figures"].values())
+    for figure in cells["all_reduce"]["figures"].values():
+        assert all(figure[entrance] > 0 for entrance in ("group_us", "backend_us"))
+    assert cells["all_reduce"]["figures"]["symm"]["operator_us"] > 0
     assert "dispatcher" in result.stdout

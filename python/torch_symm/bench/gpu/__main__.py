@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..units import parse_size
+from . import host
 from .calls import OPS, USUAL
-from .cell import HOST_OP, HOST_SIZE
 from .command import FAILURES, MAX_RANKS, begin, ranks
 from .inputs import RANDOM as DTYPES
 from .launch import PATIENT_SETTINGS, Options, cells, measure
@@ -22,7 +22,7 @@ SIZES = "1K,8K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,64K,1M,16M,64M"
 SECONDS, QUICK_SECONDS = 300.0, 90.0
 TURNS, QUICK_TURNS = 7, 3
-HOST_SIDES = {"cuda": ["symm", "nccl"], "cpu": ["symm", "gloo"]}
+HOST_SIDES = {"cuda": ["symm", "nccl", "torch one-shot"], "cpu": ["symm", "gloo"]}
 
 
 def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
@@ -39,7 +39,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     parser.add_argument("--sides", help="comma-separated, of: " + ", ".join(gpu_sides()))
     parser.add_argument("--quick", action="store_true", help="few sizes and turns, bf16 only")
     parser.add_argument(
-        "--host", action="store_true", help="only what the host spends in an eager all_reduce of 64 KB, by entrance"
+        "--host", action="store_true", help="only what the host spends in eager calls of 64 KB, and in whose code"
     )
     parser.add_argument(
         "--seconds",
@@ -57,10 +57,10 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     makers = gpu_sides if given.device == "cuda" else cpu_sides
     usual = HOST_SIDES[given.device] if given.host else list(makers())
     sides = given.sides.split(",") if given.sides else usual
-    ops = [HOST_OP] if given.host else given.ops.split(",")
+    ops = list(host.OPS) if given.host else given.ops.split(",")
     few = given.quick or given.host
     dtypes = given.dtypes.split(",") if given.dtypes else list(DTYPES[:1] if few else DTYPES)
-    usual_sizes = str(HOST_SIZE) if given.host else QUICK_SIZES if given.quick else SIZES
+    usual_sizes = str(host.SIZE) if given.host else QUICK_SIZES if given.quick else SIZES
     for what, wanted, known in (("sides", sides, makers()), ("ops", ops, OPS), ("dtypes", dtypes, DTYPES)):
         unknown = [each for each in wanted if each not in known]
         if unknown:
@@ -69,8 +69,8 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         sizes = [parse_size(size) for size in (given.sizes or usual_sizes).split(",")]
     except ValueError as error:
         parser.error(str(error))
-    if given.host and HOST_SIZE not in sizes:
-        parser.error(f"--host measures {HOST_SIZE >> 10}K; leave --sizes out")
+    if given.host and host.SIZE not in sizes:
+        parser.error(f"--host measures {host.SIZE >> 10}K; leave --sizes out")
     options = Options(
         world=world,
         device=given.device,

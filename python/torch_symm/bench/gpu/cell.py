@@ -10,9 +10,8 @@ import torch
 
 from ..ops import DTYPES, OPS
 from ..record import Cell
-from . import patterned
+from . import host, patterned
 from .calls import Call, Setting
-from .host import entrances
 from .inputs import Inputs
 from .process import Process
 from .record import Figure, Measured
@@ -20,7 +19,6 @@ from .sides import Builder, Side
 
 LARGE = 4 << 20
 MANY_CALLS, FEW_CALLS = 20, 5
-HOST_OP, HOST_SIZE = "all_reduce", 64 << 10
 HOST_TURNS = 5
 
 #: A side's call, and the graph of it if there is one; by the side's number.
@@ -69,9 +67,8 @@ class _Bench:
             if self._process.task.checks and not self._still_right(number, call):
                 continue
             self._read(number)
-            hosted = (cell.op, cell.size) == (HOST_OP, HOST_SIZE) and not patterned.wanted(cell)
-            if hosted and self._process.sides[number].calls_dist:
-                self._host_times(number)
+            if cell.op in host.OPS and cell.size == host.SIZE and not patterned.wanted(cell):
+                self._host_times(number, call)
         return Measured(cell, self._calls, self._figures)
 
     def _builder(self, side: Side) -> Builder | None:
@@ -197,8 +194,9 @@ class _Bench:
             figure.graph_turns = [us / divisor for us in self._meeting.slowest(number, "graph", self._turns)]
             figure.graph_us = statistics.median(figure.graph_turns)
 
-    def _host_times(self, number: int) -> None:
-        figure, calls = self._figure(number), entrances(self._setting(number))
+    def _host_times(self, number: int, whole: Call) -> None:
+        side, figure = self._process.sides[number], self._figure(number)
+        calls = host.entrances(self._setting(number), self._cell.op, whole, side)
         for turn in range(HOST_TURNS):
 
             def sample(turn: int = turn) -> str | None:

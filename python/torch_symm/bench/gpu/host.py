@@ -1,29 +1,39 @@
-"""One all-reduce entered at three levels, and the launch at its end, so that the host's time can be told apart."""
+"""The host's time in eager calls of one size: who takes it in an all-reduce, and how other calls compare."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from .calls import OPS, Call, Setting
+from .calls import Call, Setting
 from .driver import empty_launch
 
+if TYPE_CHECKING:
+    from .sides import Side
 
-def entrances(at: Setting) -> dict[str, Call]:
-    """The synchronous all-reduce of a cell, by where it is entered:
+SIZE = 64 << 10
+OPS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
-    * ``host``: ``dist.all_reduce``, as users call it;
+
+def entrances(at: Setting, op: str, whole: Call, side: Side) -> dict[str, Call]:
+    """The synchronous call ``whole``, which is ``op`` on ``side``, and an all-reduce by where else it is entered.
+
+    * ``host``: ``whole``: ``dist.all_reduce`` or what else users call;
     * ``group``: the method of ``ProcessGroup``: without the Python code of torch.distributed, through the dispatcher;
     * ``backend``: the method of the backend itself, with the translation of its arguments from Python;
-    * ``launch``: on GPUs, the driver's launch of a kernel, which ends each of them.
+    * ``launch``: on GPUs, the driver's launch of a kernel, which ends each of them;
+    * ``operator``: on groups of symm, ``torch.ops.symm.all_reduce``, into a new tensor.
     """
+    calls = {"host": whole}
+    if op != "all_reduce" or not side.calls_dist:
+        return calls
     tensors = [at.given(at.inputs.count)]
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = False
-    whole = OPS["all_reduce"].build(at)
 
     def entered(allreduce: Callable[..., dist.Work | None]) -> Call:
         def run() -> None:
@@ -35,7 +45,18 @@ def entrances(at: Setting) -> dict[str, Call]:
 
     # Its stub lacks the collectives.
     backend: Any = at.group._get_backend(at.inputs.device)
-    calls = {"host": whole, "group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
+    calls |= {"group": entered(at.group.allreduce), "backend": entered(backend.allreduce)}
     if at.inputs.device.type == "cuda":
         calls["launch"] = Call(lambda: None, empty_launch(), lambda _calls: None)
+    if dist.get_backend(at.group) == "symm":
+        calls["operator"] = _operator(at, tensors[0], whole)
     return calls
+
+
+def _operator(at: Setting, tensor: torch.Tensor, whole: Call) -> Call:
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results[:] = [torch.ops.symm.all_reduce(tensor, "sum", at.group.group_name)]
+
+    return Call(whole.reset, run, lambda _calls: at.inputs.compare_sum(results[0]))

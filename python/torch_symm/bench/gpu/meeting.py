@@ -9,7 +9,7 @@ import torch
 from ..progress import Progress
 
 MAX_TURNS = 16
-MODES = ("graph", "eager", "host", "group", "backend", "launch")
+MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator")
 TEXT_BYTES = 1200
 # Longer than the launcher lets a run stand still.
 PATIENCE_S = 200.0

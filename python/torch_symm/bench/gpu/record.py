@@ -20,7 +20,7 @@ class Figure:
     """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing.
 
     ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered (`host`);
-    ``launch_us``: in the driver's launch of an empty kernel.
+    ``launch_us``: in the driver's launch of an empty kernel; ``operator_us``: in ``torch.ops.symm.all_reduce``.
     """
 
     graph_us: float | None = None
@@ -29,6 +29,7 @@ class Figure:
     group_us: float | None = None
     backend_us: float | None = None
     launch_us: float | None = None
+    operator_us: float | None = None
     graph_turns: list[float] = field(default_factory=list)
     eager_turns: list[float] = field(default_factory=list)
     note: str | None = None

@@ -28,22 +28,27 @@ def write_tables(cells: Sequence[Measured], stream: TextIO | None = None) -> Non
     stream = stream or sys.stdout
     for op in dict.fromkeys(measured.cell.op for measured in cells):
         _write_one(op, [measured for measured in cells if measured.cell.op == op], stream)
-    for measured in cells:
-        if any(figure.host_us for figure in measured.figures.values()):
-            _write_host(measured, stream)
+    hosted = [measured for measured in cells if any(figure.host_us for figure in measured.figures.values())]
+    if hosted:
+        _write_host(hosted, stream)
 
 
-def _write_host(measured: Measured, stream: TextIO) -> None:
+def _write_host(cells: Sequence[Measured], stream: TextIO) -> None:
     """What the host spends in a call, and what of it is whose; differences of medians may be negative."""
-    headings = ["side", "dist.*", "its Python", "dispatcher", "backend", "of that a launch"]
+    headings = ["call", "time", "Python of torch", "dispatcher", "backend", "of that a launch", "as an operator"]
     lines = []
-    for side, figure in measured.figures.items():
-        host, group, backend = figure.host_us, figure.group_us, figure.backend_us
-        if host is not None and group is not None and backend is not None:
-            launch = "" if figure.launch_us is None else f"{figure.launch_us:.2f}"
-            lines.append([side, *(f"{us:.2f}" for us in (host, host - group, group - backend, backend)), launch])
-    cell = measured.cell
-    title = f"host time of a call, {cell.op} {cell.dtype} {format_size(cell.size)}, {cell.world} ranks, µs"
+    for measured in cells:
+        for side, figure in measured.figures.items():
+            host, group, backend = figure.host_us, figure.group_us, figure.backend_us
+            if host is None:
+                continue
+            parts: list[float | None] = [None, None, None]
+            if group is not None and backend is not None:
+                parts = [host - group, group - backend, backend]
+            fields = [host, *parts, figure.launch_us, figure.operator_us]
+            lines.append([f"{measured.cell.op} {side}", *("" if us is None else f"{us:.2f}" for us in fields)])
+    cell = cells[0].cell
+    title = f"host time of a call, {cell.dtype} {format_size(cell.size)}, {cell.world} ranks, µs"
     write_table(title, headings, lines, stream)
 
 
