@@ -1,0 +1,149 @@
+"""Asynchronous calls on CPU tensors: what they cost beside a backend that does nothing, and what they hide.
+
+    python benches/asynchronous.py --ranks 2 --sizes 8,64K,1M
+
+Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs.
+
+- functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a backend that does
+  nothing (torch's fake one), and by Gloo. Only the last two of its steps differ: the call and the wait.
+- synchronous: `dist.all_reduce` of as many bytes by symm.
+- overlap: an all-reduce of 2 MB, some computing of a fixed amount, the wait, as DDP does with a bucket; beside it the
+  computing alone and the synchronous call alone. Computing by "work" needs a core; by "sleep" it needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.testing._internal.distributed.fake_pg
+import torch_symm.testing
+from torch_symm.bench.units import format_size, parse_size
+
+BUCKET = 2 << 20
+COMPUTING_US = 300.0
+ROUNDS = 15
+
+Call = Callable[[], object]
+
+
+def functional(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
+    """An all-reduce into a new tensor that is awaited at once."""
+    return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
+
+
+def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, float]:
+    """Median time of each side's call in µs: the slowest rank's of every call, over rounds of so many calls."""
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for turn in range(ROUNDS):
+        for name in order if turn % 2 else reversed(order):
+            call, calls = sides[name]
+            dist.barrier()
+            call()
+            stamps = [time.perf_counter()]
+            for _ in range(calls):
+                call()
+                stamps.append(time.perf_counter())
+            if turn > 0:
+                samples[name] += [(b - a) * 1e6 for a, b in pairwise(stamps)]
+    found = {}
+    for name, own in samples.items():
+        together = torch.tensor(own)
+        dist.all_reduce(together, dist.ReduceOp.MAX)
+        found[name] = statistics.median(together.tolist())
+    return found
+
+
+def work(us: float) -> Call:
+    """Computing that takes ``us`` alone: of a fixed amount, so that whoever takes its core makes it longer."""
+    tensor = torch.ones(4096)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            tensor.mul_(1.0)
+
+    compute(1000)
+    measured = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        compute(500)
+        measured.append((time.perf_counter() - begun) / 500 * 1e6)
+    times = max(1, round(us / statistics.median(measured)))
+    return lambda: compute(times)
+
+
+def overlapped(tensor: torch.Tensor, computing: Call) -> Call:
+    """An all-reduce beside ``computing``."""
+
+    def call() -> None:
+        pending = dist.all_reduce(tensor, async_op=True)
+        computing()
+        assert pending is not None
+        pending.wait()
+
+    return call
+
+
+def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> list[str]:
+    """One line for each size, and for each kind of computing."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    lines = []
+    symm = dist.group.WORLD
+    assert symm is not None
+    nothing, gloo = (dist.new_group(backend=backend, timeout=timedelta(seconds=60)) for backend in ("fake", "gloo"))
+    for size in sizes:
+        tensor = torch.zeros(size // 4)
+        calls = 200 if size < 1 << 20 else 60
+        found = alternate(
+            {
+                "symm": (functional(tensor, symm), calls),
+                "nothing": (functional(tensor, nothing), calls),
+                "synchronous": (lambda tensor=tensor: dist.all_reduce(tensor), calls),
+                "gloo": (functional(tensor, gloo), calls // 5),
+            }
+        )
+        lines.append(
+            f"functional {format_size(size)}: symm {found['symm']:.1f}, nothing {found['nothing']:.1f} "
+            f"({found['symm'] / found['nothing']:.2f}×), synchronous {found['synchronous']:.1f} "
+            f"({found['symm'] / found['synchronous']:.2f}×), gloo {found['gloo']:.1f}"
+        )
+    bucket = torch.zeros(BUCKET // 4)
+    kinds: dict[str, Call] = {"work": work(computing_us), "sleep": lambda: time.sleep(computing_us / 1e6)}
+    for kind, computing in kinds.items():
+        found = alternate(
+            {
+                "together": (overlapped(bucket, computing), 60),
+                "computing": (computing, 60),
+                "call": (lambda: dist.all_reduce(bucket), 60),
+            }
+        )
+        lines.append(
+            f"overlap, {kind}: {found['together']:.0f}, computing alone {found['computing']:.0f}, "
+            f"call alone {found['call']:.0f}"
+        )
+    return lines
+
+
+def main() -> None:
+    """Runs it on ranks of this machine."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated (default: 8,64K,1M)")
+    parser.add_argument("--computing", type=float, default=COMPUTING_US, help="µs beside a bucket (default: 300)")
+    given = parser.parse_args()
+    sizes = [parse_size(size) for size in given.sizes.split(",")]
+    lines = torch_symm.testing.run_ranks(measure, given.ranks, sizes, given.computing)[0]
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
