@@ -289,7 +289,7 @@ fn a_silent_hub_is_named_too() {
     let job = Job::new(&[0, 1, 2], QUICK);
     let listeners = Listeners::at(&Address::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
     let Address::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
-    let entry = Entry { addresses, token: [5; 16], engines: String::new() };
+    let entry = Entry { addresses, token: [5; 16], engines: "cpu:gloo".into() };
     // What an earlier group has left in the store is no place to stay at.
     let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], engines: String::new() };
     job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");

@@ -228,9 +228,11 @@ struct ChunkOfMessage {
   DEVICE u32 operator()(u64 bytes) const {
     const u32 lanes = staging.lanes, slot = staging.slot_bytes;
     const u32 part = ((u32)smaller(bytes, (u64)slot * 2 * lanes) + lanes - 1) / lanes;
+    if (part >= slot * 2) {
+      return slot;
+    }
     const u32 chunk = (part + 511) / 512 * 512;
-    const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK;
-    const u32 most = part >= slot * 2 || slot < USUAL_CHUNK ? slot : USUAL_CHUNK;
+    const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK, most = slot < USUAL_CHUNK ? slot : USUAL_CHUNK;
     return chunk < least ? least : chunk < most ? chunk : most;
   }
   DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
