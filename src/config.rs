@@ -75,6 +75,8 @@ pub struct Config {
     pub restart: String,
     /// `SYMM_SPIN`: how often a waiting thread looks before it sleeps; absent: chosen from the number of cores.
     pub spin: Option<u32>,
+    /// `SYMM_CPU_THREADS`: threads that copy and reduce long calls of CPU tensors in one rank; absent: cores for each rank, at most 4.
+    pub cpu_threads: Option<usize>,
     /// `SYMM_CMA`: `0` forbids single-copy transfers by `process_vm_readv`. Default on.
     pub cma: bool,
     /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 512.
@@ -122,10 +124,11 @@ pub struct Config {
 }
 
 /// Settings of the environment whose names begin with `SYMM_`.
-const NAMES: [&str; 19] = [
+const NAMES: [&str; 20] = [
     "SYMM_BLOCKING_WAIT",
     "SYMM_CACHE_DIR",
     "SYMM_CMA",
+    "SYMM_CPU_THREADS",
     "SYMM_CUDA_TUNING",
     "SYMM_DEBUG",
     "SYMM_HOSTS",
@@ -203,6 +206,7 @@ impl Config {
             parsed
         };
         let spin = number("SYMM_SPIN").map(|spin| u32::try_from(spin).unwrap_or(u32::MAX));
+        let cpu_threads = number("SYMM_CPU_THREADS").map(|threads| threads.clamp(1, 64) as usize);
         let store_bytes = number("SYMM_STORE_BYTES").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX));
         let workspace_mb = number("SYMM_WORKSPACE_MB").map_or(512, |mebibytes| mebibytes.clamp(1, 1 << 20) as usize);
         let stats_seconds = number("SYMM_STATS").unwrap_or(0);
@@ -255,6 +259,7 @@ impl Config {
             log: log.unwrap_or_else(|| "warn".into()),
             restart: set("TORCHELASTIC_RESTART_COUNT").unwrap_or_else(|| "0".into()),
             spin,
+            cpu_threads,
             cma,
             workspace_mb,
             p2p,
@@ -315,6 +320,7 @@ mod tests {
             log: "warn".into(),
             restart: "0".into(),
             spin: None,
+            cpu_threads: None,
             cma: true,
             store_bytes: None,
             workspace_mb: 512,
@@ -345,6 +351,7 @@ mod tests {
             ("SYMM_LOG", "debug"),
             ("TORCHELASTIC_RESTART_COUNT", "3"),
             ("SYMM_SPIN", "200"),
+            ("SYMM_CPU_THREADS", "2"),
             ("SYMM_CMA", "0"),
             ("SYMM_STORE_BYTES", "4096"),
             ("SYMM_NVRTC", "/opt/libnvrtc.so.13"),
@@ -366,6 +373,7 @@ mod tests {
             log: "debug".into(),
             restart: "3".into(),
             spin: Some(200),
+            cpu_threads: Some(2),
             cma: false,
             workspace_mb: 64,
             p2p: false,

@@ -9,7 +9,7 @@ use crate::boot::{self, Found, JoinSpec, Joined, Member};
 use crate::coll::call::Call;
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
-use crate::coll::cpu::Runner;
+use crate::coll::cpu::{Runner, helpers};
 use crate::coll::cuda::agreement::launch_log;
 use crate::coll::plan::Thresholds;
 use crate::completion::{Completion, Observer};
@@ -431,6 +431,7 @@ impl Drop for Group {
 }
 
 fn control_block(segment: Segment, name: &str, rank: Rank, members: Vec<Identity>, tuning: Tuning) -> ControlBlock {
+    helpers::note_ranks(members.len());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let spins = tuning.spins.unwrap_or(if cores >= members.len() { SPINS } else { SPINS_CROWDED });
     ControlBlock::new(segment, rank, name.into(), members, spins)

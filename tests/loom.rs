@@ -1,7 +1,7 @@
 //! The protocols of shared memory under every interleaving that loom finds: `make loom`.
 //!
-//! Rings, the pipeline, the failure record, the pads and the turns of fused products run the crate's own code over loom's atomics. Arrival and doorbell are a few lines
-//! each, repeated here.
+//! Rings, the pipeline, the failure record, the pads, the turns of fused products and the pieces of helpers run the crate's own code over loom's
+//! atomics. Arrival and doorbell are a few lines each, repeated here.
 #![cfg(loom)]
 #![allow(missing_docs, clippy::unwrap_used)]
 
@@ -9,6 +9,8 @@
 mod endings;
 #[path = "loom/fused.rs"]
 mod fused;
+#[path = "loom/pieces.rs"]
+mod pieces;
 #[path = "loom/signals.rs"]
 mod signals;
 

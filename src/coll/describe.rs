@@ -125,6 +125,11 @@ impl Call {
         self.shared_inputs().iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
+    /// Bytes of all tensors of this rank.
+    pub fn total(&self) -> usize {
+        self.shared_inputs().iter().chain(&self.outputs).map(|span| span.bytes).sum()
+    }
+
     /// Bytes that this rank gives or receives, whichever is more.
     pub fn volume(&self) -> usize {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes).sum::<usize>();

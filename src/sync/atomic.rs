@@ -1,6 +1,6 @@
 //! Atomic words, as far as protocols need them.
 
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 /// An atomic word. A trait, so that loom can stand in for the hardware (`tests/loom.rs`) while the orders stay those of the code.
 pub trait Atomic<T> {
@@ -33,4 +33,4 @@ macro_rules! atomics {
     };
 }
 
-atomics!(AtomicU8 => u8, AtomicU32 => u32);
+atomics!(AtomicU8 => u8, AtomicU32 => u32, AtomicU64 => u64);

@@ -7,5 +7,6 @@ pub mod failure;
 pub mod flag;
 pub mod last_look;
 pub mod limit;
+pub mod pieces;
 pub mod ring;
 pub mod shared_text;

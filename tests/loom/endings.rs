@@ -2,7 +2,7 @@
 
 use super::{Word, model};
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use loom::thread;
 use symm::error::Error;
 use symm::rank::Rank;
@@ -12,6 +12,7 @@ use symm::sync::flag::Flag;
 use symm::sync::last_look::lost;
 
 pub(super) struct Thirty2(pub(super) AtomicU32);
+pub(super) struct SixtyFour(pub(super) AtomicU64);
 struct Eight(AtomicU8);
 
 macro_rules! atomic {
@@ -31,6 +32,7 @@ macro_rules! atomic {
 }
 
 atomic!(Thirty2 => u32);
+atomic!(SixtyFour => u64);
 atomic!(Eight => u8);
 
 type Record = FirstFailure<Thirty2, Eight, 2>;

@@ -5,9 +5,9 @@
 
 use super::Step;
 use super::exchange::{Stages, chunk_of};
+use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Chunks, Phases};
-use super::reduce_scatter::reduce_chunk;
-use crate::coll::call::{Call, Span};
+use crate::coll::call::{Call, Op, Span};
 use crate::coll::plan::Plan;
 use crate::control::ControlBlock;
 use crate::error::Result;
@@ -35,7 +35,9 @@ impl Step<'_> {
                     input,
                     output: call.outputs.first().copied(),
                     factors: control.ranks().map(|rank| self.factor(rank)).collect(),
+                    helpers: Helpers::of(call.total()),
                     sources: Vec::with_capacity(control.size()),
+                    copies: Vec::with_capacity(control.size()),
                     chunk,
                     store,
                 };
@@ -53,7 +55,9 @@ struct Shares<'a> {
     input: Span,
     output: Option<Span>,
     factors: Vec<f64>,
+    helpers: Helpers,
     sources: Vec<Source>,
+    copies: Vec<Copied>,
     chunk: usize,
     store: Store,
 }
@@ -83,11 +87,9 @@ impl Chunks for Shares<'_> {
         let (own, own_bytes) = self.share(me, bytes);
         let (from, to) = (self.input.ptr().wrapping_add(start), self.slot(me, slot));
         let after = own + own_bytes;
+        let copies = [Copied::new(to, from, own), Copied::new(to.wrapping_add(after), from.wrapping_add(after), bytes - after)];
         // SAFETY: own + own_bytes <= bytes <= chunk; the slot is this rank's and free in this stage (pipeline).
-        unsafe {
-            cpu::copy(to, from, own, cpu::STAGING);
-            cpu::copy(to.add(after), from.add(after), bytes - after, cpu::STAGING);
-        }
+        unsafe { self.helpers.copy(&copies, cpu::STAGING) }
     }
 
     fn consume(&mut self, t: u64, slot: usize, result: usize) {
@@ -101,27 +103,25 @@ impl Chunks for Shares<'_> {
         }
         let shared = self.result(me, result);
         let dst = self.output.map(|output| output.ptr().wrapping_add(start + own));
-        match dst {
+        let (to, twin, store) = match dst {
             // The root of a reduce keeps its share to itself.
-            Some(dst) if self.call.op == crate::coll::call::Op::Reduce => {
-                reduce_chunk(self.call, dst, &self.sources, own_bytes, self.store)
-            }
-            Some(dst) => {
-                reduce_chunk(self.call, shared, &self.sources, own_bytes, Store::Cached);
-                // SAFETY: own_bytes bytes of the result slot were just written; the output span is as long as the input.
-                unsafe { cpu::copy(dst, shared, own_bytes, self.store) }
-            }
-            None => reduce_chunk(self.call, shared, &self.sources, own_bytes, Store::Cached),
-        }
+            Some(dst) if self.call.op == Op::Reduce => (dst, None, self.store),
+            Some(dst) => (shared, Some(dst), self.store),
+            None => (shared, None, Store::Cached),
+        };
+        // SAFETY: own_bytes bytes of the result slot, of the output, which is as long as the input, and of the slots (pipeline).
+        unsafe { self.helpers.reduce(self.call, to, &self.sources, own_bytes, twin, store) }
     }
 
     fn finish(&mut self, t: u64, result: usize) {
         let Some(output) = self.output else { return };
         let (start, bytes) = chunk_of(self.input.bytes, self.chunk, t);
+        self.copies.clear();
         for peer in self.control.peers() {
             let (share, share_bytes) = self.share(peer, bytes);
-            // SAFETY: start + share + share_bytes <= output.bytes; the peer's result slot holds its share of chunk `t` (pipeline).
-            unsafe { cpu::copy(output.ptr().add(start + share), self.result(peer, result), share_bytes, self.store) }
+            self.copies.push(Copied::new(output.ptr().wrapping_add(start + share), self.result(peer, result), share_bytes));
         }
+        // SAFETY: start + share + share_bytes <= output.bytes; the peers' result slots hold their shares of chunk `t` (pipeline).
+        unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 }

@@ -4,6 +4,7 @@
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
+use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Chunks, Clock, Phases};
 use crate::coll::call::{Op, Span};
 use crate::coll::plan::Plan;
@@ -70,19 +71,20 @@ impl Step<'_> {
     }
 
     /// Copies this rank's message to itself.
-    pub(super) fn keep_own(&self) {
+    pub(super) fn keep_own(&self, helpers: &Helpers) {
         let (call, me) = (self.call, self.control.rank().index());
         let pick = |spans: &[Span]| if spans.len() > 1 { spans.get(me).copied() } else { spans.first().copied() };
         if let (Some(input), Some(output)) = (pick(&call.inputs), pick(&call.outputs))
             && input.addr != output.addr
         {
             // SAFETY: `validate` saw equal lengths; the spans are the caller's and do not overlap unless they are the same.
-            unsafe { cpu::copy(output.ptr(), input.ptr(), input.bytes, Store::Cached) }
+            unsafe { helpers.copy(&[Copied::new(output.ptr(), input.ptr(), input.bytes)], Store::Cached) }
         }
     }
 
     /// `longest`: bytes of the longest message between two ranks.
     pub(super) fn exchange(&mut self, plan: Plan, longest: usize) -> Result<()> {
+        let helpers = if plan == Plan::Inline { Helpers::none() } else { Helpers::of(self.call.total()) };
         match plan {
             Plan::Inline => {
                 for (from, output) in self.incoming() {
@@ -114,13 +116,15 @@ impl Step<'_> {
                         control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk)
                     },
                     me: control.rank(),
+                    helpers: &helpers,
+                    copies: Vec::with_capacity(control.size()),
                     chunk,
                     store,
                 };
                 pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)?;
             }
         }
-        self.keep_own();
+        self.keep_own(&helpers);
         Ok(())
     }
 }
@@ -132,27 +136,31 @@ struct Messages<'a> {
     /// The place of message `index` in an input slot of a rank, valid for `chunk` bytes.
     slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
     me: Rank,
+    helpers: &'a Helpers,
+    copies: Vec<Copied>,
     chunk: usize,
     store: Store,
 }
 
 impl Chunks for Messages<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
+        self.copies.clear();
         for &(index, span) in &self.outgoing {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            let place = (self.slot)(self.me, slot, index);
-            // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
-            unsafe { cpu::copy(place, span.ptr().add(start), bytes, cpu::STAGING) }
+            self.copies.push(Copied::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
         }
+        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+        unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
     }
 
     fn consume(&mut self, t: u64, slot: usize, _result: usize) {
+        self.copies.clear();
         for &(from, span) in &self.incoming {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            let place = (self.slot)(from, slot, self.me.index());
-            // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at arrival).
-            unsafe { cpu::copy(span.ptr().add(start), place, bytes, self.store) }
+            self.copies.push(Copied::new(span.ptr().wrapping_add(start), (self.slot)(from, slot, self.me.index()), bytes));
         }
+        // SAFETY: as above; the slot holds chunk `t` of a message of the same length (compared at arrival).
+        unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 
     fn finish(&mut self, _t: u64, _result: usize) {}

@@ -7,6 +7,7 @@
 mod all_reduce;
 mod arrival;
 mod exchange;
+pub(crate) mod helpers;
 mod norm;
 pub mod pipeline;
 mod reduce_scatter;
@@ -17,6 +18,7 @@ use crate::coll::plan::{self, Plan, Thresholds};
 use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::sync::limit::Limit;
+use helpers::Helpers;
 pub(crate) use norm::norm_alone;
 use std::sync::Arc;
 
@@ -117,7 +119,7 @@ impl Step<'_> {
                 let (input, output) = (self.call.inputs[0], self.call.outputs[0]);
                 self.reduce(output.ptr(), &[self.own(0)], input.bytes, crate::kernels::cpu::Store::Cached);
             }
-            Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.keep_own(),
+            Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.keep_own(&Helpers::none()),
             Op::AllReduceAddRmsNorm => norm_alone(self.call),
         }
         Ok(())

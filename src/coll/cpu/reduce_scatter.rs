@@ -3,8 +3,9 @@
 
 use super::Step;
 use super::exchange::{Stages, chunk_of};
+use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Chunks, Phases};
-use crate::coll::call::Span;
+use crate::coll::call::{Call, Span};
 use crate::coll::plan::Plan;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
@@ -28,16 +29,17 @@ impl Step<'_> {
                 let count = call.longest().div_ceil(chunk) as u64;
                 let step: &Step<'_> = self;
                 let factors: Vec<f64> = control.ranks().map(|rank| step.factor(rank)).collect();
-                let reduce = |dst: *mut u8, sources: &[Source], bytes| reduce_chunk(call, dst, sources, bytes, store);
                 let mut chunks = Scatter {
-                    inputs: &call.inputs,
+                    call,
+                    helpers: Helpers::of(call.total()),
                     output,
                     factors,
-                    reduce: &reduce,
                     slot: &|from, slot, index| control.segment().ptr(control.layout().input(from, slot) + index * chunk, chunk),
                     sources: Vec::with_capacity(control.size()),
+                    copies: Vec::with_capacity(control.size()),
                     me,
                     chunk,
+                    store,
                 };
                 pipeline::run(&mut Stages(self), Phases::One, count, &mut chunks)
             }
@@ -51,31 +53,34 @@ impl Step<'_> {
 }
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk(call: &crate::coll::call::Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+pub(super) fn reduce_chunk(call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
     // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
     // bounds `Segment::ptr` checked, and synchronises with their writers before.
     unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
 struct Scatter<'a> {
-    inputs: &'a [Span],
+    call: &'a Call,
+    helpers: Helpers,
     output: Span,
     factors: Vec<f64>,
-    reduce: &'a dyn Fn(*mut u8, &[Source], usize),
     slot: &'a dyn Fn(Rank, usize, usize) -> *mut u8,
     sources: Vec<Source>,
+    copies: Vec<Copied>,
     me: Rank,
     chunk: usize,
+    store: Store,
 }
 
 impl Chunks for Scatter<'_> {
     fn produce(&mut self, t: u64, slot: usize) {
-        for (index, span) in self.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index()) {
+        self.copies.clear();
+        for (index, span) in self.call.inputs.iter().enumerate().filter(|&(index, _)| index != self.me.index()) {
             let (start, bytes) = chunk_of(span.bytes, self.chunk, t);
-            let place = (self.slot)(self.me, slot, index);
-            // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
-            unsafe { cpu::copy(place, span.ptr().add(start), bytes, cpu::STAGING) }
+            self.copies.push(Copied::new((self.slot)(self.me, slot, index), span.ptr().wrapping_add(start), bytes));
         }
+        // SAFETY: start + bytes <= span.bytes; the slot is this rank's and free in this stage (pipeline).
+        unsafe { self.helpers.copy(&self.copies, cpu::STAGING) }
     }
 
     fn consume(&mut self, t: u64, slot: usize, _result: usize) {
@@ -83,10 +88,12 @@ impl Chunks for Scatter<'_> {
         let me = self.me.index();
         self.sources.clear();
         for (rank, &factor) in self.factors.iter().enumerate() {
-            let ptr = if rank == me { self.inputs[me].ptr().wrapping_add(start) } else { (self.slot)(Rank(rank as u32), slot, me) };
+            let ptr = if rank == me { self.call.inputs[me].ptr().wrapping_add(start) } else { (self.slot)(Rank(rank as u32), slot, me) };
             self.sources.push(Source { ptr, factor });
         }
-        (self.reduce)(self.output.ptr().wrapping_add(start), &self.sources, bytes);
+        let dst = self.output.ptr().wrapping_add(start);
+        // SAFETY: start + bytes <= output.bytes; the slots hold chunk `t` of messages of the same length (compared at arrival).
+        unsafe { self.helpers.reduce(self.call, dst, &self.sources, bytes, None, self.store) }
     }
 
     fn finish(&mut self, _t: u64, _result: usize) {}

@@ -1,0 +1,351 @@
+//! Threads that copy and reduce a part of long calls, where cores are idle.
+//!
+//! One thread moves about a third of what a socket's memory gives to four (`docs/measurements/cpu.md`). So a rank that has more cores than
+//! one shares each stage of a long call with helpers: [`Pieces`] of it, whoever comes takes the next. A helper that does not come, since
+//! something else has its core, is not waited for. One that loses its core in the middle of a piece is; then the ranks do without for a
+//! while, as [`Patience`] says.
+//!
+//! Helpers are the process's. They look for work a moment longer than it lasts, then sleep, and end after a second.
+#![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
+
+use super::reduce_scatter::reduce_chunk;
+use crate::coll::call::Call;
+use crate::config::Config;
+use crate::control::patience::{PATIENCE, Patience, now};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::sync::pieces::Pieces;
+use crate::sys::fork::PerProcess;
+use crate::sys::thread;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Bytes of a call's tensors from which on helpers are woken: shorter ones are over before they come.
+const LONG: usize = 1 << 20;
+/// Most threads that work on a call in one rank.
+const MOST_THREADS: usize = 4;
+/// Bytes of the smallest piece, and pieces for each thread.
+const PIECE: usize = 16 << 10;
+const PIECES: usize = 2;
+/// Time that a helper looks for work before it sleeps, and sleeps before it ends.
+const LINGER: Duration = Duration::from_micros(200);
+const SPARE: Duration = Duration::from_secs(1);
+/// Turns of looking between two looks at the clock, and turns of waiting for a helper before the core is given away.
+const TURNS: u32 = 64;
+const SPINS: u32 = 2000;
+
+/// Ranks of the largest group that this process has been in, which share the cores.
+static RANKS: AtomicUsize = AtomicUsize::new(1);
+static TEAM: PerProcess<Team> = PerProcess::new(Team::default);
+
+/// The helpers of a process.
+#[derive(Debug, Default)]
+struct Team {
+    /// Held by the call that they work for.
+    owner: Mutex<()>,
+    pieces: Pieces<AtomicU64>,
+    /// A piece panicked.
+    panicked: AtomicBool,
+    state: Mutex<State>,
+    called: Condvar,
+    patience: Patience,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    threads: usize,
+    asleep: usize,
+    /// Number of calls so far.
+    calls: u64,
+}
+
+/// A stage's work on some bytes of it: from where on, and how many.
+type Work<'a> = dyn Fn(usize, usize) + Sync + 'a;
+
+struct Job<'a> {
+    work: &'a Work<'a>,
+    bytes: usize,
+    /// Bytes of a piece.
+    piece: usize,
+}
+
+impl Job<'_> {
+    fn run(&self, piece: u64) {
+        let start = piece as usize * self.piece;
+        (self.work)(start, self.piece.min(self.bytes - start));
+    }
+}
+
+/// Bytes that go from one place to another.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copied {
+    to: usize,
+    from: usize,
+    bytes: usize,
+}
+
+impl Copied {
+    pub(super) fn new(to: *mut u8, from: *const u8, bytes: usize) -> Self {
+        Self { to: to.addr(), from: from.addr(), bytes }
+    }
+}
+
+/// The helpers of a call: none, or a number.
+#[derive(Debug)]
+pub(super) struct Helpers {
+    held: Option<MutexGuard<'static, ()>>,
+    threads: usize,
+}
+
+/// Counts the ranks of a group among those that share this machine's cores.
+pub(crate) fn note_ranks(ranks: usize) {
+    RANKS.fetch_max(ranks, Ordering::Relaxed);
+}
+
+/// Threads for a call in each of `ranks` ranks on `cores` cores. More than two leave a core to whatever else runs.
+fn threads(cores: usize, ranks: usize) -> usize {
+    (cores / ranks).min(((cores - 1) / ranks).max(2)).clamp(1, MOST_THREADS)
+}
+
+fn threads_of_this_rank() -> usize {
+    // Asking takes as long as a short call.
+    static CORES: OnceLock<usize> = OnceLock::new();
+    let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
+    Config::get().cpu_threads.unwrap_or_else(|| threads(cores, RANKS.load(Ordering::Relaxed)))
+}
+
+impl Helpers {
+    /// Nobody but the caller's thread.
+    pub(super) fn none() -> Self {
+        Self { held: None, threads: 1 }
+    }
+
+    /// Those for a call on tensors of `bytes` bytes.
+    pub(super) fn of(bytes: usize) -> Self {
+        let threads = if bytes < LONG { 1 } else { threads_of_this_rank() };
+        if threads < 2 || PATIENCE.is_short(now) {
+            return Self::none();
+        }
+        let team = TEAM.get();
+        // Another group's call may have them.
+        let Ok(held) = team.owner.try_lock() else { return Self::none() };
+        if team.patience.is_short(now) {
+            return Self::none();
+        }
+        team.call(threads - 1);
+        Self { held: Some(held), threads }
+    }
+
+    /// Does `work` on `bytes` bytes, which may be cut at multiples of 64; returns when all is done.
+    fn share(&self, bytes: usize, work: &Work<'_>) {
+        let piece = bytes.div_ceil(self.threads * PIECES).next_multiple_of(64).max(PIECE);
+        if self.held.is_none() || bytes <= piece {
+            return work(0, bytes);
+        }
+        TEAM.get().run(&Job { work, bytes, piece }, bytes.div_ceil(piece) as u64);
+    }
+
+    /// Copies all of `copies`.
+    ///
+    /// # Safety
+    /// As [`cpu::copy`], for each.
+    pub(super) unsafe fn copy(&self, copies: &[Copied], store: Store) {
+        let all: usize = copies.iter().map(|copied| copied.bytes).sum();
+        self.share(all, &|start, bytes| {
+            let (end, mut before) = (start + bytes, 0);
+            for copied in copies {
+                let (from, to) = (start.max(before), end.min(before + copied.bytes));
+                if from < to {
+                    let (skipped, source) = (from - before, copied.from as *const u8);
+                    // SAFETY: the caller's contract; skipped + (to - from) <= copied.bytes.
+                    unsafe { cpu::copy((copied.to as *mut u8).add(skipped), source.add(skipped), to - from, store) }
+                }
+                before += copied.bytes;
+            }
+        });
+    }
+
+    /// Reduces `bytes` bytes of `sources` as `call` says to `dst`, and copies the result to `twin`, if there is one, as `store` says; without
+    /// one that is how `dst` is written.
+    ///
+    /// # Safety
+    /// As [`cpu::reduce`]; `twin` is valid for writes of as many bytes and overlaps nothing else.
+    pub(super) unsafe fn reduce(&self, call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, twin: Option<*mut u8>, store: Store) {
+        let all = Shared { dst, sources, twin };
+        self.share(bytes, &|start, bytes| {
+            let all = &all;
+            let (dst, mut sources) = (all.dst.wrapping_add(start), all.sources.to_vec());
+            sources.iter_mut().for_each(|source| source.ptr = source.ptr.wrapping_add(start));
+            reduce_chunk(call, dst, &sources, bytes, if all.twin.is_some() { Store::Cached } else { store });
+            if let Some(twin) = all.twin {
+                // SAFETY: the caller's contract; the bytes at `dst` were just written.
+                unsafe { cpu::copy(twin.wrapping_add(start), dst, bytes, store) }
+            }
+        });
+    }
+}
+
+/// What a piece of a reduction needs.
+struct Shared<'a> {
+    dst: *mut u8,
+    sources: &'a [Source],
+    twin: Option<*mut u8>,
+}
+
+// SAFETY: the pointers are used on ranges that do not overlap, while the owner waits.
+unsafe impl Sync for Shared<'_> {}
+
+impl Team {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it is held.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes `helpers` helpers, or starts them.
+    fn call(&'static self, helpers: usize) {
+        let mut state = self.state();
+        state.calls += 1;
+        let (calls, asleep) = (state.calls, state.asleep);
+        while state.threads < helpers {
+            // Without a thread its pieces are the others'.
+            if thread::spawn("symm-helper", None, move || self.help(calls)).is_err() {
+                break;
+            }
+            state.threads += 1;
+        }
+        drop(state);
+        if asleep > 0 {
+            self.called.notify_all();
+        }
+    }
+
+    /// Runs `count` pieces of `job` together with whoever comes.
+    fn run(&self, job: &Job<'_>, count: u64) {
+        self.pieces.offer(std::ptr::from_ref(job).addr() as u64, count);
+        let mut panic = None;
+        while let Some((_, piece)) = self.pieces.claim() {
+            panic = catch_unwind(AssertUnwindSafe(|| job.run(piece))).err().or(panic);
+            self.pieces.finish();
+        }
+        self.wait(count);
+        if let Some(panic) = panic {
+            resume_unwind(panic);
+        }
+        assert!(!self.panicked.swap(false, Ordering::Relaxed), "a helper panicked");
+    }
+
+    /// Waits until the pieces that helpers have claimed are done.
+    fn wait(&self, count: u64) {
+        let (mut turns, mut since) = (0, None);
+        while !self.pieces.is_complete(count) {
+            turns += 1;
+            if turns < SPINS {
+                std::hint::spin_loop();
+                continue;
+            }
+            since.get_or_insert_with(Instant::now);
+            std::thread::yield_now();
+        }
+        if let Some(since) = since {
+            self.patience.gave_away(since.elapsed(), now());
+        }
+    }
+
+    /// A helper's life, which begins with call number `calls`.
+    fn help(&self, mut calls: u64) {
+        loop {
+            self.look_for_work();
+            let mut state = self.state();
+            state.asleep += 1;
+            let waited = self.called.wait_timeout_while(state, SPARE, |state| state.calls == calls);
+            let (mut state, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
+            state.asleep -= 1;
+            if outcome.timed_out() {
+                state.threads -= 1;
+                return;
+            }
+            calls = state.calls;
+        }
+    }
+
+    fn look_for_work(&self) {
+        let (mut turns, mut last) = (0u32, Instant::now());
+        loop {
+            while let Some((job, piece)) = self.pieces.claim() {
+                // SAFETY: `job` is the address of the owner's job, which lives until all its pieces are finished; it is shared as `Work` is.
+                let job = unsafe { &*(job as usize as *const Job<'_>) };
+                if catch_unwind(AssertUnwindSafe(|| job.run(piece))).is_err() {
+                    self.panicked.store(true, Ordering::Relaxed);
+                }
+                self.pieces.finish();
+                (turns, last) = (0, Instant::now());
+            }
+            std::hint::spin_loop();
+            turns += 1;
+            if turns.is_multiple_of(TURNS) {
+                if last.elapsed() > LINGER {
+                    return;
+                }
+                // Whoever else needs this core gets it.
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU8;
+
+    /// Helpers of a team of the test's own.
+    fn team() -> &'static Team {
+        Box::leak(Box::default())
+    }
+
+    fn job_of(team: &'static Team, bytes: usize, piece: usize, work: &Work<'_>) {
+        let _held = team.owner.lock();
+        team.call(2);
+        team.run(&Job { work, bytes, piece }, bytes.div_ceil(piece) as u64);
+    }
+
+    #[test]
+    fn threads_leave_a_core_where_there_are_many() {
+        let found = [(1, 1), (2, 2), (4, 2), (16, 4), (16, 8), (16, 2), (32, 4), (2, 8)].map(|(cores, ranks)| threads(cores, ranks));
+        assert_eq!(found, [1, 1, 2, 3, 2, 4, 4, 1]);
+    }
+
+    #[test]
+    fn every_byte_is_worked_on_once_and_helpers_end() {
+        let team = team();
+        for bytes in [1, 63, 64, 1000, 64 * 1000 + 1] {
+            let seen: Vec<AtomicU8> = (0..bytes).map(|_| AtomicU8::new(0)).collect();
+            job_of(team, bytes, 128, &|start, count| {
+                seen[start..start + count].iter().for_each(|byte| drop(byte.fetch_add(1, Ordering::Relaxed)));
+            });
+            assert!(seen.iter().all(|byte| byte.load(Ordering::Relaxed) == 1), "{bytes} bytes");
+        }
+        assert_eq!(team.state().threads, 2);
+        let begin = Instant::now();
+        while team.state().threads > 0 {
+            assert!(begin.elapsed() < Duration::from_secs(30), "they stay");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_piece_comes_out_once_all_others_are_done() {
+        let (team, done) = (team(), AtomicUsize::new(0));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            job_of(team, 64, 1, &|start, _| {
+                assert!(start != 40, "piece 40");
+                done.fetch_add(1, Ordering::Relaxed);
+            });
+        }));
+        assert!(outcome.is_err());
+        assert_eq!(done.load(Ordering::Relaxed), 63);
+        job_of(team, 64, 1, &|_, _| drop(done.fetch_add(1, Ordering::Relaxed)));
+        assert_eq!(done.load(Ordering::Relaxed), 127);
+    }
+}

@@ -1,0 +1,112 @@
+//! A job in pieces, of which several threads take one after another. One job at a time.
+
+use super::atomic::Atomic;
+use std::sync::atomic::Ordering;
+
+/// Most pieces of a job.
+pub const MOST: u64 = 0xffff;
+
+/// Bits of a count of pieces, and where the number of the job begins.
+const COUNT_BITS: u32 = 16;
+const JOB_BITS: u32 = 32;
+
+/// Words that hand out the pieces of a job. One thread, the owner, offers jobs; it and others claim and finish pieces.
+///
+/// What the owner wrote before [`Pieces::offer`] is visible to whoever claims a piece, and what was done before [`Pieces::finish`] to the
+/// owner once [`Pieces::is_complete`].
+#[derive(Debug, Default)]
+pub struct Pieces<W> {
+    /// Number of the job, how many pieces it has, and how many of them are claimed: one word, so that nobody claims a piece of a job that has
+    /// ended meanwhile.
+    claims: W,
+    /// The owner's word about the job.
+    job: W,
+    finished: W,
+}
+
+impl<W: Atomic<u64>> Pieces<W> {
+    /// Words that `zero` makes; no job has been offered.
+    pub fn new(zero: impl Fn() -> W) -> Self {
+        Self { claims: zero(), job: zero(), finished: zero() }
+    }
+
+    /// Offers `count` pieces of a job, at most [`MOST`], which claimants are told as `job`. The one before is complete.
+    pub fn offer(&self, job: u64, count: u64) {
+        let number = (self.claims.load(Ordering::Relaxed) >> JOB_BITS).wrapping_add(1);
+        self.finished.store(0, Ordering::Relaxed);
+        self.job.store(job, Ordering::Relaxed);
+        self.claims.store(number << JOB_BITS | count << COUNT_BITS, Ordering::Release);
+    }
+
+    /// The next piece that nobody has claimed: the job, and the piece's number. The job lasts until the piece is finished.
+    #[inline]
+    pub fn claim(&self) -> Option<(u64, u64)> {
+        loop {
+            let claims = self.claims.load(Ordering::Acquire);
+            let (count, next) = (claims >> COUNT_BITS & MOST, claims & MOST);
+            if next >= count {
+                return None;
+            }
+            // The job's word where the exchange succeeds: it does not change before the last piece is finished.
+            let job = self.job.load(Ordering::Relaxed);
+            if self.claims.compare_exchange(claims, claims + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return Some((job, next));
+            }
+        }
+    }
+
+    /// A claimed piece is done.
+    pub fn finish(&self) {
+        let mut finished = self.finished.load(Ordering::Relaxed);
+        while let Err(now) = self.finished.compare_exchange(finished, finished + 1, Ordering::AcqRel, Ordering::Relaxed) {
+            finished = now;
+        }
+    }
+
+    /// Whether all `count` pieces of the job are done.
+    pub fn is_complete(&self, count: u64) -> bool {
+        self.finished.load(Ordering::Acquire) == count
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+
+    #[test]
+    fn every_piece_is_claimed_once_and_by_its_own_job() {
+        const JOBS: u64 = 2000;
+        let pieces = Pieces::<AtomicU64>::default();
+        let taken: Vec<AtomicU64> = (0..=JOBS).map(|_| AtomicU64::new(0)).collect();
+        let ended = AtomicU64::new(0);
+        let take = || {
+            pieces.claim().map(|(job, piece)| {
+                assert!(job > ended.load(Ordering::Acquire), "job {job} has ended");
+                assert_eq!(taken[job as usize].fetch_or(1 << piece, Ordering::AcqRel) & 1 << piece, 0, "piece {piece} of job {job}");
+                pieces.finish();
+            })
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while ended.load(Ordering::Acquire) < JOBS {
+                        if take().is_none() {
+                            std::thread::yield_now();
+                        }
+                    }
+                });
+            }
+            for job in 1..=JOBS {
+                let count = job % 64;
+                pieces.offer(job, count);
+                while take().is_some() {}
+                while !pieces.is_complete(count) {
+                    std::thread::yield_now();
+                }
+                assert_eq!(taken[job as usize].load(Ordering::Acquire), (1 << count) - 1);
+                ended.store(job, Ordering::Release);
+            }
+        });
+    }
+}
