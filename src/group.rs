@@ -22,6 +22,7 @@ use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
 use crate::rank::Rank;
 use crate::store::Store;
+use crate::symm_mem::peers::Linked;
 use crate::sync::limit::Limit;
 use crate::sys::{fork, remote};
 use crate::trace::{self, Recorder};
@@ -86,6 +87,8 @@ pub struct Group {
     /// Held by whoever sets the communicator up.
     setting_up: Mutex<()>,
     domains: window::Domains,
+    /// Symmetric memory of the host, for collectives.
+    linked: Arc<Linked>,
 }
 
 /// The limit of calls where nobody chose one; torch's own default.
@@ -182,7 +185,8 @@ impl Group {
         let direct = meet(&control, &limit, tuning.direct)?;
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", control.describe(rank), control.size());
         let recorder = Recorder::new(&control, timeout);
-        let engine = Engine::new(Runner::new(Arc::clone(&control), tuning.thresholds), Arc::clone(&recorder));
+        let linked = Arc::<Linked>::default();
+        let engine = Engine::new(Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)), Arc::clone(&recorder));
         let transfers = Transfers::new(Arc::clone(&control), direct);
         Ok(Self {
             refusals: Refusals::new(&control, &engine, &transfers),
@@ -198,6 +202,7 @@ impl Group {
             communicator,
             setting_up: Mutex::new(()),
             domains: window::Domains::default(),
+            linked,
         })
     }
 

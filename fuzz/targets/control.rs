@@ -103,7 +103,7 @@ fuzz_target!(|data: &[u8]| {
     word(post).publish(1);
     control.stage(PEER).publish(if flags & 64 != 0 { u64::MAX } else { stage.into() });
     let (limit, begun) = (Limit::from(Instant::now(), Duration::ZERO), Instant::now());
-    let outcome = Runner::new(Arc::clone(&control), Thresholds::DEFAULT).run(&call, &limit);
+    let outcome = Runner::new(Arc::clone(&control), Thresholds::DEFAULT, Arc::default()).run(&call, &limit);
     assert!(outcome.is_ok() || outcome.is_err_and(|error| !error.message.is_empty()) || flags & 4 != 0);
     assert!(begun.elapsed() < Duration::from_secs(5), "stayed for {:?}", begun.elapsed());
     assert!(memory.iter().all(Guarded::intact), "written outside the tensors");

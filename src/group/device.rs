@@ -82,7 +82,7 @@ impl Group {
         self.check_alive()?;
         let limit = Limit::from(Instant::now(), timeout.unwrap_or_else(|| self.timeout()));
         let gather = |bytes: &[u8]| self.gather_on_host(bytes, &limit);
-        let meeting = Meeting { control: &self.control, gather: &gather, limit: &limit, timeout: self.timeout() };
+        let meeting = Meeting { control: &self.control, gather: &gather, limit: &limit, linked: &self.linked, timeout: self.timeout() };
         self.domains.rendezvous(&meeting, device, address, pad_bytes)
     }
 

@@ -201,7 +201,7 @@ mod tests {
         let rank = |control: ControlBlock| {
             let control = Arc::new(control);
             let recorder = Recorder::new(&control, Duration::from_secs(1));
-            let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default()), recorder);
+            let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default(), Arc::default()), recorder);
             Refusals::new(&control, &engine, &Transfers::new(Arc::clone(&control), false))
         };
         controls(3).into_iter().map(rank).collect()

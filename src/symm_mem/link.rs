@@ -94,8 +94,7 @@ pub struct Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        self.link.remote.unpin(self.id);
-        if !self.link.is_closed() && !self.link.any_failed() {
+        if self.link.remote.unpin(self.id) && !self.link.is_closed() && !self.link.any_failed() {
             self.link.remote.let_go();
         }
     }

@@ -7,7 +7,7 @@ use crate::mem::span::Span;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::cell::OnceCell;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that the first call on a segment waits for peers to map it. A call that would wait longer goes through staging.
@@ -70,6 +70,22 @@ pub struct Heaps {
     holds: Vec<Option<Hold>>,
     /// Address at which each rank's heap begins here.
     pub bases: Vec<u64>,
+}
+
+/// Heaps of a group, for whoever looks whether it has any: there once its ranks have linked, until its domains go.
+#[derive(Debug, Default)]
+pub struct Linked(OnceLock<Weak<Heaps>>);
+
+impl Linked {
+    /// Heaps of the group, if its ranks have linked.
+    pub fn get(&self) -> Option<Arc<Heaps>> {
+        self.0.get().and_then(Weak::upgrade)
+    }
+
+    /// Tells of `heaps`.
+    pub fn tell(&self, heaps: &Arc<Heaps>) {
+        self.0.get_or_init(|| Arc::downgrade(heaps));
+    }
 }
 
 impl Heaps {
@@ -183,6 +199,25 @@ impl Heaps {
             Some(hold) => hold.pin(offset, bytes).map(Some),
             None => Some(None),
         }
+    }
+
+    /// Offset of `span` in this rank's heap, if all of it lies in one segment that every peer has mapped; waits as `reachable` does.
+    pub fn offset(&self, span: Span) -> Option<u64> {
+        let (heap, begin) = (&self.heap, span.addr as u64);
+        if heap.is_empty() || !heap.contains(begin) {
+            return None;
+        }
+        let (_, left) = heap.segment(begin)?;
+        (span.bytes <= left && self.reachable(span)).then(|| begin - heap.base())
+    }
+
+    /// Address here of `bytes` at `offset` of the heap of `rank`, which stay mapped while the pin lives. `None` if they do not lie in one
+    /// segment that is mapped.
+    pub fn reach(&self, rank: Rank, offset: u64, bytes: usize) -> Option<(u64, Option<Pin>)> {
+        let pin = self.pin(rank.index(), offset, bytes)?;
+        let address = self.bases[rank.index()].checked_add(offset)?;
+        let held = pin.is_some() || self.heap.segment(address).is_some_and(|(_, left)| bytes <= left);
+        held.then_some((address, pin))
     }
 
     /// Whether any of `spans` begins in this rank's heap. One relaxed load where nothing is allocated there.

@@ -98,11 +98,12 @@ impl Remote {
         Some(*id)
     }
 
-    /// Ends what `pin` began.
-    pub(super) fn unpin(&self, id: u64) {
-        if let Some(segment) = self.segments().get_mut(&id) {
+    /// Ends what `pin` began; whether nothing but the pin kept the segment.
+    pub(super) fn unpin(&self, id: u64) -> bool {
+        self.segments().get_mut(&id).is_some_and(|segment| {
             segment.pins = segment.pins.saturating_sub(1);
-        }
+            segment.pins == 0 && segment.phase == Phase::Kept
+        })
     }
 
     /// Lets go of all that was kept and is not pinned.

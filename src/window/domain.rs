@@ -24,7 +24,7 @@ pub(super) enum Kind {
 #[derive(Default)]
 pub(super) struct Domain {
     /// Links with the peers' heaps, since the first window.
-    pub(super) heaps: OnceLock<Heaps>,
+    pub(super) heaps: OnceLock<Arc<Heaps>>,
     pads: Mutex<Pads>,
     /// Device of this rank and signals between the group's GPUs; unset on the host.
     pub(super) signals: OnceLock<(i32, Signals)>,

@@ -7,7 +7,7 @@ use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::symm_mem::peers::{AllGather, Heaps, Step, step};
+use crate::symm_mem::peers::{AllGather, Heaps, Linked, Step, step};
 use crate::symm_mem::{Failed, HOST, Heap};
 use crate::sync::limit::Limit;
 use crate::sys::fork::OfProcess;
@@ -23,6 +23,8 @@ pub struct Meeting<'a> {
     pub gather: &'a AllGather<'a>,
     /// Limit by which the ranks have to have met.
     pub limit: &'a Limit,
+    /// Place where the group's collectives look for the heaps of its hosts' memory.
+    pub linked: &'a Linked,
     /// Time that the window's signals wait if their calls bring none.
     pub timeout: Duration,
 }
@@ -57,15 +59,20 @@ impl Meeting<'_> {
         let (heap, _) = prepared.as_ref().map_err(Clone::clone)?;
         let all: Vec<Offer> = messages.iter().map(|bytes| Offer::decode(bytes)).collect();
         offer::compare(control, &all)?;
+        let me = control.rank().index();
+        let own = &all[me];
         let heaps = match domain.heaps.get().filter(|_| all.iter().all(|offer| offer.linked)) {
             Some(heaps) => heaps,
             None => {
                 let heaps = self.link(heap, &all, step)?;
-                domain.heaps.get_or_init(|| heaps)
+                let heaps = domain.heaps.get_or_init(|| Arc::new(heaps));
+                // Before a step that all take: no rank offers memory to one that does not look for it.
+                if own.host {
+                    self.linked.tell(heaps);
+                }
+                heaps
             }
         };
-        let me = control.rank().index();
-        let own = &all[me];
         let bytes = all.iter().map(|offer| offer.bytes).min().unwrap_or(0) as usize;
         let reach = |offset: u64, bytes: usize| {
             let lacking = heaps.unmapped_by(Span { addr: (heap.base() + offset) as usize, bytes: bytes.max(1) }, limit);

@@ -32,6 +32,7 @@ const _: () = assert!(size_of::<Head>() == POST_HEAD);
 const HEAD: usize = 0;
 const BYTES: usize = 1;
 const DETAIL: usize = 2;
+const OFFER: usize = 3;
 const SENT: usize = 8;
 
 impl Step<'_> {
@@ -50,6 +51,11 @@ impl Step<'_> {
         assert!(word < layout.table_words());
         // SAFETY: an atomic, within the table behind the inline data of this post.
         unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
+    }
+
+    /// What `rank` offers, see [`Step::offer`]; 0 in calls that are not staged.
+    pub(super) fn offered(&self, rank: Rank) -> u64 {
+        self.table(rank, OFFER).load(Ordering::Relaxed)
     }
 
     /// Bytes that `from` sends to `to`, where posts carry them.
@@ -73,7 +79,8 @@ impl Step<'_> {
 
     /// Returns once everybody has posted the same call; with [`Plan::Inline`] their data lie beside the flags.
     pub(super) fn arrive(&self, plan: Plan) -> Result<()> {
-        self.write_post(plan == Plan::Inline, self.call.agreed_lengths(), &[]);
+        let inline = plan == Plan::Inline;
+        self.write_post(inline, if inline { 0 } else { self.offer() }, self.call.agreed_lengths(), &[]);
         self.await_posts()?;
         self.compare()
     }
@@ -83,7 +90,7 @@ impl Step<'_> {
     pub(super) fn arrive_all_to_all(&self) -> Result<Option<usize>> {
         let inline = |total: usize| total <= INLINE_BYTES;
         let total: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
-        self.write_post(inline(total), &self.call.inputs, &self.call.outputs);
+        self.write_post(inline(total), self.offer(), &self.call.inputs, &self.call.outputs);
         self.await_posts()?;
         self.compare()?;
         let (mut longest, mut all_inline) = (0, true);
@@ -108,13 +115,14 @@ impl Step<'_> {
         Ok(if all_inline { None } else { Some(longest) })
     }
 
-    fn write_post(&self, inline: bool, sent: &[Span], received: &[Span]) {
+    fn write_post(&self, inline: bool, offer: u64, sent: &[Span], received: &[Span]) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
         let description = Description::of(call);
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
+        put(OFFER, offer);
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }

@@ -62,12 +62,22 @@ impl Step<'_> {
     }
 
     /// Messages that this rank receives, with their senders.
-    fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
+    pub(super) fn incoming(&self) -> impl Iterator<Item = (Rank, Span)> {
         let (call, me) = (self.call, self.control.rank());
         let one = matches!(call.op, Op::Broadcast | Op::Scatter);
         let single = call.outputs.first().filter(|_| one && me != call.root).map(|&span| (call.root, span));
         let many = self.control.peers().filter(move |_| !one).filter_map(|peer| Some((peer, *call.outputs.get(peer.index())?)));
         single.into_iter().chain(many)
+    }
+
+    /// Bytes that `from` sends to others before `output`, which is for this rank.
+    pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
+        match self.call.op {
+            Op::Scatter => self.control.rank().index() * output.bytes,
+            Op::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
+            Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => 0,
+            Op::ReduceScatter | Op::AllReduceAddRmsNorm => 0,
+        }
     }
 
     /// Copies this rank's message to itself.
@@ -88,12 +98,7 @@ impl Step<'_> {
         match plan {
             Plan::Inline => {
                 for (from, output) in self.incoming() {
-                    let skipped: usize = match self.call.op {
-                        Op::Scatter => self.control.rank().index() * output.bytes,
-                        Op::AllToAll => (0..self.control.rank().0).fold(0, |sum, to| self.sent(from, Rank(to)).saturating_add(sum)),
-                        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather => 0,
-                        Op::ReduceScatter | Op::AllReduceAddRmsNorm => 0,
-                    };
+                    let skipped = self.skipped(from, output);
                     // Read anew since they were compared, from memory that a rank with a bug may have written to.
                     if skipped.saturating_add(output.bytes) > INLINE_BYTES {
                         let (about, from) = (self.about(), self.control.describe(from));

@@ -2,10 +2,11 @@
 //!
 //! Every collective begins with an arrival ([`arrival`]): each rank posts what it was asked to do, waits for everybody's post and compares.
 //! No user memory is written before. What follows depends on the plan: the data came with the posts, or move through staging in a
-//! [`pipeline`].
+//! [`pipeline`], or are read where they lie in symmetric memory ([`direct`]).
 
 mod all_reduce;
 mod arrival;
+mod direct;
 mod exchange;
 pub(crate) mod helpers;
 mod norm;
@@ -17,6 +18,7 @@ use crate::coll::norm::Norm;
 use crate::coll::plan::{self, Plan, Thresholds};
 use crate::control::ControlBlock;
 use crate::error::Result;
+use crate::symm_mem::peers::{Heaps, Linked};
 use crate::sync::limit::Limit;
 use helpers::Helpers;
 pub(crate) use norm::norm_alone;
@@ -30,6 +32,7 @@ pub struct Runner {
     stage: u64,
     staging_reserved: bool,
     thresholds: Thresholds,
+    linked: Arc<Linked>,
     served: &'static str,
 }
 
@@ -38,14 +41,16 @@ struct Step<'a> {
     control: &'a ControlBlock,
     call: &'a Call,
     limit: &'a Limit,
+    /// Symmetric memory of the group, once its ranks have linked.
+    heaps: Option<&'a Heaps>,
     seq: u64,
     stage: &'a mut u64,
 }
 
 impl Runner {
-    /// A runner for a group that has run nothing yet.
-    pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, served: "" }
+    /// A runner for a group that has run nothing yet, and whose symmetric memory will be found in `linked`.
+    pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds, linked: Arc<Linked>) -> Self {
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "" }
     }
 
     /// The group's.
@@ -78,8 +83,8 @@ impl Runner {
             None => plan::choose(call.op, longest, n, &self.thresholds),
         };
         let plan = choose(longest);
-        let control = Arc::clone(&self.control);
-        let mut step = Step { control: &control, call, limit, seq: self.seq, stage: &mut self.stage };
+        let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
+        let mut step = Step { control: &control, call, limit, heaps: heaps.as_deref(), seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             self.served = "alone";
             return step.alone();
@@ -91,6 +96,14 @@ impl Runner {
             step.arrive(plan)?;
             (plan, longest)
         };
+        if let Plan::Staged { store, .. } = plan
+            && step.all_offered()
+        {
+            self.served = "direct";
+            step.direct(store)?;
+            control.finish(self.seq, call.op);
+            return Ok(());
+        }
         self.served = plan.name();
         if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {
             let layout = control.layout();

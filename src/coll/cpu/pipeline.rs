@@ -75,6 +75,35 @@ pub fn run(clock: &mut impl Clock, phases: Phases, count: u64, chunks: &mut impl
     Ok(())
 }
 
+/// Work of an all-reduce in place on one chunk, of which each rank has a part.
+pub trait Parts {
+    /// Reduces this rank's part of chunk `t` out of everybody's tensors into its own.
+    fn reduce(&mut self, t: u64);
+    /// Copies the parts of chunk `t` that the peers have reduced from their tensors into this rank's.
+    fn fetch(&mut self, t: u64);
+}
+
+/// Reduces `count` chunks in place. Whoever has come to the end of it still has to wait for the others to have read what it reduced. The
+/// caller has just seen every peer arrive at this call.
+pub fn run_in_place(clock: &mut impl Clock, count: u64, parts: &mut impl Parts) -> Result<()> {
+    for t in 0..count {
+        parts.reduce(t);
+        if t > 0 {
+            clock.wait_for(clock.stage())?;
+            parts.fetch(t - 1);
+        }
+        if t % LOOK_EVERY == LOOK_EVERY - 1 {
+            clock.look()?;
+        }
+        clock.tick();
+    }
+    if count > 0 {
+        clock.wait_for(clock.stage())?;
+        parts.fetch(count - 1);
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

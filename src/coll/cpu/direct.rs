@@ -1,0 +1,196 @@
+//! Direct collectives: each rank reads its peers' tensors where they lie in symmetric memory, and writes to its own alone.
+//!
+//! A rank offers its input with its post, if all peers have mapped it. The call is direct if everybody who sends has offered: all ranks read
+//! the same words, so all decide alike. It ends when everybody has read, so inputs may change once it returns.
+#![allow(unsafe_code, reason = "copies between the tensors of ranks")]
+
+use super::Step;
+use super::exchange::{Stages, chunk_of};
+use super::pipeline::{self, Clock, Parts};
+use super::reduce_scatter::reduce_chunk;
+use crate::coll::call::{Call, Op, Span};
+use crate::control::ControlBlock;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Source, Store};
+use crate::rank::Rank;
+use crate::symm_mem::Pin;
+
+/// Bytes that a rank moves before it looks at its deadline and at the group.
+const LOOK_BYTES: usize = 4 << 20;
+/// Most bytes of an all-reduce that a rank reduces before it tells the others: they are read again while they are in its cache.
+const PART_BYTES: usize = 128 << 10;
+
+/// The one piece of memory that `spans` are, if each follows the one before it.
+fn contiguous(spans: &[Span]) -> Option<Span> {
+    let adjoin = |pair: &[Span]| pair[0].addr.checked_add(pair[0].bytes) == Some(pair[1].addr);
+    let first = spans.first()?;
+    spans.windows(2).all(adjoin).then(|| Span { addr: first.addr, bytes: spans.iter().map(|span| span.bytes).sum() })
+}
+
+/// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
+/// read it.
+fn readable(call: &Call, me: Rank) -> Option<Span> {
+    let input = contiguous(&call.inputs)?;
+    let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() }?;
+    let apart = |output: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
+    let suits = match call.op {
+        // The part of each rank is reduced where it lies.
+        Op::AllReduce => call.outputs == call.inputs,
+        Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll | Op::ReduceScatter => {
+            call.outputs.iter().all(|output| output == own || apart(output))
+        }
+        Op::Barrier | Op::Reduce | Op::AllReduceAddRmsNorm => false,
+    };
+    suits.then_some(input)
+}
+
+impl Step<'_> {
+    /// Word that tells the peers where this rank's inputs lie: the offset in its heap, and 1; 0 if they cannot read them there.
+    pub(super) fn offer(&self) -> u64 {
+        let Some((heaps, input)) = self.heaps.zip(readable(self.call, self.control.rank())) else { return 0 };
+        if input.bytes == 0 { 1 } else { heaps.offset(input).map_or(0, |offset| offset + 1) }
+    }
+
+    /// Whether all who send something in this call have offered it.
+    pub(super) fn all_offered(&self) -> bool {
+        let sends = |rank| !matches!(self.call.op, Op::Broadcast | Op::Scatter) || rank == self.call.root;
+        let me = self.control.rank();
+        let offers = |rank| !sends(rank) || self.offered(rank) != 0;
+        self.heaps.is_some() && offers(me) && self.control.peers().all(offers)
+    }
+
+    /// Runs a call that all have offered their inputs to.
+    pub(super) fn direct(&mut self, store: Store) -> Result<()> {
+        let mut pins = Vec::with_capacity(self.control.size());
+        match self.call.op {
+            Op::AllReduce => self.all_reduce_direct(&mut pins, store)?,
+            Op::ReduceScatter => self.reduce_scatter_direct(&mut pins, store)?,
+            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.exchange_direct(&mut pins, store)?,
+            Op::Barrier | Op::Reduce | Op::AllReduceAddRmsNorm => return Err(Error::internal("nobody offers inputs to this call")),
+        }
+        let mut stages = Stages(self);
+        stages.tick();
+        // Until all have read what this rank offered.
+        stages.wait_for(stages.stage())
+    }
+
+    /// Address of `bytes` at `skipped` of the inputs of `peer`, which `pins` keep mapped.
+    fn reach(&self, pins: &mut Vec<Pin>, peer: Rank, skipped: usize, bytes: usize) -> Result<*mut u8> {
+        if bytes == 0 {
+            return Ok(std::ptr::dangling_mut());
+        }
+        // Read anew since all were looked at, from memory that a rank with a bug may have written to.
+        let offset = self.offered(peer).checked_sub(1).and_then(|offset| offset.checked_add(skipped as u64));
+        let reached = self.heaps.zip(offset).and_then(|(heaps, offset)| heaps.reach(peer, offset, bytes));
+        let Some((address, pin)) = reached else {
+            let (about, peer) = (self.about(), self.control.describe(peer));
+            let text = format!("{about}: the {bytes} bytes of symmetric memory that {peer} offers are not mapped here");
+            return Err(self.control.fail(Error::internal(text)));
+        };
+        pins.extend(pin);
+        Ok(address as *mut u8)
+    }
+
+    /// Passes `bytes` to `body` in pieces (begin, length), and looks at the group between them. No peer can be past the call meanwhile.
+    fn in_pieces(&self, bytes: usize, mut body: impl FnMut(usize, usize)) -> Result<()> {
+        for t in 0..bytes.div_ceil(LOOK_BYTES) as u64 {
+            let (begin, length) = chunk_of(bytes, LOOK_BYTES, t);
+            body(begin, length);
+            self.control.look(self.limit, &|| self.about())?;
+        }
+        Ok(())
+    }
+
+    fn exchange_direct(&self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+        let mut incoming: Vec<(Rank, Span)> = self.incoming().collect();
+        // From the next rank on, so that not all read the same tensor at once.
+        let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
+        incoming.rotate_left(next);
+        for (from, output) in incoming {
+            let input = self.reach(pins, from, self.skipped(from, output), output.bytes)?;
+            // SAFETY: `reach` saw `output.bytes` bytes that are mapped; the output is the caller's and nobody else's meanwhile.
+            self.in_pieces(output.bytes, |begin, bytes| unsafe { cpu::copy(output.ptr().add(begin), input.add(begin), bytes, store) })?;
+        }
+        self.keep_own();
+        Ok(())
+    }
+
+    /// Input of `rank` as a source: `bytes` at `skipped`, of whose peers `pins` keep them mapped.
+    fn source(&self, pins: &mut Vec<Pin>, rank: Rank, skipped: usize, bytes: usize) -> Result<Source> {
+        if rank == self.control.rank() {
+            return Ok(Source { ptr: self.call.inputs[0].ptr().wrapping_add(skipped), factor: self.call.factor });
+        }
+        self.reach(pins, rank, skipped, bytes).map(|ptr| self.peer(rank, ptr))
+    }
+
+    fn reduce_scatter_direct(&self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+        let (call, output) = (self.call, self.call.outputs[0]);
+        let skipped = call.inputs[..self.control.rank().index()].iter().map(|span| span.bytes).sum();
+        let mut whole = Vec::with_capacity(self.control.size());
+        for rank in self.control.ranks() {
+            whole.push(self.source(pins, rank, skipped, output.bytes)?);
+        }
+        let mut sources = Vec::with_capacity(whole.len());
+        self.in_pieces(output.bytes, |begin, bytes| {
+            sources.clear();
+            sources.extend(whole.iter().map(|source| Source { ptr: source.ptr.wrapping_add(begin), ..*source }));
+            reduce_chunk(call, output.ptr().wrapping_add(begin), &sources, bytes, store);
+        })
+    }
+
+    fn all_reduce_direct(&mut self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+        let (control, call) = (self.control, self.call);
+        let bytes = call.inputs[0].bytes;
+        let mut tensors = Vec::with_capacity(control.size());
+        for rank in control.ranks() {
+            tensors.push(self.source(pins, rank, 0, bytes)?);
+        }
+        let most = PART_BYTES * control.size();
+        // Short messages go in two chunks, so that ranks that are late at one may make up for it at the next.
+        let chunk = bytes.div_ceil(2).next_multiple_of(64 * control.size()).min(most);
+        let mut parts = InPlace { control, call, bytes, chunk, tensors, sources: Vec::with_capacity(control.size()), store };
+        pipeline::run_in_place(&mut Stages(self), bytes.div_ceil(chunk) as u64, &mut parts)
+    }
+}
+
+/// Parts that one rank has of an all-reduce in place.
+struct InPlace<'a> {
+    control: &'a ControlBlock,
+    call: &'a Call,
+    bytes: usize,
+    chunk: usize,
+    /// Tensor of each rank.
+    tensors: Vec<Source>,
+    sources: Vec<Source>,
+    store: Store,
+}
+
+impl InPlace<'_> {
+    /// The part of `rank` in chunk `t`, of whole elements: where it begins in the tensors, and how long it is.
+    fn part(&self, rank: Rank, t: u64) -> (usize, usize) {
+        let (start, bytes) = chunk_of(self.bytes, self.chunk, t);
+        let (part, length) = chunk_of(bytes, bytes.div_ceil(self.control.size()).next_multiple_of(64), rank.0.into());
+        (start + part, length)
+    }
+}
+
+impl Parts for InPlace<'_> {
+    fn reduce(&mut self, t: u64) {
+        let (begin, bytes) = self.part(self.control.rank(), t);
+        self.sources.clear();
+        self.sources.extend(self.tensors.iter().map(|tensor| Source { ptr: tensor.ptr.wrapping_add(begin), ..*tensor }));
+        reduce_chunk(self.call, self.call.outputs[0].ptr().wrapping_add(begin), &self.sources, bytes, Store::Cached);
+    }
+
+    fn fetch(&mut self, t: u64) {
+        let (me, n) = (self.control.rank().0, self.control.size() as u32);
+        // From the next rank on, so that not all read the same tensor at once.
+        for peer in (1..n).map(|step| Rank((me + step) % n)) {
+            let (begin, bytes) = self.part(peer, t);
+            let from = self.tensors[peer.index()].ptr.wrapping_add(begin);
+            // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of the peer's; its owner has reduced this
+            // part, and nobody reads it in this rank's tensor any more (pipeline).
+            unsafe { cpu::copy(self.call.outputs[0].ptr().add(begin), from, bytes, self.store) }
+        }
+    }
+}
