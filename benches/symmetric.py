@@ -4,7 +4,8 @@
 
 Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs, with float32
 tensors: an all_reduce's tensor, an all_gather's output, a reduce_scatter's or an all_to_all's input, and a broadcast's
-tensor have the size.
+tensor have the size. ``--written``: each rank writes to its tensors before each call, as a program does, so that its
+core has them in its cache; otherwise they are where the call before has left them.
 """
 
 from __future__ import annotations
@@ -45,18 +46,22 @@ def call_of(op: str, whole: torch.Tensor, other: torch.Tensor, group: dist.Proce
     return calls[op]
 
 
-def alternate(sides: dict[str, Call]) -> dict[str, float]:
-    """Median time of each side's call in µs: the slowest rank's of every call, over all rounds but the first."""
+def alternate(sides: dict[str, tuple[Call, Call]]) -> dict[str, float]:
+    """Median time of each side's call in µs: the slowest rank's of every call, over all rounds but the first.
+
+    A side is what is called before each call, untimed, and the call.
+    """
     samples: dict[str, list[float]] = {name: [] for name in sides}
     counts = dict.fromkeys(sides, 3)
     order = list(sides)
     for turn in range(ROUNDS):
         for name in order if turn % 2 else reversed(order):
-            call = sides[name]
+            before, call = sides[name]
             dist.barrier()
             call()
             own = []
             for _ in range(counts[name]):
+                before()
                 dist.barrier()
                 begun = time.perf_counter()
                 call()
@@ -70,7 +75,7 @@ def alternate(sides: dict[str, Call]) -> dict[str, float]:
     return {name: statistics.median(own) for name, own in samples.items()}
 
 
-def measure(rank: int, world: int, sizes: list[int], ops: list[str], dtype: torch.dtype) -> list[str]:
+def measure(rank: int, world: int, sizes: list[int], ops: list[str], dtype: torch.dtype, written: bool) -> list[str]:
     """One line for each collective and size."""
     torch.set_num_threads(1)
     symm = dist.group.WORLD
@@ -84,13 +89,13 @@ def measure(rank: int, world: int, sizes: list[int], ops: list[str], dtype: torc
         for tensor in symmetric:
             symm_mem.rendezvous(tensor, symm)
         for op in ops:
-            found = alternate(
-                {
-                    "symmetric": call_of(op, symmetric[0], symmetric[1], symm),
-                    "ordinary": call_of(op, private[0], private[1], symm),
-                    "gloo": call_of(op, private[0], private[1], gloo),
-                }
-            )
+
+            def side(own: list[torch.Tensor], group: dist.ProcessGroup, op: str = op) -> tuple[Call, Call]:
+                write = lambda: [tensor.fill_(1) for tensor in own]  # noqa: E731
+                return (write if written else lambda: None), call_of(op, own[0], own[1], group)
+
+            sides = {"symmetric": side(symmetric, symm), "ordinary": side(private, symm), "gloo": side(private, gloo)}
+            found = alternate(sides)
             direct, staged, other = found["symmetric"], found["ordinary"], found["gloo"]
             lines.append(
                 f"{op} {format_size(size)}: symmetric {direct:.1f}, ordinary {staged:.1f} ({staged / direct:.2f}×), "
@@ -106,13 +111,16 @@ def main() -> None:
     parser.add_argument("--sizes", default="64K,1M,16M,64M", help="comma-separated (default: 64K,1M,16M,64M)")
     parser.add_argument("--ops", default=",".join(OPS), help=f"comma-separated (default: {','.join(OPS)})")
     parser.add_argument("--dtype", default="float32", help="of torch (default: float32)")
+    parser.add_argument("--written", action="store_true", help="each rank writes its tensors anew before each call")
     given = parser.parse_args()
     sizes = [parse_size(size) for size in given.sizes.split(",")]
     dtype = getattr(torch, given.dtype)
     found = torch_symm.testing.run_ranks(
-        measure, given.ranks, sizes, given.ops.split(","), dtype, timeout=3600, group_timeout=120
+        measure, given.ranks, sizes, given.ops.split(","), dtype, given.written, timeout=3600, group_timeout=120
     )
-    print(f"{given.ranks} ranks, {given.dtype}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{given.ranks} ranks, {given.dtype}{', tensors written anew' * given.written}, load {os.getloadavg()[0]:.1f}"
+    )
     print("\n".join(found[0]))
 
 

@@ -17,8 +17,9 @@ use crate::symm_mem::Pin;
 
 /// Bytes that a rank moves before it looks at its deadline and at the group.
 const LOOK_BYTES: usize = 4 << 20;
-/// Most bytes of an all-reduce that a rank reduces before it tells the others: they are read again while they are in its cache.
-const PART_BYTES: usize = 128 << 10;
+/// Most bytes of an all-reduce that a rank reduces before it tells the others, who read them again while they are in its cache. Fewer cost
+/// short calls a wait each: at 128 KB a call of 1 MB took as long as a staged one (`docs/measurements/cpu.md`).
+const PART_BYTES: usize = 512 << 10;
 
 /// The one piece of memory that `spans` are, if each follows the one before it.
 fn contiguous(spans: &[Span]) -> Option<Span> {
@@ -145,9 +146,7 @@ impl Step<'_> {
         for rank in control.ranks() {
             tensors.push(self.source(pins, rank, 0, bytes)?);
         }
-        let most = PART_BYTES * control.size();
-        // Short messages go in two chunks, so that ranks that are late at one may make up for it at the next.
-        let chunk = bytes.div_ceil(2).next_multiple_of(64 * control.size()).min(most);
+        let chunk = bytes.next_multiple_of(64 * control.size()).min(PART_BYTES * control.size());
         let mut parts = InPlace { control, call, bytes, chunk, tensors, sources: Vec::with_capacity(control.size()), store };
         pipeline::run_in_place(&mut Stages(self), bytes.div_ceil(chunk) as u64, &mut parts)
     }

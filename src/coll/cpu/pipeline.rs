@@ -165,6 +165,34 @@ mod tests {
             }
         }
     }
+
+    /// Order of steps in place.
+    #[derive(Default)]
+    struct Order(Vec<(&'static str, u64)>);
+
+    impl Parts for Order {
+        fn reduce(&mut self, t: u64) {
+            self.0.push(("reduce", t));
+        }
+        fn fetch(&mut self, t: u64) {
+            assert!(self.0.contains(&("reduce", t)));
+            self.0.push(("fetch", t));
+        }
+    }
+
+    #[test]
+    fn every_chunk_in_place_is_reduced_and_then_fetched_once() {
+        for count in [0, 1, 2, 5] {
+            let (mut clock, mut order) = (Alone(7, u64::MAX), Order::default());
+            run_in_place(&mut clock, count, &mut order).expect("alone");
+            let of = |step| order.0.iter().filter(|(name, _)| *name == step).map(|(_, t)| *t).collect::<Vec<u64>>();
+            let all: Vec<u64> = (0..count).collect();
+            assert_eq!((of("reduce"), of("fetch"), clock.0), (all.clone(), all, 7 + count));
+        }
+        let outcome = run_in_place(&mut Alone(0, 0), LOOK_EVERY, &mut Order::default());
+        assert!(outcome.is_err(), "what never waits looks at the group");
+    }
+
     #[test]
     fn a_call_that_never_waits_is_looked_at_but_not_in_its_last_stage() {
         for (count, passes) in [(LOOK_EVERY - 1, true), (LOOK_EVERY, false), (u64::MAX - 1, false)] {
