@@ -6,12 +6,12 @@
 
 use super::Step;
 use super::exchange::{Stages, chunk_of};
+use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Clock, Parts};
-use super::reduce_scatter::reduce_chunk;
 use crate::coll::call::{Call, Op, Span};
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
-use crate::kernels::cpu::{self, Source, Store};
+use crate::kernels::cpu::{Source, Store};
 use crate::rank::Rank;
 use crate::symm_mem::Pin;
 
@@ -62,11 +62,11 @@ impl Step<'_> {
 
     /// Runs a call that all have offered their inputs to.
     pub(super) fn direct(&mut self, store: Store) -> Result<()> {
-        let mut pins = Vec::with_capacity(self.control.size());
+        let (mut pins, helpers) = (Vec::with_capacity(self.control.size()), Helpers::of(self.call.total()));
         match self.call.op {
-            Op::AllReduce => self.all_reduce_direct(&mut pins, store)?,
-            Op::ReduceScatter => self.reduce_scatter_direct(&mut pins, store)?,
-            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.exchange_direct(&mut pins, store)?,
+            Op::AllReduce => self.all_reduce_direct(&mut pins, &helpers, store)?,
+            Op::ReduceScatter => self.reduce_scatter_direct(&mut pins, &helpers, store)?,
+            Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => self.exchange_direct(&mut pins, &helpers, store)?,
             Op::Barrier | Op::Reduce | Op::AllReduceAddRmsNorm => return Err(Error::internal("nobody offers inputs to this call")),
         }
         let mut stages = Stages(self);
@@ -102,17 +102,20 @@ impl Step<'_> {
         Ok(())
     }
 
-    fn exchange_direct(&self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+    fn exchange_direct(&self, pins: &mut Vec<Pin>, helpers: &Helpers, store: Store) -> Result<()> {
         let mut incoming: Vec<(Rank, Span)> = self.incoming().collect();
         // From the next rank on, so that not all read the same tensor at once.
         let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
         incoming.rotate_left(next);
         for (from, output) in incoming {
             let input = self.reach(pins, from, self.skipped(from, output), output.bytes)?;
-            // SAFETY: `reach` saw `output.bytes` bytes that are mapped; the output is the caller's and nobody else's meanwhile.
-            self.in_pieces(output.bytes, |begin, bytes| unsafe { cpu::copy(output.ptr().add(begin), input.add(begin), bytes, store) })?;
+            self.in_pieces(output.bytes, |begin, bytes| {
+                let copied = Copied::new(output.ptr().wrapping_add(begin), input.wrapping_add(begin), bytes);
+                // SAFETY: `reach` saw `output.bytes` bytes that are mapped; the output is the caller's and nobody else's meanwhile.
+                unsafe { helpers.copy(&[copied], store) }
+            })?;
         }
-        self.keep_own();
+        self.keep_own(helpers);
         Ok(())
     }
 
@@ -124,7 +127,7 @@ impl Step<'_> {
         self.reach(pins, rank, skipped, bytes).map(|ptr| self.peer(rank, ptr))
     }
 
-    fn reduce_scatter_direct(&self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+    fn reduce_scatter_direct(&self, pins: &mut Vec<Pin>, helpers: &Helpers, store: Store) -> Result<()> {
         let (call, output) = (self.call, self.call.outputs[0]);
         let skipped = call.inputs[..self.control.rank().index()].iter().map(|span| span.bytes).sum();
         let mut whole = Vec::with_capacity(self.control.size());
@@ -135,11 +138,12 @@ impl Step<'_> {
         self.in_pieces(output.bytes, |begin, bytes| {
             sources.clear();
             sources.extend(whole.iter().map(|source| Source { ptr: source.ptr.wrapping_add(begin), ..*source }));
-            reduce_chunk(call, output.ptr().wrapping_add(begin), &sources, bytes, store);
+            // SAFETY: begin + bytes <= output.bytes, which `reach` saw of each peer's tensor.
+            unsafe { helpers.reduce(call, output.ptr().wrapping_add(begin), &sources, bytes, None, store) }
         })
     }
 
-    fn all_reduce_direct(&mut self, pins: &mut Vec<Pin>, store: Store) -> Result<()> {
+    fn all_reduce_direct(&mut self, pins: &mut Vec<Pin>, helpers: &Helpers, store: Store) -> Result<()> {
         let (control, call) = (self.control, self.call);
         let bytes = call.inputs[0].bytes;
         let mut tensors = Vec::with_capacity(control.size());
@@ -147,7 +151,8 @@ impl Step<'_> {
             tensors.push(self.source(pins, rank, 0, bytes)?);
         }
         let chunk = bytes.next_multiple_of(64 * control.size()).min(PART_BYTES * control.size());
-        let mut parts = InPlace { control, call, bytes, chunk, tensors, sources: Vec::with_capacity(control.size()), store };
+        let (sources, copies) = (Vec::with_capacity(control.size()), Vec::with_capacity(control.size()));
+        let mut parts = InPlace { control, call, helpers, bytes, chunk, tensors, sources, copies, store };
         pipeline::run_in_place(&mut Stages(self), bytes.div_ceil(chunk) as u64, &mut parts)
     }
 }
@@ -156,11 +161,13 @@ impl Step<'_> {
 struct InPlace<'a> {
     control: &'a ControlBlock,
     call: &'a Call,
+    helpers: &'a Helpers,
     bytes: usize,
     chunk: usize,
     /// Tensor of each rank.
     tensors: Vec<Source>,
     sources: Vec<Source>,
+    copies: Vec<Copied>,
     store: Store,
 }
 
@@ -178,18 +185,23 @@ impl Parts for InPlace<'_> {
         let (begin, bytes) = self.part(self.control.rank(), t);
         self.sources.clear();
         self.sources.extend(self.tensors.iter().map(|tensor| Source { ptr: tensor.ptr.wrapping_add(begin), ..*tensor }));
-        reduce_chunk(self.call, self.call.outputs[0].ptr().wrapping_add(begin), &self.sources, bytes, Store::Cached);
+        let own = self.call.outputs[0].ptr().wrapping_add(begin);
+        // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of each peer's; nobody else reads or writes this
+        // rank's part meanwhile (pipeline).
+        unsafe { self.helpers.reduce(self.call, own, &self.sources, bytes, None, Store::Cached) }
     }
 
     fn fetch(&mut self, t: u64) {
         let (me, n) = (self.control.rank().0, self.control.size() as u32);
+        self.copies.clear();
         // From the next rank on, so that not all read the same tensor at once.
         for peer in (1..n).map(|step| Rank((me + step) % n)) {
             let (begin, bytes) = self.part(peer, t);
             let from = self.tensors[peer.index()].ptr.wrapping_add(begin);
-            // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of the peer's; its owner has reduced this
-            // part, and nobody reads it in this rank's tensor any more (pipeline).
-            unsafe { cpu::copy(self.call.outputs[0].ptr().add(begin), from, bytes, self.store) }
+            self.copies.push(Copied::new(self.call.outputs[0].ptr().wrapping_add(begin), from, bytes));
         }
+        // SAFETY: begin + bytes <= self.bytes, which this rank's tensor has and `reach` saw of the peers'; their owners have reduced these
+        // parts, and nobody reads them in this rank's tensor any more (pipeline).
+        unsafe { self.helpers.copy(&self.copies, self.store) }
     }
 }
