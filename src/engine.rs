@@ -2,6 +2,7 @@
 //!
 //! A synchronous call on an idle group runs on its caller's thread. Everything else queues; whoever waits for a job, or else the group's
 //! worker, runs what stands before it and then the job itself. The worker thread begins with the first asynchronous call.
+//! A short call posts its data when it is submitted to an idle group, and the rest is left to whoever waits for it.
 //! A completion may call the group again and wait, as torch's communication hooks do: the queue goes on meanwhile, under another worker.
 
 use crate::coll::call::Call;
@@ -13,7 +14,6 @@ use crate::sync::limit::Limit;
 use crate::sys::thread;
 use crate::trace::{Recorder, Target};
 use std::collections::{BTreeMap, VecDeque};
-use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -27,11 +27,12 @@ const PARTING: Duration = Duration::from_millis(50);
 /// Time that a second worker stays without work.
 const SPARE: Duration = Duration::from_secs(1);
 
-/// Time that a worker leaves a job to its submitter, who then runs it in `wait` without a change of threads: where every core has a rank, a
-/// change takes longer than a short collective. The time is longer, the more often submitters came [`SOON`], as torch's functional
-/// collectives do. It is 0 once one came late or not at all, as one does that computes meanwhile. `docs/measurements/cpu.md` has the figures.
-const GRACE: RangeInclusive<Duration> = Duration::from_micros(200)..=Duration::from_millis(2);
-const SOON: Duration = Duration::from_micros(400);
+/// Time between two looks of a worker at a job that is left to its submitter: at the second it runs the job. A worker that looks by itself
+/// while calls come need not be woken by their submitters: where every core has a rank, that takes longer than a short collective.
+const LOOK: Duration = Duration::from_millis(1);
+/// Time after which the submitter of a job is late: who computes meanwhile, not who waits at once, as torch's functional collectives do.
+/// `docs/measurements/cpu.md` has the figures.
+const SOON: Duration = Duration::from_micros(150);
 
 /// What runs the calls of a queue, one at a time.
 pub trait Run: Send + 'static {
@@ -43,6 +44,11 @@ pub trait Run: Send + 'static {
     fn served(&self) -> &'static str;
     /// Whether these calls serve those of a larger group, on several hosts.
     fn inside(&self) -> bool;
+    /// Begins `call`, the next to run, without waiting for anybody, if peers need nothing else of this rank; what is left is for `run`.
+    /// `begins` gets the number of the call before peers see it.
+    fn post(&mut self, _call: &Call, _begins: &dyn Fn(u64)) -> bool {
+        false
+    }
     /// Runs `call`, which has been validated and is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
     fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()>;
 }
@@ -62,6 +68,10 @@ impl Run for Runner {
 
     fn inside(&self) -> bool {
         self.control().is_part()
+    }
+
+    fn post(&mut self, call: &Call, begins: &dyn Fn(u64)) -> bool {
+        self.post(call, begins)
     }
 
     fn run(&mut self, call: &Call, limit: &Limit, _entry: u64) -> Result<()> {
@@ -86,8 +96,8 @@ pub struct Engine<R = Runner> {
 
 struct State {
     queue: VecDeque<Job>,
-    /// Tickets whose completion has not been called, and since when they are there.
-    open: BTreeMap<u64, Instant>,
+    /// Tickets whose completion has not been called, and since when they are there; none: the job was posted, and nobody needs it soon.
+    open: BTreeMap<u64, Option<Instant>>,
     next: u64,
     /// Flag that is set while a thread holds the runner.
     busy: bool,
@@ -96,8 +106,10 @@ struct State {
     callers: usize,
     /// Workers that are not inside a completion.
     ready: usize,
-    /// Time that the job is left to its submitter: none, or within [`GRACE`].
-    grace: Duration,
+    /// Whether the last submitter who waited for a job came [`SOON`].
+    soon: bool,
+    /// Whether a worker looks again within [`LOOK`], without being woken.
+    looking: bool,
     /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
     asleep: Asleep,
 }
@@ -105,8 +117,6 @@ struct State {
 #[derive(Default)]
 struct Asleep {
     workers: usize,
-    /// Workers that leave a job to its submitter.
-    waiting: usize,
     waiters: usize,
 }
 
@@ -118,6 +128,10 @@ struct Job {
     submitted: Instant,
     timeout: Duration,
     completion: Completion,
+    /// Its only call has been posted.
+    posted: bool,
+    /// The job, the only one, is left to its submitter.
+    left: bool,
 }
 
 /// A job whose completion has not been called.
@@ -143,7 +157,8 @@ impl<R: Run> Engine<R> {
             stopping: false,
             callers: 0,
             ready: 0,
-            grace: Duration::ZERO,
+            soon: false,
+            looking: false,
             asleep: Asleep::default(),
         };
         Arc::new(Self {
@@ -192,7 +207,7 @@ impl<R: Run> Engine<R> {
         let slot = Arc::clone(&outcome);
         let completion = Completion::new(move |result, _| *lock(&slot) = result);
         let number = self.recorder.schedule(&calls, timeout, false, Target::Host, self.inside);
-        let ticket = state.push(calls, number, timeout, completion);
+        let ticket = state.push(Job::new(calls, number, timeout, completion));
         self.finish(state, ticket, None)?;
         lock(&outcome).clone()
     }
@@ -205,25 +220,53 @@ impl<R: Run> Engine<R> {
         }
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let number = self.recorder.schedule(&calls, timeout, true, Target::Host, self.inside);
-        let ticket = state.push(calls, number, timeout, completion);
-        // The submitter of several waits for none of them yet.
-        if !state.busy && (state.asleep.waiting == 0 || state.queue.len() > 1) {
+        let mut job = Job::new(calls, number, timeout, completion);
+        if !state.busy && state.queue.is_empty() {
+            job.posted = self.post(&job);
+            job.left = job.posted || state.soon;
+        }
+        let left = job.left;
+        let ticket = state.push(job);
+        let comes = if left { state.looking } else { state.busy };
+        if !comes {
             self.wake_workers(&state);
         }
         Ok(ticket)
     }
 
+    /// Posts the call of `job`, if it has only one.
+    fn post(&self, job: &Job) -> bool {
+        let [call] = &*job.calls else { return false };
+        let mut runner = lock(&self.runner);
+        let body = AssertUnwindSafe(|| runner.post(call, &|sequence| self.recorder.start(job.number, sequence)));
+        let posted = catch_unwind(body);
+        posted.unwrap_or_else(|panic| {
+            runner.control().panicked(&*panic);
+            false
+        })
+    }
+
     /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
         let mut state = lock(&self.state);
-        if let Some(submitted) = state.open.get(&ticket) {
-            let runs_it = limit.is_none() && submitted.elapsed() < SOON;
-            state.grace = if runs_it { (2 * state.grace).clamp(*GRACE.start(), *GRACE.end()) } else { Duration::ZERO };
-            if limit.is_some() && state.asleep.waiting > 0 {
-                self.wake_workers(&state);
-            }
+        if let Some(Some(submitted)) = state.open.get(&ticket) {
+            state.soon = limit.is_none() && submitted.elapsed() < SOON;
+        }
+        if limit.is_some() {
+            self.hasten(&mut state);
         }
         self.finish(state, ticket, limit)
+    }
+
+    /// Leaves no job to its submitter, since somebody asks for its end who does not run it. Does not block.
+    pub fn hurry(&self) {
+        self.hasten(&mut lock(&self.state));
+    }
+
+    fn hasten(&self, state: &mut State) {
+        if state.queue.front_mut().is_some_and(|job| std::mem::take(&mut job.left)) {
+            self.wake_workers(state);
+        }
     }
 
     fn finish<'a>(&'a self, mut state: MutexGuard<'a, State>, ticket: u64, limit: Option<Duration>) -> Result<()> {
@@ -259,6 +302,7 @@ impl<R: Run> Engine<R> {
     pub fn drain(&self, limit: Duration) -> bool {
         let since = Instant::now();
         let mut state = lock(&self.state);
+        self.hasten(&mut state);
         while state.busy || !state.queue.is_empty() {
             let limit = if state.callers > 0 { limit.min(PARTING) } else { limit };
             let Some(left) = limit.checked_sub(since.elapsed()) else { return false };
@@ -271,6 +315,7 @@ impl<R: Run> Engine<R> {
     pub fn stop(&self) {
         let mut state = lock(&self.state);
         state.stopping = true;
+        self.hasten(&mut state);
         self.wake_workers(&state);
         drop(state);
         let workers = std::mem::take(&mut *lock(&self.workers));
@@ -292,23 +337,13 @@ impl<R: Run> Engine<R> {
 
     /// Runs jobs until the engine stops. Two workers stay where completions overlap with further jobs, the second for a while.
     fn work(self: &Arc<Self>) {
-        // Else the kernel adds its 50 µs to the shortest grace.
-        let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         let mut state = lock(&self.state);
+        let mut seen = 0;
         loop {
             if !state.busy
-                && let Some(left) = state.patience()
-            {
-                state.asleep.waiting += 1;
-                state = self.work.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
-                state.asleep.waiting -= 1;
-                continue;
-            } else if !state.busy
+                && state.queue.front().is_some_and(|job| !job.left)
                 && let Some(job) = state.queue.pop_front()
             {
-                if state.queue.is_empty() {
-                    state.grace = Duration::ZERO;
-                }
                 let finished = self.run_job(state, job);
                 self.leave_queue();
                 finished.tell(self);
@@ -317,11 +352,18 @@ impl<R: Run> Engine<R> {
                 if state.ready <= 2 {
                     continue;
                 }
+            } else if !state.stopping && !state.looking && state.next != seen {
+                seen = state.next;
+                state.looking = true;
+                state = self.rest_worker(state, LOOK);
+                state.looking = false;
+                if let Some(job) = state.queue.front_mut() {
+                    job.left &= job.ticket >= seen;
+                }
+                continue;
             } else if !state.stopping || !state.queue.is_empty() {
                 let (since, limit) = (Instant::now(), if state.ready > 1 { SPARE } else { FOREVER });
-                state.asleep.workers += 1;
-                state = self.work.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
-                state.asleep.workers -= 1;
+                state = self.rest_worker(state, limit);
                 if state.ready == 1 || since.elapsed() < SPARE {
                     continue;
                 }
@@ -329,6 +371,13 @@ impl<R: Run> Engine<R> {
             state.ready -= 1;
             return;
         }
+    }
+
+    fn rest_worker<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        state.asleep.workers += 1;
+        let mut state = self.work.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+        state.asleep.workers -= 1;
+        state
     }
 
     /// The calling worker turns to a completion, which may wait for what is queued.
@@ -351,7 +400,7 @@ impl<R: Run> Engine<R> {
     }
 
     fn wake_workers(&self, state: &State) {
-        if state.asleep.workers + state.asleep.waiting > 0 {
+        if state.asleep.workers > 0 {
             self.work.notify_all();
         }
     }
@@ -366,20 +415,23 @@ impl<R: Run> Engine<R> {
     fn run_job(&self, mut state: MutexGuard<'_, State>, job: Job) -> Finished {
         state.busy = true;
         drop(state);
-        let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout), job.timeout, Some(job.number));
+        let outcome = self.execute(&job.calls, &Limit::from(job.submitted, job.timeout), job.timeout, Some(&job));
         self.rest(&mut lock(&self.state));
         Finished { ticket: job.ticket, outcome, completion: job.completion }
     }
 
-    /// `queued`: the recorder's number of the first call, if it was scheduled before.
-    fn execute(&self, calls: &[Call], limit: &Limit, timeout: Duration, queued: Option<u64>) -> Result<()> {
+    /// `queued`: the job whose calls they are, if it was scheduled before.
+    fn execute(&self, calls: &[Call], limit: &Limit, timeout: Duration, queued: Option<&Job>) -> Result<()> {
         let mut runner = lock(&self.runner);
         let mut one = |(place, call): (u64, &Call)| {
-            let next = runner.sequence() + 1;
+            let posted = queued.is_some_and(|job| job.posted);
+            let next = runner.sequence() + u64::from(!posted);
             let number = match queued {
-                Some(first) => {
-                    self.recorder.start(first + place, next);
-                    first + place
+                Some(job) => {
+                    if !posted {
+                        self.recorder.start(job.number + place, next);
+                    }
+                    job.number + place
                 }
                 None => self.recorder.begin(call, timeout, next, self.inside),
             };
@@ -392,8 +444,8 @@ impl<R: Run> Engine<R> {
         let outcome = catch_unwind(body).unwrap_or_else(|panic| Err(runner.control().panicked(&*panic)));
         drop(runner);
         outcome.inspect_err(|error| {
-            if let Some(first) = queued {
-                self.recorder.abandon(first..first + calls.len() as u64, error);
+            if let Some(job) = queued {
+                self.recorder.abandon(job.number..job.number + calls.len() as u64, error);
             }
             self.recorder.saw(error);
         })
@@ -419,17 +471,22 @@ impl Finished {
 }
 
 impl State {
-    /// Time for which the only job is still left to its submitter.
-    fn patience(&self) -> Option<Duration> {
-        let job = self.queue.front().filter(|_| self.queue.len() == 1 && !self.stopping)?;
-        self.grace.checked_sub(job.submitted.elapsed())
-    }
-
-    fn push(&mut self, calls: Vec<Call>, number: u64, timeout: Duration, completion: Completion) -> u64 {
-        let (ticket, submitted) = (self.next, Instant::now());
+    fn push(&mut self, job: Job) -> u64 {
+        let ticket = self.next;
         self.next += 1;
-        self.open.insert(ticket, submitted);
-        self.queue.push_back(Job { ticket, calls, number, submitted, timeout, completion });
+        self.open.insert(ticket, (!job.posted).then_some(job.submitted));
+        // The submitter of several waits for none of them yet.
+        if let Some(first) = self.queue.front_mut() {
+            first.left = false;
+        }
+        self.queue.push_back(Job { ticket, ..job });
         ticket
+    }
+}
+
+impl Job {
+    /// A job that has no ticket yet.
+    fn new(calls: Vec<Call>, number: u64, timeout: Duration, completion: Completion) -> Self {
+        Self { ticket: 0, calls, number, submitted: Instant::now(), timeout, completion, posted: false, left: false }
     }
 }

@@ -285,9 +285,10 @@ impl Group {
         }
     }
 
-    /// Moves transfers along without blocking.
+    /// Moves transfers and calls along without blocking: somebody asks for their end who does not wait for it.
     pub fn progress(&self) {
         if self.check_process().is_ok() {
+            self.engine.hurry();
             let _ = self.transfers.progress();
         }
     }

@@ -144,3 +144,100 @@ fn an_asynchronous_call_needs_nobody_who_waits() {
         }
     });
 }
+
+/// Submits a sum of `data` in place, whose outcome goes to the receiver.
+fn submit_sum(group: &Group, data: &mut [i32]) -> (u64, std::sync::mpsc::Receiver<Result<()>>) {
+    let (reported, hears) = std::sync::mpsc::channel();
+    let completion = Completion::new(move |outcome, _| drop(reported.send(outcome)));
+    let ticket = group.submit(vec![call(Op::AllReduce, vec![span(data)], vec![span(data)])], None, completion).expect("queued");
+    (ticket, hears)
+}
+
+const LONG: usize = 100_000;
+
+#[test]
+fn calls_that_were_posted_keep_their_order_with_all_others() {
+    with_ranks(2, |group, _| {
+        for (first, second) in [(10, 10), (10, LONG), (LONG, 10)] {
+            for waits in [&[0usize, 1, 2][..], &[2, 1, 0], &[2], &[]] {
+                // The same elements in every call: each needs the result of the one before.
+                let mut data = vec![1i32; first.max(second)];
+                let jobs = [first, second, first].map(|length| submit_sum(&group, &mut data[..length]));
+                for &job in waits {
+                    group.wait(jobs[job].0, None).expect("done");
+                }
+                let all = span(&mut data[..first.min(second)]);
+                group.run(vec![call(Op::AllReduce, vec![all], vec![all])], None).expect("behind them");
+                assert!(
+                    jobs.iter().all(|(_, hears)| hears.recv_timeout(Duration::from_secs(20)) == Ok(Ok(()))),
+                    "{first} {second} {waits:?}"
+                );
+                let expected = |i: usize| 1 << (2 * i32::from(i < first) + i32::from(i < second) + i32::from(i < first.min(second)));
+                assert!(data.iter().enumerate().all(|(i, &value)| value == expected(i)), "{first} {second} {waits:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn a_posted_call_that_nobody_awaits_is_finished_when_it_is_asked_for_and_when_its_rank_leaves() {
+    with_ranks(2, |group, _| {
+        for asks in [true, false] {
+            let mut data = vec![1i32; 10];
+            let (_, hears) = submit_sum(&group, &mut data);
+            if asks {
+                group.progress();
+            } else {
+                group.shutdown();
+            }
+            assert_eq!(hears.recv_timeout(Duration::from_secs(20)), Ok(Ok(())), "{asks}");
+            assert_eq!(data, vec![2; 10], "{asks}");
+        }
+    });
+}
+
+#[test]
+fn a_posted_call_whose_peer_leaves_or_gives_up_fails_when_it_is_awaited() {
+    for aborts in [false, true] {
+        let posted = std::sync::Barrier::new(2);
+        with_ranks(2, |group, rank| {
+            let mut data = vec![1i32; 10];
+            if rank == 0 {
+                let (ticket, hears) = submit_sum(&group, &mut data);
+                posted.wait();
+                group.wait(ticket, None).expect("the outcome goes to the completion");
+                let error = hears.try_recv().expect("it has ended").expect_err("rank 1 does not come");
+                assert!(error.message.contains("rank 1 (pid "), "{error}");
+                assert_eq!(data, vec![1; 10], "nothing was written");
+                assert_eq!(group.run(vec![call(Op::Barrier, vec![], vec![])], None), Err(group.failure().expect("it failed")));
+            } else {
+                posted.wait();
+                if aborts {
+                    group.abort();
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_limited_wait_for_a_posted_call_gives_up_and_leaves_it_alone() {
+    let tried = std::sync::Barrier::new(2);
+    with_ranks(2, |group, rank| {
+        let mut data = vec![1i32; 10];
+        let limit = Duration::from_millis(20);
+        if rank == 0 {
+            let (ticket, hears) = submit_sum(&group, &mut data);
+            let error = group.wait(ticket, Some(limit)).expect_err("rank 1 has not come");
+            assert_eq!(error.kind, crate::error::Kind::WaitTimeout, "{error}");
+            tried.wait();
+            group.wait(ticket, Some(Duration::from_secs(20))).expect("it came");
+            assert_eq!(hears.try_recv(), Ok(Ok(())));
+        } else {
+            tried.wait();
+            let (ticket, _hears) = submit_sum(&group, &mut data);
+            group.wait(ticket, None).expect("rank 0 has come");
+        }
+        assert_eq!(data, vec![2; 10]);
+    });
+}

@@ -241,8 +241,11 @@ impl HostsGroup {
         }
     }
 
-    /// Moves transfers along without blocking.
+    /// Moves transfers and calls along without blocking.
     pub fn progress(&self) {
+        if !self.shared.is_inherited() {
+            self.engine.hurry();
+        }
         self.inner.progress();
     }
 

@@ -150,6 +150,9 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
   if (completed) {
     fulfil(*future);
     future->wait();
+  } else {
+    // Who waits for a future does not come to wait().
+    (*group_)->progress();
   }
   return future;
 }

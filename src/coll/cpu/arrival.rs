@@ -5,7 +5,7 @@
 
 use super::Step;
 use super::reduce_scatter::reduce_chunk;
-use crate::coll::call::Span;
+use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::coll::plan::Plan;
 use crate::error::{Error, Result};
@@ -34,6 +34,12 @@ const BYTES: usize = 1;
 const DETAIL: usize = 2;
 const OFFER: usize = 3;
 const SENT: usize = 8;
+
+/// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
+pub(super) fn fits_post(call: &Call, plan: Plan) -> bool {
+    // Of an all-to-all each rank decides for itself.
+    if call.op == Op::AllToAll { call.inputs.iter().map(|span| span.bytes).sum::<usize>() <= INLINE_BYTES } else { plan == Plan::Inline }
+}
 
 impl Step<'_> {
     fn post(&self, rank: Rank) -> &Head {
@@ -77,22 +83,15 @@ impl Step<'_> {
         f64::from_bits(self.post(rank).factor.load(Ordering::Relaxed))
     }
 
-    /// Returns once everybody has posted the same call; with [`Plan::Inline`] their data lie beside the flags.
-    pub(super) fn arrive(&self, plan: Plan) -> Result<()> {
-        let inline = plan == Plan::Inline;
-        self.write_post(inline, if inline { 0 } else { self.offer() }, self.call.agreed_lengths(), &[]);
+    /// Returns once everybody has posted the same call, as this rank has.
+    pub(super) fn arrive(&self) -> Result<()> {
         self.await_posts()?;
         self.compare()
     }
 
-    /// Arrives as `arrive` does, and compares what each rank sends with what each expects. Returns `None` if all data lie beside the flags,
-    /// else the longest message.
-    pub(super) fn arrive_all_to_all(&self) -> Result<Option<usize>> {
-        let inline = |total: usize| total <= INLINE_BYTES;
-        let total: usize = self.call.inputs.iter().map(|span| span.bytes).sum();
-        self.write_post(inline(total), self.offer(), &self.call.inputs, &self.call.outputs);
-        self.await_posts()?;
-        self.compare()?;
+    /// Compares what each rank sends in an all-to-all with what each expects. Returns `None` if all data lie beside the flags, else the
+    /// longest message.
+    pub(super) fn compare_lengths(&self) -> Result<Option<usize>> {
         let (mut longest, mut all_inline) = (0, true);
         for from in self.control.ranks() {
             let mut total = 0usize;
@@ -110,19 +109,22 @@ impl Step<'_> {
                 longest = longest.max(sent);
                 total = total.saturating_add(sent);
             }
-            all_inline &= inline(total);
+            all_inline &= total <= INLINE_BYTES;
         }
         Ok(if all_inline { None } else { Some(longest) })
     }
 
-    fn write_post(&self, inline: bool, offer: u64, sent: &[Span], received: &[Span]) {
+    /// Tells peers what this rank was asked to do; `inline`: with its data.
+    pub(super) fn write_post(&self, inline: bool) {
         let (control, call, me) = (self.control, self.call, self.control.rank());
+        let (sent, received): (&[Span], &[Span]) =
+            if call.op == Op::AllToAll { (&call.inputs, &call.outputs) } else { (call.agreed_lengths(), &[]) };
         let description = Description::of(call);
         let put = |word: usize, value: u64| self.table(me, word).store(value, Ordering::Relaxed);
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        put(OFFER, offer);
+        put(OFFER, if inline && call.op != Op::AllToAll { 0 } else { self.offer() });
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }
@@ -132,7 +134,7 @@ impl Step<'_> {
         if inline {
             let mut at = self.posted(me);
             for span in call.shared_inputs() {
-                // SAFETY: the plan is inline only if the inputs' bytes together fit INLINE_BYTES; nobody reads this post before its flag
+                // SAFETY: the inputs' bytes together fit INLINE_BYTES (`fits_post`); nobody reads this post before its flag
                 // is published below, nor its predecessor any more (module docs); the spans are the caller's.
                 unsafe {
                     cpu::copy(at, span.ptr(), span.bytes, Store::Cached);

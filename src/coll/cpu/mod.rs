@@ -20,9 +20,11 @@ use crate::control::ControlBlock;
 use crate::error::Result;
 use crate::symm_mem::peers::{Heaps, Linked};
 use crate::sync::limit::Limit;
+use arrival::fits_post;
 use helpers::Helpers;
 pub(crate) use norm::norm_alone;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Runs a group's collectives, one at a time.
 #[derive(Debug)]
@@ -34,6 +36,8 @@ pub struct Runner {
     thresholds: Thresholds,
     linked: Arc<Linked>,
     served: &'static str,
+    /// The next call has been posted.
+    posted: bool,
 }
 
 /// Collective that is under way.
@@ -47,10 +51,15 @@ struct Step<'a> {
     stage: &'a mut u64,
 }
 
+/// The plan of `call` among `n` ranks.
+fn choose(call: &Call, longest: usize, n: usize, thresholds: &Thresholds) -> Plan {
+    Norm::of(call).map_or_else(|| plan::choose(call.op, longest, n, thresholds), |norm| plan::choose_rows(&norm, n))
+}
+
 impl Runner {
     /// A runner for a group that has run nothing yet, and whose symmetric memory will be found in `linked`.
     pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds, linked: Arc<Linked>) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "" }
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "", posted: false }
     }
 
     /// The group's.
@@ -68,32 +77,49 @@ impl Runner {
         self.served
     }
 
-    /// Runs `call`, which [`Call::validate`] has passed; returns when its outputs are complete and its inputs may change.
-    pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
-        self.served = "";
-        let n = self.control.size();
-        if let Some(failure) = self.control.failure() {
-            return Err(failure);
+    /// Posts `call`, which [`Call::validate`] has passed, if all that this rank sends has room beside the flag: the next that `run` gets must
+    /// be this call. `begins` gets its number before peers see it.
+    pub fn post(&mut self, call: &Call, begins: &dyn Fn(u64)) -> bool {
+        let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds));
+        if !inline || self.control.size() == 1 || self.control.failure().is_some() {
+            return false;
         }
         self.seq += 1;
-        let longest = call.longest();
-        let norm = Norm::of(call);
-        let choose = |longest| match &norm {
-            Some(norm) => plan::choose_rows(norm, n),
-            None => plan::choose(call.op, longest, n, &self.thresholds),
-        };
-        let plan = choose(longest);
+        begins(self.seq);
+        let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), Limit::from_first_wait(Duration::ZERO));
+        let heaps = heaps.as_deref();
+        Step { control: &control, call, limit: &limit, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
+        self.posted = true;
+        true
+    }
+
+    /// Runs `call`, which [`Call::validate`] has passed, or what is left of it once it was posted; returns when its outputs are complete and
+    /// its inputs may change.
+    pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+        self.served = "";
+        let posted = std::mem::take(&mut self.posted);
+        if !posted {
+            if let Some(failure) = self.control.failure() {
+                return Err(failure);
+            }
+            self.seq += 1;
+        }
+        let (n, longest) = (self.control.size(), call.longest());
+        let plan = choose(call, longest, n, &self.thresholds);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
         let mut step = Step { control: &control, call, limit, heaps: heaps.as_deref(), seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             self.served = "alone";
             return step.alone();
         }
+        if !posted {
+            step.write_post(fits_post(call, plan));
+        }
+        step.arrive()?;
         // Only the ranks together know the longest message of an all-to-all.
         let (plan, longest) = if call.op == Op::AllToAll {
-            step.arrive_all_to_all()?.map_or((Plan::Inline, 0), |longest| (choose(longest), longest))
+            step.compare_lengths()?.map_or((Plan::Inline, 0), |longest| (choose(call, longest, n, &self.thresholds), longest))
         } else {
-            step.arrive(plan)?;
             (plan, longest)
         };
         if let Plan::Staged { store, .. } = plan
@@ -115,7 +141,7 @@ impl Runner {
             Op::Barrier => {}
             Op::AllReduce | Op::Reduce => step.all_reduce(plan)?,
             Op::ReduceScatter => step.reduce_scatter(plan)?,
-            Op::AllReduceAddRmsNorm => norm.map_or(Ok(()), |norm| step.norm(&norm, plan))?,
+            Op::AllReduceAddRmsNorm => Norm::of(call).map_or(Ok(()), |norm| step.norm(&norm, plan))?,
             Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => step.exchange(plan, longest)?,
         }
         control.finish(self.seq, call.op);
@@ -147,5 +173,80 @@ impl Step<'_> {
             return format!("{description} #{seq} of group \"{group}\" (this rank sends {sent} bytes)");
         }
         format!("{description} #{seq} of group \"{group}\"")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::coll::call::Span;
+    use crate::control::tests::controls;
+    use crate::dtype::{DType, ReduceOp};
+    use crate::error::Error;
+    use crate::rank::Rank;
+
+    fn runners(n: u32) -> Vec<Runner> {
+        controls(n).into_iter().map(|control| Runner::new(Arc::new(control), Thresholds::default(), Arc::default())).collect()
+    }
+
+    fn spans(all: &mut [Vec<i32>]) -> Vec<Span> {
+        all.iter_mut().map(|one| Span { addr: one.as_mut_ptr() as usize, bytes: size_of_val(&**one) }).collect()
+    }
+
+    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
+        Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+    }
+
+    fn soon() -> Limit {
+        Limit::from_first_wait(Duration::from_secs(20))
+    }
+
+    #[test]
+    fn peers_need_nothing_more_of_what_was_posted() {
+        let mut runners = runners(2);
+        let mut data = [vec![vec![1, 2]], vec![vec![30, 40]]];
+        for (number, expected) in [(1, [31, 42]), (2, [62, 84])] {
+            let calls = data.each_mut().map(|data| call(Op::AllReduce, spans(data), spans(data)));
+            let before = data[0][0].clone();
+            let begun = std::cell::Cell::new(0);
+            assert!(runners[0].post(&calls[0], &|sequence| begun.set(sequence)));
+            assert_eq!((begun.get(), runners[0].sequence()), (number, number));
+            runners[1].run(&calls[1], &soon()).expect("all are there");
+            assert_eq!((&data[0][0], &*data[1][0]), (&before, &expected[..]), "rank 0 has not been told to go on");
+            runners[0].run(&calls[0], &soon()).expect("all were there");
+            assert_eq!((&*data[0][0], runners[0].sequence()), (&expected[..], number));
+        }
+    }
+
+    #[test]
+    fn what_peers_need_more_of_is_not_posted() {
+        let mut long = [vec![0; 10_000]];
+        let mut short = [vec![0; 10]];
+        let [long, short] = [spans(&mut long), spans(&mut short)].map(|spans| call(Op::AllReduce, spans.clone(), spans));
+        let mut pair = runners(2);
+        assert!(!pair[0].post(&long, &|_| panic!("it does not begin")));
+        assert!(!runners(1)[0].post(&short, &|_| panic!("nobody waits for it")));
+        let failure = pair[0].control().fail(Error::aborted("it failed"));
+        assert!(!pair[0].post(&short, &|_| panic!("the group has failed")));
+        assert_eq!(pair[0].run(&short, &soon()), Err(failure));
+        assert_eq!(pair[0].sequence(), 0);
+    }
+
+    #[test]
+    fn an_all_to_all_goes_on_where_only_one_rank_could_post() {
+        let lengths = [[10, 20], [5000, 30]];
+        let mut runners = runners(2);
+        let mut inputs = [0, 1].map(|from: usize| lengths[from].map(|length| vec![from as i32 + 1; length]));
+        let mut outputs = [0, 1].map(|to: usize| lengths.map(|lengths| vec![0; lengths[to]]));
+        let calls: Vec<Call> = inputs.iter_mut().zip(&mut outputs).map(|(i, o)| call(Op::AllToAll, spans(i), spans(o))).collect();
+        assert!(runners[0].post(&calls[0], &|_| {}) && !runners[1].post(&calls[1], &|_| {}));
+        std::thread::scope(|scope| {
+            for (runner, call) in runners.iter_mut().zip(&calls) {
+                scope.spawn(move || runner.run(call, &soon()).expect("both run"));
+            }
+        });
+        for (to, output) in outputs.iter().enumerate() {
+            assert!((0..2).all(|from| output[from] == vec![from as i32 + 1; lengths[from][to]]), "{to}");
+        }
     }
 }
