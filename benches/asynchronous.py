@@ -1,24 +1,28 @@
 """Asynchronous calls on CPU tensors: what they cost beside a backend that does nothing, and what they hide.
 
-    python benches/asynchronous.py --ranks 2 --sizes 8,64K,1M
+    python benches/asynchronous.py --ranks 2,4 --sizes 8,64K,1M
 
-Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs.
+Sides alternate, round by round. Printed are medians over calls of the slowest rank's time, in µs, and in brackets the
+time that a tenth of the calls stay below: on a machine that others use, too, it says more.
 
 - functional: `funcol.all_reduce` awaited at once, as DTensor and torch.compile do, by symm, by a backend that does
   nothing (torch's fake one), and by Gloo. Only the last two of its steps differ: the call and the wait.
 - synchronous: `dist.all_reduce` of as many bytes by symm.
-- overlap: an all-reduce of 2 MB, some computing of a fixed amount, the wait, as DDP does with a bucket; beside it the
-  computing alone and the synchronous call alone. Computing by "work" needs a core; by "sleep" it needs none.
+- overlap: an all-reduce of 2 MB, some computing of a fixed amount, the wait for the work, and for its future, as DDP
+  does with a bucket; beside it the computing alone and the synchronous call alone. Computing by "work" needs a core;
+  by "sleep" it needs none.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,8 +43,33 @@ def functional(tensor: torch.Tensor, group: dist.ProcessGroup) -> Call:
     return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))  # type: ignore[no-untyped-call]
 
 
-def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, float]:
-    """Median time of each side's call in µs: the slowest rank's of every call, over rounds of so many calls."""
+def asleep(us: float) -> Call:
+    """A sleep that takes ``us`` with what the system adds."""
+    added = []
+    for _ in range(20):
+        begun = time.perf_counter()
+        time.sleep(us / 1e6)
+        added.append(time.perf_counter() - begun - us / 1e6)
+    rest = max(us / 1e6 - statistics.median(added), 0.0)
+    return lambda: time.sleep(rest)
+
+
+class Times(NamedTuple):
+    """Times of a side's calls in µs."""
+
+    median: float
+    tenth: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.1f} ({self.tenth:.1f})"
+
+    def over(self, other: Times) -> str:
+        """How often ``other`` goes into it."""
+        return f"{self.median / other.median:.2f} ({self.tenth / other.tenth:.2f})×"
+
+
+def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, Times]:
+    """Times of each side's call: the slowest rank's of every call, over rounds of so many calls."""
     samples: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for turn in range(ROUNDS):
@@ -58,7 +87,7 @@ def alternate(sides: dict[str, tuple[Call, int]]) -> dict[str, float]:
     for name, own in samples.items():
         together = torch.tensor(own)
         dist.all_reduce(together, dist.ReduceOp.MAX)
-        found[name] = statistics.median(together.tolist())
+        found[name] = Times(statistics.median(together.tolist()), statistics.quantiles(together.tolist(), n=10)[0])
     return found
 
 
@@ -80,14 +109,15 @@ def work(us: float) -> Call:
     return lambda: compute(times)
 
 
-def overlapped(tensor: torch.Tensor, computing: Call) -> Call:
-    """An all-reduce beside ``computing``."""
+def overlapped(tensor: torch.Tensor, computing: Call, future: bool) -> Call:
+    """An all-reduce beside ``computing``, awaited by its work or its ``future``."""
 
     def call() -> None:
         pending = dist.all_reduce(tensor, async_op=True)
-        computing()
         assert pending is not None
-        pending.wait()
+        awaited = pending.get_future() if future else pending
+        computing()
+        awaited.wait()
 
     return call
 
@@ -112,23 +142,24 @@ def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> lis
             }
         )
         lines.append(
-            f"functional {format_size(size)}: symm {found['symm']:.1f}, nothing {found['nothing']:.1f} "
-            f"({found['symm'] / found['nothing']:.2f}×), synchronous {found['synchronous']:.1f} "
-            f"({found['symm'] / found['synchronous']:.2f}×), gloo {found['gloo']:.1f}"
+            f"functional {format_size(size)}: symm {found['symm']}, nothing {found['nothing']}, "
+            f"{found['symm'].over(found['nothing'])}, synchronous {found['synchronous']}, "
+            f"{found['symm'].over(found['synchronous'])}, gloo {found['gloo']}"
         )
     bucket = torch.zeros(BUCKET // 4)
-    kinds: dict[str, Call] = {"work": work(computing_us), "sleep": lambda: time.sleep(computing_us / 1e6)}
+    kinds: dict[str, Call] = {"work": work(computing_us), "sleep": asleep(computing_us)}
     for kind, computing in kinds.items():
         found = alternate(
             {
-                "together": (overlapped(bucket, computing), 60),
+                "work": (overlapped(bucket, computing, future=False), 60),
+                "future": (overlapped(bucket, computing, future=True), 60),
                 "computing": (computing, 60),
                 "call": (lambda: dist.all_reduce(bucket), 60),
             }
         )
         lines.append(
-            f"overlap, {kind}: {found['together']:.0f}, computing alone {found['computing']:.0f}, "
-            f"call alone {found['call']:.0f}"
+            f"overlap, {kind}: by work {found['work']}, by future {found['future']}, "
+            f"computing alone {found['computing']}, call alone {found['call']}"
         )
     return lines
 
@@ -136,13 +167,14 @@ def measure(rank: int, world: int, sizes: list[int], computing_us: float) -> lis
 def main() -> None:
     """Runs it on ranks of this machine."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", default="2,4", help="comma-separated (default: 2,4)")
     parser.add_argument("--sizes", default="8,64K,1M", help="comma-separated (default: 8,64K,1M)")
     parser.add_argument("--computing", type=float, default=COMPUTING_US, help="µs beside a bucket (default: 300)")
     given = parser.parse_args()
     sizes = [parse_size(size) for size in given.sizes.split(",")]
-    lines = torch_symm.testing.run_ranks(measure, given.ranks, sizes, given.computing)[0]
-    print("\n".join(lines))
+    for ranks in map(int, given.ranks.split(",")):
+        lines = torch_symm.testing.run_ranks(measure, ranks, sizes, given.computing)[0]
+        print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f}", *lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
