@@ -4,7 +4,7 @@
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
-use super::reduce_scatter::reduce_chunk;
+use super::helpers::reduce_chunk;
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::coll::plan::Plan;

@@ -8,7 +8,6 @@
 //! Helpers are the process's. They look for work a moment longer than it lasts, then sleep, and end after a second.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
 
-use super::reduce_scatter::reduce_chunk;
 use crate::coll::call::Call;
 use crate::config::Config;
 use crate::control::patience::{PATIENCE, Patience, now};
@@ -124,7 +123,8 @@ impl Helpers {
     /// Those for a call on tensors of `bytes` bytes.
     pub(super) fn of(bytes: usize) -> Self {
         let threads = if bytes < LONG { 1 } else { threads_of_this_rank() };
-        if threads < 2 || PATIENCE.is_short(now) {
+        // Ranks that lose slices of time to others have no cores to spare.
+        if threads < 2 || PATIENCE.is_short(now) || PATIENCE.is_crowded(now) {
             return Self::none();
         }
         let team = TEAM.get();
@@ -184,6 +184,13 @@ impl Helpers {
             }
         });
     }
+}
+
+/// `Step::reduce` for a pipeline, which holds the step itself.
+pub(super) fn reduce_chunk(call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
+    // bounds `Segment::ptr` checked, and synchronises with their writers before.
+    unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
 }
 
 /// What a piece of a reduction needs.
@@ -322,7 +329,9 @@ mod tests {
         for bytes in [1, 63, 64, 1000, 64 * 1000 + 1] {
             let seen: Vec<AtomicU8> = (0..bytes).map(|_| AtomicU8::new(0)).collect();
             job_of(team, bytes, 128, &|start, count| {
-                seen[start..start + count].iter().for_each(|byte| drop(byte.fetch_add(1, Ordering::Relaxed)));
+                for byte in &seen[start..start + count] {
+                    byte.fetch_add(1, Ordering::Relaxed);
+                }
             });
             assert!(seen.iter().all(|byte| byte.load(Ordering::Relaxed) == 1), "{bytes} bytes");
         }
@@ -345,7 +354,9 @@ mod tests {
         }));
         assert!(outcome.is_err());
         assert_eq!(done.load(Ordering::Relaxed), 63);
-        job_of(team, 64, 1, &|_, _| drop(done.fetch_add(1, Ordering::Relaxed)));
+        job_of(team, 64, 1, &|_, _| {
+            done.fetch_add(1, Ordering::Relaxed);
+        });
         assert_eq!(done.load(Ordering::Relaxed), 127);
     }
 }

@@ -52,13 +52,6 @@ impl Step<'_> {
     }
 }
 
-/// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk(call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
-    // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
-    // bounds `Segment::ptr` checked, and synchronises with their writers before.
-    unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }
-}
-
 struct Scatter<'a> {
     call: &'a Call,
     helpers: Helpers,
