@@ -1,6 +1,6 @@
 //! Threads that copy and reduce a part of long calls, where cores are idle.
 //!
-//! One thread moves about a third of what a socket's memory gives to four (`docs/measurements/cpu.md`). So a rank that has more cores than
+//! One core moves a fraction of what the memory gives to all (`docs/measurements/cpu.md`). So a rank that has more cores than
 //! one shares each stage of a long call with helpers: [`Pieces`] of it, whoever comes takes the next. A helper that does not come, since
 //! something else has its core, is not waited for. One that loses its core in the middle of a piece is; then the ranks do without for a
 //! while, as [`Patience`] says.
@@ -175,9 +175,10 @@ impl Helpers {
         let all = Shared { dst, sources, twin };
         self.share(bytes, &|start, bytes| {
             let all = &all;
-            let (dst, mut sources) = (all.dst.wrapping_add(start), all.sources.to_vec());
-            sources.iter_mut().for_each(|source| source.ptr = source.ptr.wrapping_add(start));
-            reduce_chunk(call, dst, &sources, bytes, if all.twin.is_some() { Store::Cached } else { store });
+            let later = |source: &Source| Source { ptr: source.ptr.wrapping_add(start), ..*source };
+            let shifted: Vec<Source> = if start == 0 { Vec::new() } else { all.sources.iter().map(later).collect() };
+            let (dst, sources) = (all.dst.wrapping_add(start), if start == 0 { all.sources } else { &shifted });
+            reduce_chunk(call, dst, sources, bytes, if all.twin.is_some() { Store::Cached } else { store });
             if let Some(twin) = all.twin {
                 // SAFETY: the caller's contract; the bytes at `dst` were just written.
                 unsafe { cpu::copy(twin.wrapping_add(start), dst, bytes, store) }
