@@ -107,11 +107,12 @@ fn threads(cores: usize, ranks: usize) -> usize {
     (cores / ranks).min(((cores - 1) / ranks).max(2)).clamp(1, MOST_THREADS)
 }
 
-fn threads_of_this_rank() -> usize {
+/// [`threads`] of this rank, by the cores that it may use.
+fn usual_threads() -> usize {
     // Asking takes as long as a short call.
     static CORES: OnceLock<usize> = OnceLock::new();
     let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-    Config::get().cpu_threads.unwrap_or_else(|| threads(cores, RANKS.load(Ordering::Relaxed)))
+    threads(cores, RANKS.load(Ordering::Relaxed))
 }
 
 impl Helpers {
@@ -122,17 +123,18 @@ impl Helpers {
 
     /// Those for a call on tensors of `bytes` bytes.
     pub(super) fn of(bytes: usize) -> Self {
-        let threads = if bytes < LONG { 1 } else { threads_of_this_rank() };
-        // Ranks that lose slices of time to others have no cores to spare.
-        if threads < 2 || PATIENCE.is_short(now) || PATIENCE.is_crowded(now) {
+        if bytes < LONG {
             return Self::none();
         }
-        let team = TEAM.get();
+        let (wanted, team) = (Config::get().cpu_threads, TEAM.get());
+        let threads = wanted.unwrap_or_else(usual_threads);
+        // Ranks that lose slices of time to others have no cores to spare.
+        let crowded = || PATIENCE.is_short(now) || PATIENCE.is_crowded(now) || team.patience.is_short(now);
+        if threads < 2 || wanted.is_none() && crowded() {
+            return Self::none();
+        }
         // Another group's call may have them.
         let Ok(held) = team.owner.try_lock() else { return Self::none() };
-        if team.patience.is_short(now) {
-            return Self::none();
-        }
         team.call(threads - 1);
         Self { held: Some(held), threads }
     }
