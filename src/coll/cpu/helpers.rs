@@ -213,6 +213,7 @@ impl Team {
     }
 
     /// Wakes `helpers` helpers, or starts them.
+    #[inline(never)]
     fn call(&'static self, helpers: usize) {
         let mut state = self.state();
         state.calls += 1;
@@ -263,20 +264,27 @@ impl Team {
     }
 
     /// A helper's life, which begins with call number `calls`.
-    fn help(&self, mut calls: u64) {
-        loop {
+    fn help(&self, calls: u64) {
+        let mut calls = Some(calls);
+        while let Some(seen) = calls {
             self.look_for_work();
-            let mut state = self.state();
-            state.asleep += 1;
-            let waited = self.called.wait_timeout_while(state, SPARE, |state| state.calls == calls);
-            let (mut state, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
-            state.asleep -= 1;
-            if outcome.timed_out() {
-                state.threads -= 1;
-                return;
-            }
-            calls = state.calls;
+            calls = self.sleep(seen);
         }
+    }
+
+    /// Sleeps until there are more than `calls` calls; how many there are. None: the helper ends.
+    #[inline(never)]
+    fn sleep(&self, calls: u64) -> Option<u64> {
+        let mut state = self.state();
+        state.asleep += 1;
+        let waited = self.called.wait_timeout_while(state, SPARE, |state| state.calls == calls);
+        let (mut state, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.asleep -= 1;
+        if outcome.timed_out() {
+            state.threads -= 1;
+            return None;
+        }
+        Some(state.calls)
     }
 
     fn look_for_work(&self) {
