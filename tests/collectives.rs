@@ -6,12 +6,12 @@
 
 mod ranks;
 
-use ranks::{span, with_ranks};
+use ranks::{input, reduced, span, with_ranks};
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::plan::Thresholds;
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cpu;
 use symm::rank::Rank;
 
 const TUNING: Tuning = Tuning { direct: true, spins: None, thresholds: Thresholds::DEFAULT };
@@ -19,34 +19,12 @@ const TUNING: Tuning = Tuning { direct: true, spins: None, thresholds: Threshold
 /// Elements: nothing, odd counts beside a flag, staged in one chunk, in many.
 const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
 
-/// The input that rank `from` gives to rank `to` (`to` 0 where all get the same): any bits, but only 0 and 1 for bool.
-fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
-    let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 24) as u8
-    };
-    (0..bytes).map(|_| if dtype == DType::Bool { next() & 1 } else { next() }).collect()
-}
-
 fn call(op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, rank: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
     Call { op, dtype, reduce_op, root: Rank(root), factor: f64::from(rank) + 0.5, inputs, outputs, call_site: None }
 }
 
 fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
     buffers.iter_mut().map(|buffer| span(buffer)).collect()
-}
-
-/// What the reduction of `inputs`, one per rank, must be.
-fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
-    let mut output = vec![0u8; inputs[0].len()];
-    let sources: Vec<Source> =
-        inputs.iter().enumerate().map(|(rank, data)| Source { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
-    // SAFETY: all buffers are of the same length, a multiple of the element size.
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
-    output
 }
 
 fn check_reductions(group: &Group, rank: u32, n: u32, dtype: DType, op: ReduceOp, bytes: usize) {

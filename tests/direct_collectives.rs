@@ -4,11 +4,11 @@
 
 mod ranks;
 
-use ranks::with_ranks;
+use ranks::{input, reduced, with_ranks};
 use symm::coll::call::{Call, Op, Span};
 use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
-use symm::kernels::cpu::{self, Source, Store};
+use symm::kernels::cpu;
 use symm::rank::Rank;
 use symm::symm_mem::HOST;
 use symm::window::allocations;
@@ -63,26 +63,6 @@ impl Drop for Arena {
 
 fn bytes_of(span: Span) -> &'static mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(span.ptr(), span.bytes) }
-}
-
-/// The input that rank `from` gives to rank `to`: any bits, but only 0 and 1 for bool.
-fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
-    let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 24) as u8
-    };
-    (0..bytes).map(|_| if dtype == DType::Bool { next() & 1 } else { next() }).collect()
-}
-
-fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
-    let mut output = vec![0u8; inputs[0].len()];
-    let sources: Vec<Source> =
-        inputs.iter().enumerate().map(|(rank, data)| Source { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
-    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
-    output
 }
 
 /// One rank of a test: its inputs and outputs lie in memory of its own kind, at places of its own.

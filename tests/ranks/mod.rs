@@ -3,7 +3,9 @@
 use std::time::Duration;
 use symm::coll::call::Span;
 use symm::control::Identity;
+use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
+use symm::kernels::cpu::{self, Source, Store};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
@@ -30,4 +32,28 @@ pub(crate) fn with_ranks(n: u32, tuning: Tuning, body: impl Fn(&Group, u32) + Sy
 #[allow(dead_code, reason = "not every test that runs groups this way has its tensors in slices")]
 pub(crate) fn span<T>(data: &mut [T]) -> Span {
     Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) }
+}
+
+/// The input that rank `from` gives to rank `to` (`to` 0 where all get the same): any bits, but only 0 and 1 for bool.
+#[allow(dead_code, reason = "not every test that runs groups this way compares whole collectives")]
+pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
+    let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..bytes).map(|_| if dtype == DType::Bool { next() & 1 } else { next() }).collect()
+}
+
+/// What the reduction of `inputs`, one per rank, must be.
+#[allow(dead_code, reason = "not every test that runs groups this way compares whole collectives")]
+pub(crate) fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let mut output = vec![0u8; inputs[0].len()];
+    let sources: Vec<Source> =
+        inputs.iter().enumerate().map(|(rank, data)| Source { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
+    // SAFETY: all buffers are of the same length, a multiple of the element size.
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    output
 }
