@@ -54,7 +54,7 @@ impl Links for BackendLinks {
         }
     }
 
-    fn release(&self, peer: Rank, traffic: Traffic, _bytes: usize) {
+    fn release(&self, peer: Rank, traffic: Traffic) {
         if let Ok(handle) = self.handle() {
             handle.release(peer.0, traffic as i32);
         }

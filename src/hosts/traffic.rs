@@ -148,9 +148,13 @@ impl<L: Links> Links for Counted<L> {
         self.links.wait(peer, traffic)
     }
 
-    fn release(&self, peer: Rank, traffic: links::Traffic, bytes: usize) {
+    fn came(&self, peer: Rank, bytes: usize) {
         self.traffic.add(self.path(peer), (0, bytes));
-        self.links.release(peer, traffic, bytes);
+        self.links.came(peer, bytes);
+    }
+
+    fn release(&self, peer: Rank, traffic: links::Traffic) {
+        self.links.release(peer, traffic);
     }
 
     fn close(&self, peer: Rank) {

@@ -35,8 +35,11 @@ pub trait Links: Send + Sync {
     /// until they are released.
     fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>>;
 
-    /// Ends listening for what `wait` has waited for last, of which `bytes` bytes were sent.
-    fn release(&self, peer: Rank, traffic: Traffic, bytes: usize);
+    /// A frame and its payload have come, `bytes` bytes in all. Told before a receive is complete with them.
+    fn came(&self, _peer: Rank, _bytes: usize) {}
+
+    /// Ends listening for what `wait` has waited for last.
+    fn release(&self, peer: Rank, traffic: Traffic);
 
     /// Ends every wait, and the connection. Without effect where there is none.
     fn close(&self, peer: Rank);

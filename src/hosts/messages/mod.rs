@@ -255,14 +255,14 @@ impl Messages {
             let heard = match frame.traffic() {
                 Traffic::Frame => {
                     let heard = self.hear(peer, frame, &bytes[HEAD..HEAD + length]);
-                    self.links.release(peer, Traffic::Frame, HEAD + length);
+                    self.links.release(peer, Traffic::Frame);
                     heard
                 }
                 Traffic::Piece => {
                     let Some(piece) = arrived(&*self.links, peer, Traffic::Piece, PIECE)? else { return Ok(()) };
                     let heard = self.hear(peer, frame, &piece[..length]);
-                    self.links.release(peer, Traffic::Piece, length);
-                    self.links.release(peer, Traffic::Frame, HEAD);
+                    self.links.release(peer, Traffic::Piece);
+                    self.links.release(peer, Traffic::Frame);
                     heard
                 }
             };
@@ -275,6 +275,7 @@ impl Messages {
 
     /// Does what `frame` asks for, with which `payload` has come; whether more is to be read.
     fn hear(&self, peer: Rank, frame: Frame, payload: &[u8]) -> bool {
+        self.links.came(peer, HEAD + payload.len());
         let (mut state, mut finished) = (self.lock(), Vec::new());
         if state.closed.is_some() {
             return false;
