@@ -82,6 +82,19 @@ impl Connection {
         self.eager.wrapping_sub(side(control, control.rank(), self.peer).matched.observe()) < EAGER_WINDOW
     }
 
+    /// Sends a short message if nothing waits for space and it may go unasked; whether it has left `span`.
+    pub(super) fn send_now(&mut self, control: &ControlBlock, frame: Frame, span: Span) -> Result<bool> {
+        if !self.outbox.is_empty() || !self.may_send_eagerly(control) {
+            return Ok(false);
+        }
+        self.enqueue(Outgoing::Eager(frame, span));
+        let sent = self.flush(control, |_| ());
+        if self.outbox.pop_back().is_some() {
+            self.eager -= 1;
+        }
+        sent
+    }
+
     pub(super) fn enqueue(&mut self, item: Outgoing) {
         if matches!(item, Outgoing::Eager(..)) {
             self.eager += 1;

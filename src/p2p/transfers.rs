@@ -84,6 +84,8 @@ impl Drop for Attending<'_> {
     }
 }
 
+/// Turns of spinning before a receive waits in earnest.
+const GLANCES: u32 = 100;
 /// Turns of spinning between two moments of giving the core away.
 const SPINS_BETWEEN: u32 = 8;
 /// Bytes read directly between two looks at whether the sender attends.
@@ -126,12 +128,24 @@ impl Transfers {
             let (dead, me, peer) = (self.control.describe(dead), self.control.describe(self.control.rank()), self.control.describe(peer));
             return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
-        self.start_worker()?;
         let mut state = self.lock();
-        let ticket = state.ticket();
+        let (ticket, own) = (state.number(), peer == self.control.rank());
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
+        let short = !own && span.bytes <= EAGER_BYTES;
+        let frame = |kind, value| Frame { kind, tag, id: ticket, bytes, value };
+        let eager = frame(Kind::Eager, 0);
+        let sent = if short { state.connections[peer.index()].send_now(&self.control, eager, span) } else { Ok(false) };
+        if sent == Ok(true) {
+            drop(state);
+            completion.call(Ok(()), None);
+            return Ok(ticket);
+        }
+        self.start_worker()?;
+        state.open.insert(ticket);
         state.sends.insert(ticket, Sending { peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, requested: false });
-        if peer == self.control.rank() {
+        if sent.is_err() {
+            self.absorb(&mut state, sent);
+        } else if own {
             match state.matching.take_receive(peer, tag) {
                 Some(posted) => {
                     let delivered = state.deliver_own(&self.control, posted, ticket);
@@ -141,9 +155,8 @@ impl Transfers {
             }
         } else {
             let connection = &mut state.connections[peer.index()];
-            let frame = |kind, value| Frame { kind, tag, id: ticket, bytes, value };
-            connection.enqueue(if span.bytes <= EAGER_BYTES && connection.may_send_eagerly(&self.control) {
-                Outgoing::Eager(frame(Kind::Eager, 0), span)
+            connection.enqueue(if short && connection.may_send_eagerly(&self.control) {
+                Outgoing::Eager(eager, span)
             } else {
                 Outgoing::Control(frame(Kind::Offer, span.addr as u64))
             });
@@ -173,7 +186,8 @@ impl Transfers {
         let mut state = self.lock();
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
-        let posted = Posted { ticket, peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, claim };
+        // Somebody looks within PAUSE, unless it is complete before.
+        let posted = Posted { ticket, peer, tag, span, limit: Limit::from_first_wait(timeout), completion, claim };
         match state.matching.take_message(peer, tag) {
             Some(message) => {
                 // Nobody else knows of it yet.
@@ -206,11 +220,10 @@ impl Transfers {
     /// Moves things along once; where something stays open, sees to it that the progress thread looks after it.
     fn begin(&self, mut state: MutexGuard<'_, State>) {
         self.advance(&mut state);
-        self.settle(state);
-        let state = self.lock();
-        if state.parked && !state.open.is_empty() {
+        if state.parked && state.open.len() > state.finished.len() {
             self.begun.notify_all();
         }
+        self.settle(state);
     }
 
     /// Moves everything along without blocking; returns whether anything moved.
@@ -223,6 +236,9 @@ impl Transfers {
 
     /// Returns once the completion of `ticket` has been called.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        if self.glance(ticket) {
+            return Ok(());
+        }
         let since = Instant::now();
         let _attending = Attending::new(self);
         let mut turns = 0;
@@ -232,16 +248,15 @@ impl Transfers {
                 return Ok(());
             }
             let mut stirred = self.advance(&mut state);
-            let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
-            let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
-            for _ in 0..spins {
-                if stirred || !state.finished.is_empty() {
-                    break;
-                }
-                std::hint::spin_loop();
-                stirred = state.stirs(&self.control);
-            }
             let finished = !state.finished.is_empty();
+            if !stirred && !finished {
+                let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
+                let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
+                stirred = (0..spins).any(|_| {
+                    std::hint::spin_loop();
+                    state.stirs(&self.control)
+                });
+            }
             self.settle(state);
             if stirred || finished {
                 turns = 0;
@@ -265,6 +280,29 @@ impl Transfers {
                 !state.open.contains(&ticket) || state.stirs(&self.control) || self.control.failure().is_some()
             });
         }
+    }
+
+    /// Whether the completion of `ticket` has been called, now or some turns of spinning later. Peers do not learn of a wait that is so
+    /// short: what they read of it costs both sides more than the message does.
+    fn glance(&self, ticket: u64) -> bool {
+        let mut state = self.lock();
+        for turn in 0..GLANCES {
+            if state.finished.is_empty() && !state.open.contains(&ticket) {
+                return true;
+            }
+            // Who receives from this rank asks whether it attends.
+            if turn == 0 && (!state.sends.is_empty() || self.control.spins() < GLANCES) {
+                return false;
+            }
+            self.advance(&mut state);
+            if !state.finished.is_empty() {
+                self.settle(state);
+                state = self.lock();
+            } else if !state.stirs(&self.control) {
+                std::hint::spin_loop();
+            }
+        }
+        false
     }
 
     /// Counts the threads that move transfers along, and lets peers know whether there is one.

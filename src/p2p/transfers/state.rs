@@ -69,9 +69,14 @@ impl Lost {
 }
 
 impl State {
-    pub(super) fn ticket(&mut self) -> u64 {
-        let ticket = self.next;
+    /// The next ticket, which is not open yet.
+    pub(super) fn number(&mut self) -> u64 {
         self.next += 1;
+        self.next - 1
+    }
+
+    pub(super) fn ticket(&mut self) -> u64 {
+        let ticket = self.number();
         self.open.insert(ticket);
         ticket
     }
