@@ -50,8 +50,12 @@ impl Default for Thresholds {
     }
 }
 
-/// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes.
-pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan {
+/// Chunks of a short message where some ranks write and others read.
+const ONE_WAY_CHUNKS: usize = 8;
+
+/// The algorithm for a collective of `n` ranks whose longest message between two of them is `longest` bytes. Where they share cores, they
+/// wait for each other as seldom as they can.
+pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
     // Scatter and all-to-all post one message for every rank, and reduce-scatter does too.
     let posted = match op {
         Op::Scatter | Op::AllToAll | Op::ReduceScatter => longest.saturating_mul(n),
@@ -72,8 +76,14 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds) -> Plan
         Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::AllReduceAddRmsNorm => SLOT_BYTES,
     };
     let room = room / LINE_PAIR * LINE_PAIR;
-    // Short messages go in two chunks, so that the second is copied in while the first is read.
-    let chunk = longest.div_ceil(2).next_multiple_of(LINE_PAIR).clamp(4096.min(room), room);
+    // Short messages go in chunks, so that the next is copied in while one is read. Where each rank does both, two serve best.
+    let chunks = match op {
+        _ if shared_cores => 1,
+        Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter if longest <= room => ONE_WAY_CHUNKS,
+        Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 2,
+        Op::Barrier | Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::AllReduceAddRmsNorm => 2,
+    };
+    let chunk = longest.div_ceil(chunks).next_multiple_of(LINE_PAIR).clamp(4096.min(room), room);
     Plan::Staged { chunk, store }
 }
 
@@ -83,7 +93,7 @@ const TWO_SHOT_BYTES: usize = 64 << 10;
 const WHOLE_BYTES: usize = 32 << 10;
 
 /// The algorithm for the rows of `norm` among `n` ranks: inline, or in chunks of whole rows.
-pub fn choose_rows(norm: &Norm, n: usize) -> Plan {
+pub fn choose_rows(norm: &Norm, n: usize, shared_cores: bool) -> Plan {
     let (row, bytes) = (norm.row_bytes(), norm.row_bytes() * norm.rows);
     if bytes <= INLINE_BYTES {
         return Plan::Inline;
@@ -92,7 +102,8 @@ pub fn choose_rows(norm: &Norm, n: usize) -> Plan {
         Phases::One => SLOT_BYTES / row,
         Phases::Two => (shared_rows(norm, n) * n).min(SLOT_BYTES / row),
     };
-    let rows = norm.rows.div_ceil(2).max(WHOLE_BYTES.div_ceil(row)).clamp(1, most);
+    let chunks = if shared_cores { 1 } else { 2 };
+    let rows = norm.rows.div_ceil(chunks).max(WHOLE_BYTES.div_ceil(row)).clamp(1, most);
     Plan::Staged { chunk: rows * row, store: Store::Cached }
 }
 
@@ -114,7 +125,7 @@ mod tests {
     use crate::dtype::DType;
 
     fn choose(op: Op, longest: usize, n: usize) -> Plan {
-        super::choose(op, longest, n, &Thresholds::default())
+        super::choose(op, longest, n, &Thresholds::default(), false)
     }
 
     #[test]
@@ -127,10 +138,22 @@ mod tests {
     }
 
     #[test]
+    fn shared_cores_make_chunks_long() {
+        let chunk = |op, shared| match super::choose(op, 64 << 10, 4, &Thresholds::default(), shared) {
+            Plan::Staged { chunk, .. } => chunk,
+            Plan::Inline => 0,
+        };
+        assert_eq!(
+            [Op::Broadcast, Op::AllReduce].map(|op| [chunk(op, false), chunk(op, true)]),
+            [[8 << 10, 64 << 10], [32 << 10, 64 << 10]]
+        );
+    }
+
+    #[test]
     fn thresholds_move() {
         let always = Thresholds { stream_bytes: 1 };
         let streamed = |thresholds: &Thresholds| {
-            matches!(super::choose(Op::AllReduce, 1 << 20, 4, thresholds), Plan::Staged { store: Store::Streaming, .. })
+            matches!(super::choose(Op::AllReduce, 1 << 20, 4, thresholds, false), Plan::Staged { store: Store::Streaming, .. })
         };
         assert_eq!((streamed(&always), streamed(&Thresholds::default())), (true, false));
     }
@@ -141,7 +164,7 @@ mod tests {
             for (hidden, rows) in [(8, 100_000), (4096, 1), (4096, 2), (8192, 64), (16384, 1), (16384, 1000)] {
                 for (dtype, normed) in [(DType::BF16, Normed::Same), (DType::F32, Normed::Same), (DType::BF16, Normed::Dynamic)] {
                     let norm = Norm { dtype, hidden, rows, eps: 0.0, normed };
-                    let Plan::Staged { chunk, .. } = choose_rows(&norm, n) else {
+                    let Plan::Staged { chunk, .. } = choose_rows(&norm, n, rows % 3 == 1) else {
                         assert!(norm.row_bytes() * rows <= INLINE_BYTES);
                         continue;
                     };
@@ -162,8 +185,9 @@ mod tests {
     fn chunks_fit_their_slots() {
         for ranks in [1, 2, 3, 5, 8, 128] {
             for op in Op::ALL {
-                for longest in [INLINE_BYTES + 1, 100_000, 1 << 20, usize::MAX / 256] {
-                    if let Plan::Staged { chunk, .. } = choose(*op, longest, ranks) {
+                let lengths = [INLINE_BYTES + 1, 100_000, 1 << 20, usize::MAX / 256];
+                for (longest, shared) in lengths.into_iter().flat_map(|longest| [(longest, false), (longest, true)]) {
+                    if let Plan::Staged { chunk, .. } = super::choose(*op, longest, ranks, &Thresholds::default(), shared) {
                         let messages = if matches!(op, Op::Scatter | Op::AllToAll | Op::ReduceScatter) { ranks } else { 1 };
                         assert!(chunk > 0 && chunk % 64 == 0 && chunk * messages <= SLOT_BYTES, "{op:?} {ranks} {longest} {chunk}");
                     }

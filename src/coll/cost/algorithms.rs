@@ -42,7 +42,7 @@ impl Algorithms {
     pub(super) fn name(&self, op: Op, bytes: f64, ranks: usize) -> &'static str {
         let longest = longest(op, bytes, ranks);
         match self {
-            Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds).name(),
+            Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds, false).name(),
             Self::Cuda(layout, tuning) => {
                 let span = vec![Span { addr: 0, bytes: longest }];
                 let (inputs, outputs) = (span.clone(), span);

@@ -4,7 +4,7 @@
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors")]
 
 use super::Step;
-use super::helpers::reduce_chunk;
+use super::helpers::{reduce_chunk, shares_cores};
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::describe::Description;
 use crate::coll::plan::Plan;
@@ -33,6 +33,7 @@ const HEAD: usize = 0;
 const BYTES: usize = 1;
 const DETAIL: usize = 2;
 const OFFER: usize = 3;
+const SHARES_CORES: usize = 4;
 const SENT: usize = 8;
 
 /// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
@@ -62,6 +63,11 @@ impl Step<'_> {
     /// What `rank` offers, see [`Step::offer`]; 0 in calls that are not staged.
     pub(super) fn offered(&self, rank: Rank) -> u64 {
         self.table(rank, OFFER).load(Ordering::Relaxed)
+    }
+
+    /// Whether a rank has posted that ranks share cores. The same on every rank.
+    pub(super) fn cores_are_shared(&self) -> bool {
+        self.control.ranks().any(|rank| self.table(rank, SHARES_CORES).load(Ordering::Relaxed) != 0)
     }
 
     /// Bytes that `from` sends to `to`, where posts carry them.
@@ -125,6 +131,7 @@ impl Step<'_> {
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
         put(OFFER, if inline && call.op != Op::AllToAll { 0 } else { self.offer() });
+        put(SHARES_CORES, u64::from(!inline && shares_cores()));
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }

@@ -102,6 +102,18 @@ pub(crate) fn note_ranks(ranks: usize) {
     RANKS.fetch_max(ranks, Ordering::Relaxed);
 }
 
+/// Cores that this rank may use.
+fn cores() -> usize {
+    // Asking takes as long as a short call.
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
+/// Whether ranks share cores with each other: whoever waits for a peer may have to give it the core first.
+pub(super) fn shares_cores() -> bool {
+    cores() < RANKS.load(Ordering::Relaxed)
+}
+
 /// Threads for a call in each of `ranks` ranks on `cores` cores. More than two leave a core to whatever else runs.
 fn threads(cores: usize, ranks: usize) -> usize {
     (cores / ranks).min(((cores - 1) / ranks).max(2)).clamp(1, MOST_THREADS)
@@ -109,10 +121,7 @@ fn threads(cores: usize, ranks: usize) -> usize {
 
 /// [`threads`] of this rank, by the cores that it may use.
 fn usual_threads() -> usize {
-    // Asking takes as long as a short call.
-    static CORES: OnceLock<usize> = OnceLock::new();
-    let cores = *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from));
-    threads(cores, RANKS.load(Ordering::Relaxed))
+    threads(cores(), RANKS.load(Ordering::Relaxed))
 }
 
 impl Helpers {

@@ -52,8 +52,11 @@ struct Step<'a> {
 }
 
 /// The plan of `call` among `n` ranks.
-fn choose(call: &Call, longest: usize, n: usize, thresholds: &Thresholds) -> Plan {
-    Norm::of(call).map_or_else(|| plan::choose(call.op, longest, n, thresholds), |norm| plan::choose_rows(&norm, n))
+fn choose(call: &Call, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
+    match Norm::of(call) {
+        Some(norm) => plan::choose_rows(&norm, n, shared_cores),
+        None => plan::choose(call.op, longest, n, thresholds, shared_cores),
+    }
 }
 
 impl Runner {
@@ -80,7 +83,7 @@ impl Runner {
     /// Posts `call`, which [`Call::validate`] has passed, if all that this rank sends has room beside the flag: the next that `run` gets must
     /// be this call. `begins` gets its number before peers see it.
     pub fn post(&mut self, call: &Call, begins: &dyn Fn(u64)) -> bool {
-        let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds));
+        let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds, false));
         if !inline || self.control.size() == 1 || self.control.failure().is_some() {
             return false;
         }
@@ -105,7 +108,7 @@ impl Runner {
             self.seq += 1;
         }
         let (n, longest) = (self.control.size(), call.longest());
-        let plan = choose(call, longest, n, &self.thresholds);
+        let plan = choose(call, longest, n, &self.thresholds, false);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
         let mut step = Step { control: &control, call, limit, heaps: heaps.as_deref(), seq: self.seq, stage: &mut self.stage };
         if n == 1 {
@@ -116,12 +119,14 @@ impl Runner {
             step.write_post(fits_post(call, plan));
         }
         step.arrive()?;
-        // Only the ranks together know the longest message of an all-to-all.
-        let (plan, longest) = if call.op == Op::AllToAll {
-            step.compare_lengths()?.map_or((Plan::Inline, 0), |longest| (choose(call, longest, n, &self.thresholds), longest))
-        } else {
-            (plan, longest)
+        // Only the ranks together know the longest message of an all-to-all, and whether they share cores.
+        let staged = match (call.op, plan) {
+            (Op::AllToAll, _) => step.compare_lengths()?,
+            (_, Plan::Inline) => None,
+            (_, Plan::Staged { .. }) => Some(longest),
         };
+        let longest = staged.unwrap_or_default();
+        let plan = staged.map_or(Plan::Inline, |longest| choose(call, longest, n, &self.thresholds, step.cores_are_shared()));
         if let Plan::Staged { store, .. } = plan
             && step.all_offered()
         {
