@@ -77,7 +77,7 @@ pub struct Config {
     pub spin: Option<u32>,
     /// `SYMM_CPU_THREADS`: threads that copy and reduce long calls of CPU tensors in one rank; absent: cores for each rank, at most 4.
     pub cpu_threads: Option<usize>,
-    /// `SYMM_CMA`: `0` forbids single-copy transfers by `process_vm_readv`. Default on.
+    /// `SYMM_CMA`: `0` forbids reading peers' memory by `process_vm_readv`. Default on.
     pub cma: bool,
     /// `SYMM_WORKSPACE_MB`: MiB of GPU memory for the first groups of a process, each; further ones get less. Default 512.
     pub workspace_mb: usize,

@@ -186,7 +186,8 @@ impl Group {
         log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", control.describe(rank), control.size());
         let recorder = Recorder::new(&control, timeout);
         let linked = Arc::<Linked>::default();
-        let engine = Engine::new(Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)), Arc::clone(&recorder));
+        let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
+        let engine = Engine::new(runner, Arc::clone(&recorder));
         let transfers = Transfers::new(Arc::clone(&control), direct);
         Ok(Self {
             refusals: Refusals::new(&control, &engine, &transfers),

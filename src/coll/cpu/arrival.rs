@@ -34,6 +34,9 @@ const BYTES: usize = 1;
 const DETAIL: usize = 2;
 const OFFER: usize = 3;
 const SHARES_CORES: usize = 4;
+const READING: usize = 5;
+const PRIVATE: usize = 6;
+const UNREAD: usize = 7;
 const SENT: usize = 8;
 
 /// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
@@ -68,6 +71,26 @@ impl Step<'_> {
     /// Whether a rank has posted that ranks share cores. The same on every rank.
     pub(super) fn cores_are_shared(&self) -> bool {
         self.control.ranks().any(|rank| self.table(rank, SHARES_CORES).load(Ordering::Relaxed) != 0)
+    }
+
+    /// What `rank` says of reading its peers' memory, see [`Step::reading`].
+    pub(super) fn posted_reading(&self, rank: Rank) -> u64 {
+        self.table(rank, READING).load(Ordering::Relaxed)
+    }
+
+    /// Where the inputs of `rank` lie in its memory, see [`Step::private`].
+    pub(super) fn posted_private(&self, rank: Rank) -> u64 {
+        self.table(rank, PRIVATE).load(Ordering::Relaxed)
+    }
+
+    /// Tells peers, with the next stage, that this rank could not read the memory of one.
+    pub(super) fn post_unread(&self) {
+        self.table(self.control.rank(), UNREAD).store(1, Ordering::Relaxed);
+    }
+
+    /// Whether `rank` could not read, once it has finished that stage.
+    pub(super) fn posted_unread(&self, rank: Rank) -> bool {
+        self.table(rank, UNREAD).load(Ordering::Relaxed) != 0
     }
 
     /// Bytes that `from` sends to `to`, where posts carry them.
@@ -131,7 +154,11 @@ impl Step<'_> {
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
         put(OFFER, if inline && call.op != Op::AllToAll { 0 } else { self.offer() });
-        put(SHARES_CORES, u64::from(!inline && shares_cores()));
+        let staged = |word: u64| if inline { 0 } else { word };
+        put(SHARES_CORES, staged(shares_cores().into()));
+        put(READING, staged(self.reading()));
+        put(PRIVATE, staged(self.private()));
+        put(UNREAD, 0);
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }

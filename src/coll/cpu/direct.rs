@@ -30,7 +30,7 @@ fn contiguous(spans: &[Span]) -> Option<Span> {
 
 /// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
 /// read it.
-fn readable(call: &Call, me: Rank) -> Option<Span> {
+pub(super) fn readable(call: &Call, me: Rank) -> Option<Span> {
     let input = contiguous(&call.inputs)?;
     let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() }?;
     let apart = |output: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
@@ -52,11 +52,15 @@ impl Step<'_> {
         if input.bytes == 0 { 1 } else { heaps.offset(input).map_or(0, |offset| offset + 1) }
     }
 
+    /// Whether `rank` sends something in this call.
+    pub(super) fn sends(&self, rank: Rank) -> bool {
+        !matches!(self.call.op, Op::Broadcast | Op::Scatter) || rank == self.call.root
+    }
+
     /// Whether all who send something in this call have offered it.
     pub(super) fn all_offered(&self) -> bool {
-        let sends = |rank| !matches!(self.call.op, Op::Broadcast | Op::Scatter) || rank == self.call.root;
         let me = self.control.rank();
-        let offers = |rank| !sends(rank) || self.offered(rank) != 0;
+        let offers = |rank| !self.sends(rank) || self.offered(rank) != 0;
         self.heaps.is_some() && offers(me) && self.control.peers().all(offers)
     }
 

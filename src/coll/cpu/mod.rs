@@ -12,6 +12,7 @@ pub(crate) mod helpers;
 mod norm;
 pub mod pipeline;
 mod reduce_scatter;
+mod remote;
 
 use crate::coll::call::{Call, Op};
 use crate::coll::norm::Norm;
@@ -36,6 +37,8 @@ pub struct Runner {
     thresholds: Thresholds,
     linked: Arc<Linked>,
     served: &'static str,
+    /// Every rank may read every other's memory, as far as this rank knows.
+    reads: bool,
     /// The next call has been posted.
     posted: bool,
 }
@@ -45,6 +48,8 @@ struct Step<'a> {
     control: &'a ControlBlock,
     call: &'a Call,
     limit: &'a Limit,
+    /// This rank may read its peers' memory.
+    reads: bool,
     /// Symmetric memory of the group, once its ranks have linked.
     heaps: Option<&'a Heaps>,
     seq: u64,
@@ -62,7 +67,12 @@ fn choose(call: &Call, longest: usize, n: usize, thresholds: &Thresholds, shared
 impl Runner {
     /// A runner for a group that has run nothing yet, and whose symmetric memory will be found in `linked`.
     pub fn new(control: Arc<ControlBlock>, thresholds: Thresholds, linked: Arc<Linked>) -> Self {
-        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "", posted: false }
+        Self { control, seq: 0, stage: 0, staging_reserved: false, thresholds, linked, served: "", reads: false, posted: false }
+    }
+
+    /// The same runner; `reads`: every rank may read every other's memory.
+    pub fn reading(self, reads: bool) -> Self {
+        Self { reads, ..self }
     }
 
     /// The group's.
@@ -90,8 +100,8 @@ impl Runner {
         self.seq += 1;
         begins(self.seq);
         let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), Limit::from_first_wait(Duration::ZERO));
-        let heaps = heaps.as_deref();
-        Step { control: &control, call, limit: &limit, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
+        let (heaps, reads) = (heaps.as_deref(), self.reads);
+        Step { control: &control, call, limit: &limit, reads, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
         self.posted = true;
         true
     }
@@ -110,7 +120,8 @@ impl Runner {
         let (n, longest) = (self.control.size(), call.longest());
         let plan = choose(call, longest, n, &self.thresholds, false);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
-        let mut step = Step { control: &control, call, limit, heaps: heaps.as_deref(), seq: self.seq, stage: &mut self.stage };
+        let (heaps, reads) = (heaps.as_deref(), self.reads);
+        let mut step = Step { control: &control, call, limit, reads, heaps, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             self.served = "alone";
             return step.alone();
@@ -134,6 +145,15 @@ impl Runner {
             step.direct(store)?;
             control.finish(self.seq, call.op);
             return Ok(());
+        }
+        if staged.is_some() && step.reads_peers(longest) {
+            self.served = "read";
+            let read = step.read_peers()?;
+            self.reads = step.reads;
+            if read {
+                control.finish(self.seq, call.op);
+                return Ok(());
+            }
         }
         self.served = plan.name();
         if matches!(plan, Plan::Staged { .. }) && !self.staging_reserved {

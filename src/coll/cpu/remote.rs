@@ -1,0 +1,84 @@
+//! Exchanges that read peers' private memory, where processes beside take slices of the ranks' cores.
+//!
+//! A staged call waits once for each chunk, and each wait may cost a slice of the scheduler's. Here a rank waits until all have posted, reads
+//! what it gets with `process_vm_readv`, and waits until all have read. Each rank posts whether it may read, where its inputs lie, and whether
+//! it has lost slices in a row: all ranks read the same words, so all decide alike.
+#![allow(unsafe_code, reason = "reading peers' memory")]
+
+use super::Step;
+use super::direct::readable;
+use super::exchange::{Stages, chunk_of};
+use super::helpers::Helpers;
+use super::pipeline::Clock;
+use crate::coll::call::Op;
+use crate::control::patience::{PATIENCE, now};
+use crate::error::Result;
+use crate::rank::Rank;
+use crate::sys::remote::read_memory;
+
+/// Length of the longest message from which on peers' memory is read: shorter ones pass in a chunk or two.
+const LONG: usize = 256 << 10;
+/// Bytes that a rank reads before it looks at its deadline and at the group.
+const LOOK_BYTES: usize = 1 << 20;
+
+/// What a rank posts about itself.
+const MAY_READ: u64 = 1;
+const LOSES_SLICES: u64 = 2;
+
+impl Step<'_> {
+    /// Word that tells whether this rank may read its peers' memory, and whether it has lost slices in a row.
+    pub(super) fn reading(&self) -> u64 {
+        if self.reads { MAY_READ | if PATIENCE.is_crowded(now) { LOSES_SLICES } else { 0 } } else { 0 }
+    }
+
+    /// Word that tells where this rank's inputs lie; 0 if peers cannot read them there.
+    pub(super) fn private(&self) -> u64 {
+        if self.reads { readable(self.call, self.control.rank()).map_or(0, |input| input.addr as u64) } else { 0 }
+    }
+
+    /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank.
+    pub(super) fn reads_peers(&self, longest: usize) -> bool {
+        let exchange = matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll);
+        let mut some_lost = false;
+        let ready = |rank: Rank| {
+            let word = self.posted_reading(rank);
+            some_lost |= word & LOSES_SLICES != 0;
+            word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank) != 0)
+        };
+        exchange && longest >= LONG && self.control.ranks().all(ready) && some_lost
+    }
+
+    /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.
+    pub(super) fn read_peers(&mut self) -> Result<bool> {
+        let mut incoming: Vec<_> = self.incoming().collect();
+        // From the next rank on, so that not all read the same tensor at once.
+        let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
+        incoming.rotate_left(next);
+        for (from, output) in incoming {
+            let address = (self.posted_private(from) as usize).wrapping_add(self.skipped(from, output));
+            for t in 0..output.bytes.div_ceil(LOOK_BYTES) as u64 {
+                let (begin, bytes) = chunk_of(output.bytes, LOOK_BYTES, t);
+                let to = output.ptr().wrapping_add(begin);
+                // SAFETY: begin + bytes <= output.bytes; the output is the caller's and nobody else's meanwhile. Whatever a peer has
+                // posted as its address, only its memory is read.
+                let read = unsafe { read_memory(self.control.pid(from), address.wrapping_add(begin), to, bytes) };
+                if let Err(error) = read {
+                    log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
+                    self.reads = false;
+                    self.post_unread();
+                    break;
+                }
+                self.control.look(self.limit, &|| self.about())?;
+            }
+            if !self.reads {
+                break;
+            }
+        }
+        self.keep_own(&Helpers::none());
+        let mut stages = Stages(self);
+        stages.tick();
+        // Until all have read what this rank has posted.
+        stages.wait_for(stages.stage())?;
+        Ok(!self.control.ranks().any(|rank| self.posted_unread(rank)))
+    }
+}

@@ -1,0 +1,119 @@
+//! Exchanges that read peers' private memory, with ranks as threads that have lost slices of time: the bytes of staged ones, and what
+//! happens where a rank cannot read. Alone in its process: the others' waits would become short, too.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod ranks;
+
+use ranks::{input, span};
+use std::sync::Arc;
+use std::time::Duration;
+use symm::coll::call::{Call, Op, Span};
+use symm::coll::cpu::Runner;
+use symm::coll::plan::Thresholds;
+use symm::control::patience::{PATIENCE, now};
+use symm::control::{ControlBlock, Identity};
+use symm::dtype::{DType, ReduceOp};
+use symm::mem::layout::Layout;
+use symm::mem::shm::Segment;
+use symm::rank::Rank;
+use symm::sync::limit::Limit;
+
+const ROOT: u32 = 1;
+
+/// From here on, for half a second.
+fn lose_slices() {
+    (0..7).for_each(|_| PATIENCE.gave_away(Duration::from_millis(10), now()));
+}
+
+/// Calls `body` with the runner of each of `n` ranks, whose process ids, as the others know them, are `pids`.
+fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut Runner, u32) + Sync) {
+    let n = pids.len();
+    let bytes = Layout::new(n).total_bytes();
+    let file = Segment::create(bytes).unwrap();
+    std::thread::scope(|scope| {
+        for (rank, &reads) in (0..).zip(reads) {
+            let (file, body) = (file.try_clone().unwrap(), &body);
+            scope.spawn(move || {
+                let members = (0..).zip(pids).map(|(global, &pid)| Identity { pid, global }).collect();
+                let control = ControlBlock::new(Segment::map(file, bytes).unwrap(), Rank(rank), "test".into(), members, 1);
+                body(&mut Runner::new(Arc::new(control), Thresholds::default(), Arc::default()).reading(reads), rank);
+            });
+        }
+    });
+}
+
+/// Bytes that `from` sends to `to`; all the same but in an all-to-all.
+fn length(op: Op, from: u32, to: u32) -> usize {
+    let uneven = if op == Op::AllToAll { 4096 * (from + 2 * to) as usize } else { 0 };
+    1_300_001 + uneven
+}
+
+/// Runs `op`; returns what served it, and whether this rank got what it had to.
+fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32) -> (&'static str, bool) {
+    let personal = matches!(op, Op::Scatter | Op::AllToAll);
+    let sends = !matches!(op, Op::Broadcast | Op::Scatter) || me == ROOT;
+    let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(op, from, to));
+    let mut inputs: Vec<u8> = if !sends { vec![] } else { (0..if personal { n } else { 1 }).flat_map(|to| data(me, to)).collect() };
+    let (mut begin, base) = (0, inputs.as_mut_ptr().addr());
+    let pieces = (0..if !sends {
+        0
+    } else if personal {
+        n
+    } else {
+        1
+    })
+        .map(|to| {
+            begin += length(op, me, to);
+            Span { addr: base + begin - length(op, me, to), bytes: length(op, me, to) }
+        });
+    let pieces: Vec<Span> = pieces.collect();
+    let senders: Vec<u32> = match op {
+        Op::Broadcast if me == ROOT => vec![],
+        Op::Broadcast | Op::Scatter => vec![ROOT],
+        Op::Gather if me != ROOT => vec![],
+        Op::AllGather | Op::Gather | Op::AllToAll => (0..n).collect(),
+        Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter | Op::AllReduceAddRmsNorm => vec![],
+    };
+    let mut outputs: Vec<Vec<u8>> = senders.iter().map(|&from| vec![0xee; length(op, from, me)]).collect();
+    let spans = outputs.iter_mut().map(|output| span(output)).collect();
+    let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(ROOT));
+    let call = Call { op, dtype, reduce_op, root, factor: 1.0, inputs: pieces, outputs: spans, call_site: None };
+    call.validate(Rank(me), n as usize).unwrap();
+    runner.run(&call, &Limit::from_first_wait(Duration::from_secs(20))).unwrap();
+    (runner.served(), senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me)))
+}
+
+const EXCHANGES: [Op; 5] = [Op::Broadcast, Op::AllGather, Op::Gather, Op::Scatter, Op::AllToAll];
+
+#[test]
+fn private_memory_is_read_where_slices_are_lost_and_all_may_read() {
+    for n in [2, 3, 5] {
+        with_runners(&vec![std::process::id(); n as usize], &vec![true; n as usize], |runner, me| {
+            for op in EXCHANGES {
+                lose_slices();
+                assert_eq!(exchange(runner, op, me, n), ("read", true), "{op:?} on rank {me} of {n}");
+            }
+        });
+    }
+    with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
+        for op in EXCHANGES {
+            lose_slices();
+            assert_eq!(exchange(runner, op, me, 2), ("staged", true), "{op:?} on rank {me}");
+        }
+    });
+}
+
+#[test]
+fn who_cannot_read_makes_all_pass_the_message_another_way() {
+    // No process has the number of the root, which alone reads in a gather.
+    let pids = [std::process::id(), 4_194_303, std::process::id()];
+    for op in EXCHANGES {
+        let expected = if op == Op::Gather { "read" } else { "staged" };
+        with_runners(&pids, &[true; 3], |runner, me| {
+            for _ in 0..2 {
+                lose_slices();
+                assert_eq!(exchange(runner, op, me, 3), (expected, true), "{op:?} on rank {me}");
+            }
+        });
+    }
+}
