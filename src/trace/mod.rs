@@ -104,6 +104,7 @@ impl Recorder {
         })
     }
 
+    #[inline(always)]
     fn entry(&self, call: &Call, timeout: Duration) -> Entry {
         Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
     }

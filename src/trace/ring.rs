@@ -35,6 +35,7 @@ impl Ring {
     }
 
     /// Keeps `entry`, which has a number of `take`.
+    #[inline(always)]
     pub(super) fn put(&self, entry: Entry) {
         let mut slot = self.slot(entry.number);
         // A thread that slept for a whole lap must not overwrite what is younger.

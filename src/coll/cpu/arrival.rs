@@ -63,7 +63,7 @@ impl Step<'_> {
         unsafe { self.control.segment().at(layout.post(rank, self.seq) + POST_HEAD + INLINE_BYTES + word * 8) }
     }
 
-    /// What `rank` offers, see [`Step::offer`]; 0 in calls that are not staged.
+    /// What `rank` offers, see [`Step::offer`]; without meaning in calls that are not staged.
     pub(super) fn offered(&self, rank: Rank) -> u64 {
         self.table(rank, OFFER).load(Ordering::Relaxed)
     }
@@ -153,12 +153,16 @@ impl Step<'_> {
         put(HEAD, description.head);
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
-        put(OFFER, if inline && call.op != Op::AllToAll { 0 } else { self.offer() });
-        let staged = |word: u64| if inline { 0 } else { word };
-        put(SHARES_CORES, staged(shares_cores().into()));
-        put(READING, staged(self.reading()));
-        put(PRIVATE, staged(self.private()));
-        put(UNREAD, 0);
+        // Nobody reads them beside data. Of an all-to-all only all ranks together know whether it is staged.
+        if !inline || call.op == Op::AllToAll {
+            put(OFFER, self.offer());
+            put(SHARES_CORES, u64::from(!inline && shares_cores()));
+            put(READING, if inline { 0 } else { self.reading() });
+        }
+        if !inline {
+            put(PRIVATE, self.private());
+            put(UNREAD, 0);
+        }
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);
         }

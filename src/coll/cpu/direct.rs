@@ -48,7 +48,8 @@ pub(super) fn readable(call: &Call, me: Rank) -> Option<Span> {
 impl Step<'_> {
     /// Word that tells the peers where this rank's inputs lie: the offset in its heap, and 1; 0 if they cannot read them there.
     pub(super) fn offer(&self) -> u64 {
-        let Some((heaps, input)) = self.heaps.zip(readable(self.call, self.control.rank())) else { return 0 };
+        let Some(heaps) = self.heaps else { return 0 };
+        let Some(input) = readable(self.call, self.control.rank()) else { return 0 };
         if input.bytes == 0 { 1 } else { heaps.offset(input).map_or(0, |offset| offset + 1) }
     }
 
