@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <optional>
@@ -13,6 +14,11 @@
 #include "symm/src/bridge.rs.h"
 
 namespace symm {
+
+// Whether a profiler listens to this thread. To ask takes longer than to copy a short message.
+inline bool profiled() {
+  return at::isRecordFunctionEnabled() && at::hasCallbacks();
+}
 
 // Owns every tensor that the core reads or writes, all of one device. Tensors that are not contiguous are replaced by copies, and results
 // are written back by `write_back`.
@@ -64,6 +70,8 @@ class Operation {
 
   ::c10d::OpType type;
   const char* title;
+  // A profiler listens to the thread that makes the call.
+  const bool seen = profiled();
   // Device of all tensors; none: there are none yet.
   std::optional<at::Device> device;
   std::vector<CallSpec> calls;

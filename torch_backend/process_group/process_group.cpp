@@ -122,8 +122,7 @@ c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions
   return c10::static_intrusive_pointer_cast<::c10d::Backend::Options>(options_);
 }
 
-void ProcessGroupSymm::watch() {
-  const bool now = profiled();
+void ProcessGroupSymm::watch(bool now) {
   if (now != watched_.load(std::memory_order_relaxed)) {
     watched_.store(now, std::memory_order_relaxed);
     (*group_)->watch(now);
@@ -138,7 +137,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   if (!operation->on_cpu()) {
     return launch_on_device(operation, timeout, async);
   }
-  watch();
+  watch(operation->seen);
   const auto sequence = (*group_)->sequence() + 1;
   return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
     const rust::Slice<const CallSpec> calls(operation->calls.data(), operation->calls.size());

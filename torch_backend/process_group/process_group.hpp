@@ -167,8 +167,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr remember(WorkPtr work);
 
  private:
-  // Tells the core whether a profiler sees the calls that this thread makes, where that has changed.
-  void watch();
+  // Tells the core whether a profiler sees the calls of this group, where that has changed.
+  void watch(bool now);
   // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
   // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.

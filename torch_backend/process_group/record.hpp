@@ -15,14 +15,9 @@
 
 namespace symm {
 
-// Whether anybody listens. What follows costs as much as a small collective.
-inline bool profiled() {
-  return at::isRecordFunctionEnabled() && at::hasCallbacks();
-}
-
 // Inputs that a work shows to profilers.
 inline std::optional<std::vector<at::Tensor>> profiled_inputs(const Operation& operation) {
-  return profiled() ? std::make_optional(operation.inputs) : std::nullopt;
+  return operation.seen ? std::make_optional(operation.inputs) : std::nullopt;
 }
 
 // Caller: the process group that makes the call.
@@ -37,10 +32,10 @@ struct Caller {
   bool transfer;
 };
 
-// Runs `body`, recorded as `operation` if somebody listens.
+// Runs `body`, recorded as `operation` if somebody listens: that costs as much as a small collective.
 template <typename Body>
 auto recorded(const Operation& operation, const Caller& caller, Body body) {
-  if (!profiled()) {
+  if (!operation.seen) {
     return body();
   }
   const auto elements = [](const std::vector<at::Tensor>& tensors) {

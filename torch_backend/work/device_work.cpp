@@ -28,7 +28,7 @@ DeviceWork::DeviceWork(
     std::shared_ptr<DeviceStreams> streams,
     const Operation& operation,
     uint64_t sequence)
-    : Work(rank, operation.type, profiled() ? operation.title : nullptr, profiled_inputs(operation)),
+    : Work(rank, operation.type, operation.seen ? operation.title : nullptr, profiled_inputs(operation)),
       group_(std::move(group)),
       streams_(std::move(streams)),
       sequence_(sequence) {}

@@ -12,7 +12,7 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 } // namespace
 
 WorkSymm::WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence)
-    : Work(rank, operation->type, profiled() ? operation->title : nullptr, profiled_inputs(*operation)),
+    : Work(rank, operation->type, operation->seen ? operation->title : nullptr, profiled_inputs(*operation)),
       group_(std::move(group)),
       operation_(std::move(operation)),
       sequence_(sequence) {}
