@@ -77,11 +77,11 @@ pub fn choose(op: Op, longest: usize, n: usize, thresholds: &Thresholds, shared_
     };
     let room = room / LINE_PAIR * LINE_PAIR;
     // Short messages go in chunks, so that the next is copied in while one is read. Where each rank does both, two serve best.
-    let chunks = match op {
-        _ if shared_cores => 1,
-        Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter if longest <= room => ONE_WAY_CHUNKS,
-        Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => 2,
-        Op::Barrier | Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::AllReduceAddRmsNorm => 2,
+    let one_way = matches!(op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter);
+    let chunks = match (shared_cores, one_way && longest <= room) {
+        (true, _) => 1,
+        (false, true) => ONE_WAY_CHUNKS,
+        (false, false) => 2,
     };
     let chunk = longest.div_ceil(chunks).next_multiple_of(LINE_PAIR).clamp(4096.min(room), room);
     Plan::Staged { chunk, store }

@@ -286,20 +286,25 @@ impl Transfers {
     /// short: what they read of it costs both sides more than the message does.
     fn glance(&self, ticket: u64) -> bool {
         let mut state = self.lock();
-        for turn in 0..GLANCES {
-            if state.finished.is_empty() && !state.open.contains(&ticket) {
-                return true;
-            }
-            // Who receives from this rank asks whether it attends.
-            if turn == 0 && (!state.sends.is_empty() || self.control.spins() < GLANCES) {
-                return false;
-            }
+        if !state.open.contains(&ticket) {
+            return true;
+        }
+        // Who receives from this rank asks whether it attends.
+        if !state.sends.is_empty() || self.control.spins() < GLANCES {
+            return false;
+        }
+        for _ in 0..GLANCES {
             self.advance(&mut state);
-            if !state.finished.is_empty() {
-                self.settle(state);
-                state = self.lock();
-            } else if !state.stirs(&self.control) {
-                std::hint::spin_loop();
+            if state.finished.is_empty() {
+                if !state.stirs(&self.control) {
+                    std::hint::spin_loop();
+                }
+                continue;
+            }
+            self.settle(state);
+            state = self.lock();
+            if !state.open.contains(&ticket) {
+                return true;
             }
         }
         false

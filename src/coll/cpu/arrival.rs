@@ -154,14 +154,16 @@ impl Step<'_> {
         put(BYTES, description.bytes);
         put(DETAIL, description.detail);
         // Nobody reads them beside data. Of an all-to-all only all ranks together know whether it is staged.
-        if !inline || call.op == Op::AllToAll {
-            put(OFFER, self.offer());
-            put(SHARES_CORES, u64::from(!inline && shares_cores()));
-            put(READING, if inline { 0 } else { self.reading() });
-        }
         if !inline {
+            put(OFFER, self.offer());
+            put(SHARES_CORES, shares_cores().into());
+            put(READING, self.reading());
             put(PRIVATE, self.private());
             put(UNREAD, 0);
+        } else if call.op == Op::AllToAll {
+            put(OFFER, self.offer());
+            put(SHARES_CORES, 0);
+            put(READING, 0);
         }
         for (i, span) in sent.iter().enumerate() {
             put(SENT + i, span.bytes as u64);

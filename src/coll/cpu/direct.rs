@@ -97,10 +97,11 @@ impl Step<'_> {
         Ok(address as *mut u8)
     }
 
-    /// Passes `bytes` to `body` in pieces (begin, length), and looks at the group between them. No peer can be past the call meanwhile.
-    fn in_pieces(&self, bytes: usize, mut body: impl FnMut(usize, usize)) -> Result<()> {
-        for t in 0..bytes.div_ceil(LOOK_BYTES) as u64 {
-            let (begin, length) = chunk_of(bytes, LOOK_BYTES, t);
+    /// Passes `bytes` to `body` in pieces (begin, length) of at most `piece` bytes, and looks at the group after each. No peer can be past
+    /// the call meanwhile.
+    pub(super) fn in_pieces(&self, bytes: usize, piece: usize, mut body: impl FnMut(usize, usize)) -> Result<()> {
+        for t in 0..bytes.div_ceil(piece) as u64 {
+            let (begin, length) = chunk_of(bytes, piece, t);
             body(begin, length);
             self.control.look(self.limit, &|| self.about())?;
         }
@@ -108,13 +109,9 @@ impl Step<'_> {
     }
 
     fn exchange_direct(&self, pins: &mut Vec<Pin>, helpers: &Helpers, store: Store) -> Result<()> {
-        let mut incoming: Vec<(Rank, Span)> = self.incoming().collect();
-        // From the next rank on, so that not all read the same tensor at once.
-        let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
-        incoming.rotate_left(next);
-        for (from, output) in incoming {
+        for (from, output) in self.incoming_from_next() {
             let input = self.reach(pins, from, self.skipped(from, output), output.bytes)?;
-            self.in_pieces(output.bytes, |begin, bytes| {
+            self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
                 let copied = Copied::new(output.ptr().wrapping_add(begin), input.wrapping_add(begin), bytes);
                 // SAFETY: `reach` saw `output.bytes` bytes that are mapped; the output is the caller's and nobody else's meanwhile.
                 unsafe { helpers.copy(&[copied], store) }
@@ -140,7 +137,7 @@ impl Step<'_> {
             whole.push(self.source(pins, rank, skipped, output.bytes)?);
         }
         let mut sources = Vec::with_capacity(whole.len());
-        self.in_pieces(output.bytes, |begin, bytes| {
+        self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
             sources.clear();
             sources.extend(whole.iter().map(|source| Source { ptr: source.ptr.wrapping_add(begin), ..*source }));
             // SAFETY: begin + bytes <= output.bytes, which `reach` saw of each peer's tensor.

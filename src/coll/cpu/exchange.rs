@@ -70,6 +70,14 @@ impl Step<'_> {
         single.into_iter().chain(many)
     }
 
+    /// [`Step::incoming`] from the next rank on, so that not all read the same tensor at once.
+    pub(super) fn incoming_from_next(&self) -> Vec<(Rank, Span)> {
+        let mut incoming: Vec<_> = self.incoming().collect();
+        let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
+        incoming.rotate_left(next);
+        incoming
+    }
+
     /// Bytes that `from` sends to others before `output`, which is for this rank.
     pub(super) fn skipped(&self, from: Rank, output: Span) -> usize {
         match self.call.op {

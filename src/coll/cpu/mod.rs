@@ -49,7 +49,7 @@ struct Step<'a> {
     call: &'a Call,
     limit: &'a Limit,
     /// This rank may read its peers' memory.
-    reads: bool,
+    reads: &'a mut bool,
     /// Symmetric memory of the group, once its ranks have linked.
     heaps: Option<&'a Heaps>,
     seq: u64,
@@ -100,7 +100,7 @@ impl Runner {
         self.seq += 1;
         begins(self.seq);
         let (control, heaps, limit) = (Arc::clone(&self.control), self.linked.get(), Limit::from_first_wait(Duration::ZERO));
-        let (heaps, reads) = (heaps.as_deref(), self.reads);
+        let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
         Step { control: &control, call, limit: &limit, reads, heaps, seq: self.seq, stage: &mut self.stage }.write_post(inline);
         self.posted = true;
         true
@@ -120,7 +120,7 @@ impl Runner {
         let (n, longest) = (self.control.size(), call.longest());
         let plan = choose(call, longest, n, &self.thresholds, false);
         let (control, heaps) = (Arc::clone(&self.control), self.linked.get());
-        let (heaps, reads) = (heaps.as_deref(), self.reads);
+        let (heaps, reads) = (heaps.as_deref(), &mut self.reads);
         let mut step = Step { control: &control, call, limit, reads, heaps, seq: self.seq, stage: &mut self.stage };
         if n == 1 {
             self.served = "alone";
@@ -148,9 +148,7 @@ impl Runner {
         }
         if staged.is_some() && step.reads_peers(longest) {
             self.served = "read";
-            let read = step.read_peers()?;
-            self.reads = step.reads;
-            if read {
+            if step.read_peers()? {
                 control.finish(self.seq, call.op);
                 return Ok(());
             }

@@ -7,7 +7,7 @@
 
 use super::Step;
 use super::direct::readable;
-use super::exchange::{Stages, chunk_of};
+use super::exchange::Stages;
 use super::helpers::Helpers;
 use super::pipeline::Clock;
 use crate::coll::call::Op;
@@ -28,12 +28,12 @@ const LOSES_SLICES: u64 = 2;
 impl Step<'_> {
     /// Word that tells whether this rank may read its peers' memory, and whether it has lost slices in a row.
     pub(super) fn reading(&self) -> u64 {
-        if self.reads { MAY_READ | if PATIENCE.is_crowded(now) { LOSES_SLICES } else { 0 } } else { 0 }
+        if *self.reads { MAY_READ | if PATIENCE.is_crowded(now) { LOSES_SLICES } else { 0 } } else { 0 }
     }
 
     /// Word that tells where this rank's inputs lie; 0 if peers cannot read them there.
     pub(super) fn private(&self) -> u64 {
-        if self.reads { readable(self.call, self.control.rank()).map_or(0, |input| input.addr as u64) } else { 0 }
+        if *self.reads { readable(self.call, self.control.rank()).map_or(0, |input| input.addr as u64) } else { 0 }
     }
 
     /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank.
@@ -50,29 +50,22 @@ impl Step<'_> {
 
     /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.
     pub(super) fn read_peers(&mut self) -> Result<bool> {
-        let mut incoming: Vec<_> = self.incoming().collect();
-        // From the next rank on, so that not all read the same tensor at once.
-        let next = incoming.iter().position(|&(from, _)| from > self.control.rank()).unwrap_or(0);
-        incoming.rotate_left(next);
-        for (from, output) in incoming {
+        let mut read = Ok(());
+        for (from, output) in self.incoming_from_next() {
             let address = (self.posted_private(from) as usize).wrapping_add(self.skipped(from, output));
-            for t in 0..output.bytes.div_ceil(LOOK_BYTES) as u64 {
-                let (begin, bytes) = chunk_of(output.bytes, LOOK_BYTES, t);
-                let to = output.ptr().wrapping_add(begin);
-                // SAFETY: begin + bytes <= output.bytes; the output is the caller's and nobody else's meanwhile. Whatever a peer has
-                // posted as its address, only its memory is read.
-                let read = unsafe { read_memory(self.control.pid(from), address.wrapping_add(begin), to, bytes) };
-                if let Err(error) = read {
-                    log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
-                    self.reads = false;
-                    self.post_unread();
-                    break;
+            self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
+                let (pid, to) = (self.control.pid(from), output.ptr().wrapping_add(begin));
+                if read.is_ok() {
+                    // SAFETY: begin + bytes <= output.bytes; the output is the caller's and nobody else's meanwhile. Whatever a peer has
+                    // posted as its address, only its memory is read.
+                    read = unsafe { read_memory(pid, address.wrapping_add(begin), to, bytes) };
                 }
-                self.control.look(self.limit, &|| self.about())?;
-            }
-            if !self.reads {
-                break;
-            }
+            })?;
+        }
+        if let Err(error) = read {
+            log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
+            *self.reads = false;
+            self.post_unread();
         }
         self.keep_own(&Helpers::none());
         let mut stages = Stages(self);
