@@ -11,5 +11,6 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 number = torch.tensor([float(rank)])
 dist.all_reduce(number)
 assert number.item() == sum(range(ranks))
-print(f"ok: rank {rank} of {ranks} has the sum {number.item():.0f}", flush=True)
+# The end of the line in the text: else torchrun's ranks write it by itself, and their lines mix.
+print(f"ok: rank {rank} of {ranks} has the sum {number.item():.0f}\n", end="", flush=True)
 dist.destroy_process_group()

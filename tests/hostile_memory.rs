@@ -134,7 +134,8 @@ fn memory_of_a_send_that_has_failed_is_not_read_again() {
         })
         .collect();
     sender.abort();
-    let failed = sent.iter().filter(|(_, outcome)| outcome().expect("every send has an outcome").is_err()).count();
+    // The progress thread may be the one that hears of it and tells the outcomes.
+    let failed = sent.iter().filter(|(_, outcome)| until("an outcome of every send", outcome).is_err()).count();
     assert!(failed > 5, "{failed} were waiting");
     drop(sent);
     // Makes room, into which nothing may be written any more.

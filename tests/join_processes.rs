@@ -28,6 +28,9 @@ const ROLE: &str = "SYMM_TEST_ROLE";
 /// The file of a job through which its ranks meet.
 const STORE: &str = "store";
 
+/// Seconds within which a busy machine, too, refuses a second claim; the timeout is 20.
+const AT_ONCE: f64 = 5.0;
+
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Role {
     dir: PathBuf,
@@ -151,7 +154,7 @@ fn rank_process() {
                     Command::new("sleep").arg("2").stdout(Stdio::null()).spawn().unwrap();
                     die(&dir);
                 }
-                Then::Watch => report.news = news.recv_timeout(Duration::from_secs(5)).ok(),
+                Then::Watch => report.news = news.recv_timeout(Duration::from_secs(30)).ok(),
             }
         }
     }
@@ -315,7 +318,7 @@ fn a_process_that_claims_a_taken_rank_is_refused() {
     let refused = second.finish();
     let expected = format!("rank 2 of group \"g\" of 4 ranks is claimed twice: by pid {first} and by pid {pid}");
     assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
-    assert!(refused[0].1.seconds < 1.0);
+    assert!(refused[0].1.seconds < AT_ONCE);
     job.start(&Role { timeout_ms: 20_000, ..job.role(3) });
     let reports = job.finish();
     assert!(reports.iter().all(|(_, report)| report.kind == 0), "{reports:?}");
@@ -346,7 +349,7 @@ fn a_process_that_claims_a_rank_of_a_group_that_lives_is_refused() {
                 format!("rank {rank} of group \"g\" of 4 ranks is claimed twice: by pid {} and by pid {}", job.pid(rank), late.pid(rank));
             let refused = late.finish();
             assert_eq!((refused[0].1.kind, &refused[0].1.message), (Kind::Config as u8, &expected));
-            assert!(refused[0].1.seconds < 1.0 && refused[0].1.leaked == 0, "{refused:?}");
+            assert!(refused[0].1.seconds < AT_ONCE && refused[0].1.leaked == 0, "{refused:?}");
             assert!(formed(&job), "the late one has left something");
             late.dir = own;
         }
