@@ -9,29 +9,44 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU64, Ordering};
 static GENERATION: AtomicU64 = AtomicU64::new(0);
 static REGISTERED: AtomicBool = AtomicBool::new(false);
 
-/// Value of an entry without a descriptor.
+/// Value of a slot without a descriptor, and of one that is being filled.
 const FREE: i32 = -1;
+const FILLED_SOON: i32 = -2;
 
-/// The descriptors of [`Unshared`]; a list that grows could be caught by a fork while it does.
-static UNSHARED: [AtomicI32; SLOTS] = [const { AtomicI32::new(FREE) }; SLOTS];
+/// A descriptor of [`Unshared`], and which open file it stands for: the owner may have closed it before the guard went.
+#[derive(Debug)]
+struct Guarded {
+    fd: AtomicI32,
+    inode: AtomicU64,
+}
 
-/// Most of them: as many as a hub of 128 hosts has connections, in four groups. A child looks at all, which takes a microsecond.
-const SLOTS: usize = 1024;
+/// A list that grows could be caught by a fork while it does.
+static UNSHARED: [Guarded; SLOTS] = [const { Guarded { fd: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; SLOTS];
+
+/// Most of them: as many as a hub of 128 hosts has connections, in eight groups with a rail each. A child looks at all, which takes some
+/// microseconds.
+const SLOTS: usize = 4096;
 
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     for slot in &UNSHARED {
-        let fd = slot.swap(FREE, Ordering::Relaxed);
-        if fd != FREE {
+        let fd = slot.fd.swap(FREE, Ordering::Relaxed);
+        if fd >= 0 && inode(fd) == Some(slot.inode.load(Ordering::Relaxed)) {
             exchange_for_nothing(fd);
         }
     }
 }
 
+/// Inode of the open file `fd`; those of sockets and of anonymous files are each one's own.
+fn inode(fd: i32) -> Option<u64> {
+    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns 0.
+    unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init().st_ino) }
+}
+
 /// Puts `/dev/null` in the place of `fd`, whose owner in this process can then still close it.
 fn exchange_for_nothing(fd: i32) {
-    // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after fork. The number `fd`
-    // is that of an open descriptor, for its `Unshared` goes before it is closed.
+    // SAFETY: the path ends with a zero; `open`, `dup3` and `close` may be called in a child after fork.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
         if null >= 0 {
@@ -41,20 +56,28 @@ fn exchange_for_nothing(fd: i32) {
     }
 }
 
-/// Guard of an open file: while it lives, forked children do not get the file, which they would otherwise share with all its locks: those
-/// of a parent that is killed would last until the last of them ends.
+/// Guard of an open file: while it lives, forked children do not get the file, which they would otherwise share with all its locks and
+/// connections: those of a parent that is killed would last until the last of them ends.
 #[derive(Debug)]
 pub struct Unshared {
-    slot: &'static AtomicI32,
+    slot: &'static Guarded,
     generation: u64,
 }
 
 impl Unshared {
-    /// Guards the open file `fd`, which must not be closed before this value is dropped; `None` if as many live as there are slots.
+    /// Guards the open file `fd`; `None` if as many live as there are slots. Where it is closed before, the guard has no effect any more.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
-        let generation = generation();
-        let take = |slot: &&AtomicI32| slot.compare_exchange(FREE, fd.as_raw_fd(), Ordering::Relaxed, Ordering::Relaxed).is_ok();
-        UNSHARED.iter().find(take).map(|slot| Self { slot, generation })
+        Self::of(fd.as_raw_fd())
+    }
+
+    /// Guards the open file `fd` of somebody else, who may close it at any time; `None`, too, if there is none.
+    pub(super) fn of(fd: i32) -> Option<Self> {
+        let (generation, inode) = (generation(), inode(fd)?);
+        let take = |slot: &&Guarded| slot.fd.compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let slot = UNSHARED.iter().find(take)?;
+        slot.inode.store(inode, Ordering::Relaxed);
+        slot.fd.store(fd, Ordering::Release);
+        Some(Self { slot, generation })
     }
 }
 
@@ -62,7 +85,7 @@ impl Drop for Unshared {
     fn drop(&mut self) {
         // In a child the slot is free, or another's.
         if self.generation == generation() {
-            self.slot.store(FREE, Ordering::Relaxed);
+            self.slot.fd.store(FREE, Ordering::Relaxed);
         }
     }
 }

@@ -8,6 +8,7 @@ pub mod interface;
 pub mod interrupt;
 pub mod lock;
 pub mod logging;
+pub mod polled;
 pub mod private;
 pub mod process;
 pub mod random;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -115,6 +116,31 @@ def check(results: ranks.Results, layout: tuple[int, ...], victim: int) -> None:
 
 def test_a_child_of_the_dead_hides_nothing() -> None:
     check(run_hosts(die, (1, 1, 1), 1, False, True, expect_killed=[1]), (1, 1, 1), 1)
+
+
+def die_within(rank: int, world_size: int) -> None:
+    message = torch.ones(1 << 22)
+    dist.all_reduce(message)
+    with_rails = resources()
+    assert any("gloo" in name for name in with_rails), with_rails
+    ranks.meet("before", rank, world_size)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(10)
+            os._exit(0)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(torch_symm.SymmPeerError):
+        while True:
+            dist.all_reduce(message)
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 3
+    while left := [name for name in resources() if "gloo" in name or "symm-rail" in name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_a_child_of_the_dead_keeps_no_rail_open() -> None:
+    run_hosts(die_within, (1, 1, 1), expect_killed=[1])
 
 
 def stop_host(rank: int, world_size: int) -> tuple[str, float] | None:
