@@ -1,7 +1,7 @@
 //! Broadcast and all_gather on several hosts.
 
 use super::rail::Transfer;
-use super::slices::{LAG, Turns, joined, part, rails, slices};
+use super::slices::{LAG, Turns, part, rails, slices};
 use super::step::{NOTHING, Scratch, Step, contiguous, copy, spread};
 use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
@@ -78,7 +78,7 @@ impl Step<'_> {
         let (mut copies, mut apart) = (Vec::new(), Vec::<(Scratch, Vec<Span>)>::new());
         let own = contiguous(&outputs(host), &mut copies);
         let mut whole = |other: usize| {
-            joined(&outputs(other)).unwrap_or_else(|| {
+            Span::joined(&outputs(other)).unwrap_or_else(|| {
                 let mut scratch = Scratch::new(bytes(other));
                 let whole = scratch.span();
                 apart.push((scratch, outputs(other)));

@@ -88,18 +88,6 @@ pub(super) fn shifted(span: Span, range: &Range<usize>, begin: usize) -> Span {
     part(span, &(range.start - begin..range.end - begin))
 }
 
-/// `spans` as one, if each begins where the one before ends.
-pub(super) fn joined(spans: &[Span]) -> Option<Span> {
-    let mut some = spans.iter().filter(|span| span.bytes > 0);
-    let mut whole = *some.next().or(spans.first())?;
-    some.all(|span| {
-        let follows = span.addr == whole.addr + whole.bytes;
-        whole.bytes += span.bytes;
-        follows
-    })
-    .then_some(whole)
-}
-
 /// The two levels of a reduction: the ranks of a host in their order, rounded once, then the hosts in theirs, rounded once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Levels {
@@ -155,15 +143,6 @@ fn is_integer(dtype: DType) -> bool {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    #[test]
-    fn spans_that_follow_each_other_are_one() {
-        let span = |addr, bytes| Span { addr, bytes };
-        assert_eq!(joined(&[span(8, 4), span(12, 0), span(99, 0), span(12, 2)]), Some(span(8, 6)));
-        assert_eq!(joined(&[span(8, 4), span(13, 2)]), None);
-        assert_eq!(joined(&[span(5, 0), span(9, 0)]), Some(span(5, 0)));
-        assert_eq!(joined(&[]), None);
-    }
 
     proptest! {
         #[test]

@@ -2,7 +2,6 @@
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
 use super::rail::{Rail, Transfer};
-use super::slices::joined;
 use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;
@@ -84,7 +83,7 @@ pub(super) fn spread(from: Span, spans: &[Span]) {
 
 /// `spans` as one: where they do not follow each other, a copy of them in `scratch`.
 pub(super) fn contiguous(spans: &[Span], scratch: &mut Vec<Scratch>) -> Span {
-    joined(spans).unwrap_or_else(|| {
+    Span::joined(spans).unwrap_or_else(|| {
         let mut copied = Scratch::new(spans.iter().map(|span| span.bytes).sum());
         let whole = copied.span();
         let mut at = 0;

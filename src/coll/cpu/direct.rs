@@ -21,17 +21,10 @@ const LOOK_BYTES: usize = 4 << 20;
 /// short calls a wait each: at 128 KB a call of 1 MB took as long as a staged one (`docs/measurements/cpu.md`).
 const PART_BYTES: usize = 512 << 10;
 
-/// The one piece of memory that `spans` are, if each follows the one before it.
-fn contiguous(spans: &[Span]) -> Option<Span> {
-    let adjoin = |pair: &[Span]| pair[0].addr.checked_add(pair[0].bytes) == Some(pair[1].addr);
-    let first = spans.first()?;
-    spans.windows(2).all(adjoin).then(|| Span { addr: first.addr, bytes: spans.iter().map(|span| span.bytes).sum() })
-}
-
 /// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
 /// read it.
 pub(super) fn readable(call: &Call, me: Rank) -> Option<Span> {
-    let input = contiguous(&call.inputs)?;
+    let input = Span::joined(&call.inputs)?;
     let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() }?;
     let apart = |output: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
     let suits = match call.op {

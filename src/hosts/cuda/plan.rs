@@ -11,7 +11,7 @@ use crate::coll::call::{Call, Op, Span};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::hosts::chosen::Chosen;
-use crate::hosts::slices::{self, Levels, Turns, joined, overlap, part, rails, ranges, shifted};
+use crate::hosts::slices::{self, Levels, Turns, overlap, part, rails, ranges, shifted};
 use crate::hosts::step::NOTHING;
 use crate::rank::Rank;
 use std::ops::Range;
@@ -312,7 +312,7 @@ impl Planner<'_> {
     fn contiguous(&mut self, spans: &[Span], range: &Range<usize>) -> Span {
         let places = ranges(spans.iter().map(|span| span.bytes));
         let parts: Vec<Span> = spans.iter().zip(places).map(|(&span, place)| shifted(span, &overlap(range, &place), place.start)).collect();
-        joined(&parts).unwrap_or_else(|| {
+        Span::joined(&parts).unwrap_or_else(|| {
             let whole = self.take(range.len());
             let places = ranges(parts.iter().map(|span| span.bytes));
             parts.iter().zip(places).for_each(|(&span, place)| self.copy(span, part(whole, &place)));
@@ -401,7 +401,7 @@ impl Planner<'_> {
 
         let mut apart: Vec<(Span, usize)> = Vec::new();
         for other in (0..hosts).filter(|&other| other != host) {
-            let whole = joined(&outputs[other]).unwrap_or_else(|| {
+            let whole = Span::joined(&outputs[other]).unwrap_or_else(|| {
                 let whole = self.take(lengths[other]);
                 apart.push((whole, other));
                 whole
