@@ -57,7 +57,7 @@ def _promised(case: Case) -> Case:
         return replace(case, promise=replace(promise, within=DISAGREEMENT_S), target=target)
     if case.name.startswith("argument:"):
         target = case.target.replace("within 100 ms", f"within {DEATH_S * 1e3:g} ms")
-        return replace(case, promise=replace(promise, within=DEATH_S), target=target)
+        return replace(case, promise=replace(promise, within=max(DEATH_S, promise.within or 0)), target=target)
     return case
 
 
