@@ -186,9 +186,13 @@ impl Transfers {
         let mut state = self.lock();
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
-        // Somebody looks within PAUSE, unless it is complete before.
         let posted = Posted { ticket, peer, tag, span, limit: Limit::from_first_wait(timeout), completion, claim };
-        match state.matching.take_message(peer, tag) {
+        let found = state.matching.take_message(peer, tag);
+        // Nobody need look at the clock meanwhile: the progress thread may be in a completion. One that is complete at once reads none.
+        if !found.as_ref().is_some_and(|message| matches!(message.content, Content::Eager(_))) {
+            posted.limit.start();
+        }
+        match found {
             Some(message) => {
                 // Nobody else knows of it yet.
                 let _ = posted.claim.as_ref().map(Claim::take);

@@ -24,6 +24,11 @@ impl Limit {
         Self { started: OnceCell::from(started), timeout }
     }
 
+    /// The time counts from now, unless it does already.
+    pub fn start(&self) {
+        self.started.get_or_init(Instant::now);
+    }
+
     /// Time since the start.
     pub fn waited(&self) -> Duration {
         self.started.get_or_init(Instant::now).elapsed()

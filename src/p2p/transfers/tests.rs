@@ -44,3 +44,28 @@ fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
     }
     ranks.iter().for_each(|rank| rank.stop());
 }
+
+#[test]
+fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_does() {
+    let ranks = ranks();
+    let (mut sent, mut came, mut missing) = ([1u8], [0u8], [0u8]);
+    let [sent, came, missing] = [&mut sent, &mut came, &mut missing].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: 1 });
+    // The progress thread completes the first receive, which takes longer than the second may.
+    let limit = Duration::from_secs(1);
+    let (entered, inside) = std::sync::mpsc::channel();
+    let slow = Completion::new(move |_, _| {
+        entered.send(()).expect("waited for");
+        std::thread::sleep(3 * limit / 2);
+    });
+    ranks[0].recv(message(Rank(2), came), PATIENCE, slow).expect("begun");
+    ranks[2].send(message(Rank(0), sent), PATIENCE, Completion::new(|_, _| {})).expect("begun");
+    inside.recv_timeout(PATIENCE).expect("a thread completes it");
+    let (tell, told) = std::sync::mpsc::channel();
+    let begun = Instant::now();
+    let tag = Message { tag: 4, ..message(Rank(2), missing) };
+    ranks[0].recv(tag, limit, Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"))).expect("begun");
+    let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
+    let waited = begun.elapsed();
+    assert!(error.message.contains("waited") && waited < 9 * limit / 4, "{waited:?}: {error}");
+    ranks.iter().for_each(|rank| rank.stop());
+}
