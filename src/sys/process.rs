@@ -102,6 +102,13 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
     Ok(Some(fd))
 }
 
+/// Whether whoever this process knows by the number `pid` has ended: another process may have the number since. False if nobody is known.
+pub fn has_ended(pid: u32) -> bool {
+    let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut named = known.iter().filter(|(process, _)| process.pid == pid).filter_map(|(_, fd)| fd.upgrade()).peekable();
+    named.peek().is_some() && named.all(|fd| ended(&fd))
+}
+
 /// State of a process, in a word; `None` if there is no such process.
 pub fn state(pid: u32) -> Option<&'static str> {
     let stat = Stat::read(pid).ok()??;
@@ -289,6 +296,7 @@ mod tests {
         let other = ProcessId { start_time: process.start_time + 1, ..process };
         assert!(open(other).expect("opens").is_none());
         assert!(!ended(&fd) && !is_ending(process) && is_ending(other));
+        assert!(!has_ended(child.id()) && !has_ended(std::process::id()));
         child.kill().expect("killed");
         while !ended(&fd) {
             std::thread::yield_now();
@@ -296,6 +304,7 @@ mod tests {
         assert!(is_ending(process));
         assert_eq!(exit_cause(process, &fd), "killed by signal 9 (SIGKILL)");
         child.wait().expect("reaped");
+        assert!(has_ended(child.id()), "whoever has the number now is another");
         let reaped = exit_cause(process, &fd);
         assert!(reaped == "killed by signal 9 (SIGKILL)" || reaped == "gone", "{reaped}");
     }

@@ -1,10 +1,16 @@
 //! Reading other processes' memory.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
+use super::process;
 use crate::error::{Error, Result};
 use rustix::io::Errno;
+use std::sync::atomic::{Ordering, fence};
 
-/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process.
+/// Copies `bytes` bytes at address `from` of process `pid` to `to`, without help of that process. What this process reads later is not read
+/// before.
+///
+/// # Errors
+/// The memory cannot be read; or the process that was known by `pid` has ended, so that another one's may have been read.
 ///
 /// # Safety
 /// `to` must be valid for writes of `bytes` bytes that nobody else touches meanwhile.
@@ -24,6 +30,11 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
             copied => done += copied as usize,
         }
     }
+    // Who lives now had the number all the time.
+    if process::has_ended(pid) {
+        return Err(Error::os(&format!("reading {bytes} bytes of process {pid}"), Errno::SRCH));
+    }
+    fence(Ordering::Acquire);
     Ok(())
 }
 

@@ -33,7 +33,11 @@ impl Step<'_> {
 
     /// Word that tells where this rank's inputs lie; 0 if peers cannot read them there.
     pub(super) fn private(&self) -> u64 {
-        if *self.reads { readable(self.call, self.control.rank()).map_or(0, |input| input.addr as u64) } else { 0 }
+        if *self.reads {
+            readable(self.call, self.control.rank()).map_or(0, |input| if input.bytes == 0 { 1 } else { input.addr as u64 })
+        } else {
+            0
+        }
     }
 
     /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank.
@@ -62,8 +66,7 @@ impl Step<'_> {
                 }
             })?;
         }
-        if let Err(error) = read {
-            log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
+        if read.is_err() {
             *self.reads = false;
             self.post_unread();
         }
@@ -72,6 +75,10 @@ impl Step<'_> {
         stages.tick();
         // Until all have read what this rank has posted.
         stages.wait_for(stages.stage())?;
+        // Of one that has died nothing could be read either.
+        if let Err(error) = read {
+            log::warn!("{}: long messages pass through shared memory from now on: {error}", self.about());
+        }
         Ok(!self.control.ranks().any(|rank| self.posted_unread(rank)))
     }
 }
