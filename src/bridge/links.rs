@@ -6,20 +6,11 @@ use super::rail::{milliseconds, outcome};
 use crate::error::{Error, Kind, Result};
 use crate::hosts::messages::links::{Links, Traffic};
 use crate::rank::Rank;
-use crate::sys::fork::Unshared;
 use crate::sys::polled::Polled;
-use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// One `c10d::Backend` for each peer.
-pub(super) struct BackendLinks {
-    backends: cxx::UniquePtr<LinksHandle>,
-    /// Whose they are.
-    engine: String,
-    /// Those of their connections, where they poll them.
-    unshared: Mutex<HashMap<Rank, Vec<Unshared>>>,
-}
+/// One `c10d::Backend` for each peer, and whose they are.
+pub(super) struct BackendLinks(cxx::UniquePtr<LinksHandle>, String);
 
 // SAFETY: a c10d::Backend may be used from any thread; LinksHandle keeps nothing that belongs to one.
 unsafe impl Send for BackendLinks {}
@@ -28,19 +19,19 @@ unsafe impl Sync for BackendLinks {}
 
 impl BackendLinks {
     pub(super) fn new(backends: cxx::UniquePtr<LinksHandle>, engine: &str) -> Self {
-        Self { backends, engine: engine.into(), unshared: Mutex::default() }
+        Self(backends, engine.into())
     }
 
     fn handle(&self) -> Result<&LinksHandle> {
-        self.backends.as_ref().ok_or_else(|| Error::internal("there are no backends"))
+        self.0.as_ref().ok_or_else(|| Error::internal("there are no backends"))
     }
 }
 
 impl Links for BackendLinks {
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
         let polled = Polled::now();
-        outcome(self.handle()?.make(peer.0, &self.engine, name, second, milliseconds(timeout)))?;
-        self.unshared.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, polled.guard_new());
+        outcome(self.handle()?.make(peer.0, &self.1, name, second, milliseconds(timeout)))?;
+        polled.keep_new_from_children();
         Ok(())
     }
 
@@ -77,6 +68,5 @@ impl Links for BackendLinks {
         if let Ok(handle) = self.handle() {
             handle.close(peer.0);
         }
-        self.unshared.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
     }
 }

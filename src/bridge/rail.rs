@@ -5,19 +5,11 @@ use super::ffi::{RailHandle, Status};
 use crate::config::Engines;
 use crate::error::{Error, Kind, Result};
 use crate::hosts::rail::{Rail, Transfer};
-use crate::sys::fork::Unshared;
 use crate::sys::polled::Polled;
-use std::sync::OnceLock;
 use std::time::Duration;
 
-/// A `c10d::Backend` between hosts, made by `make`.
-pub(super) struct BackendRail {
-    backend: cxx::UniquePtr<RailHandle>,
-    /// Whose it is.
-    engine: String,
-    /// Those of its connections, where it polls them.
-    unshared: OnceLock<Vec<Unshared>>,
-}
+/// A `c10d::Backend` between hosts, made by `make`, and whose it is.
+pub(super) struct BackendRail(cxx::UniquePtr<RailHandle>, String);
 
 // SAFETY: a c10d::Backend may be used from any thread; RailHandle keeps nothing that belongs to one.
 unsafe impl Send for BackendRail {}
@@ -26,11 +18,11 @@ unsafe impl Sync for BackendRail {}
 
 impl BackendRail {
     pub(super) fn new(backend: cxx::UniquePtr<RailHandle>, engine: &str) -> Self {
-        Self { backend, engine: engine.into(), unshared: OnceLock::new() }
+        Self(backend, engine.into())
     }
 
     fn handle(&self) -> Result<&RailHandle> {
-        self.backend.as_ref().ok_or_else(|| Error::internal("there is no backend"))
+        self.0.as_ref().ok_or_else(|| Error::internal("there is no backend"))
     }
 }
 
@@ -57,8 +49,8 @@ pub(super) fn milliseconds(time: Duration) -> i64 {
 impl Rail for BackendRail {
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()> {
         let polled = Polled::now();
-        outcome(self.handle()?.make(&self.engine, name, host, hosts, milliseconds(timeout)))?;
-        let _ = self.unshared.set(polled.guard_new());
+        outcome(self.handle()?.make(&self.1, name, host, hosts, milliseconds(timeout)))?;
+        polled.keep_new_from_children();
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! Notices `fork`, and keeps what a process owns apart from what its forked children see of it.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
+use super::rate_limit::RateLimit;
 use rustix::fd::{AsRawFd, BorrowedFd};
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
@@ -13,35 +14,42 @@ static REGISTERED: AtomicBool = AtomicBool::new(false);
 const FREE: i32 = -1;
 const FILLED_SOON: i32 = -2;
 
-/// A descriptor of [`Unshared`], and which open file it stands for: the owner may have closed it before the guard went.
+/// A descriptor that forked children do not get, and [which](identity) open file it stands for: its owner may close it before it is taken
+/// from the list, and the number be used again.
 #[derive(Debug)]
 struct Guarded {
     fd: AtomicI32,
-    inode: AtomicU64,
+    file: AtomicU64,
+    /// No [`Unshared`] will take it from the list.
+    kept: AtomicBool,
 }
 
 /// A list that grows could be caught by a fork while it does.
-static UNSHARED: [Guarded; SLOTS] = [const { Guarded { fd: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; SLOTS];
+static UNSHARED: [Guarded; SLOTS] =
+    [const { Guarded { fd: AtomicI32::new(FREE), file: AtomicU64::new(0), kept: AtomicBool::new(false) } }; SLOTS];
 
 /// Most of them: as many as a hub of 128 hosts has connections, in eight groups with a rail each. A child looks at all, which takes some
 /// microseconds.
 const SLOTS: usize = 4096;
 
+static LINES: RateLimit = RateLimit::new();
+
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     for slot in &UNSHARED {
         let fd = slot.fd.swap(FREE, Ordering::Relaxed);
-        if fd >= 0 && inode(fd) == Some(slot.inode.load(Ordering::Relaxed)) {
+        if fd >= 0 && slot.is_open(fd) {
             exchange_for_nothing(fd);
         }
     }
 }
 
-/// Inode of the open file `fd`; those of sockets and of anonymous files are each one's own.
-fn inode(fd: i32) -> Option<u64> {
+/// What tells the open file `fd` from others that have had the number; of sockets each has its own.
+fn identity(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: `fstat` may be called in a child after fork, and has filled `stat` where it returns 0.
-    unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init().st_ino) }
+    let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
+    Some(stat.st_ino ^ stat.st_dev.rotate_left(40))
 }
 
 /// Puts `/dev/null` in the place of `fd`, whose owner in this process can then still close it.
@@ -56,6 +64,40 @@ fn exchange_for_nothing(fd: i32) {
     }
 }
 
+impl Guarded {
+    /// Whether `fd` still is the file that it was.
+    fn is_open(&self, fd: i32) -> bool {
+        identity(fd) == Some(self.file.load(Ordering::Relaxed))
+    }
+
+    /// A free slot, to be filled.
+    fn take() -> Option<&'static Self> {
+        let free = |slot: &&Self| slot.fd.compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let found = UNSHARED.iter().find(free).or_else(|| {
+            for slot in UNSHARED.iter().filter(|slot| slot.kept.load(Ordering::Relaxed)) {
+                let fd = slot.fd.load(Ordering::Acquire);
+                if fd >= 0 && !slot.is_open(fd) {
+                    let _ = slot.fd.compare_exchange(fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
+                }
+            }
+            UNSHARED.iter().find(free)
+        });
+        if found.is_none() {
+            LINES.warn(format_args!("forked children get a connection of this process: it has more than {SLOTS}"));
+        }
+        found
+    }
+
+    /// Fills a free slot with `fd`, which is `file`.
+    fn fill(fd: i32, file: u64, kept: bool) -> Option<&'static Self> {
+        let slot = Self::take()?;
+        slot.file.store(file, Ordering::Relaxed);
+        slot.kept.store(kept, Ordering::Relaxed);
+        slot.fd.store(fd, Ordering::Release);
+        Some(slot)
+    }
+}
+
 /// Guard of an open file: while it lives, forked children do not get the file, which they would otherwise share with all its locks and
 /// connections: those of a parent that is killed would last until the last of them ends.
 #[derive(Debug)]
@@ -65,19 +107,10 @@ pub struct Unshared {
 }
 
 impl Unshared {
-    /// Guards the open file `fd`; `None` if as many live as there are slots. Where it is closed before, the guard has no effect any more.
+    /// Guards the open file `fd`; `None` if as many live as there are slots.
     pub fn new(fd: BorrowedFd<'_>) -> Option<Self> {
-        Self::of(fd.as_raw_fd())
-    }
-
-    /// Guards the open file `fd` of somebody else, who may close it at any time; `None`, too, if there is none.
-    pub(super) fn of(fd: i32) -> Option<Self> {
-        let (generation, inode) = (generation(), inode(fd)?);
-        let take = |slot: &&Guarded| slot.fd.compare_exchange(FREE, FILLED_SOON, Ordering::Relaxed, Ordering::Relaxed).is_ok();
-        let slot = UNSHARED.iter().find(take)?;
-        slot.inode.store(inode, Ordering::Relaxed);
-        slot.fd.store(fd, Ordering::Release);
-        Some(Self { slot, generation })
+        let (generation, fd) = (generation(), fd.as_raw_fd());
+        Guarded::fill(fd, identity(fd)?, false).map(|slot| Self { slot, generation })
     }
 }
 
@@ -87,6 +120,18 @@ impl Drop for Unshared {
         if self.generation == generation() {
             self.slot.fd.store(FREE, Ordering::Relaxed);
         }
+    }
+}
+
+/// Keeps the socket `fd` of somebody else, who may close it at any time, from children: those that are forked, and programs that are started.
+pub(super) fn keep_from_children(fd: i32) {
+    generation();
+    let Some(file) = identity(fd) else { return };
+    // SAFETY: changes a flag of a descriptor; one that was closed meanwhile is an error, or gets what it should have.
+    unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
+    let is_listed = |slot: &Guarded| slot.fd.load(Ordering::Acquire) == fd && slot.file.load(Ordering::Relaxed) == file;
+    if !UNSHARED.iter().any(is_listed) {
+        Guarded::fill(fd, file, true);
     }
 }
 
@@ -213,5 +258,38 @@ mod tests {
         assert_eq!(status, 0);
         assert_eq!(generation(), before);
         assert_eq!(*counter, 7);
+    }
+
+    /// Whether `seen` is true in a forked child, which may call nothing that takes a lock.
+    fn in_a_child(seen: impl Fn() -> bool) -> bool {
+        // SAFETY: the child calls `seen` and `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: `_exit` takes any code.
+            unsafe { libc::_exit(i32::from(!seen())) };
+        }
+        let mut status = 0;
+        // SAFETY: `status` is valid for a write; `child` is our own.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        status == 0
+    }
+
+    #[test]
+    fn a_number_that_was_used_again_is_left_to_children() {
+        let (first, _far) = std::os::unix::net::UnixStream::pair().expect("sockets");
+        let (second, _other) = std::os::unix::net::UnixStream::pair().expect("sockets");
+        let fd = first.as_raw_fd();
+        // Twice is once.
+        keep_from_children(fd);
+        keep_from_children(fd);
+        let listed = || UNSHARED.iter().filter(|slot| slot.fd.load(Ordering::Relaxed) == fd).count();
+        assert_eq!(listed(), 1);
+        assert!(in_a_child(|| first.local_addr().is_err()));
+        // SAFETY: both are open, and own their numbers.
+        unsafe { libc::dup2(second.as_raw_fd(), fd) };
+        assert!(in_a_child(|| first.local_addr().is_ok()));
+        // The new owner of the number may ask for the same.
+        keep_from_children(fd);
+        assert!(in_a_child(|| first.local_addr().is_err()));
     }
 }

@@ -2,25 +2,32 @@
 //!
 //! The kernel lists in `/proc/self/fdinfo` which descriptors an epoll instance polls (`tfd` in proc(5)).
 
-use super::fork::Unshared;
-use std::collections::BTreeSet;
+use super::fork::keep_from_children;
+use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The epoll instances of this process at one moment.
-pub struct Polled {
-    before: BTreeSet<i32>,
-}
+/// What one epoll instance polls: descriptors, with their inodes as the kernel writes them.
+type Sockets = Vec<(i32, String)>;
+
+/// The epoll instances of this process at one moment, by descriptor; `None` where no descriptor was free to look.
+pub struct Polled(Option<BTreeMap<i32, Sockets>>);
 
 impl Polled {
     /// Those of now.
     pub fn now() -> Self {
-        Self { before: instances() }
+        Self(instances())
     }
 
-    /// Guards of the sockets that instances poll which were made since: forked children do not get these sockets.
-    pub fn guard_new(&self) -> Vec<Unshared> {
-        let made = instances().into_iter().filter(|instance| !self.before.contains(instance));
-        made.flat_map(polled).filter(|&fd| link(fd).starts_with("socket:")).filter_map(Unshared::of).collect()
+    /// Keeps the sockets from children that instances poll which were made since.
+    pub fn keep_new_from_children(&self) {
+        let (Some(before), Some(instances)) = (&self.0, instances()) else { return };
+        for (instance, sockets) in instances {
+            // The number may have been another's.
+            let known = before.get(&instance).is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
+            if !known {
+                sockets.iter().filter(|(fd, _)| link(*fd).starts_with("socket:")).for_each(|&(fd, _)| keep_from_children(fd));
+            }
+        }
     }
 }
 
@@ -29,17 +36,20 @@ fn link(fd: i32) -> String {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).map_or_else(|_| String::new(), |link| link.to_string_lossy().into_owned())
 }
 
-/// Descriptors of epoll instances; none where no descriptor is free to look.
-fn instances() -> BTreeSet<i32> {
+fn instances() -> Option<BTreeMap<i32, Sockets>> {
     let number = |path: &Path| path.file_name()?.to_str()?.parse().ok();
-    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-    entries.filter_map(|entry| number(&entry.path())).filter(|&fd| link(fd) == "anon_inode:[eventpoll]").collect()
+    let all = std::fs::read_dir("/proc/self/fd").ok()?.flatten().filter_map(|entry| number(&entry.path()));
+    Some(all.filter(|&fd| link(fd) == "anon_inode:[eventpoll]").map(|fd| (fd, polled(fd))).collect())
 }
 
-/// Descriptors that `instance` polls.
-fn polled(instance: i32) -> Vec<i32> {
+/// What `instance` polls.
+fn polled(instance: i32) -> Sockets {
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{instance}")).unwrap_or_default();
-    text.lines().filter_map(|line| line.strip_prefix("tfd:")?.split_whitespace().next()?.parse().ok()).collect()
+    let entry = |line: &str| {
+        let fd = line.strip_prefix("tfd:")?.split_whitespace().next()?.parse().ok()?;
+        Some((fd, line.split_whitespace().find(|word| word.starts_with("ino:"))?.to_owned()))
+    };
+    text.lines().filter_map(entry).collect()
 }
 
 #[cfg(test)]
@@ -65,11 +75,15 @@ mod tests {
             instance
         };
         let _loop_before = poll(&old);
+        // Gloo's have no flag either.
+        for socket in [&old, &new] {
+            rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).expect("open");
+        }
         let polled = Polled::now();
         let _loop_since = poll(&new);
-        let guards = polled.guard_new();
-        // Other tests may make loops at the same time.
-        assert!(!guards.is_empty());
+        polled.keep_new_from_children();
+        let closes = |socket: &TcpStream| rustix::io::fcntl_getfd(socket).expect("open").contains(rustix::io::FdFlags::CLOEXEC);
+        assert!(closes(&new) && !closes(&old), "programs that are started get those of others still");
         // SAFETY: the child calls nothing but the code under test's hook, `getpeername`, `pause` and `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
@@ -96,27 +110,5 @@ mod tests {
         };
         assert_eq!((waited, end.ok()), (child, Some(0)));
         assert!(libc::WIFSIGNALED(status), "the child saw something else: {status}");
-    }
-
-    #[test]
-    fn a_number_that_was_used_again_is_left_to_children() {
-        let (first, _far) = std::os::unix::net::UnixStream::pair().expect("sockets");
-        let fd = std::os::fd::AsRawFd::as_raw_fd(&first);
-        let guard = Unshared::of(fd).expect("a slot");
-        let (second, _other) = std::os::unix::net::UnixStream::pair().expect("sockets");
-        // SAFETY: both are open, and own their numbers.
-        unsafe { libc::dup2(std::os::fd::AsRawFd::as_raw_fd(&second), fd) };
-        // SAFETY: the child calls nothing but `getsockname` and `_exit`.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let code = i32::from(first.local_addr().is_err());
-            // SAFETY: `_exit` takes any code.
-            unsafe { libc::_exit(code) };
-        }
-        let mut status = 0;
-        // SAFETY: `status` is valid for a write; `child` is our own.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0);
-        drop(guard);
     }
 }

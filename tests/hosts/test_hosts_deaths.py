@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,16 +120,24 @@ def test_a_child_of_the_dead_hides_nothing() -> None:
     check(run_hosts(die, (1, 1, 1), 1, False, True, expect_killed=[1]), (1, 1, 1), 1)
 
 
-def die_within(rank: int, world_size: int) -> None:
+def fork_a_child() -> None:
+    if os.fork() == 0:
+        time.sleep(10)
+        os._exit(0)
+
+
+def start_a_program() -> None:
+    subprocess.Popen(["sleep", "10"], close_fds=False)
+
+
+def die_within(rank: int, world_size: int, child: Callable[[], None]) -> None:
     message = torch.ones(1 << 22)
     dist.all_reduce(message)
     with_rails = resources()
     assert any("gloo" in name for name in with_rails), with_rails
     ranks.meet("before", rank, world_size)
     if rank == 1:
-        if os.fork() == 0:
-            time.sleep(10)
-            os._exit(0)
+        child()
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     with pytest.raises(torch_symm.SymmPeerError):
         while True:
@@ -139,8 +149,9 @@ def die_within(rank: int, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_child_of_the_dead_keeps_no_rail_open() -> None:
-    run_hosts(die_within, (1, 1, 1), expect_killed=[1])
+@pytest.mark.parametrize("child", [fork_a_child, start_a_program])
+def test_a_child_of_the_dead_keeps_no_rail_open(child: Callable[[], None]) -> None:
+    run_hosts(die_within, (1, 1, 1), child, expect_killed=[1])
 
 
 def stop_host(rank: int, world_size: int) -> tuple[str, float] | None:
