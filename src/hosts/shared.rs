@@ -2,6 +2,7 @@
 //!
 //! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
+#![allow(unsafe_code, reason = "a value that another thread drops")]
 
 use super::chosen::Chosen;
 use super::header::Header;
@@ -14,7 +15,9 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::sys::{fork, thread};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -104,16 +107,42 @@ impl Host for Inner {
     }
 }
 
+/// A rail. A backend may end only when its last transfer does: so that takes a thread of its own, whoever lets go of the rail last.
+pub(super) struct Held {
+    rail: ManuallyDrop<Box<dyn Rail>>,
+    /// Dropped at the end.
+    ended: Option<Sender<()>>,
+}
+
+impl Deref for Held {
+    type Target = dyn Rail;
+
+    fn deref(&self) -> &Self::Target {
+        &**self.rail
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: not used after `drop`, which runs once.
+        let (rail, ended) = (unsafe { ManuallyDrop::take(&mut self.rail) }, self.ended.take());
+        start_aside("symm-rail-end", move || {
+            drop(rail);
+            drop(ended);
+        });
+    }
+}
+
 /// What calls, failures and leaving share.
 pub(super) struct Shared {
-    rail: Mutex<Option<Arc<dyn Rail>>>,
+    rail: Mutex<Option<Arc<Held>>>,
     pub(super) news: News,
     pub(super) current: Arc<Current>,
     pub(super) traffic: Arc<Traffic>,
     /// Set once all ranks have agreed.
     chosen: OnceLock<Chosen>,
-    /// Tells when the rail has ended, once that has begun.
-    ending: Mutex<Option<Receiver<()>>>,
+    /// Closed when the rail has ended.
+    ending: Mutex<Receiver<()>>,
     generation: u64,
     failed: AtomicBool,
     left: AtomicBool,
@@ -121,13 +150,14 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
+        let (ended, ending) = channel();
         Self {
-            rail: Mutex::new(rail.map(Arc::from)),
+            rail: Mutex::new(rail.map(|rail| Arc::new(Held { rail: ManuallyDrop::new(rail), ended: Some(ended) }))),
             news,
             current,
             traffic,
             chosen: OnceLock::new(),
-            ending: Mutex::default(),
+            ending: Mutex::new(ending),
             generation: fork::generation(),
             failed: AtomicBool::new(false),
             left: AtomicBool::new(false),
@@ -155,7 +185,7 @@ impl Shared {
     }
 
     /// The rail, as long as the group lives.
-    pub(super) fn rail(&self) -> Result<Arc<dyn Rail>> {
+    pub(super) fn rail(&self) -> Result<Arc<Held>> {
         let rail = self.rail.lock().unwrap_or_else(PoisonError::into_inner).clone();
         rail.ok_or_else(|| Error::aborted("the group has left its other hosts"))
     }
@@ -209,17 +239,12 @@ impl Shared {
         self.let_go(RELEASE);
     }
 
-    /// A backend may end only when its last transfer does: no caller waits for that longer than `limit`.
+    /// Lets go of the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see that the group has
+    /// failed.
     fn let_go(&self, limit: Duration) {
-        let rail = self.rail.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let mut ending = self.ending.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(rail) = rail {
-            *ending = start_aside("symm-rail-end", move || drop(rail));
-        }
-        if !limit.is_zero()
-            && let Some(ended) = ending.take()
-        {
-            let _ = ended.recv_timeout(limit);
+        drop(self.rail.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if !limit.is_zero() {
+            let _ = self.ending.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Step: one collective that is under way on several hosts, and what every collective is made of.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
-use super::rail::{Rail, Transfer};
+use super::rail::Transfer;
+use super::shared::Held;
 use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;
@@ -166,7 +167,7 @@ impl Step<'_> {
 /// This rank's rail, within a call.
 pub(super) struct Between<'a> {
     pub(super) step: &'a Step<'a>,
-    rail: Arc<dyn Rail>,
+    rail: Arc<Held>,
     addr: usize,
     /// Place of the first byte that a call may use.
     pub(super) begin: usize,
@@ -174,7 +175,7 @@ pub(super) struct Between<'a> {
 
 impl<'a> Between<'a> {
     /// The rail of `step`'s rank, whose staging is at `addr`; calls may use it from `begin` on.
-    pub(super) fn new(step: &'a Step<'a>, addr: usize, begin: usize, rail: Arc<dyn Rail>) -> Self {
+    pub(super) fn new(step: &'a Step<'a>, addr: usize, begin: usize, rail: Arc<Held>) -> Self {
         Self { step, rail, addr, begin }
     }
 

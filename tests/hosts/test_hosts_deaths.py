@@ -209,6 +209,36 @@ def abort(rank: int, world_size: int, culprit: int) -> tuple[str, float, int] | 
     return text, moment - float(at), int(pid)
 
 
+def end_beside_a_stopped_host(rank: int, world_size: int, count: int) -> float | None:
+    dist.all_reduce(torch.ones(4))
+    ranks.meet("before", rank, world_size)
+    if rank == world_size - 1:
+        note("stopped", os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    stopped, moments = int(noted("stopped")), []
+
+    def end() -> None:
+        moments.append(time.monotonic())
+        backend().abort()
+
+    threading.Timer(0.5, end).start()
+    with pytest.raises(torch_symm.SymmAborted):
+        dist.all_reduce(torch.ones(count))
+    late = time.monotonic() - moments[0]
+    dist.destroy_process_group()
+    took = time.monotonic() - moments[0]
+    os.kill(stopped, signal.SIGKILL)
+    assert took < 2.0, took
+    return late
+
+
+@pytest.mark.parametrize("count", [4, 1 << 20])
+def test_a_call_that_waits_for_a_stopped_host_ends_with_the_group(count: int) -> None:
+    late, _ = run_hosts(end_beside_a_stopped_host, (1, 1), count, expect_killed=[1])
+    assert late < SOON, late
+
+
 @pytest.mark.parametrize(("layout", "culprit"), [((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)], ids=str)
 def test_an_abort_releases_calls_on_other_hosts(layout: tuple[int, ...], culprit: int) -> None:
     results = run_hosts(abort, layout, culprit)
