@@ -76,12 +76,14 @@ def _other_hosts(own: Any) -> str:
     from torch_symm._repr import group_name
     from torch_symm._trace import trace
 
+    # A group on several hosts has there the rank among those of its host.
     same = [
-        known["other_hosts"]
+        known["other_hosts"] or ""
         for known in trace()["groups"]
-        if (known["name"], known["rank"], known["left_ns"]) == (group_name(own), own.rank(), None)
+        if (known["name"], known["left_ns"]) == (group_name(own), None)
+        and (known["other_hosts"] or known["rank"] == own.rank())
     ]
-    return (same[-1] if same else None) or ""
+    return same[-1] if same else ""
 
 
 def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:

@@ -121,7 +121,7 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
         let Some(refuses) = records.iter().find(|record| !record.several) else { return Ok(()) };
         let reason = apart((first.rank, &first.placement()), (other.rank, &other.placement()));
         return Err(Error::config(format!(
-            "{ranks} {reason}; rank {} has SYMM_HOSTS=refuse, auto on all ranks connects hosts",
+            "{ranks} {reason}; rank {} has SYMM_HOSTS=refuse or between_hosts=\"refuse\", auto on all ranks connects hosts",
             refuses.rank
         )));
     }
@@ -210,7 +210,7 @@ mod tests {
             ),
             (
                 |r| r.host.test = "b".into(),
-                "run on different hosts (\"here\" and \"b\", by SYMM_TEST_HOST); rank 0 has SYMM_HOSTS=refuse, auto",
+                "run on different hosts (\"here\" and \"b\", by SYMM_TEST_HOST); rank 0 has SYMM_HOSTS=refuse or between_hosts=\"refuse\", auto",
             ),
             (
                 |r| (r.host.pid, r.host.ipc) = ("q".into(), "j".into()),

@@ -52,7 +52,8 @@ pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Res
     if *choice == HostsChoice::Refuse {
         return Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)));
     }
-    if let Some(layout) = known().and_then(|known| layout(&known, options)) {
+    // Of a merged group nobody has said where its ranks are in the default group; it may have no common one.
+    if let Some(layout) = known().filter(|_| !options.global_ranks.is_empty()).and_then(|known| layout(&known, options)) {
         let several = layout.hosts() > 1;
         return if several {
             Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since })))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import ranks
@@ -43,6 +44,32 @@ def test_groups_of_ranks_here_and_there() -> None:
     run_hosts(subgroups, (2, 2))
 
 
+def merged(rank: int, world_size: int) -> None:
+    limit = timedelta(seconds=20)
+    whole: Any = dist.group.WORLD
+    members = [0, 1] if rank < 2 else [2, 3]
+    part = whole.split_group(members, group_name=f"part-{rank // 2}", timeout=limit)
+    store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
+    again = part.merge_remote_group(store, world_size, group_name="merged", timeout=limit)
+    tensor = torch.tensor([float(rank + 1)])
+    again.allreduce([tensor]).wait()
+    assert tensor.item() == 10 and again.size() == world_size
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "merge_remote_group"), reason="this torch cannot merge groups")
+def test_groups_of_several_hosts_merge() -> None:
+    run_hosts(merged, (2, 2))
+
+
+def described(rank: int, world_size: int) -> str:
+    return torch_symm.describe()
+
+
+def test_every_rank_describes_the_other_hosts() -> None:
+    texts = run_hosts(described, (2, 2))
+    assert all('host "b"' in text for text in texts[:2]) and all('host "a"' in text for text in texts[2:]), texts
+
+
 def on_one_of_two_hosts(rank: int) -> None:
     os.environ["SYMM_TEST_HOST"] = "ab"[rank]
     os.environ.pop("SYMM_HOSTS", None)
@@ -61,7 +88,7 @@ def test_hosts_are_connected_unless_that_is_refused() -> None:
         os.environ["SYMM_HOSTS"] = "refuse"
         with pytest.raises(
             torch_symm.SymmConfigError,
-            match=r'different hosts \("a" and "b", .*rank 0 has SYMM_HOSTS=refuse, auto on all ranks connects',
+            match=r'different hosts \("a" and "b", .*rank 0 has SYMM_HOSTS=refuse or between_hosts="refuse", auto on',
         ):
             ranks.init(rank, world_size)
 

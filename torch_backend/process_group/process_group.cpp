@@ -322,6 +322,10 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupSymm::merge(
     const int& size) {
   TORCH_CHECK_VALUE(opts, "merge: the options of the new group are missing");
   auto options = child_options(*opts);
+  // Those of one of the groups that are merged, where the caller has none for the whole.
+  if (options->global_ranks_in_group.size() != static_cast<size_t>(size)) {
+    options->global_ranks_in_group.clear();
+  }
   auto prefixed = c10::make_intrusive<::c10d::PrefixStore>("symm-merge/" + opts->group_name, store);
   return joined(prefixed, rank, size, options);
 }
