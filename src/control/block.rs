@@ -11,8 +11,8 @@ use crate::sync::doorbell::{Doorbell, Sleepers};
 use crate::sync::failure::FirstFailure;
 use crate::sync::shared_text::SharedText;
 use crate::sys::core;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Turns of spinning, some 40 ns each, where other processes have lately taken this one's cores: a peer that runs answers by then.
 const SPINS_SHORT: u32 = 64;
@@ -93,6 +93,8 @@ pub struct ControlBlock {
     pub(super) name: String,
     pub(super) members: Vec<Identity>,
     part: Option<Part>,
+    /// Name of the larger group's call that this member runs collectives for; empty: none yet.
+    asked: Mutex<String>,
     pub(super) gone: Vec<OnceLock<String>>,
     pub(super) any_gone: AtomicBool,
     /// Progress of calls that kernels make, in words. It is set once kernels wait for peers without looking at this process: a member's
@@ -117,6 +119,7 @@ impl ControlBlock {
             name,
             members,
             part: None,
+            asked: Mutex::default(),
             gone,
             any_gone: AtomicBool::new(false),
             unattended: OnceLock::new(),
@@ -305,6 +308,18 @@ impl ControlBlock {
     /// Whether the group is the part of a larger one on one host.
     pub fn is_part(&self) -> bool {
         self.part.is_some()
+    }
+
+    /// Names the call of the larger group, such as "all_reduce(4 × float32, 16 bytes, SUM) #7 of group "g"", that collectives are for from
+    /// now on: their errors name that.
+    pub fn run_for(&self, asked: String) {
+        *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = asked;
+    }
+
+    /// Name of the larger group's call that collectives are for, if this is a part of one.
+    pub fn asked(&self) -> Option<String> {
+        self.part.as_ref()?;
+        Some(self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()).filter(|asked| !asked.is_empty())
     }
 
     /// Number by which messages name `rank`.

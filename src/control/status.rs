@@ -114,7 +114,12 @@ impl ControlBlock {
     pub fn late(&self, missing: &dyn Fn(Rank) -> bool) -> String {
         let late: Vec<Rank> = self.ranks().filter(|&rank| rank != self.rank && missing(rank)).collect();
         let state = |rank: &Rank| {
-            let doing = self.doing(*rank).map_or_else(|| "has begun no collective".into(), |doing| doing.to_string());
+            let doing = match self.doing(*rank) {
+                None => "has begun no collective".into(),
+                // Which it is would say nothing to the user, who called another.
+                Some(doing) if self.is_part() => if doing.finished { "in no collective" } else { "in a collective" }.into(),
+                Some(doing) => doing.to_string(),
+            };
             format!("{}, {doing}", self.process_state(*rank))
         };
         let states: Vec<String> = late.iter().map(state).collect();

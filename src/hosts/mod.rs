@@ -133,6 +133,7 @@ impl Run for Runner {
         limit.waited();
         let Self { inner, layout, shared, .. } = &*self;
         let step = Step { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
+        inner.control().run_for(step.about());
         let since = Instant::now();
         let waiting = Waiting { number: self.sequence, name: call.op.name(), since, phase_since: since, on_rail: false };
         shared.current.set(Some(waiting));

@@ -159,7 +159,7 @@ impl Step<'_> {
     }
 
     /// The name of the call in messages.
-    fn about(&self) -> String {
+    pub(super) fn about(&self) -> String {
         format!("{} #{} of group \"{}\"", Description::of(self.asked), self.sequence, self.inner.control().name())
     }
 }

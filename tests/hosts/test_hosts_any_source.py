@@ -160,8 +160,9 @@ def test_sources_are_global_ranks() -> None:
 
 
 def mismatched(rank: int, world_size: int, sender: int) -> str:
-    # All have joined: who is about to would hear of it there.
+    # All have left the call before: who is still in it would hear of it there.
     dist.barrier()
+    ranks.meet("ready", rank, world_size)
     with pytest.raises(torch_symm.SymmMismatch) as caught:
         if rank == sender:
             dist.send(torch.ones(5), 0)

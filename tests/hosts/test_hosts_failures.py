@@ -93,6 +93,7 @@ def late(rank: int, world_size: int) -> tuple[str, float] | None:
 def test_a_late_rank_is_a_timeout_on_all_hosts() -> None:
     for text, seconds in run_hosts(late, (2, 2), timeout=2)[:3]:
         assert 1.8 < seconds < 4 and ("for rank 3 (rank 3: pid" in text or 'host "b" (ranks 2 and 3)' in text), text
+        assert "in all_reduce(4 × float32, 16 bytes, SUM) #" in text, text
 
 
 def stay_away(rank: int, world_size: int) -> str | None:

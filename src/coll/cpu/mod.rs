@@ -189,6 +189,9 @@ impl Step<'_> {
 
     /// Names the call in messages.
     fn about(&self) -> String {
+        if let Some(asked) = self.control.asked() {
+            return asked;
+        }
         let description = crate::coll::describe::Description::of(self.call);
         let (seq, group) = (self.seq, self.control.name());
         if self.call.op == Op::AllToAll {
