@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -119,13 +118,6 @@ def measure(rank: int, place: Path) -> list[dict[str, Any]]:
     return cells
 
 
-def limit(hosts: namespaces.Hosts, rate: str) -> None:
-    """Lets each host send ``rate`` at most, as ``"1gbit"``."""
-    for name in hosts.names:
-        rule = ["dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
-        subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", *rule], check=True)
-
-
 def finished(hosts: namespaces.Hosts) -> list[Any]:
     """What all ranks have found, once they have; says meanwhile how far they are."""
     said = ""
@@ -158,7 +150,7 @@ def main() -> None:
         try:
             hosts.connect()
             if arguments.rate != "0":
-                limit(hosts, arguments.rate)
+                hosts.limit(arguments.rate)
             os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
             hosts.start("hosts:measure")
             found = finished(hosts)

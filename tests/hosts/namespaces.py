@@ -78,6 +78,12 @@ class Hosts:
         """Takes the cable out."""
         self.ip("-n", self.names[1], "link", "set", "eth0", "down")
 
+    def limit(self, rate: str) -> None:
+        """Lets each host send ``rate`` at most, as ``"1gbit"``; needs ``tc``."""
+        for name in self.names:
+            rule = ["dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+            subprocess.run(["ip", "netns", "exec", name, "tc", "qdisc", "add", *rule], check=True)
+
     def kill(self, host: int) -> None:
         """Ends all processes of ``host``, at once."""
         self.inits[host].kill()

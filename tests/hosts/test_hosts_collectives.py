@@ -145,7 +145,7 @@ def sizes(rank: int, world_size: int, layout: Sequence[int]) -> None:
         expected.assert_same(got, wanted[:length], length)
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (3, 1), (1, 1), (2, 3, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 2), (3, 1), (1, 1), (2, 3, 1), (1, 2, 1, 1)], ids=str)
 def test_collectives(layout: Sequence[int]) -> None:
     def everything(rank: int, world_size: int) -> None:
         reductions(rank, world_size, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +41,40 @@ def survive(rank: int, place: Path) -> tuple[str, float]:
     with pytest.raises(torch_symm.SymmPeerError) as caught:
         dist.barrier()
     return str(caught.value), heard
+
+
+def crawl(rank: int, place: Path) -> float:
+    """Seconds of a call that fills a slow wire for longer than a host may be silent."""
+    dist.init_process_group(
+        "cpu:symm",
+        init_method="tcp://10.77.0.1:29517",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
+    )
+    tensor = torch.full((1_000_000,), float(rank))
+    begun = time.monotonic()
+    dist.all_reduce(tensor)
+    took = time.monotonic() - begun
+    assert bool((tensor == 6).all())
+    got = torch.empty(3)
+    if rank == 0:
+        dist.send(torch.arange(3.0), 3)
+    elif rank == 3:
+        dist.recv(got, 0)
+        assert got.tolist() == [0.0, 1.0, 2.0]
+    dist.barrier()
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="tc cannot be found")
+def test_a_slow_wire_is_no_silent_host(tmp_path: Path) -> None:
+    with namespaces.two_hosts(tmp_path, "test_hosts_namespaces:crawl") as hosts:
+        # Each host sends 4 MB.
+        hosts.limit("5mbit")
+        for took in hosts.results([0, 1, 2, 3]):
+            assert took > 5.0, f"{took:.1f} s: the wire was too quick to show anything"
 
 
 def ready(hosts: namespaces.Hosts) -> None:
