@@ -29,6 +29,8 @@ const SURE: Duration = Duration::from_millis(150);
 const PAUSE: Duration = Duration::from_millis(10);
 /// Time that leaving waits for a backend to end.
 const RELEASE: Duration = Duration::from_millis(800);
+/// The same once the group has failed: a transfer that nobody answers may go on until its deadline.
+const RELEASE_FAILED: Duration = Duration::from_millis(80);
 
 /// What a rank does, as its speaker sees it.
 #[derive(Default)]
@@ -236,7 +238,7 @@ impl Shared {
     /// Tells the other hosts that this rank has left as `how` says, lets go of its rail and waits for the end of that, for a moment.
     pub(super) fn release(&self, how: &str) {
         self.news.leave(how);
-        self.let_go(RELEASE);
+        self.let_go(if self.failed.load(Ordering::Acquire) { RELEASE_FAILED } else { RELEASE });
     }
 
     /// Lets go of the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see that the group has
