@@ -14,7 +14,8 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDic
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The ranks of ``group`` (the default group if ``None``) on this host, as a group of their own.
 
-    Collective: all ranks of ``group`` call it. The first call makes the group, later ones return the same.
+    Collective: all ranks of ``group`` call it. The first call makes the group, later ones return the same, until it is
+    destroyed: all ranks destroy theirs, and the next call makes another.
     What needs one host, such as symmetric memory, works there.
 
     Raises:
@@ -23,7 +24,7 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
             groups.
     """
     whole = group if group is not None else distributed_c10d._get_default_group()
-    if whole not in _of_groups:
+    if _of_groups.get(whole) not in distributed_c10d._world.pg_map:
         _of_groups[whole] = _make_host_group(whole)
     return _of_groups[whole]
 

@@ -38,6 +38,8 @@ def subgroups(rank: int, world_size: int) -> None:
     host = torch_symm.host_group()
     assert dist.get_process_group_ranks(host) == ([0, 1] if rank < 2 else [2, 3])
     assert torch_symm.host_group() is host and total(host) == (3 if rank < 2 else 7)
+    dist.destroy_process_group(host)
+    assert torch_symm.host_group() is not host and total(torch_symm.host_group()) == (3 if rank < 2 else 7)
 
 
 def test_groups_of_ranks_here_and_there() -> None:
