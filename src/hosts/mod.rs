@@ -19,6 +19,7 @@ mod exchange;
 pub mod finding;
 mod gather;
 mod header;
+mod held;
 pub mod joining;
 pub mod messages;
 mod monitored;

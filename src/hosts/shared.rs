@@ -2,10 +2,10 @@
 //!
 //! Inside a host the control block tells everybody at once, and its speakers tell the other hosts ([`news`](super::news)). A rank that fails
 //! lets go of its rail then; whoever loses a rail because of that soon hears why, and raises the same.
-#![allow(unsafe_code, reason = "a value that another thread drops")]
 
 use super::chosen::Chosen;
 use super::header::Header;
+use super::held::{Held, start_aside};
 use super::news::{Host, News, Place, Waiting};
 use super::partials::Partials;
 use super::rail::Rail;
@@ -13,11 +13,9 @@ use super::traffic::Traffic;
 use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::sys::{fork, thread};
-use std::mem::ManuallyDrop;
-use std::ops::Deref;
+use crate::sys::fork;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -109,32 +107,6 @@ impl Host for Inner {
     }
 }
 
-/// A rail. A backend may end only when its last transfer does: so that takes a thread of its own, whoever lets go of the rail last.
-pub(super) struct Held {
-    rail: ManuallyDrop<Box<dyn Rail>>,
-    /// Dropped at the end.
-    ended: Option<Sender<()>>,
-}
-
-impl Deref for Held {
-    type Target = dyn Rail;
-
-    fn deref(&self) -> &Self::Target {
-        &**self.rail
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        // SAFETY: not used after `drop`, which runs once.
-        let (rail, ended) = (unsafe { ManuallyDrop::take(&mut self.rail) }, self.ended.take());
-        start_aside("symm-rail-end", move || {
-            drop(rail);
-            drop(ended);
-        });
-    }
-}
-
 /// What calls, failures and leaving share.
 pub(super) struct Shared {
     rail: Mutex<Option<Arc<Held>>>,
@@ -154,7 +126,7 @@ impl Shared {
     pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
         let (ended, ending) = channel();
         Self {
-            rail: Mutex::new(rail.map(|rail| Arc::new(Held { rail: ManuallyDrop::new(rail), ended: Some(ended) }))),
+            rail: Mutex::new(rail.map(|rail| Arc::new(Held::new(rail, ended)))),
             news,
             current,
             traffic,
@@ -249,16 +221,6 @@ impl Shared {
             let _ = self.ending.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit);
         }
     }
-}
-
-/// Runs `work` on a thread of its own; what is returned gets a value at its end.
-fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
-    let (done, ended) = channel();
-    let thread = thread::spawn(name, None, move || {
-        work();
-        let _ = done.send(());
-    });
-    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
 }
 
 /// Runs `work` on a thread of its own, and waits for its end for at most `limit`.

@@ -1,8 +1,8 @@
 //! Step: one collective that is under way on several hosts, and what every collective is made of.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
+use super::held::Held;
 use super::rail::Transfer;
-use super::shared::Held;
 use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;

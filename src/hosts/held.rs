@@ -1,0 +1,51 @@
+//! A rail for as long as somebody holds it, and threads on which things end.
+#![allow(unsafe_code, reason = "a value that another thread drops")]
+
+use super::rail::Rail;
+use crate::sys::thread;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+/// A rail. A backend may end only when its last transfer does: so that takes a thread of its own, whoever lets go of the rail last.
+pub(super) struct Held {
+    rail: ManuallyDrop<Box<dyn Rail>>,
+    /// Dropped at the end.
+    ended: Option<Sender<()>>,
+}
+
+impl Held {
+    /// `ended` is dropped once the rail has ended.
+    pub(super) fn new(rail: Box<dyn Rail>, ended: Sender<()>) -> Self {
+        Self { rail: ManuallyDrop::new(rail), ended: Some(ended) }
+    }
+}
+
+impl Deref for Held {
+    type Target = dyn Rail;
+
+    fn deref(&self) -> &Self::Target {
+        &**self.rail
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: not used after `drop`, which runs once.
+        let (rail, ended) = (unsafe { ManuallyDrop::take(&mut self.rail) }, self.ended.take());
+        start_aside("symm-rail-end", move || {
+            drop(rail);
+            drop(ended);
+        });
+    }
+}
+
+/// Runs `work` on a thread of its own; what is returned gets a value at its end.
+pub(super) fn start_aside(name: &str, work: impl FnOnce() + Send + 'static) -> Option<Receiver<()>> {
+    let (done, ended) = channel();
+    let thread = thread::spawn(name, None, move || {
+        work();
+        let _ = done.send(());
+    });
+    thread.inspect_err(|error| log::warn!("a thread could not be started to end a group: {error}")).ok().map(|_| ended)
+}
