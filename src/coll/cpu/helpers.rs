@@ -17,7 +17,7 @@ use crate::sys::fork::PerProcess;
 use crate::sys::thread;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Bytes of a call's tensors from which on helpers are woken: shorter ones are over before they come.
@@ -105,8 +105,15 @@ pub(crate) fn note_ranks(ranks: usize) {
 /// Cores that this rank may use.
 fn cores() -> usize {
     // Asking takes as long as a short call.
-    static CORES: OnceLock<usize> = OnceLock::new();
-    *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
+    static CORES: AtomicUsize = AtomicUsize::new(0);
+    match CORES.load(Ordering::Relaxed) {
+        0 => {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            CORES.store(cores, Ordering::Relaxed);
+            cores
+        }
+        cores => cores,
+    }
 }
 
 /// Whether ranks share cores with each other: whoever waits for a peer may have to give it the core first.
