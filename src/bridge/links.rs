@@ -6,7 +6,7 @@ use super::rail::{milliseconds, outcome};
 use crate::error::{Error, Kind, Result};
 use crate::hosts::messages::links::{Links, Traffic};
 use crate::rank::Rank;
-use crate::sys::polled::Polled;
+use crate::sys::polled::apart_from_children;
 use std::time::Duration;
 
 /// One `c10d::Backend` for each peer, and whose they are.
@@ -29,10 +29,8 @@ impl BackendLinks {
 
 impl Links for BackendLinks {
     fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
-        let polled = Polled::now();
-        outcome(self.handle()?.make(peer.0, &self.1, name, second, milliseconds(timeout)))?;
-        polled.keep_new_from_children();
-        Ok(())
+        let handle = self.handle()?;
+        outcome(apart_from_children(|| handle.make(peer.0, &self.1, name, second, milliseconds(timeout))))
     }
 
     fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {

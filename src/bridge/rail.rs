@@ -5,7 +5,7 @@ use super::ffi::{RailHandle, Status};
 use crate::config::Engines;
 use crate::error::{Error, Kind, Result};
 use crate::hosts::rail::{Rail, Transfer};
-use crate::sys::polled::Polled;
+use crate::sys::polled::apart_from_children;
 use std::time::Duration;
 
 /// A `c10d::Backend` between hosts, made by `make`, and whose it is.
@@ -48,10 +48,8 @@ pub(super) fn milliseconds(time: Duration) -> i64 {
 
 impl Rail for BackendRail {
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()> {
-        let polled = Polled::now();
-        outcome(self.handle()?.make(&self.1, name, host, hosts, milliseconds(timeout)))?;
-        polled.keep_new_from_children();
-        Ok(())
+        let handle = self.handle()?;
+        outcome(apart_from_children(|| handle.make(&self.1, name, host, hosts, milliseconds(timeout))))
     }
 
     fn staging(&self, bytes: usize) -> Result<usize> {

@@ -52,8 +52,7 @@ pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Res
     if *choice == HostsChoice::Refuse {
         return Group::join(worker, options).map(|group| Place::OneHost(Box::new(group)));
     }
-    // Of a merged group nobody has said where its ranks are in the default group; it may have no common one.
-    if let Some(layout) = known().filter(|_| !options.global_ranks.is_empty()).and_then(|known| layout(&known, options)) {
+    if let Some(layout) = known().and_then(|known| layout(&known, options)) {
         let several = layout.hosts() > 1;
         return if several {
             Ok(Place::SeveralHosts(Box::new(Several { layout, apart: None, since })))
@@ -77,10 +76,11 @@ pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Res
     })
 }
 
-/// Layout of the group that `options` name, if its ranks are among those `known`. Joining refuses numbers that cannot be.
+/// Layout of the group that `options` name, if its ranks are among those `known`: not where nobody has said which they are in the default
+/// group, as of a merged one, which may have no common one. Joining refuses numbers that cannot be.
 fn layout(known: &Known, options: &JoinOptions) -> Option<Layout> {
     let size = usize::try_from(options.size).ok().filter(|&size| (0..size as i32).contains(&options.rank))?;
-    let globals = (0..size).map(|rank| options.global_ranks.get(rank).map_or(rank, |&global| global as usize));
+    let globals = options.global_ranks.get(..size)?.iter().map(|&global| global as usize);
     let placements: Option<Vec<_>> = globals.map(|global| known.placements.get(global).cloned()).collect();
     placements.map(|placements| Layout::of(&placements))
 }

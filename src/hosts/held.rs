@@ -7,17 +7,14 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// A rail. A backend may end only when its last transfer does: so that takes a thread of its own, whoever lets go of the rail last.
-pub(super) struct Held {
-    rail: ManuallyDrop<Box<dyn Rail>>,
-    /// Dropped at the end.
-    ended: Option<Sender<()>>,
-}
+/// A rail, and what is dropped after it. A backend may end only when its last transfer does: so that takes a thread of its own, whoever
+/// lets go of the rail last.
+pub(super) struct Held(ManuallyDrop<(Box<dyn Rail>, Sender<()>)>);
 
 impl Held {
     /// `ended` is dropped once the rail has ended.
     pub(super) fn new(rail: Box<dyn Rail>, ended: Sender<()>) -> Self {
-        Self { rail: ManuallyDrop::new(rail), ended: Some(ended) }
+        Self(ManuallyDrop::new((rail, ended)))
     }
 }
 
@@ -25,18 +22,15 @@ impl Deref for Held {
     type Target = dyn Rail;
 
     fn deref(&self) -> &Self::Target {
-        &**self.rail
+        &*self.0.0
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
         // SAFETY: not used after `drop`, which runs once.
-        let (rail, ended) = (unsafe { ManuallyDrop::take(&mut self.rail) }, self.ended.take());
-        start_aside("symm-rail-end", move || {
-            drop(rail);
-            drop(ended);
-        });
+        let held = unsafe { ManuallyDrop::take(&mut self.0) };
+        start_aside("symm-rail-end", move || drop(held));
     }
 }
 

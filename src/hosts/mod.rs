@@ -131,7 +131,7 @@ impl Run for Runner {
             return Err(failure);
         }
         self.sequence += 1;
-        limit.waited();
+        limit.start();
         let Self { inner, layout, shared, .. } = &*self;
         let step = Step { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
         inner.control().run_for(step.about());

@@ -238,29 +238,7 @@ mod tests {
 
     static COUNTER: PerProcess<Mutex<u32>> = PerProcess::new(|| Mutex::new(0));
 
-    #[test]
-    fn a_forked_child_has_another_generation_and_fresh_values() {
-        let before = generation();
-        // Held across the fork: the child must not see this lock.
-        let mut counter = COUNTER.get().lock().expect("not poisoned");
-        *counter = 7;
-        // SAFETY: the child calls nothing but the code under test, which allocates (glibc repairs malloc in a child), and `_exit`.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            let fresh = COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0);
-            let code = i32::from(!(fresh && generation() != before));
-            // SAFETY: `_exit` takes any code.
-            unsafe { libc::_exit(code) };
-        }
-        let mut status = 0;
-        // SAFETY: `status` is valid for a write; `child` is our own.
-        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-        assert_eq!(status, 0);
-        assert_eq!(generation(), before);
-        assert_eq!(*counter, 7);
-    }
-
-    /// Whether `seen` is true in a forked child, which may call nothing that takes a lock.
+    /// Whether `seen` is true in a forked child, where it may allocate (glibc repairs malloc there), but take no lock of the parent's.
     fn in_a_child(seen: impl Fn() -> bool) -> bool {
         // SAFETY: the child calls `seen` and `_exit`.
         let child = unsafe { libc::fork() };
@@ -272,6 +250,17 @@ mod tests {
         // SAFETY: `status` is valid for a write; `child` is our own.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         status == 0
+    }
+
+    #[test]
+    fn a_forked_child_has_another_generation_and_fresh_values() {
+        let before = generation();
+        // Held across the fork: the child must not see this lock.
+        let mut counter = COUNTER.get().lock().expect("not poisoned");
+        *counter = 7;
+        assert!(in_a_child(|| COUNTER.get().try_lock().is_ok_and(|counter| *counter == 0) && generation() != before));
+        assert_eq!(generation(), before);
+        assert_eq!(*counter, 7);
     }
 
     #[test]

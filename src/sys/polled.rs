@@ -9,26 +9,19 @@ use std::path::Path;
 /// What one epoll instance polls: descriptors, with their inodes as the kernel writes them.
 type Sockets = Vec<(i32, String)>;
 
-/// The epoll instances of this process at one moment, by descriptor; `None` where no descriptor was free to look.
-pub struct Polled(Option<BTreeMap<i32, Sockets>>);
-
-impl Polled {
-    /// Those of now.
-    pub fn now() -> Self {
-        Self(instances())
-    }
-
-    /// Keeps the sockets from children that instances poll which were made since.
-    pub fn keep_new_from_children(&self) {
-        let (Some(before), Some(instances)) = (&self.0, instances()) else { return };
-        for (instance, sockets) in instances {
-            // The number may have been another's.
-            let known = before.get(&instance).is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
-            if !known {
-                sockets.iter().filter(|(fd, _)| link(*fd).starts_with("socket:")).for_each(|&(fd, _)| keep_from_children(fd));
-            }
+/// Calls `make`, and keeps the sockets from children that epoll instances poll which were made meanwhile.
+pub fn apart_from_children<T>(make: impl FnOnce() -> T) -> T {
+    let before = instances();
+    let made = make();
+    let (Some(before), Some(instances)) = (before, instances()) else { return made };
+    for (instance, sockets) in instances {
+        // The number may have been another's.
+        let known = before.get(&instance).is_some_and(|before| before.iter().any(|socket| sockets.contains(socket)));
+        if !known {
+            sockets.iter().filter(|(fd, _)| link(*fd).starts_with("socket:")).for_each(|&(fd, _)| keep_from_children(fd));
         }
     }
+    made
 }
 
 /// What the descriptor `fd` stands for.
@@ -36,6 +29,7 @@ fn link(fd: i32) -> String {
     std::fs::read_link(format!("/proc/self/fd/{fd}")).map_or_else(|_| String::new(), |link| link.to_string_lossy().into_owned())
 }
 
+/// The epoll instances of this process, by descriptor; `None` where no descriptor was free to look.
 fn instances() -> Option<BTreeMap<i32, Sockets>> {
     let number = |path: &Path| path.file_name()?.to_str()?.parse().ok();
     let all = std::fs::read_dir("/proc/self/fd").ok()?.flatten().filter_map(|entry| number(&entry.path()));
@@ -79,9 +73,7 @@ mod tests {
         for socket in [&old, &new] {
             rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::empty()).expect("open");
         }
-        let polled = Polled::now();
-        let _loop_since = poll(&new);
-        polled.keep_new_from_children();
+        let _loop_since = apart_from_children(|| poll(&new));
         let closes = |socket: &TcpStream| rustix::io::fcntl_getfd(socket).expect("open").contains(rustix::io::FdFlags::CLOEXEC);
         assert!(closes(&new) && !closes(&old), "programs that are started get those of others still");
         // SAFETY: the child calls nothing but the code under test's hook, `getpeername`, `pause` and `_exit`.

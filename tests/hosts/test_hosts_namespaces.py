@@ -19,15 +19,19 @@ WHY_NOT = namespaces.lacking()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-def survive(rank: int, place: Path) -> tuple[str, float]:
-    """What the next call says of a failure that nobody has called into, and when it was heard of."""
+def join(rank: int, limit_s: int) -> None:
     dist.init_process_group(
         "cpu:symm",
         init_method="tcp://10.77.0.1:29517",
         rank=rank,
         world_size=4,
-        timeout=timedelta(seconds=40),
+        timeout=timedelta(seconds=limit_s),
     )
+
+
+def survive(rank: int, place: Path) -> tuple[str, float]:
+    """What the next call says of a failure that nobody has called into, and when it was heard of."""
+    join(rank, 40)
     tensor = torch.full((200_000,), float(rank))
     dist.all_reduce(tensor)
     assert bool((tensor == 6).all())
@@ -45,13 +49,7 @@ def survive(rank: int, place: Path) -> tuple[str, float]:
 
 def crawl(rank: int, place: Path) -> float:
     """Seconds of a call that fills a slow wire for longer than a host may be silent."""
-    dist.init_process_group(
-        "cpu:symm",
-        init_method="tcp://10.77.0.1:29517",
-        rank=rank,
-        world_size=4,
-        timeout=timedelta(seconds=60),
-    )
+    join(rank, 60)
     tensor = torch.full((1_000_000,), float(rank))
     begun = time.monotonic()
     dist.all_reduce(tensor)

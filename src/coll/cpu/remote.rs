@@ -33,11 +33,8 @@ impl Step<'_> {
 
     /// Word that tells where this rank's inputs lie; 0 if peers cannot read them there.
     pub(super) fn private(&self) -> u64 {
-        if *self.reads {
-            readable(self.call, self.control.rank()).map_or(0, |input| if input.bytes == 0 { 1 } else { input.addr as u64 })
-        } else {
-            0
-        }
+        // Nothing may lie anywhere.
+        readable(self.call, self.control.rank()).filter(|_| *self.reads).map_or(0, |input| (input.addr as u64).max(1))
     }
 
     /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank.
