@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
+# The kernel's own threads for io_uring, which libuv under torch's TCPStore uses: they come and go as the kernel likes.
+_IO_WORKER = "iou-"
 
 
 def own() -> Counter[str]:
@@ -23,9 +25,16 @@ def own() -> Counter[str]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     return Counter(
         fds=len(os.listdir("/proc/self/fd")),
-        threads=len(os.listdir("/proc/self/task")),
+        threads=sum(not name.startswith(_IO_WORKER) for name in _threads()),
         mappings=sum("memfd:symm" in line or "/dev/shm/" in line for line in maps),
     )
+
+
+def _threads() -> Iterator[str]:
+    """Names of this process's threads."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            yield (task / "comm").read_text()
 
 
 def beyond(before: Counter[str], patience: float = 1.5) -> Counter[str]:
