@@ -78,15 +78,15 @@ class DeviceBackendsHandle {
       int32_t device,
       int64_t timeout_ms) const noexcept = 0;
   virtual Status memory(int32_t device, size_t bytes, size_t& address) const noexcept = 0;
-  virtual Status finish() const noexcept = 0;
-  virtual Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept = 0;
+  virtual Status follow(bool all) const noexcept = 0;
+  virtual Status all_gather(int32_t device, size_t from, size_t each, size_t to, bool beside) const noexcept = 0;
   virtual Status all_to_all(
       int32_t device,
-      size_t from,
+      std::array<size_t, 2> at,
       rust::Slice<const size_t> sent,
-      size_t to,
-      rust::Slice<const size_t> received) const noexcept = 0;
-  virtual Status broadcast(int32_t device, size_t root, size_t at, size_t bytes) const noexcept = 0;
+      rust::Slice<const size_t> received,
+      bool beside) const noexcept = 0;
+  virtual Status broadcast(int32_t device, size_t root, size_t at, size_t bytes, bool beside) const noexcept = 0;
   virtual Status exchange(uint32_t which, int32_t device, rust::Slice<const Span> give, rust::Slice<const Span> take)
       const noexcept = 0;
   virtual void abort(uint32_t which) const noexcept = 0;

@@ -250,10 +250,10 @@ pub mod ffi {
         /// `at`: the own rank, and how many there are.
         fn make(self: &DeviceBackendsHandle, which: u32, engine: &str, name: &str, at: [usize; 2], device: i32, limit_ms: i64) -> Status;
         fn memory(self: &DeviceBackendsHandle, device: i32, bytes: usize, address: &mut usize) -> Status;
-        fn finish(self: &DeviceBackendsHandle) -> Status;
-        fn all_gather(self: &DeviceBackendsHandle, device: i32, from: usize, each: usize, to: usize) -> Status;
-        fn all_to_all(self: &DeviceBackendsHandle, device: i32, from: usize, sent: &[usize], to: usize, received: &[usize]) -> Status;
-        fn broadcast(self: &DeviceBackendsHandle, device: i32, root: usize, at: usize, bytes: usize) -> Status;
+        fn follow(self: &DeviceBackendsHandle, all: bool) -> Status;
+        fn all_gather(self: &DeviceBackendsHandle, device: i32, from: usize, each: usize, to: usize, beside: bool) -> Status;
+        fn all_to_all(self: &DeviceBackendsHandle, device: i32, at: [usize; 2], sent: &[usize], taken: &[usize], beside: bool) -> Status;
+        fn broadcast(self: &DeviceBackendsHandle, device: i32, root: usize, at: usize, bytes: usize, beside: bool) -> Status;
         fn exchange(self: &DeviceBackendsHandle, which: u32, device: i32, give: &[Span], take: &[Span]) -> Status;
         fn abort(self: &DeviceBackendsHandle, which: u32);
         fn close(self: &DeviceBackendsHandle);

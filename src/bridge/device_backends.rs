@@ -41,16 +41,20 @@ impl Backends for DeviceBackends {
     }
 
     fn finish(&self) -> Result<()> {
-        outcome(self.handle()?.finish())
+        outcome(self.handle()?.follow(true))
     }
 
-    fn start(&self, device: i32, transfer: &Transfer) -> Result<()> {
+    fn start(&self, device: i32, transfer: &Transfer, beside: bool) -> Result<()> {
         let backends = self.handle()?;
         outcome(match transfer {
-            Transfer::AllGather { from, to } => backends.all_gather(device, from.addr, from.bytes, *to),
-            Transfer::AllToAll { from, sent, to, received } => backends.all_to_all(device, *from, sent, *to, received),
-            Transfer::Broadcast { root, at } => backends.broadcast(device, *root, at.addr, at.bytes),
+            Transfer::AllGather { from, to } => backends.all_gather(device, from.addr, from.bytes, *to, beside),
+            Transfer::AllToAll { from, sent, to, received } => backends.all_to_all(device, [*from, *to], sent, received, beside),
+            Transfer::Broadcast { root, at } => backends.broadcast(device, *root, at.addr, at.bytes, beside),
         })
+    }
+
+    fn follow(&self) -> Result<()> {
+        outcome(self.handle()?.follow(false))
     }
 
     fn exchange(&self, which: Which, device: i32, give: &[Span], take: &[Span]) -> Result<()> {

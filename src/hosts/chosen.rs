@@ -19,11 +19,14 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chosen {
     pub(super) partials: Partials,
+    /// Of CPU tensors.
     pub(super) thresholds: Thresholds,
+    /// Of CUDA tensors.
+    pub(super) cuda: Thresholds,
 }
 
 /// Bytes of what a rank tells.
-const RECORD: usize = 1 + 3 * 8;
+const RECORD: usize = 1 + 2 * 3 * 8;
 
 /// Thresholds that are tried out, in place of the profile's.
 static TRIAL: PerProcess<Mutex<Option<Thresholds>>> = PerProcess::new(Mutex::default);
@@ -38,8 +41,9 @@ pub fn try_out(thresholds: Option<Thresholds>) -> Result<()> {
     Ok(())
 }
 
-/// Thresholds of the group that `options` name, as its first rank knows them; `here`: the group's ranks on this host.
-pub(super) fn thresholds(options: &JoinOptions, here: usize) -> Thresholds {
+/// Thresholds of tensors on `device` in the group that `options` name, as its first rank knows them, or the usual ones; `here`: the group's
+/// ranks on this host.
+pub(super) fn thresholds(options: &JoinOptions, here: usize, device: Device) -> Thresholds {
     if let Some(tried) = *TRIAL.get().lock().unwrap_or_else(PoisonError::into_inner) {
         return tried;
     }
@@ -49,27 +53,29 @@ pub(super) fn thresholds(options: &JoinOptions, here: usize) -> Thresholds {
         let host = &known.placements.get(own as usize)?.host;
         Some(known.placements.iter().filter(|placement| placement.host == *host).count())
     });
-    profile::between_hosts(Device::Cpu, job.unwrap_or(here)).map_or(Thresholds::USUAL, |wire| wire.thresholds)
+    let usual = if device == Device::Cuda { Thresholds::USUAL_CUDA } else { Thresholds::USUAL };
+    profile::between_hosts(device, job.unwrap_or(here)).map_or(usual, |wire| wire.thresholds)
 }
 
 impl Chosen {
     /// What a group goes by before its ranks have told each other.
-    pub(super) const USUAL: Self = Self { partials: Partials::Tensor, thresholds: Thresholds::USUAL };
+    pub(super) const USUAL: Self = Self { partials: Partials::Tensor, thresholds: Thresholds::USUAL, cuda: Thresholds::USUAL_CUDA };
 
     fn to_bytes(self) -> [u8; RECORD] {
-        let Self { partials, thresholds: Thresholds { one_rail, piece, gathered } } = self;
-        let mut bytes = [partials as u8; RECORD];
-        let words = [one_rail, piece, gathered].map(|word| (word as u64).to_le_bytes());
-        bytes[1..].copy_from_slice(words.as_flattened());
+        let mut bytes = [self.partials as u8; RECORD];
+        let words =
+            |Thresholds { one_rail, piece, gathered }: Thresholds| [one_rail, piece, gathered].map(|word| (word as u64).to_le_bytes());
+        bytes[1..].copy_from_slice([self.thresholds, self.cuda].map(words).as_flattened().as_flattened());
         bytes
     }
 
-    /// Thresholds in what a rank has told.
-    fn thresholds_of(bytes: &[u8]) -> Option<Thresholds> {
+    /// Thresholds of CPU and of CUDA tensors in what a rank has told.
+    fn thresholds_of(bytes: &[u8]) -> Option<[Thresholds; 2]> {
         let (words, []) = bytes.get(1..)?.as_chunks::<8>() else { return None };
-        let [one_rail, piece, gathered] =
-            <[usize; 3]>::try_from(words.iter().map(|&word| u64::from_le_bytes(word) as usize).collect::<Vec<_>>()).ok()?;
-        Thresholds { one_rail, piece, gathered }.checked().ok()
+        let words: Vec<usize> = words.iter().map(|&word| u64::from_le_bytes(word) as usize).collect();
+        let ([cpu, cuda], []) = words.as_chunks::<3>() else { return None };
+        let checked = |&[one_rail, piece, gathered]: &[usize; 3]| Thresholds { one_rail, piece, gathered }.checked().ok();
+        Some([checked(cpu)?, checked(cuda)?])
     }
 }
 
@@ -98,8 +104,8 @@ impl HostsGroup {
             ));
         }
         let thresholds = Chosen::thresholds_of(first).ok_or_else(|| Error::internal("the first rank told impossible thresholds"));
-        let thresholds = thresholds.map_err(|error| self.shared.fail(&self.inner, error))?;
-        self.shared.choose(Chosen { thresholds, ..chosen });
+        let [thresholds, cuda] = thresholds.map_err(|error| self.shared.fail(&self.inner, error))?;
+        self.shared.choose(Chosen { thresholds, cuda, ..chosen });
         Ok(())
     }
 }
@@ -111,8 +117,9 @@ mod tests {
     #[test]
     fn thresholds_come_as_they_were_told() {
         let thresholds = Thresholds { one_rail: 1, piece: 1 << 20, gathered: 0 };
-        let mut bytes = Chosen { partials: Partials::Fp32, thresholds }.to_bytes();
-        assert_eq!((bytes[0], Chosen::thresholds_of(&bytes)), (Partials::Fp32 as u8, Some(thresholds)));
+        let cuda = Thresholds { piece: 4 << 20, ..Thresholds::USUAL };
+        let mut bytes = Chosen { partials: Partials::Fp32, thresholds, cuda }.to_bytes();
+        assert_eq!((bytes[0], Chosen::thresholds_of(&bytes)), (Partials::Fp32 as u8, Some([thresholds, cuda])));
         bytes[9] = 1;
         assert_eq!(Chosen::thresholds_of(&bytes), None, "no multiple of the grain");
         assert_eq!(Chosen::thresholds_of(&bytes[1..]), None);
@@ -124,10 +131,10 @@ mod tests {
         let options = JoinOptions { group, rank: 0, size: 2, global_ranks, is_default: false, timeout: None, part: None };
         let tried = Thresholds { one_rail: 7, ..Thresholds::USUAL };
         try_out(Some(tried)).expect("possible");
-        assert_eq!(thresholds(&options, 1), tried);
+        assert_eq!([Device::Cpu, Device::Cuda].map(|device| thresholds(&options, 1, device)), [tried; 2]);
         let error = try_out(Some(Thresholds { piece: 5, ..tried })).expect_err("impossible");
         assert_eq!(error.message, "piece is 5 bytes; from 4096 to 1073741824 are possible");
         try_out(None).expect("ends");
-        assert_ne!(thresholds(&options, 1), tried);
+        assert_ne!(thresholds(&options, 1, Device::Cpu), tried);
     }
 }

@@ -17,6 +17,8 @@ use super::traffic::{Counted, Traffic};
 use super::{HostsGroup, Runner, Twofold};
 use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::cost::hardware::Device;
+use crate::coll::cost::wire::Thresholds;
 use crate::config::{Config, Engines};
 use crate::control::Part;
 use crate::engine::Engine;
@@ -135,8 +137,12 @@ impl HostsGroup {
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
         // Whoever passes has found all ranks on all hosts.
-        let thresholds = chosen::thresholds(options, joined.layout.members(host).len());
-        joined.agree_on(Chosen { partials, thresholds }, limit.left())?;
+        let here = joined.layout.members(host).len();
+        let thresholds = chosen::thresholds(options, here, Device::Cpu);
+        // Whoever looks for those of GPUs asks their driver: only the first rank, whose thresholds are everybody's.
+        let asks = joined.cuda.is_some() && rank == Rank(0);
+        let cuda = if asks { chosen::thresholds(options, here, Device::Cuda) } else { Thresholds::USUAL_CUDA };
+        joined.agree_on(Chosen { partials, thresholds, cuda }, limit.left())?;
         // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
         if has_rail && !Config::get().gloo_lazy {
             // A store that cannot delete keeps them.

@@ -66,7 +66,7 @@ def lengths(rank: int, world: int) -> int:
 
 
 def chunks(rank: int, world: int) -> int:
-    """A reduce_scatter of several chunks, from one tensor and from a list."""
+    """Calls of several chunks; a reduce_scatter from one tensor and from a list."""
     dtype, count = torch.bfloat16, 18_000_001
     inputs = [(expected.seeded(torch.int8, (count,), other) >> 2).to(dtype) for other in range(world)]
     for form in ("tensor", "list"):
@@ -77,7 +77,33 @@ def chunks(rank: int, world: int) -> int:
         else:
             dist.reduce_scatter(got, [mine.clone() for _ in range(world)])
         # Small integers: every order and rounding gives the same.
-        expected.assert_same_bits(got.cpu(), sum(inputs[1:], inputs[0].clone()), (form, rank))
+        wanted = sum(inputs[1:], inputs[0].clone())
+        expected.assert_same_bits(got.cpu(), wanted, (form, rank))
+    mine = inputs[rank].to(device())
+    got, wide, copied = mine.clone(), torch.empty(world * count, dtype=dtype, device=device()), mine.clone()
+    given = mine.clone()
+
+    def body() -> None:
+        got.copy_(given)
+        dist.all_reduce(got)
+        dist.all_gather_into_tensor(wide, mine)
+        dist.broadcast(copied, 1)
+
+    def check(about: str) -> None:
+        expected.assert_same_bits(got.cpu(), wanted, ("all_reduce", about, rank))
+        expected.assert_same_bits(wide.cpu(), torch.cat(inputs), ("all_gather", about, rank))
+        expected.assert_same_bits(copied.cpu(), inputs[1], ("broadcast", about, rank))
+
+    body()
+    check("at once")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    for tensor in (got, wide):
+        tensor.zero_()
+    copied.copy_(mine)
+    graph.replay()
+    check("in a graph")
     return count
 
 

@@ -25,10 +25,10 @@ FOUND = {
 
 
 def find(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    found = hosts.measure(0.5, around=(16 << 10, 128 << 10), turns=(256 << 10,))
+    found = hosts.measure(0.5, "cpu", around=(16 << 10, 128 << 10), turns=(256 << 10,))
     for _ in range(2):
         # What is there already is kept.
-        hosts.write(found, Path(path))
+        hosts.write(found, Path(path), "cpu")
     dist.barrier()
     return found
 
@@ -43,11 +43,12 @@ def test_all_ranks_find_the_same_and_it_is_written(layout: tuple[int, ...], tmp_
     assert found["hosts"] == len(layout) and [rails["rails"] for rails in found["rails"]] == [1, 2][: min(layout)]
     assert all(rails["gb_per_s"] > 0 and rails["us"] > 0 for rails in found["rails"])
     thresholds = found["thresholds"]
-    assert thresholds["piece"] in hosts.PIECES
+    kind = hosts.KINDS["cpu"]
+    assert thresholds["piece"] in kind.pieces
     if min(layout) == 1:
-        assert thresholds["one_rail"] == hosts.USUAL["one_rail"], "there is one"
+        assert thresholds["one_rail"] == kind.usual["one_rail"], "there is one"
     if len(layout) == 2:
-        assert thresholds["gathered"] == hosts.USUAL["gathered"], "two hosts always gather"
+        assert thresholds["gathered"] == kind.usual["gathered"], "two hosts always gather"
 
 
 def sent(rank: int, world_size: int) -> int:

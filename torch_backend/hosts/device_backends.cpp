@@ -35,10 +35,10 @@ void in_stream_order(const c10::intrusive_ptr<::c10d::Work>& work) {
   }
 }
 
-void gather(::c10d::Backend& backend, at::Tensor output, at::Tensor input) {
+c10::intrusive_ptr<::c10d::Work> gather(::c10d::Backend& backend, at::Tensor output, at::Tensor input, bool beside) {
   ::c10d::AllgatherOptions options;
-  options.asyncOp = false;
-  in_stream_order(backend._allgather_base(output, input, options));
+  options.asyncOp = beside;
+  return backend._allgather_base(output, input, options);
 }
 
 } // namespace
@@ -68,7 +68,7 @@ Status DeviceBackends::make(
     }
     // Connects, which must not happen within a graph.
     const auto all = at::zeros({static_cast<int64_t>(size)}, bytes_on(device));
-    gather(*backend, all, at::zeros({1}, bytes_on(device)));
+    in_stream_order(gather(*backend, all, at::zeros({1}, bytes_on(device)), false));
   });
 }
 
@@ -79,48 +79,59 @@ Status DeviceBackends::memory(int32_t device, size_t bytes, size_t& address) con
   });
 }
 
-Status DeviceBackends::finish() const noexcept {
+Status DeviceBackends::follow(bool all) const noexcept {
   const auto status = attempted([&] {
-    for (const auto& message : messages_) {
-      in_stream_order(message);
+    for (auto left = all ? beside_.size() : 1; left > 0 && !beside_.empty(); --left) {
+      in_stream_order(beside_.front());
+      beside_.pop_front();
     }
   });
-  messages_.clear();
-  memory_.clear();
+  if (all) {
+    beside_.clear();
+    memory_.clear();
+  }
   return status;
 }
 
-Status DeviceBackends::all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept {
+void DeviceBackends::enqueued(Pending work, bool beside) const {
+  if (beside) {
+    beside_.push_back(std::move(work));
+  } else {
+    in_stream_order(work);
+  }
+}
+
+Status DeviceBackends::all_gather(int32_t device, size_t from, size_t each, size_t to, bool beside) const noexcept {
   return attempted([&] {
     const auto rail = made(kRail);
-    gather(*rail.backend, bytes_at(device, to, rail.size * each), bytes_at(device, from, each));
+    enqueued(gather(*rail.backend, bytes_at(device, to, rail.size * each), bytes_at(device, from, each), beside), beside);
   });
 }
 
 Status DeviceBackends::all_to_all(
     int32_t device,
-    size_t from,
+    std::array<size_t, 2> at,
     rust::Slice<const size_t> sent,
-    size_t to,
-    rust::Slice<const size_t> received) const noexcept {
+    rust::Slice<const size_t> received,
+    bool beside) const noexcept {
   return attempted([&] {
-    auto input = bytes_at(device, from, sum_of(sent));
-    auto output = bytes_at(device, to, sum_of(received));
+    auto input = bytes_at(device, at[0], sum_of(sent));
+    auto output = bytes_at(device, at[1], sum_of(received));
     std::vector<int64_t> input_lengths(sent.begin(), sent.end());
     std::vector<int64_t> output_lengths(received.begin(), received.end());
     ::c10d::AllToAllOptions options;
-    options.asyncOp = false;
-    in_stream_order(made(kRail).backend->alltoall_base(output, input, output_lengths, input_lengths, options));
+    options.asyncOp = beside;
+    enqueued(made(kRail).backend->alltoall_base(output, input, output_lengths, input_lengths, options), beside);
   });
 }
 
-Status DeviceBackends::broadcast(int32_t device, size_t root, size_t at, size_t bytes) const noexcept {
+Status DeviceBackends::broadcast(int32_t device, size_t root, size_t at, size_t bytes, bool beside) const noexcept {
   return attempted([&] {
     std::vector<at::Tensor> tensors{bytes_at(device, at, bytes)};
     ::c10d::BroadcastOptions options;
     options.rootRank = static_cast<int64_t>(root);
-    options.asyncOp = false;
-    in_stream_order(made(kRail).backend->broadcast(tensors, options));
+    options.asyncOp = beside;
+    enqueued(made(kRail).backend->broadcast(tensors, options), beside);
   });
 }
 
@@ -148,7 +159,7 @@ Status DeviceBackends::exchange(
       backend->endCoalescing();
       throw;
     }
-    messages_.push_back(backend->endCoalescing());
+    beside_.push_back(backend->endCoalescing());
   });
 }
 

@@ -3,6 +3,8 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <string>
@@ -12,7 +14,7 @@
 
 namespace symm {
 
-// Everything is enqueued on the calling thread's current stream, in whose order memory is given back.
+// Everything is enqueued behind what the calling thread's current stream holds, in whose order memory is given back.
 class DeviceBackends final : public DeviceBackendsHandle {
  public:
   DeviceBackends(std::string group, c10::intrusive_ptr<::c10d::Store> store) : maker_(std::move(group), std::move(store)) {}
@@ -25,21 +27,23 @@ class DeviceBackends final : public DeviceBackendsHandle {
       int32_t device,
       int64_t timeout_ms) const noexcept override;
   Status memory(int32_t device, size_t bytes, size_t& address) const noexcept override;
-  Status finish() const noexcept override;
-  Status all_gather(int32_t device, size_t from, size_t each, size_t to) const noexcept override;
+  Status follow(bool all) const noexcept override;
+  Status all_gather(int32_t device, size_t from, size_t each, size_t to, bool beside) const noexcept override;
   Status all_to_all(
       int32_t device,
-      size_t from,
+      std::array<size_t, 2> at,
       rust::Slice<const size_t> sent,
-      size_t to,
-      rust::Slice<const size_t> received) const noexcept override;
-  Status broadcast(int32_t device, size_t root, size_t at, size_t bytes) const noexcept override;
+      rust::Slice<const size_t> received,
+      bool beside) const noexcept override;
+  Status broadcast(int32_t device, size_t root, size_t at, size_t bytes, bool beside) const noexcept override;
   Status exchange(uint32_t which, int32_t device, rust::Slice<const Span> give, rust::Slice<const Span> take)
       const noexcept override;
   void abort(uint32_t which) const noexcept override;
   void close() const noexcept override;
 
  private:
+  using Pending = c10::intrusive_ptr<::c10d::Work>;
+
   struct Made {
     Engine backend;
     size_t size = 0;
@@ -47,6 +51,8 @@ class DeviceBackends final : public DeviceBackendsHandle {
 
   // The backend `which`; throws where it is not there.
   Made made(uint32_t which) const;
+  // Has the current stream wait for what was enqueued, now or, where it goes beside it, in `follow`.
+  void enqueued(Pending work, bool beside) const;
 
   const Maker maker_;
   mutable std::mutex mutex_;
@@ -55,7 +61,7 @@ class DeviceBackends final : public DeviceBackendsHandle {
   mutable bool aborted_ = false;
   // Used by one caller at a time: what `finish` lets go of.
   mutable std::vector<at::Tensor> memory_;
-  mutable std::vector<c10::intrusive_ptr<::c10d::Work>> messages_;
+  mutable std::deque<Pending> beside_;
 };
 
 } // namespace symm

@@ -139,13 +139,17 @@ def _measured(
 
 
 def _hosts(parser: Parser, given: argparse.Namespace) -> int:
-    if given.device == "cuda":
-        parser.error("--hosts: measures what CPU tensors use; there is no --device cuda of it")
+    device = given.device or "cpu"
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--hosts --device cuda: torch finds no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("--hosts: start it on every host: torchrun --nnodes 2 ... -m torch_symm tune --hosts")
     from .hosts import run as measured
 
-    return measured(given.seconds, given.output)
+    return measured(given.seconds, given.output, device)
 
 
 def _need_matplotlib(parser: Parser) -> None:

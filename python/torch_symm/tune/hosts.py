@@ -1,7 +1,8 @@
 """``tune --hosts``: how fast the network between hosts is, and from which lengths calls better go another way.
 
-Started by torchrun on all hosts. The wire is measured with groups of Gloo's, as rails are: one for each local index.
-The thresholds are found by calls of groups that differ in one of them, which take turns.
+Started by torchrun on all hosts. The wire is measured with groups as rails are, one for each local index: Gloo's for
+CPU tensors, NCCL's for CUDA tensors. The thresholds are found by calls of groups that differ in one of them, which take
+turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,45 @@ SLOT = 1024
 LONG = 4 << 20
 #: Limits beyond and below every call.
 ALL, NONE = 1 << 30, 0
-#: Sizes of calls around the thresholds of one rail and of gathered slices, and of those that go in turns.
-AROUND, TURNS = tuple(16 << 10 << shift for shift in range(7)), (8 << 20,)
-PIECES = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
-#: Those of groups for which nothing was measured: ``src/coll/cost/wire.rs``.
-USUAL = {"one_rail": 64 << 10, "piece": 512 << 10, "gathered": 256 << 10}
 #: Rounds in which everything has its turn, and calls of each, at most.
 ROUNDS, MOST = 5, 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is measured on a device.
+
+    Attributes:
+        engine: Backend of torch that connects hosts.
+        usual: Thresholds of groups for which nothing was measured: ``src/coll/cost/wire.rs``.
+        around: Bytes of calls around the thresholds of one rail and of gathered slices.
+        turns: Bytes of calls that go in turns.
+        pieces: Lengths of turns that are compared.
+    """
+
+    engine: str
+    usual: Mapping[str, int]
+    around: tuple[int, ...]
+    turns: tuple[int, ...]
+    pieces: tuple[int, ...]
+
+
+KINDS = {
+    "cpu": Kind(
+        "gloo",
+        {"one_rail": 64 << 10, "piece": 512 << 10, "gathered": 256 << 10},
+        tuple(16 << 10 << shift for shift in range(7)),
+        (8 << 20,),
+        (256 << 10, 512 << 10, 1 << 20, 2 << 20),
+    ),
+    "cuda": Kind(
+        "nccl",
+        {"one_rail": 64 << 10, "piece": 16 << 20, "gathered": 256 << 10},
+        tuple(16 << 10 << shift for shift in range(9)),
+        (128 << 20,),
+        (4 << 20, 16 << 20, 64 << 20),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -72,8 +105,9 @@ def layout() -> Layout:
 class Clock:
     """Times calls of all ranks; the slowest rank counts. ``seconds``: for everything that is timed, about."""
 
-    def __init__(self, seconds: float, parts: int) -> None:
+    def __init__(self, seconds: float, parts: int, device: str) -> None:
         self._budget_us = seconds / parts * 1e6
+        self._device = device
 
     def compare(self, calls: Sequence[Callable[[], None]]) -> list[float]:
         """µs of each of ``calls``, which take turns: medians over rounds."""
@@ -88,11 +122,18 @@ class Clock:
 
     def _once(self, call: Callable[[], None], repeats: int) -> float:
         call()
+        self._end()
         dist.barrier()
         start = time.perf_counter_ns()
         for _ in range(repeats):
             call()
+        self._end()
         return (time.perf_counter_ns() - start) / 1e3 / repeats
+
+    def _end(self) -> None:
+        """Returns once all that was enqueued has ended."""
+        if self._device == "cuda":
+            torch.cuda.synchronize()
 
     def _agreed(self, values: list[float]) -> list[float]:
         slowest = torch.tensor(values, dtype=torch.float64)
@@ -101,43 +142,47 @@ class Clock:
         return agreed
 
 
-def measure(seconds: float, around: Sequence[int] = AROUND, turns: Sequence[int] = TURNS) -> dict[str, Any]:
+def measure(seconds: float, device: str, **changed: Any) -> dict[str, Any]:
     """What a profile says under ``between_hosts``, the same on all ranks of the default group, on several hosts.
 
     Args:
         seconds: For all that is timed, about.
-        around: Bytes of calls around the thresholds.
-        turns: Bytes of calls that go in turns.
+        device: Where the tensors are: ``"cpu"`` or ``"cuda"``, the current GPU.
+        changed: Attributes of ``Kind`` to be measured in place of the usual ones.
     """
-    placed = layout()
+    placed, kind = layout(), replace(KINDS[device], **changed)
     searches = 1 + (placed.rails > 1) + (len(placed.hosts) > 2)
-    clock = Clock(seconds, placed.rails * 2 + searches * len(around) * 2)
-    rails = _rails(placed, clock)
-    thresholds = {**USUAL, "piece": _piece(clock, turns)}
+    clock = Clock(seconds, placed.rails * 2 + searches * len(kind.around) * 2, device)
+    search = Search(clock, kind, device)
+    rails = _rails(placed, clock, kind, device)
+    thresholds = {**kind.usual, "piece": search.piece()}
     if placed.rails > 1:
-        thresholds["one_rail"] = _limit(clock, "one_rail", around, placed.rails)
+        thresholds["one_rail"] = search.limit("one_rail", placed.rails)
     if len(placed.hosts) > 2:
-        thresholds["gathered"] = _limit(clock, "gathered", around, placed.rails)
+        thresholds["gathered"] = search.limit("gathered", placed.rails)
+    # Of GPUs the price is that of one.
+    sharing = placed.rails if device == "cuda" else 1
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hosts": len(placed.hosts),
-        "engine": "gloo",
-        "gb_per_s": rails[-1]["gb_per_s"],
+        "engine": kind.engine,
+        "gb_per_s": round(rails[-1]["gb_per_s"] / sharing, 4),
         "us": rails[0]["us"],
         "rails": rails,
         "thresholds": thresholds,
     }
 
 
-def _rails(placed: Layout, clock: Clock) -> list[dict[str, Any]]:
+def _rails(placed: Layout, clock: Clock, kind: Kind, device: str) -> list[dict[str, Any]]:
     """Speed of one rail, two, and so on until all are at work."""
     hosts, groups = len(placed.hosts), []
     for local in range(placed.rails):
         members = [ranks[local] for ranks in placed.hosts]
-        groups.append(dist.new_group(members, backend="gloo", timeout=GROUP_TIMEOUT))
+        groups.append(dist.new_group(members, backend=kind.engine, timeout=GROUP_TIMEOUT))
     count = LONG * hosts
-    given, got = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))
-    shown, seen = torch.zeros(SLOT, dtype=torch.uint8), torch.zeros(SLOT * hosts, dtype=torch.uint8)
+    given, got, shown, seen = (
+        torch.zeros(length, dtype=torch.uint8, device=device) for length in (count, count, SLOT, SLOT * hosts)
+    )
     found = []
     for rails in range(1, placed.rails + 1):
         works = placed.local < rails
@@ -160,77 +205,81 @@ def _rails(placed: Layout, clock: Clock) -> list[dict[str, Any]]:
     return found
 
 
-def _tried(**changed: int) -> Any:
-    """A group of all ranks whose thresholds differ from the usual ones."""
-    values = {**USUAL, **changed}
-    _native = load()
-    _native._try_thresholds(values["one_rail"], values["piece"], values["gathered"])
-    try:
-        return new_group(list(range(dist.get_world_size())), timeout=GROUP_TIMEOUT)
-    finally:
-        _native._try_thresholds(0, 0, 0)
-
-
-def _calls(group: Any, size: int) -> list[Callable[[], None]]:
-    """The collectives that a threshold is judged by, on tensors of ``size`` bytes."""
-    world = dist.get_world_size()
-    count = max(1, size // ITEM // world) * world
-    whole, part = torch.zeros(count), torch.zeros(count // world)
-    return [
-        lambda: (dist.all_reduce(whole, group=group), None)[1],
-        lambda: (dist.reduce_scatter_tensor(part, whole, group=group), None)[1],
-    ]
-
-
 OPS = ("all_reduce", "reduce_scatter")
 
 
-def _limit(clock: Clock, name: str, sizes: Sequence[int], rails: int) -> int:
-    """Bytes up to which the way of short calls was faster; ``gathered`` counts those of a rail's slice."""
-    below, above = _tried(**{name: ALL}), _tried(**{name: NONE})
-    parts = rails if name == "gathered" else 1
-    ops = OPS[:1] if name == "gathered" else OPS
-    times: tuple[dict[Point, float], dict[Point, float]] = ({}, {})
-    for size in sizes:
-        for place, op in enumerate(ops):
-            both = clock.compare([_calls(group, size)[place] for group in (below, above)])
-            for found, us in zip(times, both, strict=True):
-                found[Point(dist.get_world_size(), op, size)] = us
-    for group in (below, above):
-        dist.destroy_process_group(group)
+class Search:
+    """Finds thresholds of ``kind`` by calls on ``device``."""
 
-    def length(point: Point) -> int:
-        return point.bytes // parts
+    def __init__(self, clock: Clock, kind: Kind, device: str) -> None:
+        self._clock, self._kind, self._device = clock, kind, device
 
-    usual = USUAL[name]
-    best = choose(list(times[0]), length, *times, lambda point: length(point) <= usual)
-    return usual if best is None else best
+    def _tried(self, **changed: int) -> Any:
+        """A group of all ranks whose thresholds differ from the usual ones."""
+        values = {**self._kind.usual, **changed}
+        native = load()
+        native._try_thresholds(values["one_rail"], values["piece"], values["gathered"])
+        try:
+            return new_group(list(range(dist.get_world_size())), timeout=GROUP_TIMEOUT)
+        finally:
+            native._try_thresholds(0, 0, 0)
+
+    def _calls(self, group: Any, size: int) -> list[Callable[[], None]]:
+        """The collectives that a threshold is judged by, on tensors of ``size`` bytes."""
+        world = dist.get_world_size()
+        count = max(1, size // ITEM // world) * world
+        whole, part = (torch.zeros(length, device=self._device) for length in (count, count // world))
+        return [
+            lambda: (dist.all_reduce(whole, group=group), None)[1],
+            lambda: (dist.reduce_scatter_tensor(part, whole, group=group), None)[1],
+        ]
+
+    def limit(self, name: str, rails: int) -> int:
+        """Bytes up to which the way of short calls was faster; ``gathered`` counts those of a rail's slice."""
+        below, above = self._tried(**{name: ALL}), self._tried(**{name: NONE})
+        parts = rails if name == "gathered" else 1
+        ops = OPS[:1] if name == "gathered" else OPS
+        times: tuple[dict[Point, float], dict[Point, float]] = ({}, {})
+        for size in self._kind.around:
+            for place, op in enumerate(ops):
+                both = self._clock.compare([self._calls(group, size)[place] for group in (below, above)])
+                for found, us in zip(times, both, strict=True):
+                    found[Point(dist.get_world_size(), op, size)] = us
+        for group in (below, above):
+            dist.destroy_process_group(group)
+
+        def length(point: Point) -> int:
+            return point.bytes // parts
+
+        usual = self._kind.usual[name]
+        best = choose(list(times[0]), length, *times, lambda point: length(point) <= usual)
+        return usual if best is None else best
+
+    def piece(self) -> int:
+        """The longest piece of a turn by which long calls took least, if that is worth a change."""
+        pieces, sizes, usual = self._kind.pieces, self._kind.turns, self._kind.usual["piece"]
+        groups = [self._tried(piece=piece) for piece in pieces]
+        costs = dict.fromkeys(pieces, 0.0)
+        for size in sizes:
+            for place in range(len(OPS)):
+                found = self._clock.compare([self._calls(group, size)[place] for group in groups])
+                for piece, us in zip(pieces, found, strict=True):
+                    costs[piece] += math.log(us)
+        for group in groups:
+            dist.destroy_process_group(group)
+        best = min(pieces, key=lambda piece: costs[piece])
+        worth = costs[usual] - costs[best] >= WORTH * len(sizes) * len(OPS)
+        return best if worth else usual
 
 
-def _piece(clock: Clock, sizes: Sequence[int]) -> int:
-    """The longest piece of a turn by which long calls took least, if that is worth a change."""
-    groups = [_tried(piece=piece) for piece in PIECES]
-    costs = dict.fromkeys(PIECES, 0.0)
-    for size in sizes:
-        for place in range(len(OPS)):
-            found = clock.compare([_calls(group, size)[place] for group in groups])
-            for piece, us in zip(PIECES, found, strict=True):
-                costs[piece] += math.log(us)
-    for group in groups:
-        dist.destroy_process_group(group)
-    best = min(PIECES, key=lambda piece: costs[piece])
-    worth = costs[USUAL["piece"]] - costs[best] >= WORTH * len(sizes) * len(OPS)
-    return best if worth else USUAL["piece"]
-
-
-def write(found: Mapping[str, Any], output: Path | None) -> Path | None:
+def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | None:
     """Writes ``found`` into this host's profile, beside what is there; its path, or ``None`` where there is no cache.
 
     Only the first rank of each host writes; to ``output``, if it is given, the first of all.
     """
     placed = layout()
     own = next(ranks for ranks in placed.hosts if dist.get_rank() in ranks)
-    here = profile.key("cpu", len(own))
+    here = profile.key(device, len(own))
     path = output or profile.own_path(here)
     if path is not None and (dist.get_rank() == 0 if output else placed.local == 0):
         kept = _known(path) or profile.bare(here, {})
@@ -247,11 +296,15 @@ def _known(path: Path) -> dict[str, Any] | None:
     return known if isinstance(known, dict) and known.get("groups") is not None else None
 
 
-def run(seconds: float, output: Path | None) -> int:
+def run(seconds: float, output: Path | None, device: str) -> int:
     """Measures in the job that torchrun has started; 0 if it went through."""
     torch.set_num_threads(1)
-    os.environ.setdefault("SYMM_HOSTS", "gloo")
-    dist.init_process_group("cpu:symm", timeout=GROUP_TIMEOUT)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        os.environ.setdefault("SYMM_HOSTS", "auto")
+    else:
+        os.environ.setdefault("SYMM_HOSTS", "gloo")
+    dist.init_process_group("symm" if device == "cuda" else "cpu:symm", timeout=GROUP_TIMEOUT)
     try:
         placed = layout()
         first = dist.get_rank() == 0
@@ -262,8 +315,8 @@ def run(seconds: float, output: Path | None) -> int:
         if first:
             ranks = " + ".join(str(len(host)) for host in placed.hosts)
             say(f"{len(placed.hosts)} hosts of {ranks} ranks; load {os.getloadavg()[0]:.2f}")
-        found = measure(seconds)
-        path = write(found, output)
+        found = measure(seconds, device)
+        path = write(found, output, device)
         if first:
             for rails in found["rails"]:
                 say(f"by {rails['rails']}: {rails['gb_per_s']} GB/s of a host, {rails['us']} µs a trip")

@@ -14,15 +14,17 @@ const GRAIN: usize = 4096;
 pub struct Thresholds {
     /// Bytes of a call up to which one rail carries everything: more rails would add messages where the time is that of a message.
     pub one_rail: usize,
-    /// Most bytes of a rail's slice that go in one turn of a long call.
+    /// Most bytes of a rail's slice that go in one turn of a long call, on GPUs in a chunk.
     pub piece: usize,
     /// Bytes of a rail's slice up to which each host gets all partial results and adds them up itself: one exchange in place of two.
     pub gathered: usize,
 }
 
 impl Thresholds {
-    /// Those of groups for which nothing was measured.
+    /// Those of CPU tensors in groups for which nothing was measured.
     pub const USUAL: Self = Self { one_rail: 64 << 10, piece: 512 << 10, gathered: 256 << 10 };
+    /// Those of CUDA tensors there.
+    pub const USUAL_CUDA: Self = Self { piece: 16 << 20, ..Self::USUAL };
 
     /// Itself, if its figures are possible.
     ///

@@ -81,11 +81,14 @@ pub trait Backends: Send + Sync {
     /// Address of `bytes` bytes of the device, aligned to 256, for what is enqueued until `finish`.
     fn memory(&self, device: i32, bytes: usize) -> Result<usize>;
 
-    /// Makes the stream wait for all messages, and gives back all memory, which what was enqueued may still use.
+    /// Makes the stream wait for all that goes beside it, and gives back all memory, which what was enqueued may still use.
     fn finish(&self) -> Result<()>;
 
-    /// Enqueues a transfer on the rail.
-    fn start(&self, device: i32, transfer: &Transfer) -> Result<()>;
+    /// Enqueues a transfer on the rail: in the stream's order, or behind what the stream holds now and `beside` what follows.
+    fn start(&self, device: i32, transfer: &Transfer, beside: bool) -> Result<()>;
+
+    /// Makes the stream wait for the oldest transfer beside it.
+    fn follow(&self) -> Result<()>;
 
     /// Enqueues messages beside the stream: `give[r]` to rank `r` of `which` and `take[r]` from it, where they are not empty.
     fn exchange(&self, which: Which, device: i32, give: &[Span], take: &[Span]) -> Result<()>;

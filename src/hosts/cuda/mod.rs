@@ -3,7 +3,7 @@
 //! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. Where a call of CPU tensors
 //! is run step by step, a call here is a [`plan`](mod@plan) whose steps follow each other on the caller's stream.
 //!
-//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective
+//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective; [`steps`]: their order in a long one
 //! - [`sum`]: the kernel that adds up partial results; [`cast`]: those that widen and round
 //! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): deadlines, and the end of what waits for a host that has failed
 
@@ -11,6 +11,7 @@ pub mod backends;
 pub mod cast;
 mod messages;
 mod plan;
+mod steps;
 pub mod sum;
 #[cfg(test)]
 mod tests;
@@ -34,11 +35,12 @@ use crate::sys::fork;
 use crate::trace::{self, Phase};
 use backends::{Backends, Connections, Which};
 use cast::Cast;
-use plan::{Plan, Step};
+use plan::Plan;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use steps::Step;
 use sum::MOST_HOSTS;
 use watch::{Open, Watch, Watched};
 
@@ -347,10 +349,11 @@ impl HostsGroup {
         let kernels = Kernels::load(&steps, device, layout);
         let enqueue = |step: &Step, kernels: &Kernels| match step {
             Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
-            Step::Rail(transfer) => {
+            Step::Rail { transfer, beside } => {
                 traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
-                backends.start(ordinal, transfer)
+                backends.start(ordinal, transfer, *beside)
             }
+            Step::Follow => backends.follow(),
             Step::Exchange { give, take } => {
                 traffic.add(Path::CudaAll, (total(give), total(take)));
                 backends.exchange(Which::All, ordinal, give, take)
@@ -384,7 +387,13 @@ impl Kernels {
                 Step::Cast(cast) if !cast.widens && kernels.round.is_none() => {
                     kernels.round = Some(Cast::kernel(device, cast.dtype, false)?)
                 }
-                Step::Sum(_) | Step::Cast(_) | Step::Inside(_) | Step::Rail(_) | Step::Exchange { .. } | Step::Copy { .. } => {}
+                Step::Sum(_)
+                | Step::Cast(_)
+                | Step::Inside(_)
+                | Step::Rail { .. }
+                | Step::Follow
+                | Step::Exchange { .. }
+                | Step::Copy { .. } => {}
             }
         }
         Ok(kernels)

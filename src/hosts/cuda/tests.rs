@@ -3,10 +3,12 @@
 
 use super::backends::Transfer;
 use super::cast::Cast;
-use super::plan::{self, Plan, Step};
+use super::plan::{self, Plan};
+use super::steps::Step;
 use super::sum::{MOST_HOSTS, Sum, SumPartials};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::hosts::chosen::Chosen;
 use crate::hosts::partials::Partials;
@@ -97,9 +99,27 @@ fn cast(Cast { from, to, dtype, widens }: Cast) {
     write(&output, to);
 }
 
-/// Carries out the plans of `calls`, one of each rank.
+/// Carries out the plans of `calls`, one of each rank: in chunks as they are chosen, and in many. What goes beside the stream may go at once, or
+/// when it is waited for: both are tried.
 fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
+    let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
+    let before = outputs();
+    // Inputs that a call works on in place are back afterwards.
+    let inputs: Vec<(Span, Vec<u8>)> = calls.iter().flat_map(|call| call.inputs.iter().map(|&span| (span, read(span)))).collect();
+    let longest = inputs.iter().map(|(span, _)| span.bytes).max().unwrap_or(0);
+    let many = Thresholds { piece: (longest / 20).next_multiple_of(64).max(64), gathered: 0, ..chosen.cuda };
+    run_with(layout, chosen, calls, true);
+    let once = outputs();
+    for late in [false, true] {
+        before.iter().chain(&inputs).for_each(|(span, bytes)| write(bytes, *span));
+        run_with(layout, Chosen { cuda: many, ..chosen }, calls, late);
+        assert!(outputs() == once, "in many chunks, late = {late}");
+    }
+}
+
+fn run_with(layout: &Layout, chosen: Chosen, calls: &[Call], late: bool) {
     let n = calls.len();
+    let mut waiting: Vec<VecDeque<Transfer>> = vec![VecDeque::new(); n];
     let mut memory: Vec<Vec<u128>> = Vec::new();
     let mut steps: Vec<VecDeque<Step>> = Vec::new();
     for (rank, call) in calls.iter().enumerate() {
@@ -151,12 +171,15 @@ fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
                     (0..all[0].len()).for_each(|at| inside(&all.iter().map(|calls| &calls[at]).collect::<Vec<_>>()));
                     members.iter().skip(1).for_each(|&member| drop(steps[member].pop_front()));
                 }
-                Some(Step::Rail(_)) => {
+                Some(Step::Rail { transfer, beside: true }) if late => waiting[rank].push_back(transfer),
+                Some(Step::Follow) if !late => {}
+                Some(Step::Rail { .. } | Step::Follow) => {
                     let ranks: Vec<usize> = (0..layout.hosts()).map(|host| layout.members(host)[local].index()).collect();
                     let all: Vec<Transfer> = ranks
                         .iter()
                         .filter_map(|&rank| match steps[rank].front() {
-                            Some(Step::Rail(transfer)) => Some(transfer.clone()),
+                            Some(Step::Rail { transfer, beside }) if !(late && *beside) => Some(transfer.clone()),
+                            Some(Step::Follow) => waiting[rank].front().cloned(),
                             _ => None,
                         })
                         .collect();
@@ -164,6 +187,9 @@ fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
                         continue;
                     }
                     transferred(&all);
+                    for &rank in ranks.iter().filter(|&&rank| matches!(steps[rank].front(), Some(Step::Follow))) {
+                        waiting[rank].pop_front();
+                    }
                     ranks.iter().skip(1).for_each(|&rank| drop(steps[rank].pop_front()));
                 }
             }
@@ -341,21 +367,9 @@ fn sums_of_narrow_floats_are_rounded_once_where_ranks_have_chosen_so() {
 }
 
 #[test]
-fn long_messages_go_in_chunks() {
-    for hosts in [&[0, 1][..], &[0, 1, 2]] {
-        let (layout, bytes) = (layout(hosts), (64 << 20) + 6);
-        let inputs: Vec<Vec<u8>> = (0..hosts.len()).map(|from| data(from, bytes)).collect();
-        let wanted = two_level(ReduceOp::BitXor, DType::I16, &layout, &inputs);
-        let mut ranks: Vec<Buffers> = inputs.into_iter().map(|input| (vec![input], vec![vec![0xee; bytes]])).collect();
-        collective(&layout, Op::AllReduce, DType::I16, ReduceOp::BitXor, 0, &mut ranks);
-        assert!(ranks.iter().all(|(_, outputs)| outputs[0] == wanted), "{hosts:?}");
-    }
-}
-
-#[test]
 fn long_reduce_scatters_go_in_chunks() {
-    // A little more than one chunk of the slice of each rail, in one type and as float32.
-    for (hosts, partials, bytes) in [(&[0, 1][..], Partials::Tensor, (32 << 20) + 6), (&[0, 0, 1, 1], Partials::Fp32, (16 << 20) + 6)] {
+    // Some chunks of the slice of each rail, in one type and as float32.
+    for (hosts, partials, bytes) in [(&[0, 1][..], Partials::Tensor, (9 << 20) + 6), (&[0, 0, 1, 1], Partials::Fp32, (9 << 20) + 6)] {
         let (layout, n, chosen) = (layout(hosts), hosts.len(), Chosen { partials, ..Chosen::USUAL });
         let (dtype, op) = if partials == Partials::Fp32 { (DType::BF16, ReduceOp::Sum) } else { (DType::I16, ReduceOp::BitXor) };
         // Inputs that do not follow each other, of which the last is shorter.
@@ -392,8 +406,8 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
                 let chosen = Chosen { partials, ..Chosen::USUAL };
                 (0..n).map(|rank| plan::of(&call, &layout, chosen, Rank(rank as u32), 0).memory).max().unwrap_or(0)
             };
-            // Inputs, wider copies, partial results of all hosts, and sums: some chunks of 64 MiB for each rail.
-            let most = (layout.rails() + 2 * layout.hosts() + 4) * (64 << 20);
+            // Inputs, wider copies, partial results of all hosts, and sums: some chunks of 16 MiB for each rail, twice.
+            let most = 2 * (layout.rails() + 2 * layout.hosts() + 4) * (16 << 20);
             assert!(memory(1 << 30) <= most, "{op:?} with {partials:?} on {hosts:?}: {} bytes", memory(1 << 30));
             assert!(memory(4 << 30) <= memory(1 << 30) + (1 << 20), "{op:?} with {partials:?} on {hosts:?}");
         }
