@@ -133,12 +133,21 @@ impl Planner<'_> {
         (0..turns.count).map(one).collect()
     }
 
+    /// Bytes of a tensor that go in a chunk, where they become `growth` times as many on the wire.
+    fn chunk(&self, growth: usize) -> usize {
+        padded(self.thresholds.piece / growth).max(UNIT)
+    }
+
+    /// Whether no host has two ranks: then there is nothing inside to overlap with.
+    fn all_alone(&self) -> bool {
+        self.layout.size() == self.layout.hosts()
+    }
+
     /// The turns of a call of `bytes` bytes in a tensor, of which every rail carries an even slice, and the number of these rails; on the
     /// wire they are `growth` times as many.
     fn turns(&self, bytes: usize, growth: usize) -> (Turns, usize) {
         let rails = rails(bytes, self.layout, &self.thresholds);
-        let each = Turns::of(bytes.div_ceil(rails) * growth, &self.thresholds).piece / growth;
-        (Turns::at_most(bytes, padded(each).max(UNIT) * rails), rails)
+        (Turns::at_most(bytes, self.chunk(growth) * rails), rails)
     }
 
     /// Number by which the bytes of a partial result are more than those of its elements in a tensor.

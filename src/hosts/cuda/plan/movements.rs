@@ -25,6 +25,7 @@ impl Planner<'_> {
     pub(super) fn broadcast(&mut self) {
         let whole = if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] };
         let (turns, rails) = self.turns(whole.bytes, 1);
+        let turns = if self.all_alone() { Turns::at_most(whole.bytes, usize::MAX) } else { turns };
         self.in_chunks(turns, |planner, turn| planner.broadcast_chunk(part(whole, &turns.piece(&(0..whole.bytes), turn)), rails));
     }
 
@@ -53,6 +54,9 @@ impl Planner<'_> {
         let (layout, host, hosts) = (self.layout, self.host(), self.layout.hosts());
         let outputs = |host: usize| -> Vec<Span> { layout.members(host).iter().map(|rank| self.call.outputs[rank.index()]).collect() };
         let outputs: Vec<Vec<Span>> = (0..hosts).map(outputs).collect();
+        if self.all_alone() && outputs.iter().all(|spans| spans[0].bytes == outputs[0][0].bytes) {
+            return self.all_gather_alone(outputs.concat());
+        }
         let lengths: Vec<usize> = outputs.iter().map(|spans| spans.iter().map(|span| span.bytes).sum()).collect();
         let rails = rails(lengths.iter().sum(), layout, &self.thresholds);
         let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| slices(bytes, rails)).collect();
@@ -67,7 +71,7 @@ impl Planner<'_> {
         };
         let wholes: Vec<Span> = outputs.iter().enumerate().map(&mut whole).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
-        let turns = Turns::of_messages(longest, hosts, &self.thresholds);
+        let turns = Turns::at_most(longest, self.chunk(hosts));
         self.move_inside(Op::AllGather, 0, self.call.inputs.clone(), outputs[host].clone());
         self.in_chunks(turns, |planner, turn| {
             let within = |slices: &Vec<Range<usize>>| slices.iter().map(|slice| turns.piece(slice, turn)).collect();
@@ -77,6 +81,19 @@ impl Planner<'_> {
             let parts = ranges(outputs[other].iter().map(|span| span.bytes));
             outputs[other].iter().zip(parts).for_each(|(&output, range)| self.copy(part(whole, &range), output));
         }
+    }
+
+    /// Where each host has one rank and all give as much, the rail alone; `outputs`: one of each.
+    fn all_gather_alone(&mut self, outputs: Vec<Span>) {
+        let own = self.call.inputs[0];
+        if own.bytes == 0 {
+            return;
+        }
+        // Whether this rank's outputs follow each other nobody else knows: the transfer is the same.
+        let whole = Span::joined(&outputs).unwrap_or_else(|| self.take(outputs.len() * own.bytes));
+        self.rail(Transfer::AllGather { from: own, to: whole.addr });
+        let places = ranges(outputs.iter().map(|span| span.bytes));
+        outputs.into_iter().zip(places).for_each(|(output, place)| self.copy(part(whole, &place), output));
     }
 
     /// One chunk: `pieces[h][r]` of what the ranks of host `h` give goes by rail `r`, to `wholes[h]` on the other hosts. `own`: what this one's

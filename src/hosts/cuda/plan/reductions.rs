@@ -11,6 +11,17 @@ use crate::hosts::step::NOTHING;
 use crate::rank::Rank;
 use std::ops::Range;
 
+/// A transfer of partial results.
+struct Swap {
+    /// Addresses of this host's, for each host.
+    places: Vec<usize>,
+    transfer: Option<Transfer>,
+    /// Address of those of the first host that this one is to add up.
+    from: usize,
+    /// Bytes between those of two hosts.
+    stride: usize,
+}
+
 impl Planner<'_> {
     /// Reductions of the ranks of this host, of which each has inputs for the rails.
     fn reduce_inside(&mut self, parts: Vec<(Vec<Span>, Span)>) {
@@ -141,25 +152,45 @@ impl Planner<'_> {
         let blocks: Vec<Vec<Span>> = (0..hosts).map(blocks).collect();
         let slices: Vec<Vec<Range<usize>>> = blocks.iter().map(|block| slices(block.iter().map(|span| span.bytes).sum(), rails)).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
-        let on_wire = Turns::of_messages(longest * self.growth(), hosts, &self.thresholds);
-        let turns = Turns::at_most(longest, padded(on_wire.piece / self.growth()).max(UNIT));
+        let turns = Turns::at_most(longest, self.chunk(self.growth() * hosts));
         self.in_chunks(turns, |planner, turn| {
             let within = |slices: &Vec<Range<usize>>| slices.iter().map(|slice| turns.piece(slice, turn)).collect();
             planner.reduce_scatter_chunk(&blocks, &slices.iter().map(within).collect::<Vec<_>>());
         });
     }
 
+    /// How this rank's rail brings every host what is for it: `sent[h]` bytes of this one's partial results go to host `h`.
+    fn swap(&mut self, sent: Vec<usize>) -> Swap {
+        let (host, hosts) = (self.host(), self.layout.hosts());
+        let each = sent[host];
+        if hosts == 2 && sent[0] == sent[1] {
+            // Two hosts gather what each has for the other, in place, which NCCL does faster than messages. What each keeps lies beside
+            // that so that the two to be added up are in their order, with the bytes given away between them.
+            let base = self.take(3 * each).addr;
+            let mut places = vec![base + each; 2];
+            places[host] = base + 2 * host * each;
+            let from = Span { addr: base + each, bytes: each };
+            let transfer = (each > 0).then_some(Transfer::AllGather { from, to: base + (1 - host) * each });
+            return Swap { places, transfer, from: base, stride: 2 * each };
+        }
+        let partials = self.take(sent.iter().sum());
+        let places = ranges(sent.iter().copied()).iter().map(|place| partials.addr + place.start).collect();
+        let to = self.take(hosts * each).addr;
+        let received = vec![each; hosts];
+        let transfer = (partials.bytes > 0).then_some(Transfer::AllToAll { from: partials.addr, sent, to, received });
+        Swap { places, transfer, from: to, stride: each }
+    }
+
     /// One chunk: `pieces[h][r]` of `blocks[h]`, which the ranks of host `h` are to have, goes by rail `r`.
     fn reduce_scatter_chunk(&mut self, blocks: &[Vec<Span>], pieces: &[Vec<Range<usize>>]) {
         let (host, local, hosts, growth) = (self.host(), self.local(), self.layout.hosts(), self.growth());
         let sent: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, |piece| padded(piece.len()) * growth)).collect();
-        let partials = self.take(sent.iter().sum());
-        let places = ranges(sent.iter().copied());
+        let Swap { places, transfer, from, stride } = self.swap(sent);
         let parts: Vec<(Vec<Span>, Span)> = (0..hosts)
             .map(|to| {
                 let length = pieces[to].get(local).map_or(0, Range::len) * growth;
                 let give = pieces[to].iter().map(|piece| self.contiguous(&blocks[to], piece)).collect();
-                (give, part(partials, &(places[to].start..places[to].start + length)))
+                (give, Span { addr: places[to], bytes: length })
             })
             .collect();
         self.reduce_inside(parts);
@@ -168,17 +199,13 @@ impl Planner<'_> {
         let own = mine.get(local).cloned().unwrap_or_default();
         let alone = self.locals() == 1;
         let mut sum = NOTHING;
-        if partials.bytes > 0 {
-            let (stride, from) = (sent[host], partials.addr);
-            let received = self.take(hosts * stride).addr;
-            self.rail(Transfer::AllToAll { from, sent, to: received, received: vec![stride; hosts] });
-            self.halfway();
+        if let Some(transfer) = transfer {
+            self.rail(transfer);
+        }
+        self.halfway();
+        if !own.is_empty() {
             sum = if alone { part(output, &own) } else { self.take(own.len()) };
-            if !own.is_empty() {
-                self.sum(received, stride, sum);
-            }
-        } else {
-            self.halfway();
+            self.sum(from, stride, sum);
         }
         if alone {
             return;
