@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from machines import run_hosts
+from torch_symm import _engines
 
 LAYOUTS = [(2, 2), (3, 1), (1, 1)]
 
@@ -60,6 +62,35 @@ def both_at_once(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_ranks_send_first(layout: tuple[int, ...]) -> None:
     run_hosts(both_at_once, layout)
+
+
+def meet_in_a_circle(rank: int, world_size: int) -> None:
+    """Over torch's TCPStore, of which a process has one connection."""
+    dist.destroy_process_group()
+    before, make = (rank - 1) % world_size, _engines.make
+
+    def late(engine: str, name: str, *arguments: Any) -> Any:
+        # Each rank waits for the one after it, which has not yet said where it is.
+        if name.endswith(f"symm-pair/{min(rank, before)}-{max(rank, before)}"):
+            time.sleep(0.5)
+        return make(engine, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_engines, "make", late)
+        port = ranks.scratch / "port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            port.write_text(str(store.port))
+        ranks.meet("port", rank, world_size)
+        if rank > 0:
+            store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False, wait_for_workers=False)
+        dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+        both_at_once(rank, world_size)
+    dist.destroy_process_group()
+
+
+def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
+    run_hosts(meet_in_a_circle, (1, 1, 1))
 
 
 def ring(rank: int, world_size: int) -> None:

@@ -2,6 +2,10 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <thread>
+#include <vector>
+
 namespace symm {
 
 namespace {
@@ -15,6 +19,38 @@ Engines& known() {
 Status failed(const std::string& why) {
   return {Kind::Peer, rust::String::lossy(why)};
 }
+
+// Part of a store in which engines meet: whoever waits for a key looks again and again. A wait of torch's TCPStore holds the only connection
+// of its process: of three ranks that make links at once each could wait for what the next one has not been able to say.
+class MeetingStore final : public ::c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+
+  std::vector<uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+
+  void wait(const std::vector<std::string>& keys) override {
+    wait(keys, getTimeout());
+  }
+
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
+    using std::chrono::microseconds;
+    const auto due = std::chrono::steady_clock::now() + timeout;
+    for (microseconds pause{200}; !check(keys); pause = std::min(2 * pause, microseconds{10'000})) {
+      if (std::chrono::steady_clock::now() > due) {
+        C10_THROW_ERROR(DistStoreError, c10::str("nobody has said ", joinKey(keys.front()), " within ", timeout.count(), " ms"));
+      }
+      std::this_thread::sleep_for(pause);
+    }
+  }
+};
 
 } // namespace
 
@@ -39,7 +75,7 @@ Status backend_failure() noexcept {
 }
 
 Engine Maker::make(rust::Str engine, rust::Str name, size_t rank, size_t size, int64_t timeout_ms, int device) const {
-  const auto prefixed = c10::make_intrusive<::c10d::PrefixStore>(std::string(name), store_);
+  const auto prefixed = c10::make_intrusive<MeetingStore>(std::string(name), store_);
   return engines().make(
       std::string(engine),
       group_ + "/" + std::string(name),
