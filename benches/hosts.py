@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ import namespaces
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 SIZES = ("8", "64K", "1M", "16M", "64M")
-WORLD = 2 * namespaces.RANKS
+#: Ranks of each host.
+LAYOUT = (2, 2)
+WORLD = sum(LAYOUT)
 ROUNDS = 7
 
 
@@ -66,7 +68,7 @@ def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], No
         right = torch.arange(WORLD).repeat_interleave(part).float()
         return lambda: dist.all_to_all_single(whole, sent, group=group), lambda: torch.equal(whole, right)
     # There and back between the first ranks of both hosts; the others have nothing to do.
-    tensor, peers = own.clone(), (0, namespaces.RANKS)
+    tensor, peers = own.clone(), (0, LAYOUT[0])
 
     def ping() -> None:
         if rank in peers:
@@ -77,7 +79,7 @@ def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], No
     return ping, lambda: rank not in peers or torch.equal(tensor, pattern.float())
 
 
-def measure(rank: int, place: Path) -> list[dict[str, Any]]:
+def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, Any]]:
     """What one rank finds: for each cell and side its mean time of each round, in µs."""
     import torch
     import torch.distributed as dist
@@ -129,7 +131,7 @@ def finished(hosts: namespaces.Hosts) -> list[Any]:
         time.sleep(0.2)
     if any(init.returncode for init in hosts.inits):
         sys.exit(hosts.logs())
-    return hosts.results(list(range(WORLD)), timeout=1)
+    return hosts.results(timeout=1)
 
 
 def main() -> None:
@@ -146,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "cells").write_text(json.dumps([(op, size) for op in ops for size in sizes]))
-        hosts = namespaces.Hosts(place)
+        hosts = namespaces.Hosts(place, LAYOUT)
         try:
             hosts.connect()
             if arguments.rate != "0":

@@ -1,4 +1,4 @@
-"""Two hosts with a network between them: namespaces of this machine that share nothing but a kernel and a veth pair.
+"""Hosts with a network between them: namespaces of this machine that share nothing but a kernel and a bridge.
 
 Needs root, ``ip`` and ``unshare``. Run as a program it is one host: it forks that host's ranks and waits for them.
 """
@@ -14,12 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-#: Ranks of each host.
-RANKS = 2
 
 
 def lacking() -> str:
@@ -30,53 +27,63 @@ def lacking() -> str:
     if missing:
         return f"{' and '.join(missing)} cannot be found"
     name = f"symm-{os.getpid()}-try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
-    if tried.returncode != 0:
-        return f"ip netns add: {tried.stderr.strip()}"
-    made = subprocess.run(
-        ["ip", "-n", name, "link", "add", "v0", "type", "veth", "peer", "name", "v1"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    subprocess.run(["ip", "netns", "del", name], check=False)
-    return "" if made.returncode == 0 else f"ip link add: {made.stderr.strip()}"
+    inside = ["-n", name, "link", "add"]
+    steps = [
+        ["netns", "add", name],
+        [*inside, "wire", "type", "bridge"],
+        [*inside, "h0", "master", "wire", "type", "veth", "peer", "name", "eth0"],
+    ]
+    try:
+        for step in steps:
+            tried = subprocess.run(["ip", *step], capture_output=True, text=True, check=False)
+            if tried.returncode != 0:
+                return f"ip {' '.join(step)}: {tried.stderr.strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    return ""
 
 
 class Hosts:
-    """Two hosts, ``h0`` and ``h1``, whose ranks call a function each."""
+    """Hosts ``h0``, ``h1``, …, of which host ``h`` has ``layout[h]`` ranks, one after the other."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, layout: Sequence[int]) -> None:
         self.place = place
-        self.names = [f"symm-{os.getpid()}-h{host}" for host in (0, 1)]
+        self.layout = tuple(layout)
+        self.names = [f"symm-{os.getpid()}-h{host}" for host in range(len(layout))]
+        #: Namespace of the bridge, whose port for a host has that host's name.
+        self.wire = f"symm-{os.getpid()}-wire"
         self.inits: list[subprocess.Popen[bytes]] = []
 
     def ip(self, *words: str) -> None:
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
     def connect(self) -> None:
-        ends = [f"v{host}-{os.getpid() % 100000}" for host in (0, 1)]
-        for name in self.names:
+        for name in (self.wire, *self.names):
             self.ip("netns", "add", name)
-        self.ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for host, (name, end) in enumerate(zip(self.names, ends, strict=True)):
-            self.ip("link", "set", end, "netns", name, "name", "eth0")
+        self.ip("-n", self.wire, "link", "add", "wire", "type", "bridge")
+        self.ip("-n", self.wire, "link", "set", "wire", "up")
+        for host, name in enumerate(self.names):
+            port = [f"h{host}", "master", "wire"]
+            self.ip("-n", self.wire, "link", "add", *port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            self.ip("-n", self.wire, "link", "set", f"h{host}", "up")
             self.ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
             self.ip("-n", name, "link", "set", "eth0", "up")
             self.ip("-n", name, "link", "set", "lo", "up")
 
     def start(self, function: str) -> None:
-        """``function``: ``module:name``, called with the rank and what it writes its files into."""
+        """``function``: ``module:name``, called with the rank, the layout, and what it writes its files into."""
+        layout = ",".join(map(str, self.layout))
         for host, name in enumerate(self.names):
-            program = f'hostname h{host}; exec "{sys.executable}" "{__file__}" {function} {host} "{self.place}"'
+            arguments = f'{function} {host} {layout} "{self.place}"'
+            program = f'hostname h{host}; exec "{sys.executable}" "{__file__}" {arguments}'
             unshare = ["unshare", "-u", "-i", "-p", "-m", "--fork", "--kill-child", "--mount-proc", "sh", "-c", program]
             with (self.place / f"log-{host}").open("wb") as log:
                 init = subprocess.Popen(["ip", "netns", "exec", name, *unshare], stdout=log, stderr=log)
             self.inits.append(init)
 
-    def cut(self) -> None:
-        """Takes the cable out."""
-        self.ip("-n", self.names[1], "link", "set", "eth0", "down")
+    def cut(self, host: int) -> None:
+        """Takes the cable of ``host`` out."""
+        self.ip("-n", self.wire, "link", "set", f"h{host}", "down")
 
     def limit(self, rate: str) -> None:
         """Lets each host send ``rate`` at most, as ``"1gbit"``; needs ``tc``."""
@@ -88,30 +95,51 @@ class Hosts:
         """Ends all processes of ``host``, at once."""
         self.inits[host].kill()
 
-    def results(self, ranks: list[int], timeout: float = 60) -> list[Any]:
-        """What ``ranks`` have returned."""
+    def stop(self, host: int) -> None:
+        """Stops all processes of ``host``, at once; its kernel goes on."""
+        self._signal(host, signal.SIGSTOP)
+
+    def resume(self, host: int) -> None:
+        """Lets the stopped processes of ``host`` go on."""
+        self._signal(host, signal.SIGCONT)
+
+    def _signal(self, host: int, number: signal.Signals) -> None:
+        inside = os.readlink(f"/proc/{self.inits[host].pid}/ns/pid_for_children")
+        for process in Path("/proc").glob("[0-9]*"):
+            # Some may not be looked at, others have ended.
+            with contextlib.suppress(OSError):
+                if os.readlink(process / "ns" / "pid") == inside:
+                    os.kill(int(process.name), number)
+
+    def wait(self, name: str, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Path]:
+        """The files ``name-RANK`` of ``ranks``, or of all, once they are there."""
         deadline = time.monotonic() + timeout
-        paths = [self.place / f"result-{rank}" for rank in ranks]
+        paths = [self.place / f"{name}-{rank}" for rank in (range(sum(self.layout)) if ranks is None else ranks)]
         while not all(path.exists() for path in paths):
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.01)
-        return [json.loads(path.read_text()) for path in paths]
+        return paths
+
+    def results(self, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[Any]:
+        """What ``ranks``, or all, have returned."""
+        return [json.loads(path.read_text()) for path in self.wait("result", ranks, timeout)]
 
     def logs(self) -> str:
-        return "\n".join((self.place / f"log-{host}").read_text(errors="replace")[-4000:] for host in (0, 1))
+        logs = (self.place / f"log-{host}" for host in range(len(self.layout)))
+        return "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
 
     def end(self) -> None:
         for init in self.inits:
             init.kill()
             init.wait()
-        for name in self.names:
+        for name in (*self.names, self.wire):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 @contextlib.contextmanager
-def two_hosts(place: Path, function: str) -> Iterator[Hosts]:
+def hosts_of(place: Path, layout: Sequence[int], function: str) -> Iterator[Hosts]:
     """Hosts whose ranks run ``function``; they are gone afterwards."""
-    hosts = Hosts(place)
+    hosts = Hosts(place, layout)
     try:
         hosts.connect()
         hosts.start(function)
@@ -126,18 +154,18 @@ def _write(path: Path, text: str) -> None:
     part.rename(path)
 
 
-def _host(function: str, host: int, place: Path) -> int:
+def _host(function: str, host: int, layout: Sequence[int], place: Path) -> int:
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "python")]
     module, name = function.split(":")
     body = getattr(importlib.import_module(module), name)
     os.environ.update(GLOO_SOCKET_IFNAME="eth0")
-    children = []
-    for rank in range(host * RANKS, (host + 1) * RANKS):
+    children, first = [], sum(layout[:host])
+    for rank in range(first, first + layout[host]):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                _write(place / f"result-{rank}", json.dumps(body(rank, place)))
+                _write(place / f"result-{rank}", json.dumps(body(rank, layout, place)))
                 status = 0
             except BaseException:
                 import traceback
@@ -152,4 +180,5 @@ def _host(function: str, host: int, place: Path) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.exit(min(_host(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])), 1))
+    _, named, which, counts, folder = sys.argv
+    sys.exit(min(_host(named, int(which), [int(count) for count in counts.split(",")], Path(folder)), 1))

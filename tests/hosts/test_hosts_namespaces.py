@@ -1,40 +1,40 @@
-"""A network that is cut, and a host that is lost: hosts of namespaces, with a wire between them."""
+"""A network that is cut, and hosts that are lost or stopped: hosts of namespaces, with wires between them."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import expected
+import machines
 import namespaces
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from test_hosts_collectives import check_reductions, movements, two_level
 
 WHY_NOT = namespaces.lacking()
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-def join(rank: int, limit_s: int) -> None:
+def join(rank: int, layout: Sequence[int], limit_s: int) -> None:
     dist.init_process_group(
         "cpu:symm",
         init_method="tcp://10.77.0.1:29517",
         rank=rank,
-        world_size=4,
+        world_size=sum(layout),
         timeout=timedelta(seconds=limit_s),
     )
 
 
-def survive(rank: int, place: Path) -> tuple[str, float]:
+def hear(rank: int, place: Path) -> tuple[str, float]:
     """What the next call says of a failure that nobody has called into, and when it was heard of."""
-    join(rank, 40)
-    tensor = torch.full((200_000,), float(rank))
-    dist.all_reduce(tensor)
-    assert bool((tensor == 6).all())
     (place / f"ready-{rank}").touch()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     until = time.monotonic() + 30
@@ -47,9 +47,37 @@ def survive(rank: int, place: Path) -> tuple[str, float]:
     return str(caught.value), heard
 
 
-def crawl(rank: int, place: Path) -> float:
+def survive(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
+    join(rank, layout, 40)
+    tensor = torch.full((200_000,), float(rank))
+    dist.all_reduce(tensor)
+    assert bool((tensor == sum(range(sum(layout)))).all())
+    return hear(rank, place)
+
+
+def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
+    """Compares collectives and messages of every length with what they must be, then hears of a failure."""
+    join(rank, layout, 60)
+    world = sum(layout)
+    check_reductions([("SUM", torch.float32, count) for count in (37, 33_001, 300_001)], two_level, rank, layout)
+    movements(rank, world, layout)
+    for count in (3, 300_001):
+        # To everybody from everybody, each its own.
+        sent = [expected.seeded(torch.float32, (count,), world * rank + to) for to in range(world)]
+        got = [torch.empty(count) for _ in range(world)]
+        others = [other for other in range(world) if other != rank]
+        works = [dist.isend(sent[to], to) for to in others] + [dist.irecv(got[source], source) for source in others]
+        for work in works:
+            work.wait()
+        for source in others:
+            wanted = expected.seeded(torch.float32, (count,), world * source + rank)
+            expected.assert_same_bits(got[source], wanted, ("message", source, rank, count))
+    return hear(rank, place)
+
+
+def crawl(rank: int, layout: Sequence[int], place: Path) -> float:
     """Seconds of a call that fills a slow wire for longer than a host may be silent."""
-    join(rank, 60)
+    join(rank, layout, 60)
     tensor = torch.full((1_000_000,), float(rank))
     begun = time.monotonic()
     dist.all_reduce(tensor)
@@ -66,44 +94,108 @@ def crawl(rank: int, place: Path) -> float:
     return took
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("tc") is None, reason="tc cannot be found")
 def test_a_slow_wire_is_no_silent_host(tmp_path: Path) -> None:
-    with namespaces.two_hosts(tmp_path, "test_hosts_namespaces:crawl") as hosts:
+    with namespaces.hosts_of(tmp_path, (2, 2), "test_hosts_namespaces:crawl") as hosts:
         # Each host sends 4 MB.
         hosts.limit("5mbit")
-        for took in hosts.results([0, 1, 2, 3]):
+        for took in hosts.results():
             assert took > 5.0, f"{took:.1f} s: the wire was too quick to show anything"
 
 
-def ready(hosts: namespaces.Hosts) -> None:
-    deadline = time.monotonic() + 60
-    while not all((hosts.place / f"ready-{rank}").exists() for rank in range(4)):
-        assert time.monotonic() < deadline, hosts.logs()
-        time.sleep(0.01)
+def ready(hosts: namespaces.Hosts) -> float:
+    """Waits until all ranks have done their calls; returns the time."""
+    hosts.wait("ready")
     time.sleep(0.2)
+    return time.monotonic()
 
 
-def test_each_side_of_a_cut_network_names_the_other(tmp_path: Path) -> None:
-    with namespaces.two_hosts(tmp_path, "test_hosts_namespaces:survive") as hosts:
-        ready(hosts)
-        cut = time.monotonic()
-        hosts.cut()
-        for rank, (text, heard) in enumerate(hosts.results([0, 1, 2, 3])):
-            other = r'"h1" \(ranks 2 and 3\)' if rank < 2 else r'"h0" \(ranks 0 and 1\)'
-            assert re.search(rf"host {other} of group .* has not answered for 5\.\d s", text), text
+def name(layout: Sequence[int], host: int) -> str:
+    """How messages name a host."""
+    ranks = [str(rank) for rank, at in enumerate(machines.hosts_of(layout)) if at == host]
+    return f'host "h{host}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
+
+
+def check_silent(layout: Sequence[int], host: int, text: str) -> None:
+    assert re.search(rf"{re.escape(name(layout, host))} of group .* has not answered for 5\.\d s", text), text
+    assert not any(name(layout, other) in text for other in range(len(layout)) if other != host), text
+
+
+def check_gone(layout: Sequence[int], host: int, text: str) -> None:
+    ranks = "|".join(str(rank) for rank, at in enumerate(machines.hosts_of(layout)) if at == host)
+    one = rf'rank ({ranks}) \(host "h{host}", pid \d+\)'
+    assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* (is gone|has ended)", text), text
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [
+        ((1, 1, 2), 2),
+        pytest.param((2, 2), 1, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 0, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:survive") as hosts:
+        cut = ready(hosts)
+        hosts.cut(lost)
+        for host, (text, heard) in zip(machines.hosts_of(layout), hosts.results(), strict=True):
+            # It is connected with the first host alone; that one with all, of which one is the first to be missed.
+            missed = lost if host != lost else 0 if lost else next(other for other in (1, 2) if f'"h{other}"' in text)
+            check_silent(layout, missed, text)
             assert 3.9 < heard - cut < 7, f"{heard - cut:.2f} s: {text}"
         # They are containers of one machine, as one rank says.
-        advice = r"ranks 0 and 2 run in different containers of one host .* start the containers with .*--network=host"
+        other = layout[0]
+        advice = (
+            rf"ranks 0 and {other} run in different containers of one host .* start the containers with .*--network="
+        )
         assert len(re.findall(advice, hosts.logs())) == 1, hosts.logs()
 
 
-def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path) -> None:
-    with namespaces.two_hosts(tmp_path, "test_hosts_namespaces:survive") as hosts:
-        ready(hosts)
-        killed = time.monotonic()
-        hosts.kill(1)
-        for text, heard in hosts.results([0, 1]):
-            assert re.search(r'(host "h1" \(ranks 2 and 3\)|rank [23] \(host "h1", pid \d+\)) of group', text), text
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [
+        ((1, 1, 2), 2),
+        pytest.param((2, 2), 1, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 0, marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
+    with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:survive") as hosts:
+        killed = ready(hosts)
+        hosts.kill(lost)
+        for text, heard in hosts.results([rank for rank, host in enumerate(machines.hosts_of(layout)) if host != lost]):
+            check_gone(layout, lost, text)
             # Ends of processes take their time on a busy machine.
             assert heard - killed < 8, f"{heard - killed:.2f} s: {text}"
             print(f"heard after {1000 * (heard - killed):.0f} ms: {text}")
+
+
+@pytest.mark.parametrize(
+    ("layout", "stopped"), [((1, 1, 1, 1), 3), pytest.param((1, 1, 1, 1), 0, marks=pytest.mark.slow)], ids=str
+)
+def test_a_host_whose_processes_are_stopped_is_named(tmp_path: Path, layout: Sequence[int], stopped: int) -> None:
+    with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:compute") as hosts:
+        since = ready(hosts)
+        hosts.stop(stopped)
+        others = [rank for rank, host in enumerate(machines.hosts_of(layout)) if host != stopped]
+        for text, heard in hosts.results(others):
+            check_silent(layout, stopped, text)
+            assert 3.9 < heard - since < 7, f"{heard - since:.2f} s: {text}"
+        hosts.resume(stopped)
+        (text, _), *_ = hosts.results([rank for rank, host in enumerate(machines.hosts_of(layout)) if host == stopped])
+        check_silent(layout, stopped, text)
+
+
+def test_uneven_hosts_compute_what_they_must(tmp_path: Path) -> None:
+    layout = (3, 1)
+    with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:compute") as hosts:
+        ready(hosts)
+        hosts.kill(1)
+        for text, _ in hosts.results([0, 1, 2]):
+            check_gone(layout, 1, text)
