@@ -328,6 +328,23 @@ pub fn find(store: &dyn Store, spec: &JoinSpec<'_>) -> Result<Found<Joined>> {
     meet(store, spec, true)
 }
 
+/// Ranks of the group of `size` ranks that have said in `store` that they join it, as long as it has not formed; also those that have failed.
+pub fn came(store: &dyn Store, group: &str, restart: &str, size: u32) -> Result<Vec<Rank>> {
+    let store = PrefixStore::new(&prefix(group, restart), store);
+    let mut came = Vec::new();
+    for rank in 0..size {
+        if store.check(&[&Attempt::key(rank)])? {
+            came.push(Rank(rank));
+        }
+    }
+    Ok(came)
+}
+
+/// Begin of the keys of an attempt.
+fn prefix(group: &str, restart: &str) -> String {
+    format!("symm/{group}/{restart}")
+}
+
 fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<Joined>> {
     let JoinSpec { rank, size, .. } = *spec;
     if size == 0 || rank.0 >= size {
@@ -341,7 +358,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<J
     }
     let clock = Clock::start(spec.timeout);
     let purpose = format!("rank {rank} (pid {}) could not join group {:?} of {size} ranks", std::process::id(), spec.group);
-    let prefix = format!("symm/{}/{}", spec.group, spec.restart);
+    let prefix = prefix(spec.group, spec.restart);
     let store = PrefixStore::new(&prefix, Until::new(store, clock.deadline, purpose));
     let known = process::own().and_then(|own| Ok((own, Host::own()?, random::bytes()?)));
     // Who cannot find out about itself still says so in a record, which is of no host.

@@ -13,16 +13,17 @@ use super::partials::Partials;
 use super::rail::{self, Rail};
 use super::refusal::Refusals;
 use super::shared::{Current, Inner, Shared};
+use super::step::{GRACE, HEAR};
 use super::traffic::{Counted, Traffic};
 use super::{HostsGroup, Runner, Twofold};
-use crate::boot::hosts::Layout;
+use crate::boot::{self, hosts::Layout};
 use crate::coll::call::{Call, Op, Span};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::wire::Thresholds;
 use crate::config::{Config, Engines};
 use crate::control::Part;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
 use crate::rank::Rank;
 use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
@@ -93,16 +94,19 @@ impl HostsGroup {
             part: Some(Part { host: layout.host_name(host).into(), ranks: layout.members(host).to_vec() }),
         };
         let purpose = format!("{} could not join group \"{}\"", layout.describe(rank), options.group);
-        let prefix = format!("symm-host/{}/{host}", layout.members(host)[0]);
         let until = Until::new(worker, Instant::now() + limit.left().unwrap_or_default(), purpose);
-        let inner = Group::join(&PrefixStore::new(&prefix, &until), &inner_options).map_err(|error| {
-            let (me, here) = (layout.describe(rank), layout.name_host(host));
-            let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
-            Error { message: text, ..error }
+        let layout = Arc::new(layout);
+        let late = || late(&until, options, &layout, rank, limit);
+        let inner = Group::join(&PrefixStore::new(&inside(&layout, host), &until), &inner_options).map_err(|error| {
+            let known = || {
+                let (me, here) = (layout.describe(rank), layout.name_host(host));
+                let text = format!("{me} could not join those of {here}, which are numbered from 0 here: {}", error.message);
+                Error { message: text, ..error.clone() }
+            };
+            (error.kind == Kind::Timeout).then(late).flatten().unwrap_or_else(known)
         });
         let inner = Arc::new(inner?);
         inner.set_timeout(timeout);
-        let layout = Arc::new(layout);
         let current = Arc::new(Current::default());
         let meeting = Meeting {
             store: &until,
@@ -115,6 +119,7 @@ impl HostsGroup {
             addresses: None,
             times: Times::default(),
             engines: engines.to_string(),
+            late: &late,
         };
         let (news, told) = meeting.meet().map_err(|error| inner.fail(error))?;
         let failed = |error: Error| {
@@ -131,7 +136,7 @@ impl HostsGroup {
             ))));
         }
         let has_rail = local < layout.rails();
-        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &options.group, limit).map_err(failed)?) } else { None };
+        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &options.group, limit, &late).map_err(failed)?) } else { None };
         let mut joined = Self::assemble(inner, layout, rank, rail, (news, current), &engines);
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
@@ -142,7 +147,7 @@ impl HostsGroup {
         // Whoever looks for those of GPUs asks their driver: only the first rank, whose thresholds are everybody's.
         let asks = joined.cuda.is_some() && rank == Rank(0);
         let cuda = if asks { chosen::thresholds(options, here, Device::Cuda) } else { Thresholds::USUAL_CUDA };
-        joined.agree_on(Chosen { partials, thresholds, cuda }, limit.left())?;
+        joined.agree_on(Chosen { partials, thresholds, cuda }, Some(limit.left().unwrap_or_default()))?;
         // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
         if has_rail && !Config::get().gloo_lazy {
             // A store that cannot delete keeps them.
@@ -180,6 +185,26 @@ impl HostsGroup {
     }
 }
 
+/// Begin of the keys by which the ranks of `host` join.
+fn inside(layout: &Layout, host: usize) -> String {
+    format!("symm-host/{}/{host}", layout.members(host)[0])
+}
+
+/// At the end of the time of `limit`: the error that names the ranks for which others of their hosts have waited, if any have.
+fn late(store: &dyn Store, options: &JoinOptions, layout: &Layout, me: Rank, limit: &Limit) -> Option<Error> {
+    let (mut late, group) = (Vec::new(), &options.group);
+    for host in 0..layout.hosts() {
+        let members = layout.members(host);
+        let store = PrefixStore::new(&inside(layout, host), store);
+        // Nothing is left of ranks that have found each other. Where nobody has come, nobody knows more than that.
+        let came = boot::came(&store, group, &Config::get().restart, members.len() as u32).ok()?;
+        let waited_for = (0..).map(Rank).zip(members).filter(|(local, _)| !came.is_empty() && !came.contains(local));
+        late.extend(waited_for.map(|(_, &rank)| layout.describe(rank)));
+    }
+    let (me, late) = (layout.describe(me), (!late.is_empty()).then(|| late.join(", "))?);
+    Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", limit.waited().as_secs_f64())))
+}
+
 /// What the first rank of this host was `told` of backends.
 fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: String, limit: &Limit) -> Result<String> {
     if layout.members(layout.host(rank)).len() == 1 {
@@ -189,12 +214,22 @@ fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: String, limit
     names.resize(NAMES, 0);
     let mut span = || vec![Span { addr: names.as_mut_ptr().addr(), bytes: NAMES }];
     let (inputs, outputs) = if first { (span(), vec![]) } else { (vec![], span()) };
-    inner.run(vec![Call { op: Op::Broadcast, inputs, outputs, ..Call::barrier(None) }], limit.left())?;
+    // Those that meet other hosts know more at the end of their time.
+    let left = limit.left().unwrap_or_default() + GRACE;
+    inner.run(vec![Call { op: Op::Broadcast, inputs, outputs, ..Call::barrier(None) }], Some(left))?;
     Ok(String::from_utf8_lossy(&names).trim_end_matches('\0').to_owned())
 }
 
 /// Makes this rank's rail. Ends once the group has failed.
-fn made(rail: impl Rail + 'static, inner: &Group, layout: &Layout, rank: Rank, group: &str, limit: &Limit) -> Result<Box<dyn Rail>> {
+fn made(
+    rail: impl Rail + 'static,
+    inner: &Group,
+    layout: &Layout,
+    rank: Rank,
+    group: &str,
+    limit: &Limit,
+    late: &dyn Fn() -> Option<Error>,
+) -> Result<Box<dyn Rail>> {
     let (host, hosts, local) = (layout.host(rank), layout.hosts(), layout.local(rank));
     let (me, others) = (layout.describe(rank), layout.name_others(host));
     let failed = |error: Error| {
@@ -210,7 +245,16 @@ fn made(rail: impl Rail + 'static, inner: &Group, layout: &Layout, rank: Rank, g
     thread::spawn("symm-rail", None, make).map_err(|error| failed(Error::internal(format!("starting a thread: {error}"))))?;
     loop {
         match ended.recv_timeout(LOOK) {
-            Ok(made) => return made.map(|rail| Box::new(rail) as Box<dyn Rail>).map_err(failed),
+            Ok(Ok(rail)) => return Ok(Box::new(rail)),
+            Ok(Err(error)) if limit.left().is_some() => return Err(failed(error)),
+            Ok(Err(error)) => {
+                // Others, whose time ends now, too, may say more.
+                let until = Instant::now() + HEAR;
+                while inner.error().is_none() && Instant::now() < until {
+                    std::thread::sleep(LOOK / 4);
+                }
+                return Err(inner.error().or_else(late).unwrap_or_else(|| failed(Error::timeout(error.message))));
+            }
             Err(RecvTimeoutError::Timeout) => inner.error().map_or(Ok(()), Err)?,
             Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
         }

@@ -24,10 +24,10 @@ use std::time::Duration;
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Time past the deadline in which who waits for another host still hears from there who is missing.
-const HEAR: Duration = Duration::from_millis(80);
+pub(super) const HEAR: Duration = Duration::from_millis(80);
 
 /// Time past the deadline in which ranks of a host still hear from the one among them that waited for the other hosts, and knows more.
-const GRACE: Duration = Duration::from_millis(120);
+pub(super) const GRACE: Duration = Duration::from_millis(120);
 
 pub(super) struct Step<'a> {
     pub(super) inner: &'a Group,

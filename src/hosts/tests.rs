@@ -180,7 +180,19 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                 let host = Arc::new(Inner(Arc::downgrade(&inner), Arc::clone(&current)));
                 let (limit, addresses) = (Limit::from(Instant::now(), limit), Some(vec![Ipv4Addr::LOCALHOST.into()]));
                 let (prefix, times, engines) = ("news".into(), Times::default(), String::new());
-                let meeting = Meeting { store, group: "test", prefix, layout: &layout, me, host, limit: &limit, addresses, times, engines };
+                let meeting = Meeting {
+                    store,
+                    group: "test",
+                    prefix,
+                    layout: &layout,
+                    me,
+                    host,
+                    limit: &limit,
+                    addresses,
+                    times,
+                    engines,
+                    late: &|| None,
+                };
                 let (news, _) = meeting.meet().expect("all meet");
                 joined.wait();
                 let engines = Engines { cpu: "threads".into(), cuda: String::new() };

@@ -6,13 +6,14 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
-from machines import run_hosts
+from machines import NAMES, hosts_of, run_hosts
 
 
 def begin(rank: int, world_size: int) -> None:
@@ -96,12 +97,35 @@ def test_a_late_rank_is_a_timeout_on_all_hosts() -> None:
         assert "in all_reduce(4 × float32, 16 bytes, SUM) #" in text, text
 
 
-def stay_away(rank: int, world_size: int) -> str | None:
-    dist.barrier()
-    if rank == 2:
-        ranks.meet("over", rank, world_size)
-        return None
-    with pytest.raises((torch_symm.SymmTimeout, torch_symm.SymmPeerError)) as caught:
-        dist.new_group([0, 1, 2, 3])
+def stay_away(rank: int, world_size: int, absent: int, early: int) -> str | None:
+    """What ranks say of a group that one never makes, whose time ends sooner on ``early`` than on the others."""
+    begin(rank, world_size)
+    text = None
+    if rank != absent:
+        with pytest.raises(torch_symm.SymmTimeout) as caught:
+            dist.new_group(list(range(world_size)), timeout=timedelta(seconds=1 if rank == early else 2))
+        text = str(caught.value)
     ranks.meet("over", rank, world_size)
-    return str(caught.value)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("layout", "absent", "early"),
+    [
+        ((2, 2), 3, -1),
+        ((1, 1, 2), 2, 3),
+        pytest.param((2, 2), 0, 3, marks=pytest.mark.slow),
+        pytest.param((2, 2), 1, 0, marks=pytest.mark.slow),
+        pytest.param((1, 3), 3, 0, marks=pytest.mark.slow),
+        pytest.param((3, 2), 4, -1, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), 3, 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_all_name_the_rank_that_never_makes_a_group(layout: tuple[int, ...], absent: int, early: int) -> None:
+    host = NAMES[hosts_of(layout)[absent]]
+    missing = rf'rank {absent} \(host "{host}", pid \d+\)'
+    wanted = rf'rank \d \(host "[abc]", pid \d+\) waited [12]\.\d s for {missing} to join group ".+"'
+    results = run_hosts(stay_away, layout, absent, early)
+    for rank, text in enumerate(results):
+        assert rank == absent or re.fullmatch(wanted, text), text

@@ -61,6 +61,8 @@ pub(in crate::hosts) struct Meeting<'a> {
     pub(in crate::hosts) times: Times,
     /// Backends by which this rank would connect hosts.
     pub(in crate::hosts) engines: String,
+    /// Says, at the end of its time, which ranks have kept others of their hosts waiting, if any are known to.
+    pub(in crate::hosts) late: &'a dyn Fn() -> Option<Error>,
 }
 
 /// Key of a hub in the store, until all callers have come, or it gives up.
@@ -122,21 +124,33 @@ impl Meeting<'_> {
         let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
         let key = Key { store: self.store, name: self.key(self.me) };
         self.store.set(&key.name, &entry)?;
+        self.wait_at(&seat, &at).inspect_err(|error| {
+            seat.with(|speaker| speaker.tell(error));
+        })?;
+        Ok((seat, self.engines.clone()))
+    }
+
+    /// Returns once all callers have come to the hub of `seat`, which listens `at`.
+    fn wait_at(&self, seat: &Seat, at: &str) -> Result<()> {
+        let (me, group) = (self.layout.describe(self.me), self.group);
         let (mut pause, mut interrupts) = (PAUSE, Interrupts::new());
         loop {
             let missing = seat.with(|speaker| speaker.missing()).unwrap_or_default();
             if missing.is_empty() {
-                return Ok((seat, self.engines.clone()));
+                return Ok(());
             }
             self.check(&mut interrupts)?;
             let Some(left) = self.limit.left() else {
                 let (missing, seconds): (Vec<String>, _) =
                     (missing.iter().map(|&rank| self.layout.describe(rank)).collect(), self.limit.waited().as_secs_f64());
-                return Err(Error::timeout(format!(
-                    "{me} listened at {at} for {seconds:.1} s, to join group \"{group}\", and did not hear from {} (timeout); \
+                let unheard = || {
+                    Error::timeout(format!(
+                        "{me} listened at {at} for {seconds:.1} s, to join group \"{group}\", and did not hear from {} (timeout); \
                      GLOO_SOCKET_IFNAME names the network",
-                    missing.join(", ")
-                )));
+                        missing.join(", ")
+                    ))
+                };
+                return Err((self.late)().unwrap_or_else(unheard));
             };
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(PAUSE_MAX);
@@ -146,7 +160,10 @@ impl Meeting<'_> {
     fn call_hubs(&self) -> Result<(Seat, String)> {
         let (seat, mut told) = (self.speaker(None)?, None);
         for &hub in speakers(self.layout, 0) {
-            let (connection, engines) = self.call_hub(hub)?;
+            let called = self.call_hub(hub).inspect_err(|error| {
+                seat.with(|speaker| speaker.tell(error));
+            });
+            let (connection, engines) = called?;
             seat.with(|speaker| speaker.adopt(connection));
             told.get_or_insert(engines);
         }
@@ -179,10 +196,13 @@ impl Meeting<'_> {
             self.check(&mut interrupts)?;
             let Some(left) = self.limit.left() else {
                 let (me, hub, seconds) = (self.layout.describe(self.me), self.layout.describe(hub), self.limit.waited().as_secs_f64());
-                return Err(Error::timeout(format!(
-                    "{me} did not reach {hub} within {seconds:.1} s, to join group \"{}\": {reason} (timeout)",
-                    self.group
-                )));
+                let unreached = || {
+                    Error::timeout(format!(
+                        "{me} did not reach {hub} within {seconds:.1} s, to join group \"{}\": {reason} (timeout)",
+                        self.group
+                    ))
+                };
+                return Err((self.late)().unwrap_or_else(unreached));
             };
             if self.store.check(&[&key])? {
                 match self.store.get(&key, Some(left)).and_then(|entry| self.introduce(&entry, hub)) {

@@ -100,6 +100,7 @@ impl Job {
             addresses: Some(vec![Ipv4Addr::LOCALHOST.into()]),
             times: self.times,
             engines: "cpu:gloo".into(),
+            late: &|| None,
         }
     }
 
@@ -382,6 +383,8 @@ fn whoever_does_not_come_is_named() {
             "{error}"
         );
         assert_eq!(job.store.num_keys(), Ok(0));
+        let (failures, _) = job.failures(Some(0));
+        assert_eq!(failures[1].as_ref(), Some(&error), "who has met the hub hears why that gives up");
         drop(caller);
     });
     let job = Job::new(&[0, 1], QUICK);
