@@ -393,4 +393,14 @@ fn whoever_does_not_come_is_named() {
     job.hosts[0].fail(Error::peer("a rank of this host is dead"));
     let error = job.meet_within(Rank(0), Duration::from_secs(20)).err().expect("it makes no sense");
     assert_eq!(error.message, "a rank of this host is dead");
+    let job = Job::new(&[0, 1, 1], QUICK);
+    std::thread::scope(|scope| {
+        let hub = scope.spawn(|| job.meet_within(Rank(0), Duration::from_secs(20)).err());
+        let caller = job.meet_within(Rank(1), Duration::from_secs(20)).expect("the hub is there");
+        let dead = Some(Error::peer("a rank of the first host is dead"));
+        dead.iter().for_each(|dead| job.hosts[0].fail(dead.clone()));
+        assert_eq!(hub.join().expect("no panic"), dead);
+        assert_eq!(job.failures(None).0, [dead.clone(), dead], "who has met the hub hears of it");
+        drop(caller);
+    });
 }
