@@ -1,5 +1,5 @@
-//! Exchanges that read peers' private memory, with ranks as threads that have lost slices of time: the bytes of staged ones, and what
-//! happens where a rank cannot read. Alone in its process: the others' waits would become short, too.
+//! Exchanges that read peers' private memory, with ranks as threads, some of which have lost slices of time: the bytes of staged ones, and
+//! what happens where a rank cannot read. Alone in its process: the others' waits would become short, too.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod ranks;
@@ -42,17 +42,17 @@ fn with_runners(pids: &[u32], reads: &[bool], body: impl Fn(&mut Runner, u32) + 
     });
 }
 
-/// Bytes that `from` sends to `to`; all the same but in an all-to-all.
-fn length(op: Op, from: u32, to: u32) -> usize {
-    let uneven = if op == Op::AllToAll { 4096 * (from + 2 * to) as usize } else { 0 };
-    1_300_001 + uneven
-}
+/// Bytes of messages that are read where slices are lost alone.
+const LONG: usize = 1_300_001;
 
-/// Runs `op`; returns what served it, and whether this rank got what it had to.
-fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32) -> (&'static str, bool) {
+/// Runs `op` with messages of `least` bytes, of an all-to-all a little more; returns what served it, and whether this rank got what it had
+/// to.
+fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32, least: usize) -> (&'static str, bool) {
+    let uneven = |from: u32, to: u32| if op == Op::AllToAll { least / 300 * (from + 2 * to) as usize } else { 0 };
+    let length = |from: u32, to: u32| least + uneven(from, to);
     let personal = matches!(op, Op::Scatter | Op::AllToAll);
     let sends = !matches!(op, Op::Broadcast | Op::Scatter) || me == ROOT;
-    let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(op, from, to));
+    let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(from, to));
     let mut inputs: Vec<u8> = if !sends { vec![] } else { (0..if personal { n } else { 1 }).flat_map(|to| data(me, to)).collect() };
     let (mut begin, base) = (0, inputs.as_mut_ptr().addr());
     let pieces = (0..if !sends {
@@ -63,8 +63,8 @@ fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32) -> (&'static str, bool
         1
     })
         .map(|to| {
-            begin += length(op, me, to);
-            Span { addr: base + begin - length(op, me, to), bytes: length(op, me, to) }
+            begin += length(me, to);
+            Span { addr: base + begin - length(me, to), bytes: length(me, to) }
         });
     let pieces: Vec<Span> = pieces.collect();
     let senders: Vec<u32> = match op {
@@ -74,7 +74,7 @@ fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32) -> (&'static str, bool
         Op::AllGather | Op::Gather | Op::AllToAll => (0..n).collect(),
         Op::Barrier | Op::AllReduce | Op::Reduce | Op::ReduceScatter | Op::AllReduceAddRmsNorm => vec![],
     };
-    let mut outputs: Vec<Vec<u8>> = senders.iter().map(|&from| vec![0xee; length(op, from, me)]).collect();
+    let mut outputs: Vec<Vec<u8>> = senders.iter().map(|&from| vec![0xee; length(from, me)]).collect();
     let spans = outputs.iter_mut().map(|output| span(output)).collect();
     let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(ROOT));
     let call = Call { op, dtype, reduce_op, root, factor: 1.0, inputs: pieces, outputs: spans, call_site: None };
@@ -91,14 +91,14 @@ fn private_memory_is_read_where_slices_are_lost_and_all_may_read() {
         with_runners(&vec![std::process::id(); n as usize], &vec![true; n as usize], |runner, me| {
             for op in EXCHANGES {
                 lose_slices();
-                assert_eq!(exchange(runner, op, me, n), ("read", true), "{op:?} on rank {me} of {n}");
+                assert_eq!(exchange(runner, op, me, n, LONG), ("read", true), "{op:?} on rank {me} of {n}");
             }
         });
     }
     with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
         for op in EXCHANGES {
             lose_slices();
-            assert_eq!(exchange(runner, op, me, 2), ("staged", true), "{op:?} on rank {me}");
+            assert_eq!(exchange(runner, op, me, 2, LONG), ("staged", true), "{op:?} on rank {me}");
         }
     });
 }
@@ -112,8 +112,34 @@ fn who_cannot_read_makes_all_pass_the_message_another_way() {
         with_runners(&pids, &[true; 3], |runner, me| {
             for _ in 0..2 {
                 lose_slices();
-                assert_eq!(exchange(runner, op, me, 3), (expected, true), "{op:?} on rank {me}");
+                assert_eq!(exchange(runner, op, me, 3, LONG), (expected, true), "{op:?} on rank {me}");
             }
         });
     }
+}
+
+#[test]
+fn messages_of_middle_length_are_read_by_few_ranks_with_cores_of_their_own() {
+    let few = [Op::AllToAll, Op::AllGather];
+    // Ranks, bytes, fewer than where lost slices count, and what is read then.
+    for (n, bytes, read) in [
+        (2, 20_000, &[][..]),
+        (2, 32_768, &EXCHANGES),
+        (2, 250_003, &EXCHANGES),
+        (4, 20_000, &few[..1]),
+        (4, 32_769, &few),
+        (4, 120_000, &few),
+        (4, 131_073, &[]),
+        (5, 60_000, &[]),
+    ] {
+        with_runners(&vec![std::process::id(); n], &vec![true; n], |runner, me| {
+            for op in EXCHANGES {
+                let expected = if read.contains(&op) { "read" } else { "staged" };
+                assert_eq!(exchange(runner, op, me, n as u32, bytes), (expected, true), "{op:?} of {bytes} bytes on rank {me} of {n}");
+            }
+        });
+    }
+    with_runners(&[std::process::id(); 2], &[true, false], |runner, me| {
+        assert_eq!(exchange(runner, Op::AllGather, me, 2, 100_000), ("staged", true));
+    });
 }

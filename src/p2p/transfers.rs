@@ -90,6 +90,8 @@ const GLANCES: u32 = 100;
 const SPINS_BETWEEN: u32 = 8;
 /// Bytes read directly between two looks at whether the sender attends.
 const DIRECT_BYTES: usize = 256 << 10;
+/// Longest message that one rank reads more quickly than two pass it on: docs/measurements/cpu.md.
+const QUICK_BYTES: usize = 1 << 20;
 /// Messages from this size on are written past the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
 /// Time that the progress thread polls after the last transfer before it parks.

@@ -1,4 +1,4 @@
-//! Exchanges that read peers' private memory, where processes beside take slices of the ranks' cores.
+//! Exchanges that read peers' private memory: where processes beside take slices of the ranks' cores, and where one copy is quicker than two.
 //!
 //! A staged call waits once for each chunk, and each wait may cost a slice of the scheduler's. Here a rank waits until all have posted, reads
 //! what it gets with `process_vm_readv`, and waits until all have read. Each rank posts whether it may read, where its inputs lie, and whether
@@ -15,9 +15,24 @@ use crate::control::patience::{PATIENCE, now};
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::sys::remote::read_memory;
+use std::ops::RangeInclusive;
 
-/// Length of the longest message from which on peers' memory is read: shorter ones pass in a chunk or two.
+/// Length of the longest message from which on peers' memory is read where slices are lost: shorter ones pass in a chunk or two.
 const LONG: usize = 256 << 10;
+
+/// Lengths of the longest message of an `op` of `n` ranks with cores of their own that the kernel copies once more quickly than slots pass it
+/// on: below, system calls count; above, helpers and the cache of slots do. Several readers of one rank wait for each other in the kernel.
+/// Measured in docs/measurements/cpu.md.
+fn quick(op: Op, n: usize) -> RangeInclusive<usize> {
+    let (least, most) = match n {
+        2 => (32 << 10, 256 << 10),
+        3 | 4 if op == Op::AllToAll => (16 << 10, 128 << 10),
+        3 | 4 if op == Op::AllGather => (32 << 10, 128 << 10),
+        _ => (1, 0),
+    };
+    least..=most
+}
+
 /// Bytes that a rank reads before it looks at its deadline and at the group.
 const LOOK_BYTES: usize = 1 << 20;
 
@@ -46,7 +61,8 @@ impl Step<'_> {
             some_lost |= word & LOSES_SLICES != 0;
             word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank) != 0)
         };
-        exchange && longest >= LONG && self.control.ranks().all(ready) && some_lost
+        let quick = exchange && quick(self.call.op, self.control.size()).contains(&longest) && !self.cores_are_shared();
+        exchange && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || some_lost)
     }
 
     /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.

@@ -1,7 +1,7 @@
 //! State of the transfers between this rank and its peers, and what each frame does to it.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::{DIRECT_BYTES, Finished, STREAM_BYTES, Sending, State, Stream};
+use super::{DIRECT_BYTES, Finished, QUICK_BYTES, STREAM_BYTES, Sending, State, Stream};
 use crate::completion::Completion;
 use crate::control::patience::{PATIENCE, now};
 use crate::control::{Awaited, ControlBlock};
@@ -225,11 +225,11 @@ impl State {
             }
             Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
             Content::Offer { id, addr } => {
-                // Two ranks that copy into and out of a ring are quicker than one that reads alone, but the sender may be busy elsewhere,
-                // or each wait for the other may cost a slice of the scheduler's.
+                // Two ranks that copy a long message into and out of a ring are quicker than one that reads alone, but the sender may be busy
+                // elsewhere, or each wait for the other may cost a slice of the scheduler's.
                 let (span, mut got) = (posted.span, 0);
                 let direct = direct && self.connections[from.index()].is_readable();
-                while direct && got < span.bytes && (!control.attends(from) || PATIENCE.is_crowded(now)) {
+                while direct && got < span.bytes && (span.bytes <= QUICK_BYTES || !control.attends(from) || PATIENCE.is_crowded(now)) {
                     let bytes = DIRECT_BYTES.min(span.bytes - got);
                     // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
                     let read =
