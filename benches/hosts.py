@@ -32,12 +32,6 @@ WORLD = sum(LAYOUT)
 ROUNDS = 7
 
 
-def bytes_of(size: str) -> int:
-    """The number of bytes that ``size``, as ``"64K"``, stands for."""
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(size[-1], 1)
-    return int(size.rstrip("KM")) * factor
-
-
 def call_of(op: str, count: int, rank: int, group: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
     """One call of ``op`` with ``count`` elements, and whether its result is right. Values repeat after 7 elements."""
     import torch
@@ -83,6 +77,7 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
     """What one rank finds: for each cell and side its mean time of each round, in µs."""
     import torch
     import torch.distributed as dist
+    from torch_symm.bench.units import parse_size
 
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -95,7 +90,7 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
     sides = {"symm": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=timedelta(seconds=120))}
     cells = []
     for op, size in json.loads((place / "cells").read_text()):
-        count = max(bytes_of(size) // 4, 1)
+        count = max(parse_size(size) // 4, 1)
         calls = {}
         for side, group in sides.items():
             call, right = call_of(op, count, rank, group)
@@ -104,7 +99,7 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
                 raise AssertionError(f"{op} of {size} on {side} is wrong")
             calls[side] = call
         times: dict[str, list[float]] = {side: [] for side in sides}
-        repeats = max(1, min(20, (2 << 20) // bytes_of(size)))
+        repeats = max(1, min(20, (2 << 20) // parse_size(size)))
         for _ in range(ROUNDS):
             for side, call in calls.items():
                 dist.barrier()

@@ -19,20 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_symm
+from torch_symm._native import load
+from torch_symm.bench.units import parse_size
 
 SIZES = ("8", "64K", "1M", "16M", "256M")
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 WORLD, ROUNDS = 2, 7
 
 
-def bytes_of(size: str) -> int:
-    """The number of bytes that ``size``, as ``"64K"``, stands for."""
-    return int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1], 1)
-
-
 def call_of(op: str, size: str, group: Any) -> tuple[Callable[[], None], Callable[[], bool]]:
     """One call of ``op``, and whether its result is right."""
-    count = max(bytes_of(size) // 4 // WORLD, 1)
+    count = max(parse_size(size) // 4 // WORLD, 1)
     rank = dist.get_rank()
     whole = torch.full((count * WORLD,), float(rank + 1), device="cuda")
     part = torch.full((count,), float(rank + 1), device="cuda")
@@ -68,9 +66,6 @@ def rank_main(rank: int, port: int, ops: list[str], sizes: list[str]) -> None:
     os.environ.update(
         SYMM_TEST_HOST="ab"[rank], NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo"
     )
-    import torch_symm
-    from torch_symm._native import load
-
     torch.cuda.set_device(rank % torch.cuda.device_count())
     options = torch_symm.Options(timeout=60)
     address = f"tcp://127.0.0.1:{port}"
@@ -89,7 +84,7 @@ def rank_main(rank: int, port: int, ops: list[str], sizes: list[str]) -> None:
                 calls[side]()
                 torch.cuda.synchronize()
                 assert right(), (op, size, side)
-            repeats = max(2, min(50, (64 << 20) // bytes_of(size)))
+            repeats = max(2, min(50, (64 << 20) // parse_size(size)))
             times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
             for _ in range(ROUNDS):
                 for side, call in calls.items():

@@ -46,7 +46,7 @@ impl Turns {
     /// The turns of a call that brings up to `parts` messages of up to `longest` bytes by each rail.
     pub(super) fn of_messages(longest: usize, parts: usize, thresholds: &Thresholds) -> Self {
         let whole = Self::of(longest.saturating_mul(parts), thresholds).piece;
-        Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64).max(64))
+        Self::at_most(longest, (whole / parts.max(1)).next_multiple_of(64))
     }
 
     /// The turns of slices of up to `longest` bytes, in pieces of `piece`.

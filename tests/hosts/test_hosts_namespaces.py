@@ -113,9 +113,18 @@ def ready(hosts: namespaces.Hosts) -> float:
     return time.monotonic()
 
 
+def ranks_of(layout: Sequence[int], host: int) -> list[int]:
+    return [rank for rank, at in enumerate(machines.hosts_of(layout)) if at == host]
+
+
+def all_but(layout: Sequence[int], host: int) -> list[int]:
+    """The ranks of the other hosts."""
+    return [rank for rank, at in enumerate(machines.hosts_of(layout)) if at != host]
+
+
 def name(layout: Sequence[int], host: int) -> str:
     """How messages name a host."""
-    ranks = [str(rank) for rank, at in enumerate(machines.hosts_of(layout)) if at == host]
+    ranks = list(map(str, ranks_of(layout, host)))
     return f'host "h{host}" (rank{"s" * (len(ranks) > 1)} {" and ".join(ranks)})'
 
 
@@ -125,12 +134,12 @@ def check_silent(layout: Sequence[int], host: int, text: str) -> None:
 
 
 def check_gone(layout: Sequence[int], host: int, text: str) -> None:
-    ranks = "|".join(str(rank) for rank, at in enumerate(machines.hosts_of(layout)) if at == host)
+    ranks = "|".join(map(str, ranks_of(layout, host)))
     one = rf'rank ({ranks}) \(host "h{host}", pid \d+\)'
     assert re.search(rf"({re.escape(name(layout, host))}|{one}) of group .* (is gone|has ended)", text), text
 
 
-@pytest.mark.parametrize(
+each_host_lost = pytest.mark.parametrize(
     ("layout", "lost"),
     [
         ((1, 1, 2), 2),
@@ -140,6 +149,9 @@ def check_gone(layout: Sequence[int], host: int, text: str) -> None:
     ],
     ids=str,
 )
+
+
+@each_host_lost
 def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
     with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:survive") as hosts:
         cut = ready(hosts)
@@ -157,21 +169,12 @@ def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layo
         assert len(re.findall(advice, hosts.logs())) == 1, hosts.logs()
 
 
-@pytest.mark.parametrize(
-    ("layout", "lost"),
-    [
-        ((1, 1, 2), 2),
-        pytest.param((2, 2), 1, marks=pytest.mark.slow),
-        pytest.param((1, 1, 2), 0, marks=pytest.mark.slow),
-        pytest.param((1, 1, 2), 1, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@each_host_lost
 def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
     with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:survive") as hosts:
         killed = ready(hosts)
         hosts.kill(lost)
-        for text, heard in hosts.results([rank for rank, host in enumerate(machines.hosts_of(layout)) if host != lost]):
+        for text, heard in hosts.results(all_but(layout, lost)):
             check_gone(layout, lost, text)
             # Ends of processes take their time on a busy machine.
             assert heard - killed < 8, f"{heard - killed:.2f} s: {text}"
@@ -185,12 +188,11 @@ def test_a_host_whose_processes_are_stopped_is_named(tmp_path: Path, layout: Seq
     with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:compute") as hosts:
         since = ready(hosts)
         hosts.stop(stopped)
-        others = [rank for rank, host in enumerate(machines.hosts_of(layout)) if host != stopped]
-        for text, heard in hosts.results(others):
+        for text, heard in hosts.results(all_but(layout, stopped)):
             check_silent(layout, stopped, text)
             assert 3.9 < heard - since < 7, f"{heard - since:.2f} s: {text}"
         hosts.resume(stopped)
-        (text, _), *_ = hosts.results([rank for rank, host in enumerate(machines.hosts_of(layout)) if host == stopped])
+        (text, _), *_ = hosts.results(ranks_of(layout, stopped))
         check_silent(layout, stopped, text)
 
 
@@ -199,5 +201,5 @@ def test_uneven_hosts_compute_what_they_must(tmp_path: Path) -> None:
     with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:compute") as hosts:
         ready(hosts)
         hosts.kill(1)
-        for text, _ in hosts.results([0, 1, 2]):
+        for text, _ in hosts.results(all_but(layout, 1)):
             check_gone(layout, 1, text)

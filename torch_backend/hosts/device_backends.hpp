@@ -59,7 +59,7 @@ class DeviceBackends final : public DeviceBackendsHandle {
   // Guarded by mutex_, by what Rust calls them.
   mutable std::map<uint32_t, Made> made_;
   mutable bool aborted_ = false;
-  // Used by one caller at a time: what `finish` lets go of.
+  // Used by one caller at a time: what `follow` lets go of.
   mutable std::vector<at::Tensor> memory_;
   mutable std::deque<Pending> beside_;
 };

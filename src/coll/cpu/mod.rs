@@ -137,7 +137,8 @@ impl Runner {
             (_, Plan::Staged { .. }) => Some(longest),
         };
         let longest = staged.unwrap_or_default();
-        let plan = staged.map_or(Plan::Inline, |longest| choose(call, longest, n, &self.thresholds, step.cores_are_shared()));
+        let shared_cores = staged.is_some() && step.cores_are_shared();
+        let plan = staged.map_or(Plan::Inline, |longest| choose(call, longest, n, &self.thresholds, shared_cores));
         if let Plan::Staged { store, .. } = plan
             && step.all_offered()
         {
@@ -146,7 +147,7 @@ impl Runner {
             control.finish(self.seq, call.op);
             return Ok(());
         }
-        if staged.is_some() && step.reads_peers(longest) {
+        if staged.is_some() && step.reads_peers(longest, shared_cores) {
             self.served = "read";
             if step.read_peers()? {
                 control.finish(self.seq, call.op);

@@ -52,8 +52,9 @@ impl Step<'_> {
         readable(self.call, self.control.rank()).filter(|_| *self.reads).map_or(0, |input| (input.addr as u64).max(1))
     }
 
-    /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank.
-    pub(super) fn reads_peers(&self, longest: usize) -> bool {
+    /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank. `shared_cores`: ranks share
+    /// cores.
+    pub(super) fn reads_peers(&self, longest: usize, shared_cores: bool) -> bool {
         let exchange = matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll);
         let mut some_lost = false;
         let ready = |rank: Rank| {
@@ -61,7 +62,7 @@ impl Step<'_> {
             some_lost |= word & LOSES_SLICES != 0;
             word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank) != 0)
         };
-        let quick = exchange && quick(self.call.op, self.control.size()).contains(&longest) && !self.cores_are_shared();
+        let quick = !shared_cores && quick(self.call.op, self.control.size()).contains(&longest);
         exchange && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || some_lost)
     }
 
