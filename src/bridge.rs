@@ -54,7 +54,7 @@ pub mod ffi {
     }
 
     /// Arguments of one collective; `coll::call::Call` has the meaning of `inputs` and `outputs`.
-    struct CallSpec {
+    struct CallSpec<'a> {
         op: Collective,
         /// `c10::ScalarType`.
         dtype: i32,
@@ -62,8 +62,8 @@ pub mod ffi {
         reduce_op: u8,
         root: i32,
         factor: f64,
-        inputs: Vec<Span>,
-        outputs: Vec<Span>,
+        inputs: &'a [Span],
+        outputs: &'a [Span],
         /// Number from `call_site_number`; 0: call sites are not compared.
         call_site: u32,
     }

@@ -256,8 +256,8 @@ pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
                 reduce_op,
                 root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
                 factor: call.factor,
-                inputs: spans(&call.inputs),
-                outputs: spans(&call.outputs),
+                inputs: spans(call.inputs),
+                outputs: spans(call.outputs),
                 call_site: CallSite::known(call.call_site),
             })
         })

@@ -21,7 +21,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::broadcast(Tensors& tensors, const ::
     operation->outputs.push_back(tensor);
   } else {
     operation->take(tensor);
-    operation->inputs.push_back(tensor);
+    operation->note_input(tensor);
   }
   return launch(operation, opts.timeout, opts.asyncOp);
 } catch (...) {

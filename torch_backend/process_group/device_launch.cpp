@@ -74,19 +74,12 @@ void DeviceWork::enqueue() const {
   if (background_) {
     beside.reset_stream(*stream_);
   }
-  std::vector<CallSpec> several;
-  rust::Slice<const CallSpec> calls;
-  if (operations_.size() == 1) {
-    const auto& only = operations_.front()->calls;
-    calls = {only.data(), only.size()};
-  } else {
-    for (const auto& operation : operations_) {
-      std::move(operation->calls.begin(), operation->calls.end(), std::back_inserter(several));
-    }
-    calls = {several.data(), several.size()};
+  CallSpecs calls;
+  for (const auto& operation : operations_) {
+    operation->add_specs(calls);
   }
   if (!calls.empty()) {
-    check((*group_)->launch(calls, index, handle, background_, limit));
+    check((*group_)->launch({calls.data(), calls.size()}, index, handle, background_, limit));
   }
   if (!transfers_.empty()) {
     const rust::Slice<const Transfer> transfers(transfers_.data(), transfers_.size());

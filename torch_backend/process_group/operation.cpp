@@ -21,7 +21,7 @@ Span piece_of(const at::Tensor& contiguous, int64_t start, int64_t count) {
 }
 
 // `lengths`, as arguments.hpp makes them, are those of consecutive parts of all of `whole`.
-void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, rust::Vec<Span>& spans) {
+void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c10::SmallVectorImpl<Span>& spans) {
   int64_t start = 0;
   for (const auto length : lengths) {
     spans.push_back(piece_of(whole, start, length));
@@ -29,10 +29,10 @@ void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, ru
   }
 }
 
-// Whether output `out` of `call` may be the same memory as input `in`.
-bool replaces(const CallSpec& call, size_t in, size_t out, size_t rank) {
+// Whether output `out` of a call of `op` may be the same memory as input `in`.
+bool replaces(Collective op, size_t in, size_t out, size_t rank) {
   const auto both = [&](size_t i, size_t o) { return in == i && out == o; };
-  switch (call.op) {
+  switch (op) {
     case Collective::AllReduce:
     case Collective::Reduce:
       return both(0, 0);
@@ -109,7 +109,7 @@ void Operation::check(const at::Tensor& tensor, const char* role) {
 }
 
 CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
-  auto& call = calls.emplace_back();
+  auto& call = calls.emplace_back().spec;
   call.op = op;
   call.dtype = like.defined() ? static_cast<int32_t>(like.scalar_type()) : 0;
   call.factor = 1.0;
@@ -118,7 +118,7 @@ CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
 }
 
 void Operation::reduce_with(const ::c10d::ReduceOp& op) {
-  auto& call = calls.back();
+  auto& call = calls.back().spec;
   call.reduce_op = static_cast<uint8_t>(op.op_);
   symm::check(check_reduce(call.dtype, call.reduce_op));
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) {
@@ -177,7 +177,7 @@ at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
 }
 
 void Operation::give(const at::Tensor& tensor) {
-  inputs.push_back(tensor);
+  note_input(tensor);
   calls.back().inputs.push_back(span_of(readable(tensor)));
 }
 
@@ -187,7 +187,7 @@ void Operation::take(const at::Tensor& tensor) {
 }
 
 void Operation::transform(const at::Tensor& tensor) {
-  inputs.push_back(tensor);
+  note_input(tensor);
   outputs.push_back(tensor);
   const auto span = span_of(writable(tensor, true));
   calls.back().inputs.push_back(span);
@@ -195,7 +195,7 @@ void Operation::transform(const at::Tensor& tensor) {
 }
 
 void Operation::give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths) {
-  inputs.push_back(tensor);
+  note_input(tensor);
   add_pieces(readable(tensor), lengths, calls.back().inputs);
 }
 
@@ -211,6 +211,14 @@ void Operation::write_back() {
     tensor.copy_(copy);
   }
   pending_.clear();
+}
+
+void Operation::add_specs(CallSpecs& specs) const {
+  for (const auto& call : calls) {
+    auto& spec = specs.emplace_back(call.spec);
+    spec.inputs = {call.inputs.data(), call.inputs.size()};
+    spec.outputs = {call.outputs.data(), call.outputs.size()};
+  }
 }
 
 void Operation::release_inputs() {
@@ -240,7 +248,7 @@ void Operation::separate(int rank) {
       auto& input = calls[c].inputs[i];
       const auto overwritten = [&](const Output& output) {
         const bool same = input.addr == output.span.addr && input.bytes == output.span.bytes;
-        const bool own = output.call == c && same && replaces(calls[c], i, output.index, static_cast<size_t>(rank));
+        const bool own = output.call == c && same && replaces(calls[c].spec.op, i, output.index, static_cast<size_t>(rank));
         return output.call <= c && !own;
       };
       const auto ends_before = [](const Output& output, size_t start) { return output.span.addr + output.span.bytes <= start; };

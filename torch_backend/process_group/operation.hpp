@@ -3,8 +3,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,6 +21,15 @@ namespace symm {
 inline bool profiled() {
   return at::isRecordFunctionEnabled() && at::hasCallbacks();
 }
+
+// A collective in preparation. The spans of its `spec` are empty; these are what it reads and writes.
+struct PreparedCall {
+  CallSpec spec;
+  c10::SmallVector<Span, 2> inputs;
+  c10::SmallVector<Span, 2> outputs;
+};
+
+using CallSpecs = c10::SmallVector<CallSpec, 1>;
 
 // Owns every tensor that the core reads or writes, all of one device. Tensors that are not contiguous are replaced by copies, and results
 // are written back by `write_back`.
@@ -41,6 +52,12 @@ class Operation {
   void give_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
   void take_pieces(const at::Tensor& tensor, const std::vector<int64_t>& lengths);
 
+  // Notes `tensor`, which the caller gave as an input.
+  void note_input(const at::Tensor& tensor) {
+    if (seen) {
+      inputs.push_back(tensor);
+    }
+  }
   // A contiguous tensor with the values of `tensor`; kept alive.
   at::Tensor readable(const at::Tensor& tensor);
   // A contiguous tensor whose values reach `tensor` by `write_back`; kept alive. No two share memory: where outputs do, all get their
@@ -51,6 +68,14 @@ class Operation {
   // not serve: every input is what it was before the call.
   void separate(int rank);
 
+  // The collectives as the core takes them, with the spans of `calls`, after those of `specs`.
+  void add_specs(CallSpecs& specs) const;
+  CallSpecs specs() const {
+    CallSpecs all;
+    add_specs(all);
+    return all;
+  }
+
   // Lets go of all tensors but the outputs.
   void release_inputs();
   // Name of the call in messages: "all_reduce".
@@ -58,11 +83,8 @@ class Operation {
   // Every tensor that the call reads or writes, some of them twice.
   template <typename Visit>
   void for_each_tensor(Visit visit) const {
-    for (const auto* list : {&inputs, &outputs, &alive_}) {
-      for (const auto& tensor : *list) {
-        visit(tensor);
-      }
-    }
+    std::for_each(outputs.begin(), outputs.end(), visit);
+    std::for_each(alive_.begin(), alive_.end(), visit);
   }
   bool on_cpu() const {
     return !device || device->is_cpu();
@@ -74,7 +96,8 @@ class Operation {
   const bool seen = profiled();
   // Device of all tensors; none: there are none yet.
   std::optional<at::Device> device;
-  std::vector<CallSpec> calls;
+  c10::SmallVector<PreparedCall, 1> calls;
+  // The caller's input tensors, for a profiler; empty where none listens.
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> outputs;
   // Splits of an all-to-all, for profilers.
@@ -90,10 +113,10 @@ class Operation {
   // Adds the memory of `tensor` to what is written; whether some of it was there before.
   bool meets_written(const at::Tensor& tensor);
 
-  std::vector<at::Tensor> alive_;
+  c10::SmallVector<at::Tensor, 2> alive_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pending_;
   // Outputs: apart from each other, in the order of addresses.
-  std::vector<Span> written_;
+  c10::SmallVector<Span, 2> written_;
 };
 
 Span span_of(const at::Tensor& contiguous);

@@ -21,7 +21,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   transfer.span = span_of(send ? operation->readable(tensor) : operation->writable(tensor, false));
   transfer.timeout_ms = -1;
   transfer.send = send;
-  operation->inputs.push_back(tensor);
+  operation->note_input(tensor);
   operation->outputs.push_back(tensor);
   auto from = caller((*group_)->sequence());
   from.rank = peer;

@@ -140,7 +140,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   watch(operation->seen);
   const auto sequence = (*group_)->sequence() + 1;
   return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
-    const rust::Slice<const CallSpec> calls(operation->calls.data(), operation->calls.size());
+    const auto specs = operation->specs();
+    const rust::Slice<const CallSpec> calls(specs.data(), specs.size());
     auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
     if (async) {
       work->set_ticket((*group_)->submit(calls, timeout.count(), std::make_unique<WorkCompletion>(work)));

@@ -29,8 +29,8 @@ std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string grou
 // One collective of the group, for tensors that are not in symmetric memory.
 void run_in_group(const std::string& group_name, const Operation& operation) {
   const auto member = membership(group_name, c10::kCPU);
-  const rust::Slice<const CallSpec> calls(operation.calls.data(), operation.calls.size());
-  check(without_gil([&] { return (*member.group)->run(calls, 0); }));
+  const auto calls = operation.specs();
+  check(without_gil([&] { return (*member.group)->run({calls.data(), calls.size()}, 0); }));
 }
 
 std::vector<int64_t> stacked(const at::Tensor& tensor, int64_t rows) {

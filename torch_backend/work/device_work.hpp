@@ -89,7 +89,7 @@ class DeviceWork final : public ::c10d::Work {
   const std::shared_ptr<DeviceStreams> streams_;
   const uint64_t sequence_;
   // All below is guarded by mutex_ of the base.
-  std::vector<std::shared_ptr<Operation>> operations_;
+  c10::SmallVector<std::shared_ptr<Operation>, 1> operations_;
   std::vector<Transfer> transfers_;
   bool background_ = false;
   // Timeout of the call that may take longest; not positive: the group's.
