@@ -54,6 +54,31 @@ def test_side_streams(pool: Pool, world: int) -> None:
     pool.run(side_streams, world)
 
 
+def works_in_order(rank: int, world: int) -> None:
+    """A call in the caller's stream has no work, as NCCL's has none; one beside it, and a barrier, have."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = dist.AllreduceOptions()
+    tensor = torch.empty(1000, device=device())
+    for asynchronous in (False, True):
+        options.asyncOp = asynchronous
+        late(tensor, rank + 1.0)
+        work = group.allreduce([tensor], options)
+        assert (work is not None) == asynchronous
+        if work is not None:
+            work.wait()
+        assert bool((tensor == world * (world + 1) / 2).all())
+    alone = dist.BarrierOptions()
+    alone.asyncOp, alone.device_ids = False, [device().index]
+    assert group.barrier(alone) is not None
+
+
+@needs_gpus
+@pytest.mark.parametrize("world", WORLDS)
+def test_works_in_order(pool: Pool, world: int) -> None:
+    pool.run(works_in_order, world)
+
+
 def wait_does_not_block(rank: int, world: int) -> None:
     """``wait`` orders the stream and leaves the host alone; a tensor freed before the end is not handed out anew."""
     dist.all_reduce(torch.ones(1 << 20, device=device()), async_op=True).wait()

@@ -182,10 +182,34 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_recorded(
   });
 }
 
+bool ProcessGroupSymm::launch_in_order(Operation& operation, std::chrono::milliseconds timeout) {
+  if (operation.type == ::c10d::OpType::BARRIER || blocking_wait()) {
+    return false;
+  }
+  std::shared_ptr<DeviceStreams> streams;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (coalesced_) {
+      return false;
+    }
+    streams = streams_on(*operation.device);
+  }
+  const c10::DeviceGuard guard(*operation.device);
+  const auto calls = operation.specs();
+  const auto index = static_cast<int32_t>(operation.device->index());
+  check((*group_)->launch({calls.data(), calls.size()}, index, streams->handle(streams->current()), false, timeout.count()));
+  operation.write_back();
+  return true;
+}
+
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
     bool async) {
+  // torch.distributed does without a work where there is nothing to wait for; NCCL's backend gives none either.
+  if (!async && !operation->seen && launch_in_order(*operation, timeout)) {
+    return nullptr;
+  }
   auto work = launch_recorded(operation, caller((*group_)->sequence() + 1), timeout, async);
   if (!async && operation->type == ::c10d::OpType::BARRIER) {
     work->wait();
