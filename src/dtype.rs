@@ -6,7 +6,7 @@ macro_rules! dtypes {
     ($($name:ident, $label:literal, $size:literal, $torch:literal;)*) => {
         /// The type of a tensor's elements.
         #[repr(u8)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum DType { $(#[doc = $label] $name = $torch),* }
 
         impl DType {
@@ -103,7 +103,7 @@ macro_rules! reduce_ops {
     ($($name:ident, $label:literal, $torch:literal;)*) => {
         /// Operation by which elements of different ranks become one.
         #[repr(u8)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum ReduceOp { $(#[doc = $label] $name = $torch),* }
 
         impl ReduceOp {

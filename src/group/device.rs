@@ -114,14 +114,23 @@ impl Group {
         let first =
             self.recorder.schedule(calls, timeout, background, trace::Target::Cuda { device, stream, background }, self.control.is_part());
         let mut next = first;
+        // Sequence number of a call until it is known what serves it, so that an entry is changed once.
+        let mut begun = None;
         let outcome = communicator.launch(calls, target, timeout, |stage| match stage {
             Stage::Begins(sequence) => {
-                self.recorder.start(next, sequence);
+                begun = Some(sequence);
                 next += 1;
             }
-            Stage::Served(algorithm) => self.recorder.served(next - 1, algorithm),
+            Stage::Served(algorithm) => {
+                if let Some(sequence) = begun.take() {
+                    self.recorder.start_as(next - 1, sequence, algorithm);
+                }
+            }
         });
         outcome.inspect_err(|error| {
+            if let Some(sequence) = begun {
+                self.recorder.start(next - 1, sequence);
+            }
             // The last that was begun, and those behind it.
             (first.max(next.saturating_sub(1))..first + calls.len() as u64)
                 .for_each(|number| self.recorder.end(number, &Err(error.clone()), number < next, ""));

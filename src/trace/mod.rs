@@ -125,9 +125,14 @@ impl Recorder {
 
     /// Notes that the entry `number` begins as collective `sequence`.
     pub fn start(&self, number: u64, sequence: u64) {
+        self.start_as(number, sequence, "");
+    }
+
+    /// Notes, as `start` does, that `algorithm` serves the entry from its begin.
+    pub fn start_as(&self, number: u64, sequence: u64, algorithm: &'static str) {
         let started = clock::now();
         self.journal.ring.change(number, |entry| {
-            *entry = Entry { sequence, started, state: State::Started, ..*entry };
+            (entry.sequence, entry.started, entry.state, entry.algorithm) = (sequence, started, State::Started, algorithm);
             if entry.place == Target::Host {
                 self.tell_start(sequence, started);
             }
@@ -153,11 +158,6 @@ impl Recorder {
     /// Notes from now on, or no longer, who was waited for.
     pub fn watch(&self, on: bool) {
         self.watched.store(on, Ordering::Relaxed);
-    }
-
-    /// Notes that `algorithm` serves the entry `number`.
-    pub fn served(&self, number: u64, algorithm: &'static str) {
-        self.journal.ring.change(number, |entry| entry.algorithm = algorithm);
     }
 
     /// Notes a call on the host that begins at once, as collective `sequence`; returns its number. `inside`: as in `schedule`.

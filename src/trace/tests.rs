@@ -47,8 +47,7 @@ fn a_dump_tells_each_calls_story() {
     recorder.abandon(queued..queued + 2, &Error::timeout("no"));
     let place = Target::Cuda { device: 1, stream: 77, background: true };
     let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place, false);
-    recorder.start(launched, 1);
-    recorder.served(launched, "reduce_staged");
+    recorder.start_as(launched, 1, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
     let message = Message { peer: None, tag: 5, dtype: DType::I32, span, timeout: None };
     let received = recorder.message(false, &message, LIMIT, Target::Host);

@@ -19,14 +19,14 @@ pub(crate) struct Kernels {
     world: u32,
     rank: u32,
     overlap: bool,
-    loaded: HashMap<Key, Kernel>,
+    loaded: BTreeMap<Key, Kernel>,
 }
 
 impl Kernels {
     pub(crate) fn new(device: &Device, world: usize, rank: usize, overlap: bool) -> Self {
         // Devices before Hopper know no programmatic launches.
         let overlap = overlap && device.capability.0 >= 9;
-        Self { world: world as u32, rank: rank as u32, overlap, loaded: HashMap::new() }
+        Self { world: world as u32, rank: rank as u32, overlap, loaded: BTreeMap::new() }
     }
 
     fn variant(&self, (program, zero_copy, typed): Key) -> Variant {
