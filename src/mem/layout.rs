@@ -18,8 +18,13 @@ pub const SLOT_BYTES: usize = 256 << 10;
 pub const INPUT_SLOTS: usize = 3;
 /// Result slots of a rank. Two: a result is read one stage after it was written.
 pub const RESULT_SLOTS: usize = 2;
-/// Bytes of one ring's data; a power of two.
-pub const RING_BYTES: usize = 512 << 10;
+/// Bytes of the data of all rings that one rank writes, as far as [`LEAST_RING_BYTES`] and [`MOST_RING_BYTES`] let it be.
+const RINGS_BYTES: usize = 16 << 20;
+/// Fewest bytes of one ring's data: a power of two. Rings are reserved in steps of as many.
+pub const LEAST_RING_BYTES: usize = 512 << 10;
+/// Most bytes of one ring's data: twice a second-level cache, so that what is written is no longer in the reader's. To write lines that
+/// another core still holds takes four times as long (`docs/measurements/cpu.md`).
+const MOST_RING_BYTES: usize = 4 << 20;
 /// Head, tail and matched-bytes counters of a ring, each on its own pair of cache lines.
 pub const RING_HEAD: usize = 4 * LINE_PAIR;
 /// Bytes that words of different writers keep apart: 128, not 64, since adjacent-line prefetch pairs lines on x86.
@@ -78,7 +83,12 @@ impl Layout {
 
     /// Bytes of a ring with its counters.
     pub fn ring_bytes(self) -> usize {
-        RING_HEAD + RING_BYTES
+        RING_HEAD + self.ring_data_bytes()
+    }
+
+    /// Bytes of one ring's data; a power of two.
+    pub fn ring_data_bytes(self) -> usize {
+        (RINGS_BYTES / self.n.next_power_of_two()).clamp(LEAST_RING_BYTES, MOST_RING_BYTES)
     }
 
     /// Offset of a rank's input slot.

@@ -6,7 +6,7 @@ use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
-use crate::mem::layout::{LINE_PAIR, RING_BYTES, RING_HEAD};
+use crate::mem::layout::{LEAST_RING_BYTES, LINE_PAIR, RING_HEAD};
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
 use crate::sync::ring::{Ring, UNIT};
@@ -30,7 +30,8 @@ pub(super) struct Connection {
     peer: Rank,
     tail: u64,
     head: u64,
-    reserved: bool,
+    /// Bytes of the outgoing ring that have memory, its counters among them.
+    reserved: usize,
     outbox: VecDeque<Outgoing>,
     /// Short messages sent; the peer counts those it has matched.
     eager: u64,
@@ -56,24 +57,14 @@ fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
     let (segment, offset) = (control.segment(), control.layout().ring(from, to));
     // SAFETY: three counters on line pairs of their own at the head of each ring.
     let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
-    let ring = Ring { tail: word(0), head: word(1), capacity: RING_BYTES as u64 };
-    Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, RING_BYTES) }
+    let bytes = control.layout().ring_data_bytes();
+    let ring = Ring { tail: word(0), head: word(1), capacity: bytes as u64 };
+    Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, bytes) }
 }
 
 impl Connection {
     pub(super) fn new(peer: Rank) -> Self {
-        Self {
-            peer,
-            tail: 0,
-            head: 0,
-            reserved: false,
-            outbox: VecDeque::new(),
-            eager: 0,
-            came: 0,
-            matched: 0,
-            latest: 0,
-            unreadable: false,
-        }
+        Self { peer, tail: 0, head: 0, reserved: 0, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0, unreadable: false }
     }
 
     /// Whether another short message may go without being asked for.
@@ -148,17 +139,14 @@ impl Connection {
         if self.outbox.is_empty() {
             return Ok(false);
         }
-        let layout = control.layout();
-        if !self.reserved {
-            let purpose = format_args!("messages from rank {} to rank {}", control.rank(), self.peer);
-            control.segment().reserve(layout.ring(control.rank(), self.peer), layout.ring_bytes(), purpose)?;
-            self.reserved = true;
-        }
         let side = side(control, control.rank(), self.peer);
         let before = self.tail;
-        while let Some(item) = self.outbox.front_mut() {
-            let frame = next_frame(item);
+        while let Some(frame) = self.outbox.front().map(next_frame) {
             let Some(reserved) = side.ring.reserve(self.tail, frame.footprint()) else { break };
+            // Padding ends the ring.
+            let end = reserved.padding.map_or(reserved.place + frame.footprint(), |_| side.ring.capacity);
+            self.have_memory(control, RING_HEAD + end as usize)?;
+            let Some(item) = self.outbox.front_mut() else { break };
             if let Some(place) = reserved.padding {
                 write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
             }
@@ -192,6 +180,18 @@ impl Connection {
         Ok(self.tail != before)
     }
 
+    /// Sees to it that the outgoing ring has memory up to `end`. It gets it as it is filled for the first time.
+    fn have_memory(&mut self, control: &ControlBlock, end: usize) -> Result<()> {
+        while self.reserved < end {
+            let ring = control.layout().ring(control.rank(), self.peer);
+            let bytes = if self.reserved == 0 { RING_HEAD + LEAST_RING_BYTES } else { LEAST_RING_BYTES };
+            let purpose = format_args!("messages from rank {} to rank {}", control.rank(), self.peer);
+            control.segment().reserve(ring + self.reserved, bytes, purpose)?;
+            self.reserved += bytes;
+        }
+        Ok(())
+    }
+
     /// Hands the oldest incoming frame and its payload to `take`; false if there is none.
     pub(super) fn receive(&mut self, control: &ControlBlock, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
         let side = side(control, self.peer, control.rank());
@@ -200,7 +200,7 @@ impl Connection {
             // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
             let frame = Frame::decode(words);
-            let capacity = RING_BYTES as u64;
+            let capacity = side.ring.capacity;
             let ahead = side.ring.tail.observe().wrapping_sub(self.head);
             // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
             let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
@@ -268,7 +268,8 @@ mod tests {
         let offer = Frame::control(Kind::Offer, 1, 0);
         let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
         // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent.
-        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), RING_BYTES as u64 + 32), (Some(long), 64)] {
+        let beyond = Layout::new(2).ring_data_bytes() as u64 + 32;
+        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64)] {
             let (control, mut connection) = (control(), Connection::new(PEER));
             let ring = side(&control, PEER, Rank(0));
             if let Some(frame) = frame {
