@@ -93,11 +93,12 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
                 if let Some(place) = room.padding {
                     producer.data[(place / UNIT) as usize].write(0);
                 }
+                // Frames are shown in parts, as short messages are.
                 for unit in 0..units {
                     producer.data[(room.place / UNIT + unit) as usize].write(number as u64 + 1);
+                    tail = room.tail - (units - 1 - unit) * UNIT;
+                    ring.publish(tail);
                 }
-                tail = room.tail;
-                ring.publish(tail);
             }
         });
         let ring = Ring { tail: &shared.tail, head: &shared.head, capacity: UNITS * UNIT };
@@ -111,6 +112,9 @@ fn a_ring_hands_over_every_frame_once_and_in_order() {
                 }
             };
             for unit in 0..units {
+                while ring.tail.observe() <= head + unit * UNIT {
+                    thread::yield_now();
+                }
                 assert_eq!(shared.data[(place / UNIT + unit) as usize].read(), number as u64 + 1);
             }
             head += units * UNIT;

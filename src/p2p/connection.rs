@@ -30,6 +30,8 @@ pub(super) struct Connection {
     peer: Rank,
     tail: u64,
     head: u64,
+    /// Tail of the incoming ring when it was last read: `head`, or within a message whose rest is still being written.
+    seen: u64,
     /// Bytes of the outgoing ring that have memory, its counters among them.
     reserved: usize,
     outbox: VecDeque<Outgoing>,
@@ -64,7 +66,19 @@ fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
 
 impl Connection {
     pub(super) fn new(peer: Rank) -> Self {
-        Self { peer, tail: 0, head: 0, reserved: 0, outbox: VecDeque::new(), eager: 0, came: 0, matched: 0, latest: 0, unreadable: false }
+        Self {
+            peer,
+            tail: 0,
+            head: 0,
+            seen: 0,
+            reserved: 0,
+            outbox: VecDeque::new(),
+            eager: 0,
+            came: 0,
+            matched: 0,
+            latest: 0,
+            unreadable: false,
+        }
     }
 
     /// Whether another short message may go without being asked for.
@@ -119,7 +133,7 @@ impl Connection {
 
     /// Whether the peer has sent something.
     pub(super) fn has_come(&self, control: &ControlBlock) -> bool {
-        side(control, self.peer, control.rank()).ring.oldest(self.head).is_some()
+        side(control, self.peer, control.rank()).ring.tail.observe() != self.seen
     }
 
     /// Whether the peer has freed space for what waits here.
@@ -157,9 +171,17 @@ impl Connection {
                 Outgoing::Stream(_, span) => Some(span.ptr().wrapping_add(frame.value as usize)),
             };
             if let Some(from) = payload {
-                // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the span
-                // is the sender's, whose send is not complete yet.
-                unsafe { cpu::copy(side.data.add((reserved.place + UNIT) as usize), from, frame.payload(), Store::Cached) }
+                let begin = reserved.tail - frame.footprint() + UNIT;
+                for at in (0..frame.payload()).step_by(frame.part_bytes()) {
+                    // What is before this part; the last is shown with the frame's end.
+                    if at > 0 {
+                        side.ring.publish(begin + at as u64);
+                    }
+                    let (to, bytes) = ((reserved.place + UNIT) as usize + at, frame.part_bytes().min(frame.payload() - at));
+                    // SAFETY: `reserved` granted footprint() bytes at `place` before the ring's end, which the consumer has released; the
+                    // span is the sender's, whose send is not complete yet.
+                    unsafe { cpu::copy(side.data.add(to), from.add(at), bytes, Store::Cached) }
+                }
             }
             self.tail = reserved.tail;
             side.ring.publish(self.tail);
@@ -192,7 +214,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Hands the oldest incoming frame and its payload to `take`; false if there is none.
+    /// Hands the oldest incoming frame and its payload to `take`; false if there is none. One that is still being written is handed over
+    /// with what has come of its payload, and again later.
     pub(super) fn receive(&mut self, control: &ControlBlock, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
         let side = side(control, self.peer, control.rank());
         loop {
@@ -201,10 +224,12 @@ impl Connection {
             let words = unsafe { side.data.add(place as usize).cast::<[u64; 4]>().read() };
             let frame = Frame::decode(words);
             let capacity = side.ring.capacity;
-            let ahead = side.ring.tail.observe().wrapping_sub(self.head);
+            let tail = side.ring.tail.observe();
+            let ahead = tail.wrapping_sub(self.head);
             // Padding ends the ring, so none stands at its start: a blank ring with a forged tail would be skipped for ever.
             let length = |frame: &Frame| if frame.kind == Kind::Padding { capacity - place } else { frame.footprint() };
-            let fits = |frame: &Frame| place + length(frame) <= capacity && length(frame) <= ahead && length(frame) < capacity;
+            let written = |frame: &Frame| length(frame) <= ahead || (frame.payload() > frame.part_bytes() && ahead > UNIT);
+            let fits = |frame: &Frame| place + length(frame) <= capacity && written(frame) && length(frame) < capacity;
             // No more short messages than may go unasked, so that they cannot fill the memory here.
             let allowed = |frame: &Frame| frame.kind != Kind::Eager || self.came - self.matched < EAGER_WINDOW;
             // A sender numbers its messages upwards: a second one of a number would take the place of the first, whose receive would never
@@ -215,16 +240,23 @@ impl Connection {
             };
             if frame.kind == Kind::Padding {
                 self.head += capacity - place;
+                self.seen = self.head;
                 continue;
             }
-            // SAFETY: the payload lies within the ring (checked above) and stays until `release`.
-            let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), frame.payload()) };
+            let bytes = frame.payload().min((ahead - UNIT) as usize);
+            // SAFETY: the payload lies within the ring and these bytes before its tail (checked above); they stay until `release`.
+            let payload = unsafe { std::slice::from_raw_parts(side.data.add((place + UNIT) as usize), bytes) };
             take(frame, payload)?;
+            if frame.footprint() > ahead {
+                self.seen = tail;
+                return Ok(false);
+            }
             if frame.begins_message() {
                 self.latest = frame.id;
             }
             self.came += u64::from(frame.kind == Kind::Eager);
             self.head += frame.footprint();
+            self.seen = self.head;
             side.ring.release(self.head);
             // Only a producer that ran out of space waits for this.
             if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
@@ -267,9 +299,11 @@ mod tests {
     fn counters_and_frames_that_no_peer_writes_are_an_error_not_a_wait() {
         let offer = Frame::control(Kind::Offer, 1, 0);
         let long = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 4096, value: 0 };
-        // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent.
+        // The first frame, and the tail: nothing but padding, more than a ring holds, a message longer than what was sent, and one whose first
+        // part is not there.
+        let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = Layout::new(2).ring_data_bytes() as u64 + 32;
-        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64)] {
+        for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64), (Some(parts), 32)] {
             let (control, mut connection) = (control(), Connection::new(PEER));
             let ring = side(&control, PEER, Rank(0));
             if let Some(frame) = frame {
@@ -291,5 +325,26 @@ mod tests {
         assert_eq!(connection.receive(&control, take), Ok(true));
         assert_eq!(came, Some(offer));
         assert_eq!(connection.receive(&control, |_, _| Ok(())), Ok(false));
+    }
+
+    #[test]
+    fn a_message_that_is_being_written_is_shown_in_parts_and_does_not_stir_without_more() {
+        let (control, mut connection) = (control(), Connection::new(PEER));
+        let ring = side(&control, PEER, Rank(0));
+        let frame = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 40 << 10, value: 0 };
+        write_head(&ring, 0, frame);
+        for (bytes, whole) in [(16 << 10, false), (32 << 10, false), (40 << 10, true)] {
+            ring.ring.publish(UNIT + bytes);
+            assert!(connection.has_come(&control));
+            let mut shown = 0;
+            let take = |_: Frame, payload: &[u8]| {
+                shown = payload.len() as u64;
+                Ok(())
+            };
+            assert_eq!(connection.receive(&control, take), Ok(whole));
+            assert_eq!(shown, bytes);
+            assert!(!connection.has_come(&control), "nothing new");
+        }
+        assert_eq!(ring.ring.head.observe(), frame.footprint());
     }
 }

@@ -34,6 +34,8 @@ pub(super) struct Frame {
 
 /// Longest message that travels unasked, in one frame. Several fit a ring.
 pub(super) const EAGER_BYTES: usize = 64 << 10;
+/// Most payload of a message in one frame that its sender shows at once: its receiver copies one part while the next is written.
+const PART_BYTES: usize = 16 << 10;
 /// Most payload of a frame of a longer message: one is read while the next is written.
 const DATA_BYTES: usize = 32 << 10;
 
@@ -48,6 +50,14 @@ impl Frame {
             Kind::Eager => self.bytes as usize,
             Kind::Data => (self.bytes - self.value).min(DATA_BYTES as u64) as usize,
             Kind::Padding | Kind::Offer | Kind::Ask | Kind::Taken => 0,
+        }
+    }
+
+    /// Most payload that is written before the receiver is shown it.
+    pub(super) fn part_bytes(&self) -> usize {
+        match self.kind {
+            Kind::Eager => PART_BYTES,
+            Kind::Padding | Kind::Offer | Kind::Ask | Kind::Data | Kind::Taken => DATA_BYTES,
         }
     }
 

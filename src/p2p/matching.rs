@@ -82,6 +82,12 @@ impl Matching {
         self.unexpected.remove(place).inspect(|message| self.backlog[message.from.index()] -= message.footprint())
     }
 
+    /// The receive that [`Self::take_receive`] will give, if no message of another rank can take it meanwhile.
+    pub(super) fn sure_receive(&self, from: Rank, tag: i32) -> Option<&Posted> {
+        let fits = |posted: &&Posted| posted.tag == tag && posted.peer.is_none_or(|peer| peer == from);
+        self.posted.iter().find(fits).filter(|posted| posted.peer == Some(from) && posted.claim.is_none())
+    }
+
     /// The receive for a message from `from` with `tag`, if it is posted. Those that another host fills are passed over.
     pub(super) fn take_receive(&mut self, from: Rank, tag: i32) -> Option<Posted> {
         let claimed = |posted: &Posted| posted.claim.as_ref().is_none_or(Claim::take);
@@ -119,6 +125,18 @@ mod tests {
         assert_eq!(ticket(queues.take_receive(Rank(1), 7)), Some(3));
         assert_eq!(ticket(queues.take_receive(Rank(1), 7)), None);
         assert_eq!(ticket(queues.take_receive(Rank(2), 7)), Some(1));
+    }
+
+    #[test]
+    fn a_receive_is_sure_if_no_other_rank_and_no_other_host_can_fill_it() {
+        let mut queues = Matching::new(4);
+        let sure = |queues: &Matching, from, tag| queues.sure_receive(Rank(from), tag).map(|posted| posted.ticket);
+        queues.posted.extend([posted(1, Some(2), 7), posted(2, None, 7), posted(3, Some(1), 7)]);
+        assert_eq!((sure(&queues, 2, 7), sure(&queues, 2, 8)), (Some(1), None));
+        assert_eq!(sure(&queues, 1, 7), None, "one from anybody comes first");
+        let [here, _away] = Claim::pair();
+        queues.posted.push_front(Posted { claim: Some(here), ..posted(4, Some(2), 7) });
+        assert_eq!(sure(&queues, 2, 7), None, "another host may have a message for it");
     }
 
     #[test]

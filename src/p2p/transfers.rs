@@ -40,6 +40,8 @@ struct State {
     matching: Matching,
     sends: BTreeMap<u64, Sending>,
     streams: BTreeMap<(Rank, u64), Stream>,
+    /// What has come of the message that each peer is writing.
+    begun: Vec<Begun>,
     finished: Vec<Finished>,
     /// Tickets whose completion has not been called.
     open: BTreeSet<u64>,
@@ -65,6 +67,13 @@ struct Sending {
 struct Stream {
     posted: Posted,
     got: u64,
+}
+
+/// The receive with `ticket` has got the first `bytes` bytes of a message in one frame, whose rest is still being written.
+#[derive(Clone, Copy, Default)]
+struct Begun {
+    ticket: u64,
+    bytes: usize,
 }
 
 /// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
@@ -107,6 +116,7 @@ impl Transfers {
             matching: Matching::new(control.size()),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
+            begun: vec![Begun::default(); control.size()],
             finished: Vec::new(),
             open: BTreeSet::new(),
             next: TICKET_BIT,

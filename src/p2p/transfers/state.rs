@@ -1,7 +1,7 @@
 //! State of the transfers between this rank and its peers, and what each frame does to it.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::{DIRECT_BYTES, Finished, QUICK_BYTES, STREAM_BYTES, Sending, State, Stream};
+use super::{Begun, DIRECT_BYTES, Finished, QUICK_BYTES, STREAM_BYTES, Sending, State, Stream};
 use crate::completion::Completion;
 use crate::control::patience::{PATIENCE, now};
 use crate::control::{Awaited, ControlBlock};
@@ -65,6 +65,23 @@ impl Lost {
             None => self.absent.first().filter(|_| self.absent.len() + 1 == control.size()),
         };
         needed.or(self.dead.as_ref())
+    }
+}
+
+impl Begun {
+    /// Bytes that `posted` has got.
+    fn bytes_of(self, posted: &Posted) -> usize {
+        if self.ticket == posted.ticket { self.bytes } else { 0 }
+    }
+
+    /// Copies `payload`, which is what has come of a message, into the receive that will get the whole.
+    fn go_on(&mut self, matching: &Matching, from: Rank, frame: Frame, payload: &[u8]) {
+        let receive = matching.sure_receive(from, frame.tag).filter(|posted| posted.span.bytes as u64 == frame.bytes);
+        let Some(posted) = receive else { return };
+        let done = self.bytes_of(posted).min(payload.len());
+        // SAFETY: the receiver's span has as many bytes as the whole message, and is left alone until its completion.
+        unsafe { cpu::copy(posted.span.ptr().add(done), payload[done..].as_ptr(), payload.len() - done, Store::Cached) }
+        *self = Self { ticket: posted.ticket, bytes: payload.len() };
     }
 }
 
@@ -152,7 +169,12 @@ impl State {
             while self.listens(peer) {
                 let mut incoming = None;
                 let took = self.connections[peer.index()].receive(control, |frame, payload| {
-                    let placed = place(&mut self.matching, &mut self.streams, peer, frame, payload);
+                    let begun = &mut self.begun[peer.index()];
+                    if payload.len() < frame.payload() {
+                        begun.go_on(&self.matching, peer, frame, payload);
+                        return Ok(());
+                    }
+                    let placed = place(&mut self.matching, &mut self.streams, std::mem::take(begun), peer, frame, payload);
                     let posted = placed.ok_or_else(|| nonsense(control, peer, frame))?;
                     incoming = Some((frame, posted));
                     Ok(())
@@ -308,6 +330,7 @@ impl State {
 fn place(
     matching: &mut Matching,
     streams: &mut BTreeMap<(Rank, u64), Stream>,
+    begun: Begun,
     from: Rank,
     frame: Frame,
     payload: &[u8],
@@ -317,8 +340,10 @@ fn place(
             let posted = matching.take_receive(from, frame.tag);
             match &posted {
                 Some(posted) if posted.span.bytes == payload.len() => {
-                    // SAFETY: as many bytes as the receiver's span holds, which is left alone until its completion.
-                    unsafe { cpu::copy(posted.span.ptr(), payload.as_ptr(), payload.len(), Store::Cached) }
+                    let rest = &payload[begun.bytes_of(posted).min(payload.len())..];
+                    let to = posted.span.ptr().wrapping_add(payload.len() - rest.len());
+                    // SAFETY: the payload has as many bytes as the receiver's span, which is left alone until its completion.
+                    unsafe { cpu::copy(to, rest.as_ptr(), rest.len(), Store::Cached) }
                 }
                 // An offer has no payload; a message of another size is reported by `check_size`.
                 Some(_) => {}
