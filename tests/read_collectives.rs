@@ -53,20 +53,10 @@ fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32, least: usize) -> (&'st
     let personal = matches!(op, Op::Scatter | Op::AllToAll);
     let sends = !matches!(op, Op::Broadcast | Op::Scatter) || me == ROOT;
     let data = |from: u32, to: u32| input(DType::U8, from, if personal { to } else { 0 }, length(from, to));
-    let mut inputs: Vec<u8> = if !sends { vec![] } else { (0..if personal { n } else { 1 }).flat_map(|to| data(me, to)).collect() };
-    let (mut begin, base) = (0, inputs.as_mut_ptr().addr());
-    let pieces = (0..if !sends {
-        0
-    } else if personal {
-        n
-    } else {
-        1
-    })
-        .map(|to| {
-            begin += length(me, to);
-            Span { addr: base + begin - length(me, to), bytes: length(me, to) }
-        });
-    let pieces: Vec<Span> = pieces.collect();
+    let receivers = if !sends { 0..0 } else { 0..if personal { n } else { 1 } };
+    // Tensors of their own, not one piece of memory.
+    let mut inputs: Vec<Vec<u8>> = receivers.map(|to| data(me, to)).collect();
+    let pieces: Vec<Span> = inputs.iter_mut().map(|input| span(input)).collect();
     let senders: Vec<u32> = match op {
         Op::Broadcast if me == ROOT => vec![],
         Op::Broadcast | Op::Scatter => vec![ROOT],

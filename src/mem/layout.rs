@@ -66,9 +66,9 @@ impl Layout {
         self.posts() + (rank.index() * 2 + (seq % 2) as usize) * self.post_bytes()
     }
 
-    /// Words of the table behind a post's inline data: 8 for the description, then lengths sent and lengths received.
+    /// Words of the table behind a post's inline data: 8 for the description, then lengths sent, lengths received and addresses.
     pub fn table_words(self) -> usize {
-        8 + 2 * self.n
+        8 + 3 * self.n
     }
 
     /// Bytes of a post: head, inline data, table.

@@ -78,9 +78,14 @@ impl Step<'_> {
         self.table(rank, READING).load(Ordering::Relaxed)
     }
 
-    /// Where the inputs of `rank` lie in its memory, see [`Step::private`].
-    pub(super) fn posted_private(&self, rank: Rank) -> u64 {
-        self.table(rank, PRIVATE).load(Ordering::Relaxed)
+    /// Whether peers may read the inputs of `rank`, see [`Step::is_private`].
+    pub(super) fn posted_private(&self, rank: Rank) -> bool {
+        self.table(rank, PRIVATE).load(Ordering::Relaxed) != 0
+    }
+
+    /// Where input `index` of `rank` lies in its memory, if peers may read it.
+    pub(super) fn posted_address(&self, rank: Rank, index: usize) -> usize {
+        self.table(rank, SENT + 2 * self.control.size() + index).load(Ordering::Relaxed) as usize
     }
 
     /// Tells peers, with the next stage, that this rank could not read the memory of one.
@@ -158,8 +163,13 @@ impl Step<'_> {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());
             put(READING, self.reading());
-            put(PRIVATE, self.private());
+            put(PRIVATE, self.is_private().into());
             put(UNREAD, 0);
+            if self.is_exchange() {
+                for (i, span) in call.inputs.iter().enumerate() {
+                    put(SENT + 2 * control.size() + i, span.addr as u64);
+                }
+            }
         } else if call.op == Op::AllToAll {
             put(OFFER, self.offer());
             put(SHARES_CORES, 0);

@@ -21,18 +21,21 @@ const LOOK_BYTES: usize = 4 << 20;
 /// short calls a wait each: at 128 KB a call of 1 MB took as long as a staged one (`docs/measurements/cpu.md`).
 const PART_BYTES: usize = 512 << 10;
 
+/// Whether `call` of rank `me` writes to none of its inputs that a peer may read.
+pub(super) fn keeps_inputs(call: &Call, me: Rank) -> bool {
+    let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() };
+    let apart = |output: &Span, input: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
+    call.outputs.iter().all(|output| Some(output) == own || call.inputs.iter().all(|input| apart(output, input)))
+}
+
 /// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
 /// read it.
 pub(super) fn readable(call: &Call, me: Rank) -> Option<Span> {
     let input = Span::joined(&call.inputs)?;
-    let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() }?;
-    let apart = |output: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
     let suits = match call.op {
         // The part of each rank is reduced where it lies.
         Op::AllReduce => call.outputs == call.inputs,
-        Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll | Op::ReduceScatter => {
-            call.outputs.iter().all(|output| output == own || apart(output))
-        }
+        Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll | Op::ReduceScatter => keeps_inputs(call, me),
         Op::Barrier | Op::Reduce | Op::AllReduceAddRmsNorm => false,
     };
     suits.then_some(input)

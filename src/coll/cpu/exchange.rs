@@ -49,7 +49,7 @@ pub(super) fn chunk_of(bytes: usize, chunk: usize, t: u64) -> (usize, usize) {
 
 impl Step<'_> {
     /// Whether every receiver gets a message of its own.
-    fn personal(&self) -> bool {
+    pub(super) fn personal(&self) -> bool {
         matches!(self.call.op, Op::Scatter | Op::AllToAll)
     }
 

@@ -1,12 +1,12 @@
 //! Exchanges that read peers' private memory: where processes beside take slices of the ranks' cores, and where one copy is quicker than two.
 //!
 //! A staged call waits once for each chunk, and each wait may cost a slice of the scheduler's. Here a rank waits until all have posted, reads
-//! what it gets with `process_vm_readv`, and waits until all have read. Each rank posts whether it may read, where its inputs lie, and whether
+//! what it gets with `process_vm_readv`, and waits until all have read. Each rank posts whether it may read, where each input lies, and whether
 //! it has lost slices in a row: all ranks read the same words, so all decide alike.
 #![allow(unsafe_code, reason = "reading peers' memory")]
 
 use super::Step;
-use super::direct::readable;
+use super::direct::keeps_inputs;
 use super::exchange::Stages;
 use super::helpers::Helpers;
 use super::pipeline::Clock;
@@ -46,31 +46,34 @@ impl Step<'_> {
         if *self.reads { MAY_READ | if PATIENCE.is_crowded(now) { LOSES_SLICES } else { 0 } } else { 0 }
     }
 
-    /// Word that tells where this rank's inputs lie; 0 if peers cannot read them there.
-    pub(super) fn private(&self) -> u64 {
-        // Nothing may lie anywhere.
-        readable(self.call, self.control.rank()).filter(|_| *self.reads).map_or(0, |input| (input.addr as u64).max(1))
+    /// Whether the call moves messages unchanged.
+    pub(super) fn is_exchange(&self) -> bool {
+        matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll)
+    }
+
+    /// Whether peers may read this rank's inputs where they lie.
+    pub(super) fn is_private(&self) -> bool {
+        *self.reads && self.is_exchange() && keeps_inputs(self.call, self.control.rank())
     }
 
     /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank. `shared_cores`: ranks share
     /// cores.
     pub(super) fn reads_peers(&self, longest: usize, shared_cores: bool) -> bool {
-        let exchange = matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll);
         let mut some_lost = false;
         let ready = |rank: Rank| {
             let word = self.posted_reading(rank);
             some_lost |= word & LOSES_SLICES != 0;
-            word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank) != 0)
+            word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank))
         };
         let quick = !shared_cores && quick(self.call.op, self.control.size()).contains(&longest);
-        exchange && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || some_lost)
+        self.is_exchange() && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || some_lost)
     }
 
     /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.
     pub(super) fn read_peers(&mut self) -> Result<bool> {
         let mut read = Ok(());
         for (from, output) in self.incoming_from_next() {
-            let address = (self.posted_private(from) as usize).wrapping_add(self.skipped(from, output));
+            let address = self.posted_address(from, if self.personal() { self.control.rank().index() } else { 0 });
             self.in_pieces(output.bytes, LOOK_BYTES, |begin, bytes| {
                 let (pid, to) = (self.control.pid(from), output.ptr().wrapping_add(begin));
                 if read.is_ok() {
