@@ -65,8 +65,10 @@ impl Step<'_> {
             some_lost |= word & LOSES_SLICES != 0;
             word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank))
         };
+        // Slots hold the messages to all receivers, so that a chunk of each is short and its waits are many.
+        let crowded = shared_cores && self.call.op == Op::Scatter;
         let quick = !shared_cores && quick(self.call.op, self.control.size()).contains(&longest);
-        self.is_exchange() && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || some_lost)
+        self.is_exchange() && (quick || longest >= LONG) && self.control.ranks().all(ready) && (quick || crowded || some_lost)
     }
 
     /// Runs a call that reads private memory; false if a rank could not read, which leaves the call to be done another way.
