@@ -93,6 +93,8 @@ fn compile(path: &str, defines: &[String]) -> Library {
     compiler.args("-std=c++20 -O1 -g -shared -fPIC -pthread -fvisibility=hidden -ffp-contract=off".split(' '));
     compiler.args("-Wall -Wextra -Werror -Wno-unknown-pragmas -DSYMM_EMULATED -DSYMM_RANK=symm_emulated_rank".split(' '));
     compiler.args(defines).arg("-I").arg(root.join("tests/emulated")).arg("-I").arg(root.join("src/kernels/cuda/include"));
+    // Sanitizers, for instance.
+    compiler.args(std::env::var("SYMM_EMULATED_FLAGS").unwrap_or_default().split_whitespace());
     compiler.args(["-x", "c++"]).arg(&source).arg("-o").arg(&object);
     let output = compiler.output().expect("a C++ compiler");
     assert!(output.status.success(), "{compiler:?}:\n{}", String::from_utf8_lossy(&output.stderr));
