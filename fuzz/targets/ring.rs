@@ -12,10 +12,11 @@ use std::time::Duration;
 use symm::coll::call::Span;
 use symm::completion::Completion;
 use symm::dtype::DType;
-use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_BYTES, RING_HEAD};
+use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
 use symm::p2p::{Message, Transfers};
 
-const WANTED: usize = 64;
+/// Bytes of the receive: a message in one part, or one that is shown in parts.
+const WANTED: [usize; 2] = [64, 20 << 10];
 
 fuzz_target!(|data: &[u8]| {
     let Some((&[tail, flags, place], frames)) = data.split_first_chunk::<3>() else { return };
@@ -25,19 +26,20 @@ fuzz_target!(|data: &[u8]| {
     }
     blank(&control, 0, HEADER_BYTES);
     let (segment, ring) = (control.segment(), control.layout().ring(PEER, ME));
+    let (capacity, wanted) = (control.layout().ring_data_bytes(), WANTED[usize::from(flags & 8 != 0)]);
     // Frames begin at the ring's start or just before its end; the rest of it says nothing.
-    let begin = if place < 128 { 0 } else { RING_BYTES - 32 * (usize::from(place) - 127) };
-    let bytes = frames.len().min(RING_BYTES - begin);
+    let begin = if place < 128 { 0 } else { capacity - 32 * (usize::from(place) - 127) };
+    let bytes = frames.len().min(capacity - begin);
     let start = ring + RING_HEAD;
     // SAFETY: within the segment, which nobody else uses.
     unsafe {
-        segment.ptr(start, RING_BYTES).write_bytes(0, 8192);
-        segment.ptr(start + RING_BYTES - 8192, 8192).write_bytes(0, 8192);
+        segment.ptr(start, capacity).write_bytes(0, 8192);
+        segment.ptr(start + capacity - 8192, 8192).write_bytes(0, 8192);
         segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
     }
     let transfers = Transfers::new(Arc::clone(&control), false);
-    let mut memory = vec![CANARY; 3 * WANTED];
-    let span = Span { addr: memory.as_mut_ptr() as usize + WANTED, bytes: WANTED };
+    let mut memory = vec![CANARY; 3 * wanted];
+    let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
     let message = Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None };
     let source =
         Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span: Span { addr: frames.as_ptr() as usize, bytes }, timeout: None };
@@ -63,5 +65,5 @@ fuzz_target!(|data: &[u8]| {
     }
     transfers.stop();
     drop(transfers);
-    assert!(memory[..WANTED].iter().chain(&memory[2 * WANTED..]).all(|&byte| byte == CANARY), "written outside the receive");
+    assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
 });

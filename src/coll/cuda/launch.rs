@@ -22,7 +22,7 @@ const MANY_THREADS_BYTES: usize = 24 << 20;
 const FEW_THREADS: u32 = 128;
 
 /// The kernels, each in a program of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Program {
     /// Bytes from everybody to everybody.
     Exchange,
