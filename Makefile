@@ -156,12 +156,13 @@ tsan: tools
 asan: build
 	tests/asan $(BIN)/python $(ASAN_TESTS)
 
-# The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand.
+# The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand: it takes ten minutes.
+ASAN_KERNELS ?= $(patsubst tests/%.rs,%,$(wildcard tests/emulated_*.rs))
+ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
 	SYMM_EMULATED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		cargo test --quiet $(patsubst tests/%.rs,--test %,$(wildcard tests/emulated_*.rs)) --config 'target.$(HOST).runner = ["env", \
-		"LD_PRELOAD=$(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)"]'
+		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' $(addprefix --test ,$(ASAN_KERNELS))
 
 # Which changes of the protocols' code no unit test notices; fails if fewer than MUTANTS_FLOOR of 100 are caught. By hand: it takes a quarter of an hour.
 MUTANTS_FLOOR ?= 99
