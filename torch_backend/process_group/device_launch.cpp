@@ -183,7 +183,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_recorded(
 }
 
 bool ProcessGroupSymm::launch_in_order(Operation& operation, std::chrono::milliseconds timeout) {
-  if (operation.type == ::c10d::OpType::BARRIER || blocking_wait()) {
+  if (operation.seen || operation.type == ::c10d::OpType::BARRIER || blocking_wait()) {
     return false;
   }
   std::shared_ptr<DeviceStreams> streams;
@@ -207,7 +207,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     std::chrono::milliseconds timeout,
     bool async) {
   // torch.distributed does without a work where there is nothing to wait for; NCCL's backend gives none either.
-  if (!async && !operation->seen && launch_in_order(*operation, timeout)) {
+  if (!async && launch_in_order(*operation, timeout)) {
     return nullptr;
   }
   auto work = launch_recorded(operation, caller((*group_)->sequence() + 1), timeout, async);

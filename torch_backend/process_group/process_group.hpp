@@ -174,8 +174,8 @@ class ProcessGroupSymm : public ::c10d::Backend {
   // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.
   WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, std::chrono::milliseconds timeout, bool async);
   WorkPtr launch_on_device(const std::shared_ptr<Operation>& operation, const Transfer& transfer, const Caller& from);
-  // Enqueues an operation in the caller's stream, where nobody needs a work for it: nothing is coalesced, the host does not wait. False
-  // if that is not so.
+  // Enqueues an operation in the caller's stream, where nobody needs a work for it: no profiler listens, nothing is coalesced, the host
+  // does not wait. False if that is not so.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
   // `what` is what DeviceWork::add takes.
   template <typename... What>

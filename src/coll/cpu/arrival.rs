@@ -35,8 +35,8 @@ const DETAIL: usize = 2;
 const OFFER: usize = 3;
 const SHARES_CORES: usize = 4;
 const READING: usize = 5;
-const PRIVATE: usize = 6;
-const UNREAD: usize = 7;
+const UNREAD: usize = 6;
+/// The lengths begin with the second line.
 const SENT: usize = 8;
 
 /// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
@@ -78,14 +78,14 @@ impl Step<'_> {
         self.table(rank, READING).load(Ordering::Relaxed)
     }
 
-    /// Whether peers may read the inputs of `rank`, see [`Step::is_private`].
-    pub(super) fn posted_private(&self, rank: Rank) -> bool {
-        self.table(rank, PRIVATE).load(Ordering::Relaxed) != 0
-    }
-
     /// Where input `index` of `rank` lies in its memory, if peers may read it.
     pub(super) fn posted_address(&self, rank: Rank, index: usize) -> usize {
-        self.table(rank, SENT + 2 * self.control.size() + index).load(Ordering::Relaxed) as usize
+        self.table(rank, self.address_word(index)).load(Ordering::Relaxed) as usize
+    }
+
+    /// Word of the table that tells where input `index` lies.
+    fn address_word(&self, index: usize) -> usize {
+        SENT + 2 * self.control.size() + index
     }
 
     /// Tells peers, with the next stage, that this rank could not read the memory of one.
@@ -163,11 +163,10 @@ impl Step<'_> {
             put(OFFER, self.offer());
             put(SHARES_CORES, shares_cores().into());
             put(READING, self.reading());
-            put(PRIVATE, self.is_private().into());
             put(UNREAD, 0);
             if self.is_exchange() {
                 for (i, span) in call.inputs.iter().enumerate() {
-                    put(SENT + 2 * control.size() + i, span.addr as u64);
+                    put(self.address_word(i), span.addr as u64);
                 }
             }
         } else if call.op == Op::AllToAll {

@@ -39,21 +39,23 @@ const LOOK_BYTES: usize = 1 << 20;
 /// What a rank posts about itself.
 const MAY_READ: u64 = 1;
 const LOSES_SLICES: u64 = 2;
+const KEEPS_INPUTS: u64 = 4;
 
 impl Step<'_> {
-    /// Word that tells whether this rank may read its peers' memory, and whether it has lost slices in a row.
+    /// Word that tells whether this rank may read its peers' memory, whether it has lost slices in a row, and whether peers may read its
+    /// inputs where they lie.
     pub(super) fn reading(&self) -> u64 {
-        if *self.reads { MAY_READ | if PATIENCE.is_crowded(now) { LOSES_SLICES } else { 0 } } else { 0 }
+        if !*self.reads {
+            return 0;
+        }
+        let bit = |yes: bool, bit: u64| if yes { bit } else { 0 };
+        let keeps = self.is_exchange() && keeps_inputs(self.call, self.control.rank());
+        MAY_READ | bit(PATIENCE.is_crowded(now), LOSES_SLICES) | bit(keeps, KEEPS_INPUTS)
     }
 
     /// Whether the call moves messages unchanged.
     pub(super) fn is_exchange(&self) -> bool {
         matches!(self.call.op, Op::Broadcast | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll)
-    }
-
-    /// Whether peers may read this rank's inputs where they lie.
-    pub(super) fn is_private(&self) -> bool {
-        *self.reads && self.is_exchange() && keeps_inputs(self.call, self.control.rank())
     }
 
     /// Whether this call, whose longest message has `longest` bytes, reads private memory. The same on every rank. `shared_cores`: ranks share
@@ -63,7 +65,7 @@ impl Step<'_> {
         let ready = |rank: Rank| {
             let word = self.posted_reading(rank);
             some_lost |= word & LOSES_SLICES != 0;
-            word & MAY_READ != 0 && (!self.sends(rank) || self.posted_private(rank))
+            word & MAY_READ != 0 && (!self.sends(rank) || word & KEEPS_INPUTS != 0)
         };
         // Slots hold the messages to all receivers, so that a chunk of each is short and its waits are many.
         let crowded = shared_cores && self.call.op == Op::Scatter;
