@@ -329,7 +329,7 @@ fn random_programs(n: usize, zero_copy: bool) {
             low_latency_bytes: random.of(&[0, 600, 5000, if zero_copy { 700 } else { 30_000 }]),
             block_units: random.of(&[16, 60, 256]),
             blocks: 64,
-            lanes: 1 + random.below(4),
+            lanes: 1 + random.below(6),
             threads: 8,
             overlap: 0,
             cluster: 1,
@@ -413,7 +413,7 @@ fn random_zero_copy_programs_on_eight_ranks() {
 /// Under which every collective of `n` ranks that can be zero-copy is.
 fn always_zero_copy(n: usize) -> Tuning {
     let long = Tuning { one_shot_bytes: 0, zero_copy_two_shot_bytes: 0, zero_copy_bytes: 1, low_latency_bytes: 0, ..Tuning::of(n) };
-    Tuning { lanes: 2, threads: 8, ..long }
+    Tuning { lanes: 4, threads: 8, ..long }
 }
 
 /// Every collective on symmetric tensors alone goes direct, whatever its element type and operation, and whatever its tails.

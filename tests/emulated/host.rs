@@ -55,7 +55,7 @@ impl Host {
             low_latency_bytes: 5000,
             block_units: 16,
             blocks: 64,
-            lanes: 2,
+            lanes: 4,
             threads: 8,
             overlap: 0,
             cluster: 4,

@@ -16,9 +16,7 @@ use crate::topo::graph::CubeMesh;
 /// Threads of other blocks; `THREADS` in `device.cuh`.
 const THREADS: u32 = 512;
 
-/// Longest message between two ranks for which all lanes have as many threads as they may where nobody adds up (docs/measurements/gpu-h200.md).
-const MANY_THREADS_BYTES: usize = 24 << 20;
-/// Threads of a lane's block otherwise.
+/// Threads of a block of a lane where there are many blocks.
 const FEW_THREADS: u32 = 128;
 
 /// The kernels, each in a program of its own.
@@ -215,15 +213,13 @@ impl LaunchContext<'_> {
         Staging { words, slots, slot_bytes: self.layout.slot_bytes() as u32, chunk_bytes: chunk, lanes }
     }
 
-    /// Threads of a block of `lanes` where the longest message between two ranks has `bytes`.
-    fn lane_threads(&self, program: Program, zero_copy: bool, lanes: u32, bytes: usize) -> u32 {
+    /// Threads of a block of one of `lanes` (docs/measurements/gpu-h200.md).
+    fn lane_threads(&self, program: Program, lanes: u32) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
+        let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
         // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/kernels_compile.rs).
-        let fits = program != Program::Transfers;
-        let wide = fits && lanes as usize > self.layout.few_lanes() && (adds || bytes <= MANY_THREADS_BYTES);
-        // Between two ranks all lanes are in use anyhow: more threads help who adds up, and nobody else (docs/measurements/gpu-h200.md).
-        let of_two = self.n == 2 && adds && (zero_copy || program == Program::ReduceStaged);
-        if wide || of_two { self.threads } else { self.threads.min(FEW_THREADS) }
+        let many = if adds { wide } else { program != Program::Transfers };
+        if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
     /// Whether `plan` is launched in its zero-copy variant.
@@ -283,10 +279,8 @@ impl LaunchContext<'_> {
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
         let launch = |program, blocks, args| Some(Launch { program, grid: Grid::new(blocks, THREADS), zero_copy: false, args });
         let staged = |program, lanes, roles, args| {
-            let message = if roles == 3 { call.longest() / self.n } else { call.longest() };
-            let zero_copy = self.handshakes(plan);
-            let threads = self.lane_threads(program, zero_copy, lanes, message);
-            Some(Launch { program, grid: Grid::new(roles * lanes, threads), zero_copy, args })
+            let (grid, zero_copy) = (Grid::new(roles * lanes, self.lane_threads(program, lanes)), self.handshakes(plan));
+            Some(Launch { program, grid, zero_copy, args })
         };
         match plan {
             Plan::Nothing => None,
@@ -417,15 +411,9 @@ impl LaunchContext<'_> {
         let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
         let handshake = Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
         let staging = self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32);
-        let threads = self.lane_threads(Program::Transfers, false, lanes, self.longest(&out.bytes, &bytes));
+        let threads = self.lane_threads(Program::Transfers, lanes);
         let args = Args::Transfers(Transfers { common: self.common, staging, out, to, bytes, handshake });
         Ok(Launch { program: Program::Transfers, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
-    }
-
-    /// Longest message between this rank and another.
-    fn longest(&self, out: &PerRank, incoming: &PerRank) -> usize {
-        let peers = (0..self.n).filter(|&r| r != self.me);
-        peers.map(|r| out[r].max(incoming[r]) as usize).max().unwrap_or(0)
     }
 
     fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
@@ -434,9 +422,8 @@ impl LaunchContext<'_> {
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
-        let message = self.longest(&out.bytes, &bytes);
-        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, zero_copy, lanes, message) };
-        let grid = Grid::new(ll_blocks.max(3 * lanes), threads);
+        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, lanes) };
+        let grid = Grid::new(ll_blocks.max(2 * lanes), threads);
         Launch { program: Program::Exchange, grid, zero_copy, args: Args::Exchange(args) }
     }
 }

@@ -152,33 +152,28 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
     }
     let short = longest <= tuning.low_latency_bytes.min(layout.ll_blocks() * LL_UNITS * UNIT);
     let ll_blocks = longest.div_ceil(LL_UNITS * UNIT).max(1) as u32;
-    let even = match call.op {
-        Op::AllReduce => true,
-        // What goes straight from tensor to tensor needs no more of them.
-        Op::AllGather | Op::ReduceScatter => !zero_copy,
-        Op::Barrier | Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter | Op::AllToAll | Op::AllReduceAddRmsNorm => false,
-    };
-    let lanes = lanes_of(longest, even, layout, tuning);
-    let lanes = if zero_copy && call.op == Op::ReduceScatter { lanes.min(LOADING_LANES) } else { lanes };
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
-    let piece_lanes = lanes_of(piece, even, layout, tuning);
+    let lanes = Lanes { n, layout, tuning };
+    let exchange = lanes_for(longest, lanes.of_exchanges());
+    let reduce_scatter = lanes_for(longest, lanes.of_reduce_scatter(longest, zero_copy));
+    let rsag = lanes_for(piece, lanes.of_pieces(call.op, piece, zero_copy));
     // Two: the first is on its way in the second stage while the other is in the first.
-    let rsag_staged = Plan::RsagStaged { lanes: piece_lanes, chunk: chunk_of(piece, piece_lanes, 2, layout) };
+    let rsag_staged = Plan::RsagStaged { lanes: rsag, chunk: chunk_of(piece, rsag, 2, layout) };
     match call.op {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: tuning.lanes.min(layout.few_lanes()) as u32 },
+        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: lanes.of_exchanges() as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes: exchange },
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
         // A single other rank has nobody to pass its piece on to: it gets one message.
-        Op::Broadcast if n == 2 => Plan::Exchange { ll_blocks: 0, lanes },
+        Op::Broadcast if n == 2 => Plan::Exchange { ll_blocks: 0, lanes: exchange },
         Op::Broadcast => rsag_staged,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::ReduceScatter => Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) },
+        Op::ReduceScatter => Plan::ReduceStaged { lanes: reduce_scatter, chunk: chunk_of(longest, reduce_scatter, 1, layout) },
         Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
         Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
@@ -243,17 +238,62 @@ fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, z
     (bytes <= most && fits).then_some(Plan::TwoShot { blocks: blocks as u32 })
 }
 
-/// Messages from this length on are worth all lanes where every rank sends and receives as much: with more of them under way the link is
-/// full sooner. Shorter ones, and those of a broadcast, go through fewer lanes faster.
+/// Messages from this length on are worth all lanes where sums are made: with more of them under way the link is full sooner. Shorter ones
+/// go through fewer lanes faster.
 const WIDE_BYTES: usize = 2 << 20;
 
-/// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
-const LOADING_LANES: u32 = 64;
+/// Longest piece of an all-reduce between two ranks for which all lanes are faster, where sums go straight into tensors.
+const LONG_PIECE: usize = 64 << 20;
 
-/// Lanes for messages of at most `bytes`: enough to fill the link.
-fn lanes_of(bytes: usize, even: bool, layout: &Layout, tuning: &Tuning) -> u32 {
-    let most = if even && bytes >= WIDE_BYTES { layout.lanes() } else { layout.few_lanes() };
-    bytes.div_ceil(2 * MIN_CHUNK).clamp(1, tuning.lanes.min(most)) as u32
+/// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
+const LOADING_LANES: usize = 64;
+
+/// Most lanes of each kind of kernel. The blocks of all of them are a multiple of the processors, of which [`Tuning::lanes`] is the number:
+/// where some processors have a block more than others, all wait for those (docs/measurements/gpu-h200.md).
+struct Lanes<'a> {
+    n: usize,
+    layout: &'a Layout,
+    tuning: &'a Tuning,
+}
+
+impl Lanes<'_> {
+    fn all(&self) -> usize {
+        self.tuning.lanes.min(self.layout.lanes())
+    }
+
+    fn few(&self) -> usize {
+        self.tuning.lanes.min(self.layout.few_lanes())
+    }
+
+    /// Exchanges have two roles: a block for each processor.
+    fn of_exchanges(&self) -> usize {
+        (self.tuning.lanes / 2).clamp(1, self.all())
+    }
+
+    fn of_reduce_scatter(&self, bytes: usize, zero_copy: bool) -> usize {
+        match (zero_copy, bytes >= WIDE_BYTES) {
+            (true, _) => self.few().min(LOADING_LANES),
+            (false, true) => self.all(),
+            (false, false) => self.few(),
+        }
+    }
+
+    /// All-reduce, reduce and broadcast have three roles: two blocks for each processor, or three.
+    fn of_pieces(&self, op: Op, piece: usize, zero_copy: bool) -> usize {
+        let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
+        match self.n {
+            2 if op == Op::AllReduce && zero_copy && piece < LONG_PIECE => self.all(),
+            2 => two_thirds,
+            3..=4 if op == Op::Broadcast => two_thirds,
+            _ if op == Op::AllReduce && piece >= WIDE_BYTES => self.all(),
+            _ => self.few(),
+        }
+    }
+}
+
+/// Lanes for messages of at most `bytes`, at most `most`: enough to fill the link.
+fn lanes_for(bytes: usize, most: usize) -> u32 {
+    bytes.div_ceil(2 * MIN_CHUNK).clamp(1, most) as u32
 }
 
 /// Longest chunk of what is added up or passed on: who does that waits for a whole one.
@@ -332,6 +372,25 @@ mod tests {
         assert!(matches!(plan(Op::AllReduce, DType::BF16, 16 << 20), Plan::RsagStaged { .. }));
         assert_eq!(plan(Op::AllReduce, DType::F32, 0), Plan::Nothing);
         assert!(matches!(plan(Op::AllToAll, DType::F32, 0), Plan::Exchange { .. }), "others may have data");
+    }
+
+    #[test]
+    fn no_processor_has_a_block_more_than_the_others() {
+        for (n, processors, zero_copy) in [(2, 132, false), (2, 132, true), (2, 108, false), (3, 132, false), (4, 132, false)] {
+            let (layout, tuning) = (Layout::new(n, 512 << 20).expect("fits"), Tuning { lanes: processors, ..Tuning::of(n) });
+            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
+            for op in [Op::Broadcast, Op::AllGather, Op::AllToAll, Op::AllReduce, Op::ReduceScatter] {
+                let blocks = match choose(&call(op, DType::BF16, 256 << 20), &conditions) {
+                    Plan::Exchange { lanes, .. } => 2 * lanes,
+                    Plan::ReduceStaged { .. } if zero_copy => continue,
+                    Plan::ReduceStaged { lanes, .. } => 2 * lanes,
+                    Plan::RsagStaged { lanes, .. } => 3 * lanes,
+                    Plan::Nothing | Plan::ReduceLowLatency { .. } | Plan::OneShot { .. } | Plan::TwoShot { .. } => panic!("{op:?} is long"),
+                    Plan::CubeMesh { .. } | Plan::NormOneShot { .. } | Plan::NormRows { .. } => panic!("{op:?} is none of these"),
+                };
+                assert!(blocks.is_multiple_of(processors as u32), "{op:?} of {n}: {blocks} blocks on {processors} processors");
+            }
+        }
     }
 
     #[test]

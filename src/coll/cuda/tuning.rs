@@ -24,7 +24,7 @@ pub struct Tuning {
     pub block_units: usize,
     /// Blocks of a kernel on sentinel slots, at most.
     pub blocks: usize,
-    /// Lanes of long messages.
+    /// Lanes of long messages, at most; by default one for each of a device's processors. Kernels take a part of them each.
     pub lanes: usize,
     /// Threads of a block of a lane.
     pub threads: usize,

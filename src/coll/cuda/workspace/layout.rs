@@ -13,8 +13,8 @@ pub const MAX_RANKS: usize = 16;
 pub const LL_UNITS: usize = 256;
 /// Blocks of a kernel on sentinel slots, at most.
 pub const SENTINEL_BLOCKS: usize = 128;
-/// Lanes of a staged kernel, at most.
-pub const MAX_LANES: usize = 128;
+/// Lanes of a staged kernel, at most: one for each processor of an H100 or H200.
+pub const MAX_LANES: usize = 132;
 /// Slots of a lane for each source; `SLOTS` in `staging.cuh`.
 pub const SLOTS: usize = 4;
 /// Bytes of a unit.
@@ -24,7 +24,7 @@ const LINES: usize = 32;
 /// Blocks of a kernel on LL lines times ranks: small groups have fewer messages to carry at once.
 const SPREAD: usize = 256;
 /// Lanes times ranks, where `FAIR` bytes a slot and rank leave memory for so many; else half as many.
-const LANES: usize = 512;
+const LANES: usize = 4 * MAX_LANES;
 /// Bytes of a stage for each slot number, lane and rank. Fewer cost more than more lanes gain, more gain nothing
 /// (docs/measurements/gpu-h200.md).
 const FAIR: usize = 16 << 10;
@@ -36,7 +36,7 @@ const LANE_WORDS: usize = 4 * MAX_RANKS * 4;
 const LL_EPOCHS: usize = 0;
 const SENTINEL_EPOCHS: usize = 1024;
 const HANDSHAKE_EPOCHS: usize = 2048;
-const HANDSHAKE_COUNTS: usize = 3584;
+const HANDSHAKE_COUNTS: usize = 3840;
 const WORDS: usize = 4096;
 /// Bytes of the offer of one lane and pair of ranks; `Offer` in `offers.cuh`.
 const OFFER: usize = 64;
@@ -315,7 +315,7 @@ mod tests {
     #[test]
     fn little_memory_means_fewer_lanes_before_short_slots() {
         let lanes = |mebibytes: usize| Layout::new(4, mebibytes << 20).map(|layout| layout.lanes()).expect("fits");
-        assert_eq!((lanes(128), lanes(256), lanes(512)), (64, 64, 128));
+        assert_eq!((lanes(128), lanes(256), lanes(512)), (66, 66, 132));
     }
 
     #[test]

@@ -11,7 +11,7 @@ struct ExchangeArgs {
   Common common;
   LowLatency ll;
   Staging staging;
-  // Blocks that serve LL lines; 0: no rank uses them in this call. Staging has 3 blocks a lane: a sender, a receiver, and one that copies
+  // Blocks that serve LL lines; 0: no rank uses them in this call. Staging has 2 blocks a lane: a receiver, and a sender that also copies
   // what the rank keeps.
   u32 ll_blocks;
   // Length of the longest message that travels on LL lines; longer ones are staged.
@@ -30,6 +30,36 @@ DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
     copy_own(args.out.from[RANK], args.to[RANK], args.out.bytes[RANK], part, parts);
   }
 }
+
+// The rank's message to itself, of which a chunk goes along with each that a lane sends. Registers are scarce, so all is read and computed
+// anew.
+struct OwnMessage {
+  const ExchangeArgs& args;
+
+  // Its length, 0 if it lies where it belongs already, and that of a chunk.
+  DEVICE u64 bytes() const {
+    const u8 *from = args.out.from[RANK], *to = args.to[RANK];
+    return from != nullptr && to != nullptr && from != to ? args.out.bytes[RANK] : 0;
+  }
+  DEVICE u32 chunk() const { return ChunkOfMessage{args.staging}(args.out.bytes[RANK]); }
+  // The lane whose chunks `sender` copies. Where the messages differ the last lanes have the first: the first blocks serve short messages, too.
+  DEVICE Stage lane(const Stage& sender) const {
+    return Stage(args.common, args.staging, args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
+  }
+  // Number of the lane's chunks; units of chunk `step`, and where it starts.
+  DEVICE u64 steps(const Stage& sender) const { return lane(sender).chunks(bytes(), chunk()); }
+  DEVICE u32 units(const Stage& sender, u64 step) const { return (u32)units_of(lane(sender).length(bytes(), step, chunk())); }
+  DEVICE u32 start(const Stage& sender, u64 step) const { return ChunkOfMessage::start(lane(sender).index(step), chunk()); }
+  // Loads and stores unit `at` of the chunk that begins at `start`.
+  DEVICE Unit load(u32 start, u32 at) const {
+    const u64 offset = ChunkOfMessage::offset(start, at);
+    return load_unit(args.out.from[RANK] + offset, args.out.bytes[RANK] - offset);
+  }
+  DEVICE void store(u32 start, u32 at, Unit v) const {
+    const u64 offset = ChunkOfMessage::offset(start, at);
+    store_unit(args.to[RANK] + offset, v, args.out.bytes[RANK] - offset);
+  }
+};
 
 // Moves this block's share of every short message on LL lines.
 DEVICE void exchange_short(const ExchangeArgs& args) {
@@ -137,7 +167,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
   return true;
 }
 
-// Blocks of the kernel: a lane's three roles side by side. The first `ll_blocks` serve LL lines too, after their role.
+// Blocks of the kernel: a lane's two roles side by side. The first `ll_blocks` serve LL lines too, after their role.
 LANE_KERNEL(exchange, ExchangeArgs) {
 #else
 KERNEL(exchange, ExchangeArgs) {
@@ -165,18 +195,18 @@ KERNEL(exchange, ExchangeArgs) {
     return;
   }
 #endif
-  // step 3: stage the other long messages: role 0 sends, role 1 receives, role 2 copies the rank's own message
-  const auto [lane, role] = role_of(block(), 3);
+  // step 3: stage the other long messages: role 0 sends and copies the rank's own message, role 1 receives
+  const auto [lane, role] = role_of(block(), 2);
+  const ChunkOfMessage chunk_of{args.staging};
   if (lane >= lanes) {
     // This block serves LL lines alone.
   } else if (role == 0) {
     SendSession sender(args.common, args.staging, lane);
-    send_pieces(sender, args.out, to, ChunkOfMessage{args.staging}, [](Unit v) { return v; });
-  } else if (role == 1) {
-    ReceiveSession receiver(args.common, args.staging, lane);
-    receive_pieces(receiver, args.bytes, from, ChunkOfMessage{args.staging}, CopyOut<ChunkOfMessage>{args.to, args.bytes});
+    NoOffers none;
+    send_pieces(sender, args.out, to, chunk_of, [](Unit v) { return v; }, none, OwnMessage{args});
   } else {
-    keep_own(args, lane, lanes);
+    ReceiveSession receiver(args.common, args.staging, lane);
+    receive_pieces(receiver, args.bytes, from, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes});
   }
   // step 4: exchange the short messages
   if (block() < args.ll_blocks) {

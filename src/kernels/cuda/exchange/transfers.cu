@@ -22,7 +22,7 @@ LANE_KERNEL(transfers, TransfersArgs) {
     // step 1 (role 0): send each message
     SendSession session(args.common, args.staging, lane);
     OffersToSender offers(args.common, args.handshake, lane, args.out);
-    send_pieces(session, args.out, ~0u, chunk_of, [](Unit v) { return v; }, offers);
+    send_pieces(session, args.out, ~0u, chunk_of, [](Unit v) { return v; }, offers, NoOwnMessage{});
     offers.count(offers.direct, 0);
   } else {
     // step 2 (role 1): receive each message

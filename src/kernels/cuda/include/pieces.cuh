@@ -19,6 +19,15 @@ struct NoOffers {
   DEVICE void withdraw() const {}
 };
 
+// No message of the rank to itself.
+struct NoOwnMessage {
+  DEVICE u64 steps(const Stage&) const { return 0; }
+  DEVICE u32 units(const Stage&, u64) const { return 0; }
+  DEVICE u32 start(const Stage&, u64) const { return 0; }
+  DEVICE Unit load(u64, u32) const { return {0, 0, 0, 0}; }
+  DEVICE void store(u64, u32, Unit) const {}
+};
+
 // Most chunks that the lane has of a message of one of the `ranks`.
 DEVICE u64 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
   u64 steps = 0;
@@ -26,9 +35,10 @@ DEVICE u64 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WOR
   return steps;
 }
 
-// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way. What `offers` has a place for is put there.
-template <typename ChunkOf, typename Lift, typename Offers>
-DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers) {
+// Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way. What `offers` has a place for is put there. A chunk
+// of `own`, the rank's message to itself, goes along with each.
+template <typename ChunkOf, typename Lift, typename Offers, typename Own>
+DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers, Own own) {
   // step 1: begin where the last call ended, find the number of chunks
   session.begin();
   u32 chunk[WORLD];
@@ -36,11 +46,12 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
   const bool any = steps_of(session, out.bytes, chunk, to) > 0;
   offers.look(session, to, 0);
   to &= ~offers.put_rest(session, to, 0, chunk);
-  u64 steps = steps_of(session, out.bytes, chunk, to);
+  u64 steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
   // step 2: send chunk after chunk
   for (u64 step = 0; step < steps; ++step) {
     u32 peers = 0;
-    u32 longest = 0;
+    const u32 kept = own.units(session, step);
+    u32 longest = kept;
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
     for_each_peer([&](u32 r) {
@@ -53,6 +64,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
         session.await_credit(r);
       }
     });
+    start[RANK] = own.start(session, step);
     offers.look(session, to, step);
     // step 2b: write the units into the slots, whose addresses are not kept: registers are scarce
     if (out.same) {
@@ -76,13 +88,25 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
             }
           }
         });
+#pragma unroll
+        for (u32 u = 0; u < AT; ++u) {
+          const u32 at = i + u * threads();
+          if (at < kept) {
+            own.store(start[RANK], at, v[u]);
+          }
+        }
       }
     } else {
+      // Where so many peers need registers, what the rank keeps is loaded only when it is stored.
+      constexpr bool LOAD_EARLY = AT_ONCE > 1;
       for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
         Unit v[AT_ONCE][WORLD];
 #pragma unroll
         for (u32 u = 0; u < AT_ONCE; ++u) {
           const u32 at = i + u * threads();
+          if (LOAD_EARLY && at < kept) {
+            v[u][RANK] = own.load(start[RANK], at);
+          }
           for_each_peer([&](u32 r) {
             const u64 offset = ChunkOf::offset(start[r], at);
             if (at < units[r]) {
@@ -98,17 +122,22 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
               session.slot(r)[at] = lift(v[u][r]);
             }
           });
+          if (at < kept) {
+            own.store(start[RANK], at, LOAD_EARLY ? v[u][RANK] : own.load(start[RANK], at));
+          }
         }
       }
     }
     // step 2c: tell the peers that the chunk is there
-    sync_block();
-    session.send(peers);
+    if (peers != 0) {
+      sync_block();
+      session.send(peers);
+    }
     // step 2d: put what is left where there is an offer
     const u32 done = offers.put_rest(session, to, step + 1, chunk);
     if (done != 0) {
       to &= ~done;
-      steps = steps_of(session, out.bytes, chunk, to);
+      steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
     }
   }
   // step 3: save the counts for the next call; a call that sent nothing leaves them to the sends that run beside it
@@ -120,7 +149,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
 template <typename ChunkOf, typename Lift>
 DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift) {
   NoOffers none;
-  send_pieces(session, out, to, chunk_of, lift, none);
+  send_pieces(session, out, to, chunk_of, lift, none, NoOwnMessage{});
 }
 
 // Receives a message of `bytes[r]` from each rank in `from`, in chunks: `take(start, units, slot)` reads the chunk that begins at

@@ -199,9 +199,6 @@ struct ReceiveSession : Stage {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
-// Longest chunk of messages that have less than two slots for each lane: longer ones would leave lanes with nothing to do at the end.
-#define USUAL_CHUNK 24576u
-
 // Unit of the lengths of slots, and of chunks of exchanges; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
 #define START_STEP 256u
 
@@ -217,8 +214,8 @@ struct ChunkOfCall {
   DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
 
-// Chunk length of messages that differ in length, which only their two ends know: a chunk for each lane, if that is not too short or too
-// long. Both ends compute the same.
+// Chunk length of messages that differ in length, which only their two ends know: whole slots, or one or two chunks of equal length for
+// each lane, if those are not too short. Both ends compute the same.
 struct ChunkOfMessage {
   // Start of a chunk in steps of 256 bytes, of which chunks are multiples: 32 bits are enough for 1 TiB, more than a GPU has. There is one
   // for each rank, and registers are scarce.
@@ -231,9 +228,9 @@ struct ChunkOfMessage {
     if (part >= slot * 2) {
       return slot;
     }
-    const u32 chunk = (part + 511) / 512 * 512;
-    const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK, most = slot < USUAL_CHUNK ? slot : USUAL_CHUNK;
-    return chunk < least ? least : chunk < most ? chunk : most;
+    const u32 chunk = ((part > slot ? (part + 1) / 2 : part) + 511) / 512 * 512;
+    const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK;
+    return chunk < least ? least : chunk < slot ? chunk : slot;
   }
   DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
