@@ -194,9 +194,16 @@ fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
     }
 }
 
-/// Whether `call` among `n` ranks is long enough to look for symmetric memory. Of an all-to-all the kernel decides, each message for
-/// itself.
+/// Longest piece of a reduce-scatter among two ranks that is loaded from peers' inputs; among n as much by n²: longer ones are pushed through
+/// staging faster.
+const LOADED_PIECE: usize = 64 << 20;
+
+/// Whether `call` among `n` ranks has a length for which it is worth to look for symmetric memory. Of an all-to-all the kernel decides, each
+/// message for itself.
 pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
+    if call.op == Op::ReduceScatter && call.longest() >= 4 * LOADED_PIECE / (n * n) {
+        return false;
+    }
     let message = match call.op {
         Op::AllToAll => return n > 1,
         Op::AllReduceAddRmsNorm => return false,
@@ -457,6 +464,7 @@ mod tests {
         ] {
             assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
         }
+        assert!(worth(Op::ReduceScatter, (4 << 20) - 1, 8) && !worth(Op::ReduceScatter, 4 << 20, 8), "pushed faster than loaded");
         assert!(![Op::Broadcast, Op::AllToAll, Op::AllGather].iter().any(|op| worth(*op, 1 << 30, 1)), "there is nobody to share with");
         // Blocks of one kernel find their words in the handshake's area.
         assert!(UNKNOWN_LL_BLOCKS as usize <= Layout::new(16, 256 << 20).expect("fits").handshake_blocks());
