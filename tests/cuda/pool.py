@@ -48,8 +48,9 @@ def _wanted(usual: tuple[int, ...]) -> tuple[int, ...]:
 
 
 GPUS = _gpus()
+SHARED = os.environ.get("SYMM_SHARED_GPUS") == "1"
 #: Ranks that there can be.
-PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and os.environ.get("SYMM_SHARED_GPUS") == "1" else GPUS
+PLACES = 3 if DEVICE != "cuda" else 16 if GPUS and SHARED else GPUS
 FULL = min(8, PLACES)
 #: All ranks, and sub-worlds whose sizes take other paths; or those that SYMM_TEST_WORLDS names.
 WORLDS = tuple(sorted({world for world in _wanted((2, 3, FULL)) if world <= max(2, PLACES)}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import DEVICE, WORLDS, Pool, device, init, meet, needs_ranks, needs_unshared_gpus, settle
+from pool import DEVICE, SHARED, WORLDS, Pool, device, init, meet, needs_ranks, needs_unshared_gpus, settle
 
 #: Of groups in which a rank is late.
 TIMEOUT_S = 4.0
@@ -164,6 +164,7 @@ def one_gpu(rank: int, world: int) -> str:
 
 
 @needs_unshared_gpus
+@pytest.mark.skipif(SHARED, reason="SYMM_SHARED_GPUS=1 allows it")
 def test_two_ranks_on_one_gpu(pool: Pool) -> None:
     for message in pool.run(one_gpu, 2, backend=None):
         assert re.search(r"rank 0 .*and rank 1 .*use the same GPU", message), message
