@@ -155,25 +155,27 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
     // A message in pieces, one for each rank.
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
-    let lanes = Lanes { n, layout, tuning };
-    let exchange = lanes_for(longest, lanes.of_exchanges());
-    let reduce_scatter = lanes_for(longest, lanes.of_reduce_scatter(longest, zero_copy));
-    let rsag = lanes_for(piece, lanes.of_pieces(call.op, piece, zero_copy));
+    let most = Lanes { layout, tuning };
+    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, most.of_exchanges()) };
+    let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
     // Two: the first is on its way in the second stage while the other is in the first.
-    let rsag_staged = Plan::RsagStaged { lanes: rsag, chunk: chunk_of(piece, rsag, 2, layout) };
+    let rsag_staged = Plan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
     match call.op {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: lanes.of_exchanges() as u32 },
+        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: most.of_exchanges() as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => Plan::Exchange { ll_blocks: 0, lanes: exchange },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => exchange_staged,
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
         // A single other rank has nobody to pass its piece on to: it gets one message.
-        Op::Broadcast if n == 2 => Plan::Exchange { ll_blocks: 0, lanes: exchange },
+        Op::Broadcast if n == 2 => exchange_staged,
         Op::Broadcast => rsag_staged,
         Op::ReduceScatter if short => Plan::ReduceLowLatency { blocks: ll_blocks },
-        Op::ReduceScatter => Plan::ReduceStaged { lanes: reduce_scatter, chunk: chunk_of(longest, reduce_scatter, 1, layout) },
+        Op::ReduceScatter => {
+            let lanes = lanes_for(longest, most.of_reduce_scatter(longest, zero_copy));
+            Plan::ReduceStaged { lanes, chunk: chunk_of(longest, lanes, 1, layout) }
+        }
         Op::AllReduce if cube_mesh && longest <= CUBE_MESH_BYTES => Plan::CubeMesh { blocks: ll_blocks.min(layout.ll_blocks() as u32) },
         Op::AllReduce if can_use_sentinels(call.dtype) => on_sentinel_slots(longest, n, layout, tuning, zero_copy).unwrap_or(rsag_staged),
         Op::AllReduce | Op::Reduce if short => Plan::ReduceLowLatency { blocks: ll_blocks },
@@ -194,19 +196,17 @@ fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
     }
 }
 
-/// Longest piece of a reduce-scatter among two ranks that is loaded from peers' inputs; among n as much by n²: longer ones are pushed through
+/// Pieces of a reduce-scatter among n ranks that are shorter than this by n² are loaded from peers' inputs; others are pushed through
 /// staging faster.
-const LOADED_PIECE: usize = 64 << 20;
+const LOADED_BYTES: usize = 256 << 20;
 
 /// Whether `call` among `n` ranks has a length for which it is worth to look for symmetric memory. Of an all-to-all the kernel decides, each
 /// message for itself.
 pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
-    if call.op == Op::ReduceScatter && call.longest() >= 4 * LOADED_PIECE / (n * n) {
-        return false;
-    }
     let message = match call.op {
         Op::AllToAll => return n > 1,
         Op::AllReduceAddRmsNorm => return false,
+        Op::ReduceScatter if call.longest() >= LOADED_BYTES / (n * n) => return false,
         Op::AllReduce | Op::Reduce => call.longest() / n,
         Op::Broadcast => call.longest() / (n - 1).max(1),
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => call.longest(),
@@ -216,7 +216,7 @@ pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
 
 /// The plan for sends and receives: nobody but the two ends knows of them.
 pub fn transfers(layout: &Layout, tuning: &Tuning) -> Plan {
-    Plan::Exchange { ll_blocks: 0, lanes: tuning.lanes.min(layout.lanes()) as u32 }
+    Plan::Exchange { ll_blocks: 0, lanes: Lanes { layout, tuning }.all() as u32 }
 }
 
 /// Longest message that `plan` sends with flags in the data.
@@ -249,7 +249,7 @@ fn on_sentinel_slots(bytes: usize, n: usize, layout: &Layout, tuning: &Tuning, z
 /// go through fewer lanes faster.
 const WIDE_BYTES: usize = 2 << 20;
 
-/// Longest piece of an all-reduce between two ranks for which all lanes are faster, where sums go straight into tensors.
+/// Pieces of an all-reduce between two ranks whose sums go straight into tensors are worth all lanes if they are shorter.
 const LONG_PIECE: usize = 64 << 20;
 
 /// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
@@ -258,7 +258,6 @@ const LOADING_LANES: usize = 64;
 /// Most lanes of each kind of kernel. The blocks of all of them are a multiple of the processors, of which [`Tuning::lanes`] is the number:
 /// where some processors have a block more than others, all wait for those (docs/measurements/gpu-h200.md).
 struct Lanes<'a> {
-    n: usize,
     layout: &'a Layout,
     tuning: &'a Tuning,
 }
@@ -285,10 +284,10 @@ impl Lanes<'_> {
         }
     }
 
-    /// All-reduce, reduce and broadcast have three roles: two blocks for each processor, or three.
-    fn of_pieces(&self, op: Op, piece: usize, zero_copy: bool) -> usize {
+    /// All-reduce, reduce and broadcast among `n` ranks have three roles: two blocks for each processor, or three.
+    fn of_pieces(&self, op: Op, n: usize, piece: usize, zero_copy: bool) -> usize {
         let two_thirds = (self.tuning.lanes * 2 / 3).clamp(1, self.all());
-        match self.n {
+        match n {
             2 if op == Op::AllReduce && zero_copy && piece < LONG_PIECE => self.all(),
             2 => two_thirds,
             3..=4 if op == Op::Broadcast => two_thirds,

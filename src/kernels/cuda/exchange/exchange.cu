@@ -24,10 +24,34 @@ struct ExchangeArgs {
 };
 static_assert(sizeof(ExchangeArgs) == 920, "");
 
-// Copies the message of a rank to itself, if it does not lie where it belongs already.
-DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
-  if (args.out.from[RANK] != nullptr && args.to[RANK] != nullptr) {
-    copy_own(args.out.from[RANK], args.to[RANK], args.out.bytes[RANK], part, parts);
+// Bytes of the rank's message to itself; 0 if it lies where it belongs already.
+DEVICE u64 own_bytes(const ExchangeArgs& args) {
+  const u8 *from = args.out.from[RANK], *to = args.to[RANK];
+  return from != nullptr && to != nullptr && from != to ? args.out.bytes[RANK] : 0;
+}
+
+// Copies the rank's message to itself: all blocks of the grid stride over it together.
+DEVICE void keep_own(const ExchangeArgs& args) {
+  const u8* from = args.out.from[RANK];
+  u8* to = args.to[RANK];
+  const u64 bytes = own_bytes(args), units = units_of(bytes);
+  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
+  for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
+    Unit v[ALONE_AT_ONCE];
+#pragma unroll
+    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        v[u] = load_unit(from + at * 16, bytes - at * 16);
+      }
+    }
+#pragma unroll
+    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+      const u64 at = i + u * step;
+      if (at < units) {
+        store_unit(to + at * 16, v[u], bytes - at * 16);
+      }
+    }
   }
 }
 
@@ -36,11 +60,8 @@ DEVICE void keep_own(const ExchangeArgs& args, u32 part, u32 parts) {
 struct OwnMessage {
   const ExchangeArgs& args;
 
-  // Its length, 0 if it lies where it belongs already, and that of a chunk.
-  DEVICE u64 bytes() const {
-    const u8 *from = args.out.from[RANK], *to = args.to[RANK];
-    return from != nullptr && to != nullptr && from != to ? args.out.bytes[RANK] : 0;
-  }
+  // Its length and that of a chunk.
+  DEVICE u64 bytes() const { return own_bytes(args); }
   DEVICE u32 chunk() const { return ChunkOfMessage{args.staging}(args.out.bytes[RANK]); }
   // The lane whose chunks `sender` copies. Where the messages differ the last lanes have the first: the first blocks serve short messages, too.
   DEVICE Stage lane(const Stage& sender) const {
@@ -93,7 +114,7 @@ DEVICE void exchange_short(const ExchangeArgs& args) {
   allow_successor();
   // step 3: copy the rank's own message, unless a staging block does
   if (args.staging.lanes == 0) {
-    keep_own(args, block(), blocks());
+    keep_own(args);
   }
   // step 4: receive each unit from its sender and store it
   for (u32 i = thread(); i < longest; i += threads()) {
@@ -158,7 +179,7 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
   }
   if (!staged) {
     if (targets == put) {
-      keep_own(args, block(), blocks());
+      keep_own(args);
     }
     lanes = 0;
   }

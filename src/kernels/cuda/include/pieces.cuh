@@ -242,29 +242,3 @@ struct CopyOut {
     }
   }
 };
-
-// Copies part `part` of a rank's own message, which `parts` blocks share.
-DEVICE void copy_own(const u8* from, u8* to, u64 bytes, u32 part, u32 parts) {
-  if (from == to) {
-    return;
-  }
-  const u64 stride = (u64)threads() * parts;
-  const u64 units = units_of(bytes);
-  for (u64 i = (u64)part * threads() + thread(); i < units; i += stride * 4) {
-    Unit v[4];
-#pragma unroll
-    for (u32 u = 0; u < 4; ++u) {
-      const u64 at = i + u * stride;
-      if (at < units) {
-        v[u] = load_unit(from + at * 16, bytes - at * 16);
-      }
-    }
-#pragma unroll
-    for (u32 u = 0; u < 4; ++u) {
-      const u64 at = i + u * stride;
-      if (at < units) {
-        store_unit(to + at * 16, v[u], bytes - at * 16);
-      }
-    }
-  }
-}
