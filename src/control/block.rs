@@ -96,7 +96,8 @@ pub struct ControlBlock {
     /// Name of the larger group's call that this member runs collectives for; empty: none yet.
     asked: Mutex<String>,
     pub(super) gone: Vec<OnceLock<String>>,
-    pub(super) any_gone: AtomicBool,
+    /// The first of them, as far as this member has seen.
+    pub(super) first_gone: OnceLock<Rank>,
     /// Progress of calls that kernels make, in words. It is set once kernels wait for peers without looking at this process: a member's
     /// death fails the group at once then.
     pub(super) unattended: OnceLock<Progress>,
@@ -121,7 +122,7 @@ impl ControlBlock {
             part: None,
             asked: Mutex::default(),
             gone,
-            any_gone: AtomicBool::new(false),
+            first_gone: OnceLock::new(),
             unattended: OnceLock::new(),
             spins,
             crowded: AtomicU32::new(0),

@@ -4,6 +4,7 @@ use super::block::{ControlBlock, Progress};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process;
+use std::iter;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
@@ -36,7 +37,7 @@ impl ControlBlock {
     /// Notes that the process of `rank` has ended, and wakes this member.
     pub fn note_gone(&self, rank: Rank, how: String) {
         let _ = self.gone[rank.index()].set(how);
-        self.any_gone.store(true, Ordering::Release);
+        let _ = self.first_gone.set(rank);
         self.words(self.rank).bell.0.ring();
         self.fail_if_unattended();
     }
@@ -66,8 +67,7 @@ impl ControlBlock {
 
     /// Reason why `rank` is unable to take part, if it is.
     pub fn absence(&self, rank: Rank) -> Option<String> {
-        let gone = || if self.any_gone.load(Ordering::Acquire) { self.gone[rank.index()].get().cloned() } else { None };
-        self.departure(rank).or_else(gone)
+        self.departure(rank).or_else(|| self.ended(rank).cloned())
     }
 
     /// How `rank` has left the group, if it has.
@@ -81,7 +81,7 @@ impl ControlBlock {
 
     /// Whether the process of a member is known to have ended.
     pub fn any_ended(&self) -> bool {
-        self.any_gone.load(Ordering::Acquire)
+        self.first_gone.get().is_some()
     }
 
     /// End of the process of `rank`, in words, if it is known; the rank may have left the group before.
@@ -95,13 +95,11 @@ impl ControlBlock {
         Some(Error::peer(format!("{} of group \"{}\" {how}", self.describe(rank), self.name)))
     }
 
-    /// The first member whose process ended without leaving the group, and how it ended.
+    /// A member whose process ended without leaving the group, the first if there are several, and how it ended.
     pub fn dead_rank(&self) -> Option<(Rank, &String)> {
-        if !self.any_gone.load(Ordering::Acquire) {
-            return None;
-        }
-        let died = |rank: Rank| self.gone[rank.index()].get().filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
-        self.ranks().find_map(|rank| Some((rank, died(rank)?)))
+        let first = *self.first_gone.get()?;
+        let died = |rank: Rank| self.ended(rank).filter(|_| self.words(rank).departed.load(Ordering::Acquire) == 0);
+        iter::once(first).chain(self.ranks()).find_map(|rank| Some((rank, died(rank)?)))
     }
 
     /// State of a rank's process, such as "rank 1: pid 4711 alive, asleep".

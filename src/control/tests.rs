@@ -107,6 +107,22 @@ fn who_leaves_may_say_because_of_what() {
 }
 
 #[test]
+fn p3_of_several_who_have_died_the_first_is_named() {
+    let control = control(&[7, 8]);
+    control.note_gone(Rank(2), "has ended (killed by signal 9 (SIGKILL))".into());
+    control.note_gone(Rank(1), "has ended (killed by signal 15 (SIGTERM))".into());
+    let limit = Limit::from_first_wait(Duration::from_secs(60));
+    let error = control.check(&limit, &|| "a test".into(), &|_| true).expect_err("both are missing");
+    assert!(error.message.starts_with("rank 2 (pid 8) has ended (killed by signal 9"), "{error}");
+    assert!(control.dead().expect("both have died").message.starts_with("rank 2 (pid 8)"));
+    let control = self::control(&[7, 8]);
+    control.note_gone(Rank(2), "has ended".into());
+    control.note_gone(Rank(1), "has ended".into());
+    let error = control.check(&limit, &|| "a test".into(), &|rank| rank == Rank(1)).expect_err("rank 1 is missing");
+    assert!(error.message.starts_with("rank 1 (pid 7) has ended"), "rank 2 has given what this waits for: {error}");
+}
+
+#[test]
 fn a_part_of_a_larger_group_names_members_as_that_does() {
     let other = control(&[7]);
     let control = control(&[u32::MAX]).named(Some(Part { host: "b".into(), ranks: vec![Rank(2), Rank(3)] }));

@@ -140,7 +140,8 @@ impl ControlBlock {
         let seconds = || limit.waited().as_secs_f32();
         let me = || self.describe(self.rank);
         let absent = |peer| lost(|| missing(peer), || self.absence(peer)).map(|how| (peer, how));
-        if let Some((peer, how)) = self.peers().find_map(absent) {
+        // The launcher may have ended others since.
+        if let Some((peer, how)) = self.first_gone.get().copied().into_iter().chain(self.peers()).find_map(absent) {
             let text = format!("{} {how}; {} had waited {:.1} s for it in {}", self.describe(peer), me(), seconds(), about());
             return Some(Error::peer(text));
         }
