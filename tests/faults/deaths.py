@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import signal
@@ -173,7 +174,8 @@ def torchrun(side: str) -> Outcome:
         ended = time.monotonic()
         killed = (place / "killed").read_text().split() if (place / "killed").exists() else ["0", "0"]
         outcome = Outcome(pids={1: int(killed[1])})
-        files = [path.read_text() for path in (place / "logs").rglob("error.json")]
+        files = filter(_whole, [path.read_text() for path in (place / "logs").rglob("error.json")])
+        without = [text for text in files if "rank 1 (pid" not in text]
         line = next(
             (
                 text
@@ -182,9 +184,18 @@ def torchrun(side: str) -> Outcome:
             ),
             "",
         )
-        outcome.saw[0] = Saw("error" if done.returncode else "right", line, ended - float(killed[0]))
-        outcome.figures["error_files_without_reason"] = float(sum("rank 1 (pid" not in text for text in files))
+        text = without[0] if without else line
+        outcome.saw[0] = Saw("error" if done.returncode else "right", text, ended - float(killed[0]))
+        outcome.figures["error_files_without_reason"] = float(len(without))
         return outcome
+
+
+def _whole(text: str) -> bool:
+    """Whether an error file is complete: torchrun may end a survivor that has opened its own and not yet written it."""
+    try:
+        return bool(json.loads(text))
+    except json.JSONDecodeError:
+        return False
 
 
 add(

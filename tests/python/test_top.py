@@ -103,14 +103,13 @@ def watched(rank: int, world: int, place: str) -> tuple[int, str]:
     """Rank 1 is late at every call; rank 0 looks with ``top`` while the job runs."""
     said, status = "", 0
     until = time.monotonic() + 2.2
-    while time.monotonic() < until:
+    more = torch.ones(1)
+    while more.item():
         if rank == 1:
             time.sleep(0.01)
         dist.all_reduce(torch.ones(1000))
-        more = torch.tensor([float(time.monotonic() < until)])
+        more.fill_(time.monotonic() < until)
         dist.broadcast(more, 0)
-        if not more.item():
-            break
     # The files of both are there until the processes end.
     ranks.meet("watched", rank, world)
     if rank == 0:
