@@ -59,6 +59,11 @@ impl Tuning {
         }
     }
 
+    /// The thresholds on devices that all have as many `processors`, and `clusters` or not.
+    pub fn on(self, processors: usize, clusters: bool) -> Self {
+        Self { lanes: self.lanes.min(processors), cluster: if clusters { self.cluster } else { 1 }, ..self }
+    }
+
     /// Length of the encoded thresholds.
     pub const BYTES: usize = 11 * 8;
 
@@ -134,6 +139,9 @@ mod tests {
         assert_eq!((tuning.lanes, tuning.one_shot_bytes), (8, 123));
         assert_eq!(Tuning::of(4).overlaid("lanes=0,").expect("read").lanes, 1);
         assert_eq!(Tuning::of(4).overlaid("zero_copy_bytes=0").expect("read").zero_copy_bytes, 1);
+        let on = Tuning::of(4).on(108, false);
+        assert_eq!((on.lanes, on.cluster), (108, 1));
+        assert_eq!(Tuning::of(4).on(1000, true), Tuning::of(4));
         for bad in ["lanes", "lanes=x", "colour=3"] {
             assert!(Tuning::of(4).overlaid(bad).is_err(), "{bad}");
         }

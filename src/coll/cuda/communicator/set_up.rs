@@ -29,7 +29,7 @@ struct Opened {
     capture: RelaxedCapture,
     mailbox: Mailbox,
     heap: Option<Arc<Heap>>,
-    processors: usize,
+    processors: u64,
     device: Device,
 }
 
@@ -61,7 +61,7 @@ impl Communicator {
             let entered = device.enter()?;
             // Without one the group does all through staging.
             let heap = (config.p2p && n > 1).then(|| symm_mem::of(device.ordinal()).inspect_err(|error| log::info!("{error}")).ok());
-            let processors = device.processors()?;
+            let processors = device.processors()? as u64;
             Ok(Opened { stream: OwnStream::new()?, entered, capture, mailbox, heap: heap.flatten(), processors, device })
         };
         let opened = opened();
@@ -69,23 +69,20 @@ impl Communicator {
             let workspace = budget::offer(config.workspace_mb << 20) as u64;
             let heap = heap.as_ref().map(|heap| heap.address());
             // Devices before Hopper have no clusters.
-            let cluster = if device.capability.0 >= 9 { tuning.cluster } else { 1 };
-            let tuning = Tuning { cluster, lanes: tuning.lanes.min(*processors), ..tuning };
-            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning }.encode()
+            let (processors, clusters) = (*processors, device.capability.0 >= 9);
+            Peer { uuid: device.uuid, mailbox: mailbox.name(), workspace, p2p: config.p2p, heap, tuning, processors, clusters }.encode()
         });
         let peers = step(gather, control, Peer::BYTES, messages)?;
         let peers: Option<Vec<Peer>> = peers.iter().map(|bytes| Peer::decode(bytes)).collect();
-        let mut peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
+        let peers = peers.ok_or_else(|| Error::internal("a peer's description is cut short"))?;
         let Opened { stream, entered, capture: _capture, mailbox, heap, device, .. } = opened?;
         if !config.shared_gpus {
             refuse_shared(control, &peers)?;
         }
-        // The blocks of a row, and of a lane, find their counterparts on every device.
-        let least = |of: fn(&Tuning) -> usize| peers.iter().map(|peer| of(&peer.tuning)).min().unwrap_or(1);
-        let (cluster, lanes) = (least(|tuning| tuning.cluster), least(|tuning| tuning.lanes));
-        peers.iter_mut().for_each(|peer| peer.tuning = Tuning { cluster, lanes, ..peer.tuning });
-        let tuning = Tuning { cluster, lanes, ..tuning };
         refuse_other_tunings(control, &peers)?;
+        // The blocks of a row, and of a lane, find their counterparts on every device.
+        let processors = peers.iter().map(|peer| peer.processors as usize).min().unwrap_or(1);
+        let tuning = tuning.on(processors, peers.iter().all(|peer| peer.clusters));
         let bytes = peers.iter().map(|peer| peer.workspace as usize).min().unwrap_or(0).min(Layout::most(n)).max(Layout::least(n));
         let layout = Layout::new(n, bytes)?;
         let way = Way { control, device: &device, mailbox: &mailbox, peers: &peers, limit };

@@ -28,17 +28,21 @@ pub(in crate::coll::cuda) struct Peer {
     /// Address of its heap, if it has one.
     pub(in crate::coll::cuda) heap: Option<Address>,
     pub(in crate::coll::cuda) tuning: Tuning,
+    /// Number of its GPU's processors, and whether that has clusters.
+    pub(in crate::coll::cuda) processors: u64,
+    pub(in crate::coll::cuda) clusters: bool,
 }
 
 impl Peer {
     /// Length of the encoded description.
-    pub(in crate::coll::cuda) const BYTES: usize = 16 + NAME_BYTES + 10 + Address::BYTES + Tuning::BYTES;
+    pub(in crate::coll::cuda) const BYTES: usize = 16 + NAME_BYTES + 19 + Address::BYTES + Tuning::BYTES;
 
     pub(in crate::coll::cuda) fn encode(&self) -> Vec<u8> {
         let mut bytes = self.uuid.to_vec();
         bytes.extend(self.mailbox);
         bytes.extend(self.workspace.to_le_bytes());
-        bytes.extend([self.p2p, self.heap.is_some()].map(u8::from));
+        bytes.extend(self.processors.to_le_bytes());
+        bytes.extend([self.p2p, self.clusters, self.heap.is_some()].map(u8::from));
         bytes.extend(self.heap.map_or([0; Address::BYTES], |heap| heap.encode()));
         bytes.extend(self.tuning.encode());
         bytes
@@ -48,11 +52,12 @@ impl Peer {
         let (uuid, rest) = bytes.split_first_chunk()?;
         let (mailbox, rest) = rest.split_first_chunk()?;
         let (workspace, rest) = rest.split_first_chunk()?;
-        let ([p2p, heap], rest) = rest.split_first_chunk()?;
+        let (processors, rest) = rest.split_first_chunk()?;
+        let ([p2p, clusters, heap], rest) = rest.split_first_chunk()?;
         let (address, rest) = rest.split_first_chunk()?;
-        let (workspace, tuning) = (u64::from_le_bytes(*workspace), Tuning::decode(rest)?);
+        let (workspace, processors, tuning) = (u64::from_le_bytes(*workspace), u64::from_le_bytes(*processors), Tuning::decode(rest)?);
         let heap = (*heap == 1).then(|| Address::decode(address));
-        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, heap, tuning })
+        Some(Self { uuid: *uuid, mailbox: *mailbox, workspace, p2p: *p2p == 1, heap, tuning, processors, clusters: *clusters == 1 })
     }
 }
 
@@ -219,12 +224,13 @@ mod tests {
     fn what_a_rank_tells_arrives() {
         let tuning = Tuning::of(4).overlaid("lanes=3").expect("read");
         let heap = Some(Address { key: [3; 16], listener: [4; 16], span: 1 << 38 });
-        let peer = Peer { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace: 1 << 40, p2p: true, heap, tuning };
+        let (workspace, processors) = (1 << 40, 132);
+        let peer = Peer { uuid: [7; 16], mailbox: [b'x'; NAME_BYTES], workspace, p2p: true, heap, tuning, processors, clusters: false };
         let bytes = peer.encode();
         assert_eq!(bytes.len(), Peer::BYTES);
         let read = Peer::decode(&bytes).expect("whole");
-        assert_eq!((read.uuid, read.mailbox, read.workspace, read.p2p), (peer.uuid, peer.mailbox, 1 << 40, true));
-        assert_eq!((read.tuning, read.heap), (tuning, heap));
+        assert_eq!((read.uuid, read.mailbox, read.workspace, read.p2p), (peer.uuid, peer.mailbox, workspace, true));
+        assert_eq!((read.tuning, read.heap, read.processors, read.clusters), (tuning, heap, processors, false));
         let without = Peer { heap: None, ..peer }.encode();
         assert_eq!(Peer::decode(&without).map(|read| read.heap), Some(None));
         assert!(Peer::decode(&bytes[1..]).is_none());
