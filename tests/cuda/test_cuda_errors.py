@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from pool import DEVICE, SHARED, WORLDS, Pool, device, init, meet, needs_ranks, needs_unshared_gpus, settle
+from pool import DEVICE, SHARED, WORLDS, Pool, device, init, meet, needs_gpus, needs_ranks, needs_unshared_gpus, settle
 
 #: Of groups in which a rank is late.
 TIMEOUT_S = 4.0
@@ -168,6 +168,26 @@ def one_gpu(rank: int, world: int) -> str:
 def test_two_ranks_on_one_gpu(pool: Pool) -> None:
     for message in pool.run(one_gpu, 2, backend=None):
         assert re.search(r"rank 0 .*and rank 1 .*use the same GPU", message), message
+
+
+def tuned_apart(rank: int, world: int) -> str:
+    os.environ["SYMM_CUDA_TUNING"] = f"lanes={8 + rank}"
+    init(rank, world, timeout=20)
+    with pytest.raises(REFUSALS) as refused:
+        dist.all_reduce(torch.ones(5, device=device()))
+    return str(refused.value)
+
+
+@needs_gpus
+def test_tunings_that_differ_are_refused() -> None:
+    says = r"rank 0 .*and rank 1 .*differ in SYMM_CUDA_TUNING.* lanes: 8,.* lanes: 9,"
+    # A process reads the variable once.
+    own = Pool(2)
+    try:
+        for message in own.run(tuned_apart, 2, backend=None):
+            assert re.search(says, message), message
+    finally:
+        own.stop()
 
 
 def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, float] | None:
