@@ -194,6 +194,8 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     had = leftovers.own()
     saw: Saw | None = None
     if join:
+        # Else the timeout of the group would count the forks of the others.
+        stage.meet("forked", rank, range(stage.world))
         saw = stage.observe(lambda: stage.join(rank))
     if saw is None or saw.kind == RIGHT:
         try:
