@@ -38,20 +38,8 @@ DEVICE void keep_own(const ExchangeArgs& args) {
   const u64 first = stride_of_grid().first, step = stride_of_grid().step;
   for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
     Unit v[ALONE_AT_ONCE];
-#pragma unroll
-    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
-      const u64 at = i + u * step;
-      if (at < units) {
-        v[u] = load_unit(from + at * 16, bytes - at * 16);
-      }
-    }
-#pragma unroll
-    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
-      const u64 at = i + u * step;
-      if (at < units) {
-        store_unit(to + at * 16, v[u], bytes - at * 16);
-      }
-    }
+    for_each_unit(i, units, step, [&](u32 u, u64 at) { v[u] = load_unit(from + at * 16, bytes - at * 16); });
+    for_each_unit(i, units, step, [&](u32 u, u64 at) { store_unit(to + at * 16, v[u], bytes - at * 16); });
   }
 }
 
@@ -63,7 +51,8 @@ struct OwnMessage {
   // Its length and that of a chunk.
   DEVICE u64 bytes() const { return own_bytes(args); }
   DEVICE u32 chunk() const { return ChunkOfMessage{args.staging}(args.out.bytes[RANK]); }
-  // The lane whose chunks `sender` copies. Where the messages differ the last lanes have the first: the first blocks serve short messages, too.
+  // The lane whose chunks `sender` copies. Where the messages differ the last lanes have the first chunks: the first blocks serve short
+  // messages, too.
   DEVICE Stage lane(const Stage& sender) const {
     return Stage(args.common, args.staging, args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
   }

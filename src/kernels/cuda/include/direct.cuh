@@ -17,6 +17,19 @@ DEVICE Stride stride_of_grid() {
   return {(u64)block() * threads() + thread(), (u64)blocks() * threads()};
 }
 
+// Calls `move(u, at)` for each of the units i, i + step, … that a thread moves at once, as far as there are `units`: `at` is the unit, `u`
+// its number among these.
+template <typename Move>
+DEVICE void for_each_unit(u64 i, u64 units, u64 step, Move move) {
+#pragma unroll
+  for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+    const u64 at = i + u * step;
+    if (at < units) {
+      move(u, at);
+    }
+  }
+}
+
 // Says whether this thread moves the rest that is less than a unit; one thread of the grid does.
 DEVICE bool moves_the_rest(u64 bytes) {
   return bytes % 16 != 0 && block() == 0 && thread() == 0;
@@ -38,21 +51,13 @@ DEVICE void put_same(const u8* from, u8* const (&to)[WORLD], u32 targets, u64 by
   // step 1: load some units, then store each at every target
   for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
     Unit v[ALONE_AT_ONCE];
-#pragma unroll
-    for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
-      const u64 at = i + u * step;
-      if (at < units) {
-        v[u] = load_unit(from + at * 16, 16);
-      }
-    }
+    for_each_unit(i, units, step, [&](u32 u, u64 at) { v[u] = load_unit(from + at * 16, 16); });
     for_each_peer_and_self([&](u32 r) {
-#pragma unroll
-      for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
-        const u64 at = i + u * step;
-        if ((targets >> r & 1) && at < units) {
+      for_each_unit(i, units, step, [&](u32 u, u64 at) {
+        if (targets >> r & 1) {
           ((Unit*)to[r])[at] = v[u];
         }
-      }
+      });
     });
   }
   // step 2: one thread copies the rest
