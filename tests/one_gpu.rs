@@ -191,7 +191,7 @@ const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
 
 /// Compiles what the ranks will need, side by side, so that it is cached.
 fn compile_all(device: &Device, n: usize) {
-    use Program::{Broadcast, Exchange, OneShot, ReduceLowLatency, ReduceStaged, RsagStaged, TwoShot};
+    use Program::{Broadcast, Exchange, ExchangeLowLatency, OneShot, ReduceLowLatency, ReduceStaged, RsagStaged, TwoShot};
     let (major, minor) = device.capability;
     let compile = |rank: u32, program: Program, dtype: Option<DType>| {
         let can_be_zero_copy = matches!(program, Exchange | Broadcast | ReduceStaged | RsagStaged);
@@ -204,7 +204,7 @@ fn compile_all(device: &Device, n: usize) {
     std::thread::scope(|scope| {
         for rank in 0..n as u32 {
             let compile = &compile;
-            scope.spawn(move || [Exchange, Broadcast].into_iter().for_each(|program| compile(rank, program, None)));
+            scope.spawn(move || [Exchange, ExchangeLowLatency, Broadcast].into_iter().for_each(|program| compile(rank, program, None)));
             for dtype in DTYPES {
                 scope.spawn(move || {
                     let sentinel: &[Program] = if dtype == DType::BF16 { &[OneShot, TwoShot] } else { &[] };

@@ -96,7 +96,7 @@ pub struct Handshake {
     pub least: u32,
 }
 
-/// `ExchangeArgs` in `exchange.cu`.
+/// `ExchangeArgs` in `exchange.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Exchange {

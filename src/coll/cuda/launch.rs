@@ -24,6 +24,8 @@ const FEW_THREADS: u32 = 128;
 pub enum Program {
     /// Bytes from everybody to everybody.
     Exchange,
+    /// The same of short messages alone.
+    ExchangeLowLatency,
     /// Sends and receives.
     Transfers,
     /// A broadcast of a long message.
@@ -48,8 +50,9 @@ pub enum Program {
 
 impl Program {
     /// Every program.
-    pub const ALL: [Program; 11] = [
+    pub const ALL: [Program; 12] = [
         Program::Exchange,
+        Program::ExchangeLowLatency,
         Program::Transfers,
         Program::Broadcast,
         Program::ReduceLowLatency,
@@ -66,6 +69,7 @@ impl Program {
     pub fn names(self) -> (&'static str, &'static str) {
         match self {
             Program::Exchange => ("exchange/exchange", "exchange"),
+            Program::ExchangeLowLatency => ("exchange/low_latency", "exchange_low_latency"),
             Program::Transfers => ("exchange/transfers", "transfers"),
             Program::Broadcast => ("broadcast/staged", "broadcast_staged"),
             Program::ReduceLowLatency => ("reduce/low_latency", "reduce_low_latency"),
@@ -87,7 +91,7 @@ impl Program {
     /// Whether it is compiled for an element type and an operation.
     pub fn reduces(self) -> bool {
         match self {
-            Program::Exchange | Program::Transfers | Program::Broadcast => false,
+            Program::Exchange | Program::ExchangeLowLatency | Program::Transfers | Program::Broadcast => false,
             Program::ReduceLowLatency
             | Program::ReduceStaged
             | Program::OneShot
@@ -104,7 +108,7 @@ impl Program {
 #[derive(Clone, Copy, Debug)]
 #[allow(clippy::large_enum_variant)] // Lives on the stack for the time of a launch.
 pub enum Args {
-    /// Arguments of [`Program::Exchange`].
+    /// Arguments of [`Program::Exchange`] and [`Program::ExchangeLowLatency`].
     Exchange(Exchange),
     /// Arguments of [`Program::Transfers`].
     Transfers(Transfers),
@@ -422,8 +426,10 @@ impl LaunchContext<'_> {
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
-        let threads = if lanes == 0 { THREADS } else { self.lane_threads(Program::Exchange, lanes) };
-        let grid = Grid::new(ll_blocks.max(2 * lanes), threads);
-        Launch { program: Program::Exchange, grid, zero_copy, args: Args::Exchange(args) }
+        let (program, threads) = match lanes {
+            0 => (Program::ExchangeLowLatency, THREADS),
+            _ => (Program::Exchange, self.lane_threads(Program::Exchange, lanes)),
+        };
+        Launch { program, grid: Grid::new(ll_blocks.max(2 * lanes), threads), zero_copy, args: Args::Exchange(args) }
     }
 }

@@ -1,0 +1,93 @@
+// Exchange of messages between all ranks: its arguments, and its short messages. Those travel on LL lines; at least one line goes to every
+// peer.
+#pragma once
+#include "direct.cuh"
+#include "low_latency.cuh"
+#include "pieces.cuh"
+
+struct ExchangeArgs {
+  Common common;
+  LowLatency ll;
+  Staging staging;
+  // Blocks that serve LL lines; 0: no rank uses them in this call. Staging has 2 blocks a lane: a receiver, and a sender that also copies
+  // what the rank keeps.
+  u32 ll_blocks;
+  // Length of the longest message that travels on LL lines; longer ones are staged.
+  u64 short_bytes;
+  Outgoing out;
+  u8* to[MAX_WORLD];
+  u64 bytes[MAX_WORLD];
+  // Handshake of zero-copy calls; only its bits for what this rank takes count.
+  Handshake handshake;
+};
+static_assert(sizeof(ExchangeArgs) == 920, "");
+
+// Bytes of the rank's message to itself; 0 if it lies where it belongs already.
+DEVICE u64 own_bytes(const ExchangeArgs& args) {
+  const u8 *from = args.out.from[RANK], *to = args.to[RANK];
+  return from != nullptr && to != nullptr && from != to ? args.out.bytes[RANK] : 0;
+}
+
+// Copies the rank's message to itself: all blocks of the grid stride over it together.
+DEVICE void keep_own(const ExchangeArgs& args) {
+  const u8* from = args.out.from[RANK];
+  u8* to = args.to[RANK];
+  const u64 bytes = own_bytes(args), units = units_of(bytes);
+  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
+  for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
+    Unit v[ALONE_AT_ONCE];
+    for_each_unit(i, units, step, [&](u32 u, u64 at) { v[u] = load_unit(from + at * 16, bytes - at * 16); });
+    for_each_unit(i, units, step, [&](u32 u, u64 at) { store_unit(to + at * 16, v[u], bytes - at * 16); });
+  }
+}
+
+// Moves this block's share of every short message on LL lines, and of the rank's message to itself if it `keeps` that here.
+DEVICE void exchange_short(const ExchangeArgs& args, bool keeps) {
+  // step 1: find this block's share of each short message
+  LowLatencySession session(args.common, args.ll);
+  session.begin();
+  u32 send[WORLD], take[WORLD];
+  u32 longest = 1;
+  for_each_peer([&](u32 r) {
+    send[r] = args.out.bytes[r] <= args.short_bytes ? session.share(args.out.bytes[r]) : 0;
+    take[r] = args.bytes[r] <= args.short_bytes ? session.share(args.bytes[r]) : 0;
+    longest = send[r] > longest ? send[r] : longest;
+    longest = take[r] > longest ? take[r] : longest;
+  });
+  // step 2: send each unit to its receiver; at least one line goes to every peer
+  for (u32 i = thread(); i < longest; i += threads()) {
+    const u64 offset = (session.first + i) * 16;
+    Unit v[WORLD];
+    for_each_peer([&](u32 r) {
+      v[r] = {0, 0, 0, 0};
+      if (i < send[r]) {
+        v[r] = load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset);
+      }
+    });
+    for_each_peer([&](u32 r) {
+      if (i < at_least_one(send[r])) {
+        session.send(r, i, v[r]);
+      }
+    });
+  }
+  allow_successor();
+  // step 3: copy the rank's own message while the others' are on their way
+  if (keeps) {
+    keep_own(args);
+  }
+  // step 4: receive each unit from its sender and store it
+  for (u32 i = thread(); i < longest; i += threads()) {
+    const u64 offset = (session.first + i) * 16;
+    u32 sources = 0;
+    for_each_peer([&](u32 r) { sources |= i < at_least_one(take[r]) ? 1u << r : 0; });
+    Unit v[WORLD];
+    session.receive(i, sources, v);
+    for_each_peer([&](u32 r) {
+      if (i < take[r]) {
+        store_unit(args.to[r] + offset, v[r], args.bytes[r] - offset);
+      }
+    });
+  }
+  // step 5: end the epoch
+  session.end();
+}
