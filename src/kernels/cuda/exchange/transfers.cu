@@ -17,7 +17,7 @@ static_assert(sizeof(TransfersArgs) == 880, "");
 LANE_KERNEL(transfers, TransfersArgs) {
   after_predecessor();
   const auto [lane, role] = role_of(block(), 2);
-  const ChunkOfMessage chunk_of{args.staging};
+  const ChunkOfTransfer chunk_of{{args.staging}};
   if (role == 0) {
     // step 1 (role 0): send each message
     SendSession session(args.common, args.staging, lane);
@@ -28,7 +28,7 @@ LANE_KERNEL(transfers, TransfersArgs) {
     // step 2 (role 1): receive each message
     ReceiveSession session(args.common, args.staging, lane);
     OffersOfReceiver offers(args.common, args.handshake, lane, args.to, args.bytes);
-    receive_pieces(session, args.bytes, ~0u, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes}, offers);
+    receive_pieces(session, args.bytes, ~0u, chunk_of, CopyOut<ChunkOfTransfer>{args.to, args.bytes}, offers);
     offers.count(offers.direct, 1);
   }
 }

@@ -73,3 +73,29 @@ DEVICE u64 smaller(u64 a, u64 b) {
 DEVICE u64 larger(u64 a, u64 b) {
   return a > b ? a : b;
 }
+
+// Units that a thread moves at once, in moves that load each unit once.
+#define ALONE_AT_ONCE 4u
+
+// Calls `move(u, at)` for each of the units i, i + step, … that a thread moves at once, as far as there are `units`: `at` is the unit, `u`
+// its number among these.
+template <typename At, typename Move>
+DEVICE void for_each_unit(At i, At units, At step, Move move) {
+#pragma unroll
+  for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
+    const At at = i + u * step;
+    if (at < units) {
+      move(u, at);
+    }
+  }
+}
+
+// Moves the units first, first + step, … as far as there are `units`: loads some by `load(at)`, then calls `store(at, v)` for each.
+template <typename At, typename Load, typename Store>
+DEVICE void move_units(At first, At units, At step, Load load, Store store) {
+  for (At i = first; i < units; i += step * ALONE_AT_ONCE) {
+    Unit v[ALONE_AT_ONCE];
+    for_each_unit(i, units, step, [&](u32 u, At at) { v[u] = load(at); });
+    for_each_unit(i, units, step, [&](u32 u, At at) { store(at, v[u]); });
+  }
+}

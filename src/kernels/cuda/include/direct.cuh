@@ -4,9 +4,6 @@
 #include "zero_copy.cuh"
 #include "staging.cuh"
 
-// Units that a thread moves at once, in moves that load each unit once.
-#define ALONE_AT_ONCE 4u
-
 // First unit of a thread, and the step from one of its units to the next.
 struct Stride {
   u64 first;
@@ -15,19 +12,6 @@ struct Stride {
 
 DEVICE Stride stride_of_grid() {
   return {(u64)block() * threads() + thread(), (u64)blocks() * threads()};
-}
-
-// Calls `move(u, at)` for each of the units i, i + step, … that a thread moves at once, as far as there are `units`: `at` is the unit, `u`
-// its number among these.
-template <typename Move>
-DEVICE void for_each_unit(u64 i, u64 units, u64 step, Move move) {
-#pragma unroll
-  for (u32 u = 0; u < ALONE_AT_ONCE; ++u) {
-    const u64 at = i + u * step;
-    if (at < units) {
-      move(u, at);
-    }
-  }
 }
 
 // Says whether this thread moves the rest that is less than a unit; one thread of the grid does.

@@ -33,12 +33,9 @@ DEVICE void keep_own(const ExchangeArgs& args) {
   const u8* from = args.out.from[RANK];
   u8* to = args.to[RANK];
   const u64 bytes = own_bytes(args), units = units_of(bytes);
-  const u64 first = stride_of_grid().first, step = stride_of_grid().step;
-  for (u64 i = first; i < units; i += step * ALONE_AT_ONCE) {
-    Unit v[ALONE_AT_ONCE];
-    for_each_unit(i, units, step, [&](u32 u, u64 at) { v[u] = load_unit(from + at * 16, bytes - at * 16); });
-    for_each_unit(i, units, step, [&](u32 u, u64 at) { store_unit(to + at * 16, v[u], bytes - at * 16); });
-  }
+  const auto [first, step] = stride_of_grid();
+  const auto load = [&](u64 at) { return load_unit(from + at * 16, bytes - at * 16); };
+  move_units(first, units, step, load, [&](u64 at, Unit v) { store_unit(to + at * 16, v, bytes - at * 16); });
 }
 
 // Moves this block's share of every short message on LL lines, and of the rank's message to itself if it `keeps` that here.

@@ -122,25 +122,9 @@ struct OffersToSender : OfferedLane {
 
   // Copies `from`, at any alignment, to `to`, which is aligned to 16 bytes.
   DEVICE static void put(const u8* from, u8* to, u64 bytes) {
-    constexpr u32 AT = 4;
     const u32 units = (u32)(bytes / 16);
-    for (u32 i = thread(); i < units; i += threads() * AT) {
-      Unit v[AT];
-#pragma unroll
-      for (u32 u = 0; u < AT; ++u) {
-        const u32 at = i + u * threads();
-        if (at < units) {
-          v[u] = load_unit(from + (u64)at * 16, 16);
-        }
-      }
-#pragma unroll
-      for (u32 u = 0; u < AT; ++u) {
-        const u32 at = i + u * threads();
-        if (at < units) {
-          ((Unit*)to)[at] = v[u];
-        }
-      }
-    }
+    const auto load = [&](u32 at) { return load_unit(from + (u64)at * 16, 16); };
+    move_units(thread(), units, threads(), load, [&](u32 at, Unit v) { ((Unit*)to)[at] = v; });
     const u32 rest = (u32)(bytes % 16);
     if (rest != 0 && thread() == 0) {
       store_unit(to + (u64)units * 16, load_unit(from + (u64)units * 16, rest), rest);

@@ -36,7 +36,7 @@ DEVICE u64 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WOR
 }
 
 // Sends the messages to the ranks in `to` in chunks. `lift` changes each unit on its way. What `offers` has a place for is put there. A chunk
-// of `own`, the rank's message to itself, goes along with each.
+// of `own`, the rank's message to itself, goes along with each; there is none where chunks are moved one by one.
 template <typename ChunkOf, typename Lift, typename Offers, typename Own>
 DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, ChunkOf chunk_of, Lift lift, Offers& offers, Own own) {
   // step 1: begin where the last call ended, find the number of chunks
@@ -68,34 +68,23 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
     offers.look(session, to, step);
     // step 2b: write the units into the slots, whose addresses are not kept: registers are scarce
     if (out.same) {
-      constexpr u32 AT = 4;
-      for (u32 i = thread(); i < longest; i += threads() * AT) {
-        Unit v[AT];
-#pragma unroll
-        for (u32 u = 0; u < AT; ++u) {
-          const u32 at = i + u * threads();
+      for (u32 i = thread(); i < longest; i += threads() * ALONE_AT_ONCE) {
+        Unit v[ALONE_AT_ONCE];
+        for_each_unit(i, longest, threads(), [&](u32 u, u32 at) {
           const u64 offset = ChunkOf::offset(start[(RANK + 1) % WORLD], at);
-          if (at < longest) {
-            v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
-          }
-        }
-        for_each_peer([&](u32 r) {
-#pragma unroll
-          for (u32 u = 0; u < AT; ++u) {
-            const u32 at = i + u * threads();
-            if (at < units[r]) {
-              session.slot(r)[at] = v[u];
-            }
-          }
+          v[u] = lift(load_unit(out.from[(RANK + 1) % WORLD] + offset, out.bytes[(RANK + 1) % WORLD] - offset));
         });
-#pragma unroll
-        for (u32 u = 0; u < AT; ++u) {
-          const u32 at = i + u * threads();
-          if (at < kept) {
-            own.store(start[RANK], at, v[u]);
-          }
-        }
+        for_each_peer([&](u32 r) { for_each_unit(i, units[r], threads(), [&](u32 u, u32 at) { session.slot(r)[at] = v[u]; }); });
+        for_each_unit(i, kept, threads(), [&](u32 u, u32 at) { own.store(start[RANK], at, v[u]); });
       }
+    } else if (ChunkOf::ONE_BY_ONE) {
+      for_each_peer([&](u32 r) {
+        const auto load = [&](u32 at) {
+          const u64 offset = ChunkOf::offset(start[r], at);
+          return load_unit(out.from[r] + offset, out.bytes[r] - offset);
+        };
+        move_units(thread(), units[r], threads(), load, [&](u32 at, Unit v) { session.slot(r)[at] = lift(v); });
+      });
     } else {
       // Where so many peers need registers, what the rank keeps is loaded only when it is stored.
       constexpr bool LOAD_EARLY = AT_ONCE > 1;
@@ -218,6 +207,16 @@ struct CopyOut {
   const u64* bytes;
 
   DEVICE void operator()(const typename ChunkOf::Start (&start)[WORLD], const u32 (&units)[WORLD], const Unit* const (&slot)[WORLD]) const {
+    if (ChunkOf::ONE_BY_ONE) {
+      for_each_peer([&](u32 r) {
+        const auto store = [&](u32 at, Unit v) {
+          const u64 offset = ChunkOf::offset(start[r], at);
+          store_unit(to[r] + offset, v, bytes[r] - offset);
+        };
+        move_units(thread(), units[r], threads(), [&](u32 at) { return slot[r][at]; }, store);
+      });
+      return;
+    }
     u32 longest = 0;
     for_each_rank([&](u32 r) { longest = units[r] > longest ? units[r] : longest; });
     for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {

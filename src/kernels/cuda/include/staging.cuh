@@ -204,6 +204,7 @@ struct ReceiveSession : Stage {
 
 // Chunk length that is the same for every message.
 struct ChunkOfCall {
+  static constexpr bool ONE_BY_ONE = false;
   // Start of a chunk, in bytes.
   typedef u64 Start;
   u32 bytes;
@@ -217,6 +218,7 @@ struct ChunkOfCall {
 // Chunk length of messages that differ in length, which only their two ends know: whole slots, or one or two chunks of equal length for
 // each lane, if those are not too short. Both ends compute the same.
 struct ChunkOfMessage {
+  static constexpr bool ONE_BY_ONE = false;
   // Start of a chunk in steps of 256 bytes, of which chunks are multiples: 32 bits are enough for 1 TiB, more than a GPU has. There is one
   // for each rank, and registers are scarce.
   typedef u32 Start;
@@ -234,4 +236,10 @@ struct ChunkOfMessage {
   }
   DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
+};
+
+// The same for sends and receives. A call mostly has one of them, so their chunks are moved one by one: a thread may have more units of one
+// under way than of several at once.
+struct ChunkOfTransfer : ChunkOfMessage {
+  static constexpr bool ONE_BY_ONE = true;
 };
