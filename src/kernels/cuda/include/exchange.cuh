@@ -51,22 +51,8 @@ DEVICE void exchange_short(const ExchangeArgs& args, bool keeps) {
     longest = send[r] > longest ? send[r] : longest;
     longest = take[r] > longest ? take[r] : longest;
   });
-  // step 2: send each unit to its receiver; at least one line goes to every peer
-  for (u32 i = thread(); i < longest; i += threads()) {
-    const u64 offset = (session.first + i) * 16;
-    Unit v[WORLD];
-    for_each_peer([&](u32 r) {
-      v[r] = {0, 0, 0, 0};
-      if (i < send[r]) {
-        v[r] = load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset);
-      }
-    });
-    for_each_peer([&](u32 r) {
-      if (i < at_least_one(send[r])) {
-        session.send(r, i, v[r]);
-      }
-    });
-  }
+  // step 2: send each unit to its receiver
+  session.send_each(send, longest, [&](u32 r, u64 offset) { return load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset); });
   allow_successor();
   // step 3: copy the rank's own message while the others' are on their way
   if (keeps) {

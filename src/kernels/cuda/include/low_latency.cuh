@@ -110,6 +110,27 @@ struct LowLatencySession {
     store_lines((Line*)(common.peer[to] + base + RANK * stride + (u64)unit * 32), v, epoch);
   }
 
+  // Sends each peer r the units of its message that this block carries, `units[r]` of at most `longest`: `load(r, offset)` is the unit at an
+  // offset in the message. At least one line goes to every peer.
+  template <typename Load>
+  DEVICE void send_each(const u32 (&units)[WORLD], u32 longest, Load load) const {
+    for (u32 i = thread(); i < longest; i += threads()) {
+      const u64 offset = (first + i) * 16;
+      Unit v[WORLD];
+      for_each_peer([&](u32 r) {
+        v[r] = {0, 0, 0, 0};
+        if (i < units[r]) {
+          v[r] = load(r, offset);
+        }
+      });
+      for_each_peer([&](u32 r) {
+        if (i < at_least_one(units[r])) {
+          send(r, i, v[r]);
+        }
+      });
+    }
+  }
+
   // Waits for `unit` of every rank in `sources` (a bit each) and loads it into `v`; each turn looks at all of them.
   DEVICE void receive(u32 unit, u32 sources, Unit (&v)[WORLD]) {
     const u8* own = common.peer[RANK] + base + (u64)unit * 32;

@@ -28,22 +28,10 @@ KERNEL(reduce_low_latency, ReduceArgs) {
     longest = send[r] > longest ? send[r] : longest;
   });
   const u32 take = args.to != nullptr ? session.share(args.bytes) : 0;
-  // step 2: send each unit to the rank that needs it; at least one line goes to every peer
-  for (u32 i = thread(); i < longest; i += threads()) {
-    const u64 offset = (session.first + i) * 16;
-    Unit v[WORLD];
-    for_each_peer([&](u32 r) {
-      v[r] = {0, 0, 0, 0};
-      if (i < send[r]) {
-        v[r] = lift(load_unit(args.from[r] + offset, args.send[r] - offset), args.factor);
-      }
-    });
-    for_each_peer([&](u32 r) {
-      if (i < at_least_one(send[r])) {
-        session.send(r, i, v[r]);
-      }
-    });
-  }
+  // step 2: send each unit to the rank that needs it
+  session.send_each(send, longest, [&](u32 r, u64 offset) {
+    return lift(load_unit(args.from[r] + offset, args.send[r] - offset), args.factor);
+  });
   allow_successor();
   // step 3: receive each peer's unit, add up in rank order, store the sum
   // Every peer's first line is waited for, also without data: the two buffers of low_latency.cuh rely on it.
