@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -35,9 +37,13 @@ def tell(model: torch.nn.Module, numbers: Iterable[torch.Tensor] = ()) -> None:
     told = {
         "rank": dist.get_rank(),
         "parameters": digest.hexdigest(),
-        "numbers": [float(number) for number in numbers],
+        "numbers": [number.item() for number in numbers],
         "backend": str(dist.get_backend()),
         "symm": served,
         "calls": len(torch_symm.trace()["calls"]) if served else 0,
     }
     print("told " + json.dumps(told), flush=True)
+    if not served:
+        # A thread of Gloo's that still holds the last call's tensors while the interpreter ends aborts the process:
+        # https://github.com/pytorch/pytorch/pull/179291. So this side ends before.
+        atexit.register(os._exit, 0)
