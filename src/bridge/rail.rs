@@ -42,8 +42,9 @@ pub(super) fn engines(torch: &RailHandle, named: &str) -> Result<Engines> {
     outcome(torch.engines(named, &mut found.cpu, &mut found.cuda)).map(|()| found)
 }
 
+/// Milliseconds for a backend: rounded up, so that its own timeout does not pass before the caller's deadline, which says who is missing.
 pub(super) fn milliseconds(time: Duration) -> i64 {
-    i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
+    i64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(i64::MAX).max(1)
 }
 
 impl Rail for BackendRail {
@@ -72,5 +73,19 @@ impl Rail for BackendRail {
             Err(error) if error.kind == Kind::WaitTimeout => Ok(false),
             Err(error) => Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backend_has_no_less_time_than_its_caller() {
+        for nanoseconds in [0, 1, 999_999, 1_000_000, 1_000_001, 1_999_999_999] {
+            let time = Duration::from_nanos(nanoseconds);
+            assert!(Duration::from_millis(milliseconds(time) as u64) >= time, "{time:?}");
+        }
+        assert_eq!((milliseconds(Duration::ZERO), milliseconds(Duration::from_secs(2)), milliseconds(Duration::MAX)), (1, 2000, i64::MAX));
     }
 }

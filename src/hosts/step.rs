@@ -248,10 +248,10 @@ impl<'a> Between<'a> {
         Error::timeout(format!("{about}: {me} waited {waited:.1} s until its timeout on rail {local} for {others}"))
     }
 
-    /// A host says why it failed before its rails close.
+    /// A host says why it failed before its rails close. Its deadline may have passed just before this one's.
     fn broken(&self, error: Error) -> Error {
         let step = self.step;
-        step.shared.cause(step.inner, step.local(), step.limit.left().unwrap_or_default()).unwrap_or_else(|| {
+        step.shared.cause(step.inner, step.local(), step.limit.left().unwrap_or_default().max(HEAR)).unwrap_or_else(|| {
             let (about, me, others) = (step.about(), step.layout.describe(step.rank), step.layout.name_others(step.host()));
             let local = step.local();
             Error::peer(format!("{about}: {me} lost rail {local} to {others}: {}", error.message))
