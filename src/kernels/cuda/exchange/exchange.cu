@@ -20,9 +20,9 @@ struct OwnMessage {
     return Stage(args.common, args.staging, args.out.same ? sender.lane : args.staging.lanes - 1 - sender.lane);
   }
   // Number of the lane's chunks; units of chunk `step`, and where it starts.
-  DEVICE u64 steps(const Stage& sender) const { return lane(sender).chunks(bytes(), chunk()); }
-  DEVICE u32 units(const Stage& sender, u64 step) const { return (u32)units_of(lane(sender).length(bytes(), step, chunk())); }
-  DEVICE u32 start(const Stage& sender, u64 step) const { return ChunkOfMessage::start(lane(sender).index(step), chunk()); }
+  DEVICE u32 steps(const Stage& sender) const { return lane(sender).chunks(bytes(), chunk()); }
+  DEVICE u32 units(const Stage& sender, u32 step) const { return (u32)units_of(lane(sender).length(bytes(), step, chunk())); }
+  DEVICE u32 start(const Stage& sender, u32 step) const { return ChunkOfMessage::start(lane(sender).index(step), chunk()); }
   // Loads and stores unit `at` of the chunk that begins at `start`.
   DEVICE Unit load(u32 start, u32 at) const {
     const u64 offset = ChunkOfMessage::offset(start, at);

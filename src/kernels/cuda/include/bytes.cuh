@@ -73,6 +73,9 @@ DEVICE u64 smaller(u64 a, u64 b) {
 DEVICE u64 larger(u64 a, u64 b) {
   return a > b ? a : b;
 }
+DEVICE u32 larger(u32 a, u32 b) {
+  return a > b ? a : b;
+}
 
 // Units that a thread moves at once, in moves that load each unit once.
 #define ALONE_AT_ONCE 4u

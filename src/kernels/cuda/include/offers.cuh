@@ -58,7 +58,7 @@ struct OffersToSender : OfferedLane {
       : OfferedLane{common, handshake, lane}, out(out) {}
 
   // Ranks in `to` for which chunk `step` of the lane is not the end of the message, and which may have made an offer.
-  DEVICE u32 wanted(const SendSession& session, u32 to, u64 step, const u32 (&chunk)[WORLD]) const {
+  DEVICE u32 wanted(const SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) const {
     u32 ranks = 0;
     for_each_peer([&](u32 r) {
       const bool may = (to & handshake.give) >> r & 1 && out.bytes[r] >= handshake.least;
@@ -68,18 +68,18 @@ struct OffersToSender : OfferedLane {
   }
 
   // Looks for offers: thread r for that of rank r. `step` chunks of the message were sent before.
-  DEVICE void look(const SendSession& session, u32 to, u64 step) {
+  DEVICE void look(const SendSession& session, u32 to, u32 step) {
     const u32 r = thread();
     if (r < WORLD && ((to & handshake.give) >> r & 1)) {
       const Offer* offer = between(RANK, r);
-      flag = session.of_thread(session.sent) - (u32)step + 1;
+      flag = session.of_thread(session.sent) - step + 1;
       a = load_relaxed(&offer->unit[0]);
       b = load_relaxed(&offer->unit[1]);
     }
   }
 
   // Stores all of the messages that is left from chunk `step` on, for the ranks whose offer was seen. Returns these ranks.
-  DEVICE u32 put_rest(SendSession& session, u32 to, u64 step, const u32 (&chunk)[WORLD]) {
+  DEVICE u32 put_rest(SendSession& session, u32 to, u32 step, const u32 (&chunk)[WORLD]) {
     // step 1: agree within the block on the offers that were seen; flag 0 would be that of cleared memory
     u32 found = 0;
     const bool seen = flag != 0 && have_arrived(a, b, flag);
@@ -105,12 +105,12 @@ struct OffersToSender : OfferedLane {
         const Unit offered = data_of(load_relaxed(&offer->unit[0]), load_relaxed(&offer->unit[1]));
         // Never more than the peer has room for, even if the ranks disagree.
         const u64 bytes = smaller(out.bytes[r], second_of(offered));
-        const u64 chunks = session.chunks(out.bytes[r], chunk[r]);
-        for (u64 next = step; next < chunks; ++next) {
+        const u32 chunks = session.chunks(out.bytes[r], chunk[r]);
+        for (u32 next = step; next < chunks; ++next) {
           const u64 start = session.start(next, chunk[r]);
           put(out.from[r] + start, (u8*)(handshake.heap[r] + first_of(offered) + start), session.length(bytes, next, chunk[r]));
         }
-        session.sent[r] += (u32)(chunks - step) - 1;
+        session.sent[r] += chunks - step - 1;
       }
     });
     // step 3: tell the receivers that all is there

@@ -12,8 +12,8 @@ struct Outgoing {
 
 // No offers (offers.cuh): every chunk goes through staging.
 struct NoOffers {
-  DEVICE void look(const SendSession&, u32, u64) const {}
-  DEVICE u32 put_rest(SendSession&, u32, u64, const u32 (&)[WORLD]) const { return 0; }
+  DEVICE void look(const SendSession&, u32, u32) const {}
+  DEVICE u32 put_rest(SendSession&, u32, u32, const u32 (&)[WORLD]) const { return 0; }
   DEVICE void make(const ReceiveSession&, const u32 (&)[WORLD]) const {}
   DEVICE u32 in_place(const ReceiveSession&, u32) const { return 0; }
   DEVICE void withdraw() const {}
@@ -21,16 +21,16 @@ struct NoOffers {
 
 // No message of the rank to itself.
 struct NoOwnMessage {
-  DEVICE u64 steps(const Stage&) const { return 0; }
-  DEVICE u32 units(const Stage&, u64) const { return 0; }
-  DEVICE u32 start(const Stage&, u64) const { return 0; }
-  DEVICE Unit load(u64, u32) const { return {0, 0, 0, 0}; }
-  DEVICE void store(u64, u32, Unit) const {}
+  DEVICE u32 steps(const Stage&) const { return 0; }
+  DEVICE u32 units(const Stage&, u32) const { return 0; }
+  DEVICE u32 start(const Stage&, u32) const { return 0; }
+  DEVICE Unit load(u32, u32) const { return {0, 0, 0, 0}; }
+  DEVICE void store(u32, u32, Unit) const {}
 };
 
 // Most chunks that the lane has of a message of one of the `ranks`.
-DEVICE u64 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
-  u64 steps = 0;
+DEVICE u32 steps_of(const Stage& stage, const u64* bytes, const u32 (&chunk)[WORLD], u32 ranks) {
+  u32 steps = 0;
   for_each_peer([&](u32 r) { steps = ranks >> r & 1 ? larger(steps, stage.chunks(bytes[r], chunk[r])) : steps; });
   return steps;
 }
@@ -46,9 +46,9 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
   const bool any = steps_of(session, out.bytes, chunk, to) > 0;
   offers.look(session, to, 0);
   to &= ~offers.put_rest(session, to, 0, chunk);
-  u64 steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
+  u32 steps = larger(own.steps(session), steps_of(session, out.bytes, chunk, to));
   // step 2: send chunk after chunk
-  for (u64 step = 0; step < steps; ++step) {
+  for (u32 step = 0; step < steps; ++step) {
     u32 peers = 0;
     const u32 kept = own.units(session, step);
     u32 longest = kept;
@@ -149,13 +149,13 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
   session.begin();
   u32 chunk[WORLD];
   for_each_peer([&](u32 r) { chunk[r] = chunk_of(bytes[r]); });
-  u64 steps = steps_of(session, bytes, chunk, from);
+  u32 steps = steps_of(session, bytes, chunk, from);
   const bool any = steps > 0;
   if (any) {
     offers.make(session, chunk);
   }
   // step 2: receive chunk after chunk
-  for (u64 step = 0; step < steps; ++step) {
+  for (u32 step = 0; step < steps; ++step) {
     u32 peers = 0;
     u32 units[WORLD];
     typename ChunkOf::Start start[WORLD];
@@ -176,7 +176,7 @@ DEVICE void receive_pieces(ReceiveSession& session, const u64* bytes, u32 from, 
       for_each_peer([&](u32 r) {
         if (placed >> r & 1) {
           units[r] = 0;
-          session.taken[r] += (u32)(session.chunks(bytes[r], chunk[r]) - step) - 1;
+          session.taken[r] += session.chunks(bytes[r], chunk[r]) - step - 1;
         }
       });
       from &= ~placed;

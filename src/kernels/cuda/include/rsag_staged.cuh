@@ -70,9 +70,9 @@ DEVICE void gather_to(const RsagStagedArgs& args, u32 lane, u32 sources, u32 tar
   in.begin();
   out.begin();
   const u32 chunk = args.scatter.chunk_bytes;
-  const u64 steps = in.chunks(bytes, chunk);
+  const u32 steps = in.chunks(bytes, chunk);
   // step 2: repeat steps 3 to 6 for every chunk of the piece
-  for (u64 step = 0; step < steps; ++step) {
+  for (u32 step = 0; step < steps; ++step) {
     const u32 units = (u32)units_of(in.length(bytes, step, chunk));
     const u64 first = own + in.start(step, chunk);
     // step 3: wait until every target has read what lay in the slots that the results go to

@@ -16,6 +16,14 @@
 // Ranks that send one rank something.
 #define SOURCES (WORLD > 1 ? WORLD - 1u : 1u)
 
+// Unit of the lengths of slots and chunks; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same. So many of them that 32 bits can number
+// them are 1 TiB, more than a GPU has, and 32 bits are divided faster than 64.
+#define START_STEP 256u
+
+DEVICE u32 quotient_up(u32 a, u32 b) {
+  return (a + b - 1) / b;
+}
+
 // Words of one lane and stage.
 struct Lane {
   // Words that this rank writes.
@@ -68,17 +76,17 @@ struct Stage {
   }
 
   // Number of this lane's chunks in a message of `bytes` in chunks of `chunk`.
-  DEVICE u64 chunks(u64 bytes, u32 chunk) const {
-    const u64 all = (bytes + chunk - 1) / chunk;
-    return all <= lane ? 0 : (all - lane + staging.lanes - 1) / staging.lanes;
+  DEVICE u32 chunks(u64 bytes, u32 chunk) const {
+    const u32 all = quotient_up((u32)((bytes + START_STEP - 1) / START_STEP), chunk / START_STEP);
+    return all <= lane ? 0 : quotient_up(all - lane, staging.lanes);
   }
 
   // Index in its message of the lane's chunk `step`, and the offset at which it starts.
-  DEVICE u64 index(u64 step) const { return step * staging.lanes + lane; }
-  DEVICE u64 start(u64 step, u32 chunk) const { return index(step) * chunk; }
+  DEVICE u32 index(u32 step) const { return step * staging.lanes + lane; }
+  DEVICE u64 start(u32 step, u32 chunk) const { return (u64)index(step) * chunk; }
 
   // Bytes, of a message of `bytes`, that lie in the lane's chunk `step`.
-  DEVICE u64 length(u64 bytes, u64 step, u32 chunk) const {
+  DEVICE u64 length(u64 bytes, u32 step, u32 chunk) const {
     const u64 first = start(step, chunk);
     return first >= bytes ? 0 : smaller(bytes - first, chunk);
   }
@@ -199,9 +207,6 @@ struct ReceiveSession : Stage {
 // Shorter chunks are not worth a fence; src/coll/cuda/plan.rs has the same.
 #define MIN_CHUNK 4096u
 
-// Unit of the lengths of slots, and of chunks of exchanges; `ALIGN` in src/coll/cuda/workspace/layout.rs is the same.
-#define START_STEP 256u
-
 // Chunk length that is the same for every message.
 struct ChunkOfCall {
   static constexpr bool ONE_BY_ONE = false;
@@ -210,7 +215,7 @@ struct ChunkOfCall {
   u32 bytes;
 
   DEVICE u32 operator()(u64) const { return bytes; }
-  DEVICE static Start start(u64 index, u32 chunk) { return index * chunk; }
+  DEVICE static Start start(u32 index, u32 chunk) { return (u64)index * chunk; }
   // Offset of unit `at` of the chunk.
   DEVICE static u64 offset(Start start, u32 at) { return start + (u64)at * 16; }
 };
@@ -219,14 +224,13 @@ struct ChunkOfCall {
 // each lane, if those are not too short. Both ends compute the same.
 struct ChunkOfMessage {
   static constexpr bool ONE_BY_ONE = false;
-  // Start of a chunk in steps of 256 bytes, of which chunks are multiples: 32 bits are enough for 1 TiB, more than a GPU has. There is one
-  // for each rank, and registers are scarce.
+  // Start of a chunk in steps of 256 bytes. There is one for each rank, and registers are scarce.
   typedef u32 Start;
   const Staging& staging;
 
   DEVICE u32 operator()(u64 bytes) const {
     const u32 lanes = staging.lanes, slot = staging.slot_bytes;
-    const u32 part = ((u32)smaller(bytes, (u64)slot * 2 * lanes) + lanes - 1) / lanes;
+    const u32 part = quotient_up((u32)smaller(bytes, (u64)slot * 2 * lanes), lanes);
     if (part >= slot * 2) {
       return slot;
     }
@@ -234,7 +238,7 @@ struct ChunkOfMessage {
     const u32 least = slot < MIN_CHUNK ? slot : MIN_CHUNK;
     return chunk < least ? least : chunk < slot ? chunk : slot;
   }
-  DEVICE static Start start(u64 index, u32 chunk) { return (u32)index * (chunk / START_STEP); }
+  DEVICE static Start start(u32 index, u32 chunk) { return index * (chunk / START_STEP); }
   DEVICE static u64 offset(Start start, u32 at) { return (u64)start * START_STEP + (u64)at * 16; }
 };
 
