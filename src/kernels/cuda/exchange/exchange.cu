@@ -82,14 +82,20 @@ DEVICE bool put_direct(const ExchangeArgs& args, HandshakeSession& session, u32&
   }
   return true;
 }
-
-// Blocks of the kernel: a lane's two roles side by side. The first `ll_blocks` serve LL lines too, after their role.
-LANE_KERNEL(exchange, ExchangeArgs) {
-#else
-KERNEL(exchange, ExchangeArgs) {
 #endif
+
+// Blocks of the kernel: a lane's two roles side by side. The first `ll_blocks` serve LL lines too: they send before their role and receive
+// after it.
+LANE_KERNEL(exchange, ExchangeArgs) {
   after_predecessor();
-  // step 1: find the peers whose messages are long
+  const bool serves_short = block() < args.ll_blocks;
+  // step 1: send the short messages, so that their lines are there when the long ones have been moved
+  if (serves_short) {
+    LowLatencySession lines(args.common, args.ll);
+    lines.begin();
+    send_short(args, lines);
+  }
+  // step 2: find the peers whose messages are long
   bool keeps = true;
   u32 to = 0, from = 0;
   for_each_peer([&](u32 r) {
@@ -97,7 +103,7 @@ KERNEL(exchange, ExchangeArgs) {
     from |= args.bytes[r] > args.short_bytes ? 1u << r : 0;
   });
 #ifdef SYMM_ZERO_COPY
-  // step 2: begin the handshake with the partners and put what goes direct
+  // step 3: begin the handshake with the partners and put what goes direct
   // Partners are the ends of a message that may go direct. Both know its length, so neither waits for a message that is staged anyhow.
   Partners partners{0, 0};
   for_each_peer([&](u32 r) {
@@ -111,7 +117,7 @@ KERNEL(exchange, ExchangeArgs) {
     return;
   }
 #endif
-  // step 3: stage the other long messages: role 0 sends and copies the rank's own message, role 1 receives
+  // step 4: stage the other long messages: role 0 sends and copies the rank's own message, role 1 receives
   const bool staged = (to | from) != 0;
   const auto [lane, role] = role_of(block(), 2);
   if (staged && lane < args.staging.lanes) {
@@ -125,15 +131,20 @@ KERNEL(exchange, ExchangeArgs) {
       receive_pieces(receiver, args.bytes, from, chunk_of, CopyOut<ChunkOfMessage>{args.to, args.bytes});
     }
   }
-  // step 4: exchange the short messages; where nothing is staged all blocks copy the rank's own message
-  keeps &= !staged;
-  if (block() < args.ll_blocks) {
-    exchange_short(args, keeps);
-  } else if (keeps) {
+  // step 5: where nothing is staged all blocks copy the rank's own message
+  if (keeps && !staged) {
     keep_own(args);
   }
+  // step 6: receive the short messages
+  if (serves_short) {
+    LowLatencySession lines(args.common, args.ll);
+    lines.begin();
+    allow_successor();
+    receive_short(args, lines);
+    lines.end();
+  }
 #ifdef SYMM_ZERO_COPY
-  // step 5: end the handshake, also without partners: no rank knows which others have partners, and all must count the same epochs
+  // step 7: end the handshake, also without partners: no rank knows which others have partners, and all must count the same epochs
   session.end();
 #endif
 }

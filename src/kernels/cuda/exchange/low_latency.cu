@@ -4,5 +4,14 @@
 
 KERNEL(exchange_low_latency, ExchangeArgs) {
   after_predecessor();
-  exchange_short(args, true);
+  // step 1: send each unit to its receiver
+  LowLatencySession session(args.common, args.ll);
+  session.begin();
+  send_short(args, session);
+  allow_successor();
+  // step 2: copy the rank's own message while the others' are on their way
+  keep_own(args);
+  // step 3: receive each unit from its sender and store it
+  receive_short(args, session);
+  session.end();
 }

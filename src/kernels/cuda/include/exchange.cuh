@@ -38,39 +38,37 @@ DEVICE void keep_own(const ExchangeArgs& args) {
   move_units(first, units, step, load, [&](u64 at, Unit v) { store_unit(to + at * 16, v, bytes - at * 16); });
 }
 
-// Moves this block's share of every short message on LL lines, and of the rank's message to itself if it `keeps` that here.
-DEVICE void exchange_short(const ExchangeArgs& args, bool keeps) {
-  // step 1: find this block's share of each short message
-  LowLatencySession session(args.common, args.ll);
-  session.begin();
-  u32 send[WORLD], take[WORLD];
+// Finds the units that this block carries of each peer's message if that is short. Returns the most of them, 1 at least.
+DEVICE u32 short_units(const ExchangeArgs& args, const LowLatencySession& session, const u64* bytes, u32 (&units)[WORLD]) {
   u32 longest = 1;
   for_each_peer([&](u32 r) {
-    send[r] = args.out.bytes[r] <= args.short_bytes ? session.share(args.out.bytes[r]) : 0;
-    take[r] = args.bytes[r] <= args.short_bytes ? session.share(args.bytes[r]) : 0;
-    longest = send[r] > longest ? send[r] : longest;
-    longest = take[r] > longest ? take[r] : longest;
+    units[r] = bytes[r] <= args.short_bytes ? session.share(bytes[r]) : 0;
+    longest = larger(units[r], longest);
   });
-  // step 2: send each unit to its receiver
-  session.send_each(send, longest, [&](u32 r, u64 offset) { return load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset); });
-  allow_successor();
-  // step 3: copy the rank's own message while the others' are on their way
-  if (keeps) {
-    keep_own(args);
-  }
-  // step 4: receive each unit from its sender and store it
+  return longest;
+}
+
+// Sends this block's share of every short message on LL lines.
+DEVICE void send_short(const ExchangeArgs& args, const LowLatencySession& session) {
+  u32 units[WORLD];
+  const u32 longest = short_units(args, session, args.out.bytes, units);
+  session.send_each(units, longest, [&](u32 r, u64 offset) { return load_unit(args.out.from[r] + offset, args.out.bytes[r] - offset); });
+}
+
+// Receives this block's share of every peer's short message and stores it.
+DEVICE void receive_short(const ExchangeArgs& args, LowLatencySession& session) {
+  u32 units[WORLD];
+  const u32 longest = short_units(args, session, args.bytes, units);
   for (u32 i = thread(); i < longest; i += threads()) {
     const u64 offset = (session.first + i) * 16;
     u32 sources = 0;
-    for_each_peer([&](u32 r) { sources |= i < at_least_one(take[r]) ? 1u << r : 0; });
+    for_each_peer([&](u32 r) { sources |= i < at_least_one(units[r]) ? 1u << r : 0; });
     Unit v[WORLD];
     session.receive(i, sources, v);
     for_each_peer([&](u32 r) {
-      if (i < take[r]) {
+      if (i < units[r]) {
         store_unit(args.to[r] + offset, v[r], args.bytes[r] - offset);
       }
     });
   }
-  // step 5: end the epoch
-  session.end();
 }
