@@ -63,8 +63,8 @@ impl Host {
         Self { mesh, layout, tuning, memory: vec![units; N], reports, stop: Box::new(0), guard, timeout }
     }
 
-    fn plan(&self, call: &Call) -> Plan {
-        plan::choose(call, &Conditions { n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, zero_copy: false })
+    fn plan(&self, me: usize, call: &Call) -> Plan {
+        plan::choose(call, &Conditions { me, n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, zero_copy: false })
     }
 
     fn launch(&self, me: usize, number: u64, call: &Call) -> Option<Launch> {
@@ -79,7 +79,7 @@ impl Host {
         let common = Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call: number };
         let edges = Some(Edges { mesh: &self.mesh, peer: along });
         let call_site = LaunchContext { me, n: N, layout: &self.layout, edges, threads: THREADS, common, symmetric: None };
-        call_site.prepare(call, self.plan(call))
+        call_site.prepare(call, self.plan(me, call))
     }
 
     fn run(&self, me: usize, number: u64, call: &Call, blocks: Option<u32>) {
@@ -311,7 +311,7 @@ fn run(mesh: CubeMesh, cases: &[Case]) -> Vec<&'static str> {
             }
         }
     }
-    tensors.iter().map(|tensors| host.plan(&tensors[0].call()).name()).collect()
+    tensors.iter().map(|tensors| host.plan(0, &tensors[0].call()).name()).collect()
 }
 
 const TYPES: [(DType, ReduceOp); 13] = [

@@ -107,10 +107,10 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> V
                         let call = tensors[me].call(norm);
                         call.validate(Rank(me as u32), n).expect("valid");
                         let context = host.context(me, round * norms.len() as u64 + i as u64, Some(&call));
-                        let plan = host.plan(&call);
+                        let plan = host.plan(me, &call);
                         if let Plan::NormRows { .. } = plan {
                             let sum = norm::reduction(&call);
-                            if let Some(launch) = context.prepare(&sum, host.plan(&sum)) {
+                            if let Some(launch) = context.prepare(&sum, host.plan(me, &sum)) {
                                 host.run(me, &launch, norm.dtype, ReduceOp::Sum);
                             }
                         }
@@ -132,7 +132,7 @@ fn run(n: usize, norms: &[Norm], shift: usize, rounds: u64, tuning: Tuning) -> V
             }
         }
     }
-    norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(&tensors[0].call(norm)).name()).collect()
+    norms.iter().zip(&tensors).map(|(norm, tensors)| host.plan(0, &tensors[0].call(norm)).name()).collect()
 }
 
 /// Rows that eight threads can norm, and rows that take clusters of 2 and of 4 blocks with as many.

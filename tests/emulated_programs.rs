@@ -283,7 +283,7 @@ impl Scene {
             }
         };
         call.validate(Rank(me as u32), host.n).expect("a valid call");
-        let plan = host.plan(call);
+        let plan = host.plan(me, call);
         if let Some(launch) = call_site(Some(call)).prepare(call, plan) {
             run(&launch);
         }
@@ -292,13 +292,13 @@ impl Scene {
     /// Whether `me` moves something in a zero-copy kernel, to or from a peer.
     fn moves(&self, host: &Host, me: usize) -> bool {
         let Act::Collective(call) = &self.acts[me] else { return false };
-        let plan = host.plan(call);
+        let plan = host.plan(me, call);
         let short = plan::short_bytes(plan) as usize;
         let any = |spans: &[Span]| spans.iter().enumerate().any(|(r, span)| span.bytes > short && (spans.len() < host.n || r != me));
         // The root of a broadcast gives all through staging, unless a single other rank gets it.
         let gives = call.op == Op::Broadcast && host.n > 2 && call.root.index() == me;
         let moved = !gives && (!matches!(plan, Plan::Exchange { .. }) || any(&call.inputs) || any(&call.outputs));
-        host.is_zero_copy(call) && plan.can_be_zero_copy() && moved
+        host.is_zero_copy(me, call) && plan.can_be_zero_copy() && moved
     }
 
     fn check(&self, about: &str) {

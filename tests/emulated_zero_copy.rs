@@ -52,7 +52,7 @@ fn run(program: &[Lengths]) {
             let host = &host;
             scope.spawn(move || {
                 for (number, (call, _)) in calls.iter().enumerate() {
-                    let launch = host.context(me, number as u64 + 1, Some(call)).prepare(call, host.plan(call)).unwrap();
+                    let launch = host.context(me, number as u64 + 1, Some(call)).prepare(call, host.plan(me, call)).unwrap();
                     host.run(me, &launch, DType::U8, ReduceOp::Sum);
                 }
             });

@@ -143,9 +143,9 @@ impl<'a> Group<'a> {
         let launches: Vec<_> = (0..self.n)
             .map(|me| {
                 let cube_mesh = self.cube_mesh.is_some();
-                let zero_copy = zero_copy && plan::worth_zero_copy(&device[me], self.n, &self.tuning);
+                let zero_copy = zero_copy && plan::worth_zero_copy(&device[me], me, self.n, &self.tuning);
                 let plan =
-                    plan::choose(&device[me], &Conditions { n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
+                    plan::choose(&device[me], &Conditions { me, n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
                 name = plan.served_as(zero_copy);
                 let report = self.ranks[me].report.device();
                 let common = Common { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };

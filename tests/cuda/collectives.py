@@ -103,8 +103,19 @@ def all_to_all_single(c: Case) -> None:
 
 
 def all_to_all_uneven(c: Case) -> None:
-    """``splits[a][b]`` elements from a to b, some of them none."""
-    splits = [[((a + 2 * b) % 3) * c.count for b in range(c.world)] for a in range(c.world)]
+    """Some ranks send others nothing."""
+    all_to_all_split(c, [[((a + 2 * b) % 3) * c.count for b in range(c.world)] for a in range(c.world)])
+
+
+def all_to_all_kept(c: Case) -> None:
+    """Each rank keeps more than it sends, rank 0 more than the others."""
+    splits = [[(5 - a % 2 if a == b else 1) * c.count for b in range(c.world)] for a in range(c.world)]
+    splits[0][0] += 3 * c.count
+    all_to_all_split(c, splits)
+
+
+def all_to_all_split(c: Case, splits: list[list[int]]) -> None:
+    """``splits[a][b]`` elements from a to b."""
     own, theirs = splits[c.rank], [splits[giver][c.rank] for giver in range(c.world)]
     output, tensor = c.blank(sum(theirs)), c.place(c.given(count=sum(own)))
     c.call(dist.all_to_all_single, output.view, tensor.view, theirs, own)
@@ -152,11 +163,14 @@ COLLECTIVES: dict[str, Callable[[Case], None]] = {
     for each in (
         all_reduce, reduce, broadcast, all_gather, all_gather_uneven, all_gather_into_tensor, all_gather_in_place,
         gather, scatter, reduce_scatter, reduce_scatter_tensor, all_to_all, all_to_all_single, all_to_all_uneven,
-        coalesced, ring,
+        all_to_all_kept, coalesced, ring,
     )
 }  # fmt: skip
 #: Those whose tensors must be flat, since they are cut along the first dimension.
-FLAT = ("all_gather_uneven", "all_gather_in_place", "all_to_all_single", "all_to_all_uneven", "coalesced")
+FLAT = (
+    "all_gather_uneven", "all_gather_in_place", "all_to_all_single", "all_to_all_uneven", "all_to_all_kept",
+    "coalesced",
+)  # fmt: skip
 
 
 def layouts_of(collective: str, count: int) -> list[str]:

@@ -97,8 +97,8 @@ impl Host {
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
 
-    pub(crate) fn is_zero_copy(&self, call: &Call) -> bool {
-        !self.heaps.is_empty() && plan::worth_zero_copy(call, self.n, &self.tuning)
+    pub(crate) fn is_zero_copy(&self, me: usize, call: &Call) -> bool {
+        !self.heaps.is_empty() && plan::worth_zero_copy(call, me, self.n, &self.tuning)
     }
 
     /// Kernels of each rank that moved something between tensors: collectives and sends.
@@ -128,7 +128,7 @@ impl Host {
 
     /// For launch `number`; of sends and receives, which may always find offers, there is no `call`.
     pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Call>) -> LaunchContext<'_> {
-        let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(call))).map(|reachable| {
+        let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
             Symmetric { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
@@ -136,11 +136,9 @@ impl Host {
         LaunchContext { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
     }
 
-    pub(crate) fn plan(&self, call: &Call) -> Plan {
-        plan::choose(
-            call,
-            &Conditions { n: self.n, layout: &self.layout, tuning: &self.tuning, cube_mesh: false, zero_copy: self.is_zero_copy(call) },
-        )
+    pub(crate) fn plan(&self, me: usize, call: &Call) -> Plan {
+        let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
+        plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: false, zero_copy })
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {

@@ -44,11 +44,11 @@ impl Algorithms {
         match self {
             Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds, false).name(),
             Self::Cuda(layout, tuning) => {
-                let span = vec![Span { addr: 0, bytes: longest }];
-                let (inputs, outputs) = (span.clone(), span);
+                let spans = vec![Span { addr: 0, bytes: longest }; ranks];
+                let (inputs, outputs) = (spans.clone(), spans);
                 let call =
                     Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
-                let conditions = cuda::plan::Conditions { n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
+                let conditions = cuda::plan::Conditions { me: 0, n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
                 cuda::plan::choose(&call, &conditions).name()
             }
             Self::Foreign => "ring",

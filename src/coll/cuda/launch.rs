@@ -426,10 +426,12 @@ impl LaunchContext<'_> {
         };
         let (ll, staging) = (self.low_latency(), self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32));
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
-        let (program, threads) = match lanes {
-            0 => (Program::ExchangeLowLatency, THREADS),
-            _ => (Program::Exchange, self.lane_threads(Program::Exchange, lanes)),
+        // What the rank keeps may be longer than the messages: more blocks copy it then.
+        let keeping = out.bytes[self.me].div_ceil((LL_UNITS * UNIT) as u64).min(self.layout.lanes() as u64) as u32;
+        let (program, grid) = match lanes {
+            0 => (Program::ExchangeLowLatency, Grid::new(ll_blocks.max(keeping), THREADS)),
+            _ => (Program::Exchange, Grid::new(ll_blocks.max(2 * lanes), self.lane_threads(Program::Exchange, lanes))),
         };
-        Launch { program, grid: Grid::new(ll_blocks.max(2 * lanes), threads), zero_copy, args: Args::Exchange(args) }
+        Launch { program, grid, zero_copy, args: Args::Exchange(args) }
     }
 }

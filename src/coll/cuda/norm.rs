@@ -59,7 +59,7 @@ mod tests {
     fn rows_that_have_room_in_the_slots_take_one_kernel() {
         for n in [1, 2, 4, 8] {
             let (layout, tuning) = (Layout::new(n, 512 << 20).expect("fits"), Tuning::of(n));
-            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
             for dtype in [DType::BF16, DType::F32] {
                 for hidden in [8, 4096, 8192, MAX_HIDDEN] {
                     for rows in [0, 1, 3, 64, 65, 1000] {
@@ -85,7 +85,7 @@ mod tests {
             }
         }
         let (layout, tuning) = (Layout::new(2, 512 << 20).expect("fits"), Tuning::of(2));
-        let conditions = Conditions { n: 2, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let conditions = Conditions { me: 0, n: 2, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let plan = |call: &Call| choose(call, &conditions);
         let one_shot = |blocks, cluster| Plan::NormOneShot { blocks, cluster };
         assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), one_shot(8, 8));

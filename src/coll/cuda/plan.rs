@@ -128,9 +128,11 @@ fn can_use_sentinels(dtype: DType) -> bool {
 /// Longest all-reduce along the edges of a hybrid cube mesh: half of what travels is flags, and the edge to the relay has one link.
 pub const CUBE_MESH_BYTES: usize = 256 << 10;
 
-/// Conditions of a choice besides the call; the same on all ranks.
+/// Conditions of a choice besides the call; all but `me` are the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Conditions<'a> {
+    /// Index of this rank, by which its message to itself is told from others.
+    pub me: usize,
     /// Number of ranks.
     pub n: usize,
     /// The group's layout.
@@ -143,10 +145,15 @@ pub struct Conditions<'a> {
     pub zero_copy: bool,
 }
 
+/// Longest message between two ranks, as far as every rank knows it. Of an all-to-all between two ranks both know what travels.
+fn longest_known(call: &Call, me: usize, n: usize) -> usize {
+    if call.op == Op::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
+}
+
 /// The plan for `call`.
 pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
-    let Conditions { n, layout, tuning, cube_mesh, zero_copy } = *conditions;
-    let longest = call.longest();
+    let Conditions { me, n, layout, tuning, cube_mesh, zero_copy } = *conditions;
+    let longest = longest_known(call, me, n);
     if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
         return Plan::Nothing;
     }
@@ -156,7 +163,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let most = Lanes { layout, tuning };
-    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, most.of_exchanges()) };
+    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, most.of_exchanges(call.op, n, longest, zero_copy)) };
     let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
     // Two: the first is on its way in the second stage while the other is in the first.
     let rsag_staged = Plan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
@@ -164,9 +171,11 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: most.of_exchanges() as u32 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter if short => Plan::Exchange { ll_blocks, lanes: 0 },
-        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter => exchange_staged,
+        Op::AllToAll if n != 2 => {
+            Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: most.of_exchanges(call.op, n, longest, zero_copy) as u32 }
+        }
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll if short => Plan::Exchange { ll_blocks, lanes: 0 },
+        Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => exchange_staged,
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },
         // A single other rank has nobody to pass its piece on to: it gets one message.
         Op::Broadcast if n == 2 => exchange_staged,
@@ -200,11 +209,12 @@ fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
 /// staging faster.
 const LOADED_BYTES: usize = 256 << 20;
 
-/// Whether `call` among `n` ranks has a length for which it is worth to look for symmetric memory. Of an all-to-all the kernel decides, each
-/// message for itself.
-pub fn worth_zero_copy(call: &Call, n: usize, tuning: &Tuning) -> bool {
+/// Whether `call`, for rank `me` of `n`, has a length for which it is worth to look for symmetric memory. Of an all-to-all among three and
+/// more the kernel decides, each message for itself.
+pub fn worth_zero_copy(call: &Call, me: usize, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
-        Op::AllToAll => return n > 1,
+        Op::AllToAll if n != 2 => return n > 1,
+        Op::AllToAll => longest_known(call, me, n),
         Op::AllReduceAddRmsNorm => return false,
         Op::ReduceScatter if call.longest() >= LOADED_BYTES / (n * n) => return false,
         Op::AllReduce | Op::Reduce => call.longest() / n,
@@ -252,6 +262,9 @@ const WIDE_BYTES: usize = 2 << 20;
 /// Pieces of an all-reduce between two ranks whose sums go straight into tensors are worth all lanes if they are shorter.
 const LONG_PIECE: usize = 64 << 20;
 
+/// Messages between two ranks from this length on are worth all lanes where the rank copies another to itself.
+const WIDE_MESSAGE: usize = 4 << 20;
+
 /// Lanes that load from peers' tensors, at most: more wait for each other at the handshake longer than they gain.
 const LOADING_LANES: usize = 64;
 
@@ -271,9 +284,10 @@ impl Lanes<'_> {
         self.tuning.lanes.min(self.layout.few_lanes())
     }
 
-    /// Exchanges have two roles: a block for each processor.
-    fn of_exchanges(&self) -> usize {
-        (self.tuning.lanes / 2).clamp(1, self.all())
+    /// Exchanges have two roles: a block for each processor, or two where long messages differ.
+    fn of_exchanges(&self, op: Op, n: usize, longest: usize, zero_copy: bool) -> usize {
+        let wide = op == Op::AllToAll && n == 2 && longest >= WIDE_MESSAGE && !zero_copy;
+        if wide { self.all() } else { (self.tuning.lanes / 2).clamp(1, self.all()) }
     }
 
     fn of_reduce_scatter(&self, bytes: usize, zero_copy: bool) -> usize {
@@ -319,7 +333,8 @@ mod tests {
     use crate::rank::Rank;
 
     fn call(op: Op, dtype: DType, bytes: usize) -> Call {
-        let spans = vec![Span { addr: 0, bytes }];
+        // More than an all-to-all needs will do.
+        let spans = vec![Span { addr: 0, bytes }; if op == Op::AllToAll { 16 } else { 1 }];
         Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None }
     }
 
@@ -327,7 +342,7 @@ mod tests {
     fn every_plan_fits_its_memory() {
         for n in 2..=16 {
             let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
-            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, zero_copy: false };
+            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: n == 8, zero_copy: false };
             for op in Op::C10D {
                 for shift in 0..33 {
                     for bytes in [1usize << shift, (1 << shift) + 1, (1 << shift) * 3 / 2] {
@@ -370,7 +385,7 @@ mod tests {
     #[test]
     fn the_size_and_the_type_decide() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let conditions = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let conditions = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &conditions);
         assert_eq!(plan(Op::AllReduce, DType::BF16, 1024), Plan::OneShot { blocks: 1 });
         assert_eq!(plan(Op::AllReduce, DType::I32, 1024), Plan::ReduceLowLatency { blocks: 1 });
@@ -384,7 +399,7 @@ mod tests {
     fn no_processor_has_a_block_more_than_the_others() {
         for (n, processors, zero_copy) in [(2, 132, false), (2, 132, true), (2, 108, false), (3, 132, false), (4, 132, false)] {
             let (layout, tuning) = (Layout::new(n, 512 << 20).expect("fits"), Tuning { lanes: processors, ..Tuning::of(n) });
-            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
+            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy };
             for op in [Op::Broadcast, Op::AllGather, Op::AllToAll, Op::AllReduce, Op::ReduceScatter] {
                 let blocks = match choose(&call(op, DType::BF16, 256 << 20), &conditions) {
                     Plan::Exchange { lanes, .. } => 2 * lanes,
@@ -403,7 +418,7 @@ mod tests {
     fn a_broadcast_to_a_single_other_rank_is_one_message() {
         for (n, long) in [(2, "exchange_staged"), (3, "rsag_staged")] {
             let (layout, tuning) = (Layout::new(n, 256 << 20).expect("fits"), Tuning::of(n));
-            let conditions = Conditions { n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+            let conditions = Conditions { me: 0, n, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
             let name = |bytes| choose(&call(Op::Broadcast, DType::BF16, bytes), &conditions).name();
             assert_eq!((name(1 << 10), name(64 << 20)), ("exchange_low_latency", long), "{n} ranks");
         }
@@ -412,7 +427,7 @@ mod tests {
     #[test]
     fn short_all_reduces_of_a_cube_mesh_keep_to_its_edges() {
         let (layout, tuning) = (Layout::new(8, 256 << 20).expect("fits"), Tuning::of(8));
-        let with = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, zero_copy: false };
+        let with = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: true, zero_copy: false };
         let without = Conditions { cube_mesh: false, ..with };
         let plan = |op, dtype, bytes| choose(&call(op, dtype, bytes), &with);
         for dtype in [DType::BF16, DType::F64, DType::I8, DType::F8E4M3FN] {
@@ -434,7 +449,7 @@ mod tests {
     fn long_messages_alone_are_zero_copy() {
         let layout = Layout::new(8, 256 << 20).expect("fits");
         let tuning = Tuning { zero_copy_two_shot_bytes: 1 << 20, ..Tuning::of(8) };
-        let without = Conditions { n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
+        let without = Conditions { me: 0, n: 8, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
         let with = Conditions { zero_copy: true, ..without };
         for (op, bytes, name) in [
             (Op::AllGather, 1 << 10, "exchange_low_latency"),
@@ -452,14 +467,15 @@ mod tests {
             assert_eq!(plan.served_as(false), plan.name());
         }
         assert!(matches!(choose(&call(Op::AllReduce, DType::BF16, 2 << 20), &without), Plan::TwoShot { .. }));
-        let worth = |op, bytes, n| worth_zero_copy(&call(op, DType::BF16, bytes), n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
+        let worth = |op, bytes, n| worth_zero_copy(&call(op, DType::BF16, bytes), 0, n, &Tuning { zero_copy_bytes: 1 << 20, ..tuning });
         for (op, n, least) in [
             (Op::AllGather, 2, 1 << 20),
             (Op::ReduceScatter, 8, 1 << 20),
             (Op::AllReduce, 4, 4 << 20),
             (Op::Broadcast, 4, 3 << 20),
             (Op::Broadcast, 2, 1 << 20),
-            (Op::AllToAll, 2, 0),
+            (Op::AllToAll, 2, 1 << 20),
+            (Op::AllToAll, 3, 0),
         ] {
             assert!(worth(op, least, n) && (least == 0 || !worth(op, least - 2, n)), "{op:?}");
         }

@@ -162,7 +162,8 @@ impl Communicator {
     }
 
     fn conditions(&self, zero_copy: bool) -> Conditions<'_> {
-        Conditions { n: self.control.size(), layout: &self.layout, tuning: &self.tuning, cube_mesh: self.edges.is_some(), zero_copy }
+        let (me, n, cube_mesh) = (self.control.rank().index(), self.control.size(), self.edges.is_some());
+        Conditions { me, n, layout: &self.layout, tuning: &self.tuning, cube_mesh, zero_copy }
     }
 
     /// Whether `span` lies in this rank's symmetric memory, where all peers have mapped it.
@@ -180,7 +181,7 @@ impl Communicator {
     /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
     fn zero_copy(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
-        let worth = plan::worth_zero_copy(call, self.control.size(), &self.tuning);
+        let worth = plan::worth_zero_copy(call, self.control.rank().index(), self.control.size(), &self.tuning);
         // An all-to-all of short messages is no reason to begin with it.
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long

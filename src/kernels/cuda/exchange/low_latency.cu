@@ -4,14 +4,19 @@
 
 KERNEL(exchange_low_latency, ExchangeArgs) {
   after_predecessor();
-  // step 1: send each unit to its receiver
+  // step 1: blocks beyond those of LL lines help to copy the rank's own message
+  if (block() >= args.ll_blocks) {
+    keep_own(args);
+    return;
+  }
+  // step 2: send each unit to its receiver
   LowLatencySession session(args.common, args.ll);
   session.begin();
   send_short(args, session);
   allow_successor();
-  // step 2: copy the rank's own message while the others' are on their way
+  // step 3: copy the rank's own message while the others' are on their way
   keep_own(args);
-  // step 3: receive each unit from its sender and store it
+  // step 4: receive each unit from its sender and store it
   receive_short(args, session);
   session.end();
 }
