@@ -163,7 +163,8 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
     let parts = if call.op == Op::Broadcast { (n - 1).max(1) } else { n };
     let piece = longest.div_ceil(parts);
     let most = Lanes { layout, tuning };
-    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, most.of_exchanges(call.op, n, longest, zero_copy)) };
+    let exchange_lanes = most.of_exchanges(call.op, n, longest, zero_copy);
+    let exchange_staged = Plan::Exchange { ll_blocks: 0, lanes: lanes_for(longest, exchange_lanes) };
     let lanes = lanes_for(piece, most.of_pieces(call.op, n, piece, zero_copy));
     // Two: the first is on its way in the second stage while the other is in the first.
     let rsag_staged = Plan::RsagStaged { lanes, chunk: chunk_of(piece, lanes, 2, layout) };
@@ -171,9 +172,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
         // A group of one: what it gives becomes what it gets, once through the kernel where a factor may have to be applied.
         Op::AllReduce | Op::Reduce | Op::ReduceScatter if n == 1 => rsag_staged,
         Op::Broadcast if n == 1 => Plan::Nothing,
-        Op::AllToAll if n != 2 => {
-            Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: most.of_exchanges(call.op, n, longest, zero_copy) as u32 }
-        }
+        Op::AllToAll if n != 2 => Plan::Exchange { ll_blocks: UNKNOWN_LL_BLOCKS, lanes: exchange_lanes as u32 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll if short => Plan::Exchange { ll_blocks, lanes: 0 },
         Op::Barrier | Op::AllGather | Op::Gather | Op::Scatter | Op::AllToAll => exchange_staged,
         Op::Broadcast if short => Plan::Exchange { ll_blocks, lanes: 0 },

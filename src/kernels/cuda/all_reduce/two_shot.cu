@@ -17,7 +17,7 @@ KERNEL(all_reduce_two_shot, AllReduceArgs) {
     const u64 begins = part_begin(mine, r, WORLD);
     start[r] = (first + begins) * 16;
     count[r] = (u32)(part_begin(mine, r + 1, WORLD) - begins);
-    longest = count[r] > longest ? count[r] : longest;
+    longest = larger(count[r], longest);
   });
   // step 2: send each peer its piece of this rank's input
   for (u32 i = thread(); i < longest; i += threads()) {

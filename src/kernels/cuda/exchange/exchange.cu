@@ -135,7 +135,7 @@ LANE_KERNEL(exchange, ExchangeArgs) {
   if (keeps && !staged) {
     keep_own(args);
   }
-  // step 6: receive the short messages
+  // step 6: receive the short messages; the session is begun anew, since registers are scarce between
   if (serves_short) {
     LowLatencySession lines(args.common, args.ll);
     lines.begin();

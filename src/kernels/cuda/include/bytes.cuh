@@ -67,6 +67,9 @@ DEVICE void store_unit(u8* to, Unit unit, u64 bytes) {
 DEVICE u64 units_of(u64 bytes) {
   return (bytes + 15) / 16;
 }
+DEVICE u32 quotient_up(u32 a, u32 b) {
+  return (a + b - 1) / b;
+}
 DEVICE u64 smaller(u64 a, u64 b) {
   return a < b ? a : b;
 }

@@ -63,7 +63,7 @@ struct Share {
   }
   // Place of a unit among those that the block sends of its rows.
   DEVICE u32 place(u32 row, u32 k, u32 p) const {
-    const u32 most = (groups + lanes - 1) / lanes;
+    const u32 most = quotient_up(groups, lanes);
     return ((row * most + k) * PARTS + p) * threads() + thread();
   }
 };
@@ -157,7 +157,7 @@ DEVICE float over_row(const float (&of_group)[K], const Share& share, u32& turn,
     wait_cluster();
   }
   // step 2: fold the blocks
-  const u32 used = (share.groups + BLOCK - 1) / BLOCK;
+  const u32 used = quotient_up(share.groups, BLOCK);
   return over_warp(place < used ? blocks[place] : 0.0f, fold);
 }
 #endif

@@ -58,7 +58,7 @@ DEVICE void send_pieces(SendSession& session, const Outgoing& out, u32 to, Chunk
       // step 2a: find each peer's slot, wait until it has read what lay there
       units[r] = to >> r & 1 ? (u32)units_of(session.length(out.bytes[r], step, chunk[r])) : 0;
       start[r] = ChunkOf::start(session.index(step), chunk[r]);
-      longest = units[r] > longest ? units[r] : longest;
+      longest = larger(units[r], longest);
       if (units[r] > 0) {
         peers |= 1u << r;
         session.await_credit(r);
@@ -218,7 +218,7 @@ struct CopyOut {
       return;
     }
     u32 longest = 0;
-    for_each_rank([&](u32 r) { longest = units[r] > longest ? units[r] : longest; });
+    for_each_rank([&](u32 r) { longest = larger(units[r], longest); });
     for (u32 i = thread(); i < longest; i += threads() * AT_ONCE) {
       Unit v[AT_ONCE][WORLD];
 #pragma unroll

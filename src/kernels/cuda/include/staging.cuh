@@ -20,10 +20,6 @@
 // them are 1 TiB, more than a GPU has, and 32 bits are divided faster than 64.
 #define START_STEP 256u
 
-DEVICE u32 quotient_up(u32 a, u32 b) {
-  return (a + b - 1) / b;
-}
-
 // Words of one lane and stage.
 struct Lane {
   // Words that this rank writes.

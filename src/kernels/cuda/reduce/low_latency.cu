@@ -25,7 +25,7 @@ KERNEL(reduce_low_latency, ReduceArgs) {
   u32 longest = 1;
   for_each_peer([&](u32 r) {
     send[r] = args.from[r] != nullptr ? session.share(args.send[r]) : 0;
-    longest = send[r] > longest ? send[r] : longest;
+    longest = larger(send[r], longest);
   });
   const u32 take = args.to != nullptr ? session.share(args.bytes) : 0;
   // step 2: send each unit to the rank that needs it
