@@ -31,6 +31,7 @@ if int(setuptools.__version__.partition(".")[0]) < 77:
 
 ROOT = Path(__file__).resolve().parent
 TORCH_REQUIREMENT = runpy.run_path(str(ROOT / "python" / "torch_symm" / "_version.py"))["TORCH_REQUIREMENT"]
+running = runpy.run_path(str(ROOT / "packaging" / "progress.py"))["running"]
 
 
 def torch_at_hand() -> Path | None:
@@ -107,10 +108,9 @@ class Build(build_ext):
         out = ROOT / "python" / "torch_symm" if editable else Path(self.build_lib).resolve() / "torch_symm"
         profile = os.environ.get("TORCH_SYMM_PROFILE", "development" if editable else "release")
         maps = [f"-ffile-prefix-map={place}={name}" for place, name in path_maps().items()]
-        print(f"torch-symm: compiling the Rust core ({profile})", file=sys.stderr, flush=True)
-        core, bridge = cargo(profile, maps)
+        with running(f"compiling the Rust core ({profile})"):
+            core, bridge = cargo(profile, maps)
         wanted = torches()
-        print(f"torch-symm: compiling the extension for torch {', '.join(wanted)}", file=sys.stderr, flush=True)
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         folder = target / "cmake" / f"{profile}{suffix.removesuffix('.so')}-{'-'.join(wanted)}"
@@ -129,8 +129,9 @@ class Build(build_ext):
         cmake = tool("cmake", "pip install cmake ninja")
         command = [cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja', 'pip install ninja')}"]
         command += [*(f"-D{name}={value}" for name, value in settings.items()), "-S", str(ROOT), "-B", str(folder)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        subprocess.run([cmake, "--build", str(folder)], stdout=sys.stderr, check=True)
+        with running(f"compiling the extension for torch {', '.join(wanted)}"):
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+            subprocess.run([cmake, "--build", str(folder)], stdout=sys.stderr, check=True)
 
     def get_outputs(self) -> list[str]:
         """The files that were made; setuptools asks for them when it lists what is installed."""

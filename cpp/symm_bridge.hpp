@@ -37,6 +37,7 @@ class RailHandle {
   virtual ~RailHandle() = default;
   virtual Status engines(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
   virtual Status make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
+  virtual void give_up() const noexcept = 0;
   virtual Status staging(size_t bytes, size_t& address) const noexcept = 0;
   virtual Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept = 0;
   virtual Status all_to_all(

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import old_libraries
+import progress
 import torch_headers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,10 +82,8 @@ def main() -> None:
         "CXXFLAGS": f"{include} {os.environ.get('CXXFLAGS', '')}".strip(),
     }
     for python in arguments.pythons or pythons():
-        print(
-            f"torch-symm: building the wheel of Python {version_of(python)} for torch {', '.join(versions)}", flush=True
-        )
-        wheel = build(python, environment)
+        with progress.running(f"building the wheel of Python {version_of(python)} for torch {', '.join(versions)}"):
+            wheel = build(python, environment)
         print(f"torch-symm: {wheel.relative_to(ROOT)}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
 
 

@@ -231,6 +231,7 @@ pub mod ffi {
         /// Names of the backends that `named` stands for, as `config::Engines` has them.
         fn engines(self: &RailHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
         fn make(self: &RailHandle, engine: &str, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
+        fn give_up(self: &RailHandle);
         fn staging(self: &RailHandle, bytes: usize, address: &mut usize) -> Status;
         fn all_gather(self: &RailHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
         fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
@@ -388,13 +389,12 @@ pub mod ffi {
         fn error(self: &GroupHandle) -> Status;
         /// Returns the first failure of a call; kind 0 until one has failed. A member's death counts once a call has run into it.
         fn failure(self: &GroupHandle) -> Status;
-        /// Finds `address` for `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative.
+        /// Finds `address` for `bytes` of zeroed symmetric memory of a CUDA device, of the host if `device` is negative; frees it.
         fn allocate_window(device: i32, bytes: usize, address: &mut usize) -> Status;
-        /// Gives back what `allocate_window` found.
         fn free_window(address: usize) -> Status;
-        /// Whether `address` is one of this process's symmetric memory, whoever asked for it.
+        /// Whether `address` is one of this process's symmetric memory; whether memory of the host may be written.
         fn is_symmetric(address: usize) -> bool;
-        /// `window::SymmetricWindow`.
+        fn is_writable(address: usize, bytes: usize) -> bool;
         type WindowHandle;
         /// Addresses in this process of the ranks' buffers.
         fn buffers(self: &WindowHandle) -> Vec<usize>;
@@ -492,7 +492,7 @@ use hosts::{host_identity, try_thresholds};
 use inform::{inform, log_lines, log_to_queue, version};
 use kernels::{check_reduce, cuda_libraries};
 use load::{LoadGenerator, load_generator};
-use memory::{is_symmetric, shares};
+use memory::{is_symmetric, is_writable, shares};
 use native_store::{NativeStore, Pieces, no_pieces, store_file, store_memory, store_tcp, store_through, watch_interrupts};
 use outcome::{from_cpp, guarded, milliseconds, started};
 use topology::{nvlink_matrix, topology_report};

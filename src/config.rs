@@ -110,6 +110,8 @@ pub struct Config {
     pub replaces: String,
     /// `GLOO_SOCKET_IFNAME`, Gloo's own: interfaces of the network between hosts, which commas part; absent: that of the host's name.
     pub gloo_interface: Option<String>,
+    /// `RANK`, torchrun's own: the rank that lines of the log name; absent: they name the process.
+    pub rank: Option<u32>,
     /// `SYMM_STATS`: seconds between two tables of statistics; 0: none. Default: 0.
     pub stats_seconds: u64,
     /// `SYMM_TEST_HOST`, for tests alone: ranks of one host for which it differs take each other to be on other hosts. Default: empty.
@@ -183,6 +185,17 @@ fn unknown_level(filter: &str) -> Option<&str> {
         Some((_, level)) => level.trim().parse::<log::LevelFilter>().is_err(),
         None => directive.parse::<log::LevelFilter>().is_err() && !directive.starts_with("symm"),
     })
+}
+
+/// Names the settings that `lookup` finds and that no complaint is about, as a sentence.
+fn in_force(lookup: impl Fn(&str) -> Option<String>, complaints: &[String]) -> String {
+    let ignored = |name: &str| complaints.iter().any(|complaint| complaint.starts_with(name));
+    let shown = |name: &&str| Some(format!("{name}={}", lookup(name).filter(|value| !value.trim().is_empty())?.trim()));
+    let set: Vec<String> = NAMES.iter().filter(|name| !ignored(name)).filter_map(shown).collect();
+    match set.len() {
+        0 => "all settings have their defaults".into(),
+        _ => format!("settings: {}; all others have their defaults", set.join(", ")),
+    }
 }
 
 impl Config {
@@ -279,6 +292,7 @@ impl Config {
             hosts: set("SYMM_HOSTS").unwrap_or_else(|| "auto".into()),
             replaces: replaces.unwrap_or_default(),
             gloo_interface: set("GLOO_SOCKET_IFNAME"),
+            rank: set("RANK").and_then(|rank| rank.parse().ok()),
             stats_seconds,
             test_host: set("SYMM_TEST_HOST").unwrap_or_default(),
             trace_dir: trace_dir.map(PathBuf::from),
@@ -292,13 +306,15 @@ impl Config {
     pub fn get() -> &'static Self {
         static CONFIG: PerProcess<OnceLock<Config>> = PerProcess::new(OnceLock::new);
         CONFIG.get().get_or_init(|| {
-            let (config, mut complaints) = Self::parse(|name| std::env::var(name).ok());
+            let lookup = |name: &str| std::env::var(name).ok();
+            let (config, mut complaints) = Self::parse(lookup);
+            let in_force = in_force(lookup, &complaints);
             complaints.extend(std::env::vars_os().filter_map(|(name, _)| misspelt(name.to_str()?)));
-            logging::start(&config.log);
+            logging::start(&config.log, config.rank);
             for complaint in complaints {
                 log::warn!("{complaint}");
             }
-            log::info!("{config:?}");
+            log::info!("{in_force}");
             config
         })
     }
@@ -336,6 +352,7 @@ mod tests {
             hosts: "auto".into(),
             replaces: String::new(),
             gloo_interface: None,
+            rank: None,
             stats_seconds: 0,
             test_host: String::new(),
             trace_dir: None,
@@ -343,6 +360,17 @@ mod tests {
             gloo_lazy: false,
         };
         assert_eq!((config, complaints), (expected, 0));
+    }
+
+    #[test]
+    fn settings_in_force_are_a_sentence() {
+        let said = |pairs: &[(&str, &str)]| {
+            let lookup = |name: &str| pairs.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            in_force(lookup, &Config::parse(lookup).1)
+        };
+        assert_eq!(said(&[("SYMM_SPIN", " ")]), "all settings have their defaults");
+        let expected = "settings: SYMM_LOG=info, SYMM_SPIN=3; all others have their defaults";
+        assert_eq!(said(&[("SYMM_SPIN", " 3"), ("SYMM_LOG", "info"), ("SYMM_CMA", "perhaps")]), expected);
     }
 
     #[test]
@@ -364,6 +392,7 @@ mod tests {
             ("SYMM_TOPOLOGY_FILE", "/etc/topology.json"),
             ("SYMM_BLOCKING_WAIT", "1"),
             ("SYMM_DEBUG", "site"),
+            ("RANK", "7"),
             ("SYMM_STATS", "5"),
             ("SYMM_TRACE_DIR", "/scratch/traces"),
             ("SYMM_REPLACES", "gloo"),
@@ -392,6 +421,7 @@ mod tests {
             hosts: "auto".into(),
             replaces: "gloo".into(),
             gloo_interface: None,
+            rank: Some(7),
             stats_seconds: 5,
             test_host: String::new(),
         };

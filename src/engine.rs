@@ -5,14 +5,18 @@
 //! A short call posts its data when it is submitted to an idle group, and the rest is left to whoever waits for it.
 //! A completion may call the group again and wait, as torch's communication hooks do: the queue goes on meanwhile, under another worker.
 
+mod state;
+
 use crate::coll::call::Call;
 use crate::coll::cpu::Runner;
 use crate::completion::Completion;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
+use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::thread;
 use crate::trace::{Recorder, Target};
+use state::{Job, State};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -94,46 +98,6 @@ pub struct Engine<R = Runner> {
     recorder: Arc<Recorder>,
 }
 
-struct State {
-    queue: VecDeque<Job>,
-    /// Tickets whose completion has not been called, and since when they are there; none: the job was posted, and nobody needs it soon.
-    open: BTreeMap<u64, Option<Instant>>,
-    next: u64,
-    /// Flag that is set while a thread holds the runner.
-    busy: bool,
-    stopping: bool,
-    /// Threads inside `run` or `wait`.
-    callers: usize,
-    /// Workers that are not inside a completion.
-    ready: usize,
-    /// Whether the last submitter who waited for a job came [`SOON`].
-    soon: bool,
-    /// Whether a worker looks again within [`LOOK`], without being woken.
-    looking: bool,
-    /// Threads asleep on `work` and on `changed`: waking nobody costs a system call too.
-    asleep: Asleep,
-}
-
-#[derive(Default)]
-struct Asleep {
-    workers: usize,
-    waiters: usize,
-}
-
-struct Job {
-    ticket: u64,
-    calls: Vec<Call>,
-    /// Number of the first call in the flight recorder.
-    number: u64,
-    submitted: Instant,
-    timeout: Duration,
-    completion: Completion,
-    /// Its only call has been posted.
-    posted: bool,
-    /// The job, the only one, is left to its submitter.
-    left: bool,
-}
-
 /// A job whose completion has not been called.
 struct Finished {
     ticket: u64,
@@ -159,7 +123,7 @@ impl<R: Run> Engine<R> {
             ready: 0,
             soon: false,
             looking: false,
-            asleep: Asleep::default(),
+            asleep: state::Asleep::default(),
         };
         Arc::new(Self {
             state: Mutex::new(state),
@@ -178,6 +142,11 @@ impl<R: Run> Engine<R> {
         self.issued.load(Ordering::Relaxed)
     }
 
+    /// Identity of this engine, for [`interrupt::within`].
+    fn address(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
     /// Whether nothing is queued or running.
     pub fn idle(&self) -> bool {
         let state = lock(&self.state);
@@ -191,6 +160,7 @@ impl<R: Run> Engine<R> {
 
     /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
     pub fn run(&self, calls: Vec<Call>, timeout: Duration) -> Result<()> {
+        interrupt::check_outside(self.address())?;
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let mut state = lock(&self.state);
         if !state.busy && state.queue.is_empty() {
@@ -248,6 +218,7 @@ impl<R: Run> Engine<R> {
 
     /// Returns once the completion of `ticket` has been called. Without a limit this thread runs the queue if nobody else does.
     pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        interrupt::check_outside(self.address())?;
         let mut state = lock(&self.state);
         if let Some(Some(submitted)) = state.open.get(&ticket) {
             state.soon = limit.is_none() && submitted.elapsed() < SOON;
@@ -271,7 +242,7 @@ impl<R: Run> Engine<R> {
 
     fn finish<'a>(&'a self, mut state: MutexGuard<'a, State>, ticket: u64, limit: Option<Duration>) -> Result<()> {
         state.callers += 1;
-        let limit = limit.map(|limit| (limit, Instant::now()));
+        let (limit, mut interrupts) = (limit.map(|limit| (limit, Instant::now())), None);
         let outcome = loop {
             if !state.open.contains_key(&ticket) {
                 break Ok(());
@@ -282,19 +253,28 @@ impl<R: Run> Engine<R> {
                         self.run_job(state, job).tell(self);
                         lock(&self.state)
                     }
-                    None => self.sleep(state, FOREVER),
+                    None => self.nap(state, FOREVER, &mut interrupts),
                 },
                 Some((limit, since)) => {
                     let Some(left) = limit.checked_sub(since.elapsed()).filter(|left| !left.is_zero()) else {
                         let text = format!("wait() gave up after {:.1} s; the call itself goes on", limit.as_secs_f32());
                         break Err(Error::wait_timeout(text));
                     };
-                    self.sleep(state, left)
+                    self.nap(state, left, &mut interrupts)
                 }
             };
         };
         state.callers -= 1;
         outcome
+    }
+
+    /// Sleeps; fails the group if a signal's handler raises on this thread. The call ends soon after that, on the thread that runs it.
+    fn nap<'a>(&'a self, state: MutexGuard<'a, State>, limit: Duration, interrupts: &mut Option<Interrupts>) -> MutexGuard<'a, State> {
+        drop(self.sleep(state, limit.min(interrupt::LOOK)));
+        if interrupts.get_or_insert_default().check().is_err() {
+            self.recorder.interrupted();
+        }
+        lock(&self.state)
     }
 
     /// Waits until nothing is queued or running: false if that is not so after `limit`, or very soon where a thread is inside a call: it
@@ -330,7 +310,7 @@ impl<R: Run> Engine<R> {
         workers.retain(|worker| !worker.is_finished());
         let engine = Arc::clone(self);
         let thread = thread::spawn("symm-worker", None, move || engine.work());
-        workers.push(thread.map_err(|e| Error::internal(format!("starting a group's worker thread: {e}")))?);
+        workers.push(thread?);
         state.ready += 1;
         Ok(())
     }
@@ -441,7 +421,8 @@ impl<R: Run> Engine<R> {
             outcome
         };
         let body = AssertUnwindSafe(|| (0..).zip(calls).try_for_each(&mut one));
-        let outcome = catch_unwind(body).unwrap_or_else(|panic| Err(runner.control().panicked(&*panic)));
+        let outcome = interrupt::within(self.address(), || catch_unwind(body));
+        let outcome = outcome.unwrap_or_else(|panic| Err(runner.control().panicked(&*panic)));
         drop(runner);
         outcome.inspect_err(|error| {
             if let Some(job) = queued {
@@ -467,26 +448,5 @@ impl Finished {
         let mut state = lock(&engine.state);
         state.open.remove(&self.ticket);
         engine.wake_waiters(&state);
-    }
-}
-
-impl State {
-    fn push(&mut self, job: Job) -> u64 {
-        let ticket = self.next;
-        self.next += 1;
-        self.open.insert(ticket, (!job.posted).then_some(job.submitted));
-        // The submitter of several waits for none of them yet.
-        if let Some(first) = self.queue.front_mut() {
-            first.left = false;
-        }
-        self.queue.push_back(Job { ticket, ..job });
-        ticket
-    }
-}
-
-impl Job {
-    /// A job that has no ticket yet.
-    fn new(calls: Vec<Call>, number: u64, timeout: Duration, completion: Completion) -> Self {
-        Self { ticket: 0, calls, number, submitted: Instant::now(), timeout, completion, posted: false, left: false }
     }
 }

@@ -120,8 +120,9 @@ fn join_spec(options: &JoinOptions, most: usize) -> Result<JoinSpec<'_>> {
         segment_bytes: layout.map_or(0, Layout::total_bytes) as u64,
         reserved_bytes: layout.map_or(0, Layout::control_bytes),
         keep_membership: options.is_default,
+        global_ranks: &options.global_ranks,
         // A job that starts anew has the same ranks in other processes.
-        known: (!options.is_default).then_some(boot::Known { global_ranks: &options.global_ranks, ended: trace::ended }),
+        known: (!options.is_default).then_some(boot::Known { ended: trace::ended }),
     })
 }
 
@@ -177,13 +178,16 @@ impl Group {
                     Ok(())
                 });
             });
-            let reported =
-                |error: Error| control.fail(Error { message: format!("{}: {}", control.describe(rank), error.message), ..error });
+            let reported = |error: Error| {
+                let (me, size) = (control.describe(rank), control.size());
+                control.fail(Error { message: format!("{me} cannot join group \"{name}\" of {size} ranks: {error}"), ..error })
+            };
             Some(watch::watch(watched, on_exit).map_err(reported)?)
         };
         let limit = Limit::from(Instant::now(), timeout);
         let direct = meet(&control, &limit, tuning.direct)?;
-        log::info!("{} joined group \"{name}\" of {}; direct reads of peers' memory: {direct}", control.describe(rank), control.size());
+        let long = if direct { "reads long messages from the sender's memory" } else { "receives long messages in pieces" };
+        log::info!("{} joined group \"{name}\" of {} ranks and {long}", control.describe(rank), control.size());
         let recorder = Recorder::new(&control, timeout);
         let linked = Arc::<Linked>::default();
         let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
@@ -334,7 +338,7 @@ impl Group {
             let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
             self.control.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
         }
-        self.transfers.close(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")));
+        self.transfers.leave(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
         self.transfers.stop();
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
@@ -346,6 +350,9 @@ impl Group {
         drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
         drop(self.membership.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.recorder.leave();
+        // Who still refers to the group may ask for its failure, which lies in the part that is kept.
+        let left = self.control.segment().leave_file(self.control.layout().control_bytes());
+        left.unwrap_or_else(|errno| log::debug!("group \"{name}\" keeps its memory: {errno}"));
     }
 
     /// The group's control block.
@@ -389,7 +396,8 @@ impl Group {
         if self.check_process().is_ok() { self.control.contain(body) } else { body() }
     }
 
-    fn check_process(&self) -> Result<()> {
+    /// Rejects a group that belongs to the parent of this process.
+    pub fn check_process(&self) -> Result<()> {
         if fork::generation() == self.generation {
             return Ok(());
         }

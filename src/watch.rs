@@ -4,7 +4,7 @@
 #![allow(unsafe_code, reason = "a descriptor of a process, and tests that fork")]
 
 use crate::boot::Member;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
@@ -92,7 +92,7 @@ fn notify(state: &State) {
 /// must not block, since it holds up the news for other groups.
 ///
 /// # Errors
-/// `Internal` where the thread cannot be started.
+/// `Config` where the system refuses the thread.
 pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
     let targets: Vec<Target> = (0..)
         .map(Rank)
@@ -112,7 +112,7 @@ pub fn watch(members: &[Member], on_exit: OnExit) -> Result<Subscription> {
 /// Calls `call` once, when `delay` has passed, on the thread of `watch`'s callbacks and under their rules.
 ///
 /// # Errors
-/// `Internal` where the thread cannot be started.
+/// `Config` where the system refuses the thread.
 pub fn after(delay: Duration, call: impl FnOnce() + Send + 'static) -> Result<Subscription> {
     let timer = Timer { due: Instant::now() + delay, call: Box::new(call) };
     subscribe(|state, id| drop(state.timers.insert(id, timer)))
@@ -139,11 +139,10 @@ fn subscribe(add: impl FnOnce(&mut State, u64)) -> Result<Subscription> {
 }
 
 fn start() -> Result<Arc<Wake>> {
-    let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the watcher", errno))?);
+    let wake = Arc::new(Wake::new()?);
     process::report_suspects_to(&wake);
     let mine = Arc::clone(&wake);
-    thread::spawn("symm-watch", Some(256 << 10), move || run(&mine))
-        .map_err(|error| Error::internal(format!("the watcher thread cannot be started: {error}")))?;
+    thread::spawn("symm-watch", Some(256 << 10), move || run(&mine))?;
     Ok(wake)
 }
 

@@ -19,7 +19,7 @@ use symm::error::Kind;
 use symm::rank::Rank;
 use symm::store::Store;
 use symm::store::memory::MemoryStore;
-use symm::sys::process;
+use symm::sys::required;
 
 const LONG: Duration = Duration::from_secs(20);
 const BYTES: u64 = 8192;
@@ -46,6 +46,7 @@ fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
         segment_bytes: BYTES,
         reserved_bytes: 4096,
         keep_membership: false,
+        global_ranks: &[],
         known: None,
     }
 }
@@ -108,7 +109,7 @@ fn handed(number: u32, message: impl Fn(&[u8]) -> Vec<u8>, fd: Option<BorrowedFd
 #[test]
 fn p20_only_sealed_memory_of_the_right_size_is_taken() {
     let _alone = alone();
-    let before = process::descriptors().1;
+    let before = required::descriptors().1;
     {
         let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
         let (unsealed, growing) = (memory(BYTES, SealFlags::empty()), memory(BYTES, SealFlags::GROW));
@@ -138,7 +139,7 @@ fn p20_only_sealed_memory_of_the_right_size_is_taken() {
         let error = handed(12, |_| vec![7; 3000], Some(good.as_fd()));
         assert!(error.message.contains("not of this protocol"), "{error}");
     }
-    assert_eq!(process::descriptors().1, before, "what came with a message is closed");
+    assert_eq!(required::descriptors().1, before, "what came with a message is closed");
 }
 
 #[test]
@@ -202,7 +203,7 @@ fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
         let record = record(&store);
         let address = SocketAddrUnix::new_abstract_name(record["socket"].as_str().unwrap().as_bytes()).unwrap();
         let mut hello = Vec::from(*b"symm");
-        for word in [1, 1, 2, std::process::id()] {
+        for word in [2, 1, 2, std::process::id()] {
             hello.extend(u32::to_le_bytes(word));
         }
         hello.extend(BYTES.to_le_bytes());

@@ -3,7 +3,7 @@
 
 mod joining;
 
-use joining::{Flat, LONG, SHORT, error, put, record_of, sleeper, spec, threads};
+use joining::{Flat, LONG, SHORT, SOON, error, put, record_of, sleeper, spec, threads};
 use rustix::fd::OwnedFd;
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Value, json};
@@ -113,7 +113,7 @@ fn a_place_counts_as_long_as_a_living_process_keeps_it() {
         let expected =
             format!("rank 1 of group \"g\" of 2 ranks is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
         assert_eq!(*error(&outcome), Error::config(expected));
-        assert!(started.elapsed() < Duration::from_secs(1));
+        assert!(started.elapsed() < SOON);
         assert_eq!(store.num_keys().unwrap(), 1, "nothing is left of who was refused");
     }
     // Left while somebody waits for it.
@@ -188,7 +188,7 @@ fn unidentified_peers_neither_enter_nor_stall() {
         assert!(silent.len() > 30, "{}", silent.len());
         let started = Instant::now();
         let second = join(store, &spec("g", 2, 3, LONG));
-        assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+        assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
         assert!(second.is_ok(), "{second:?}");
         assert!(leader.join().unwrap().is_ok());
         assert!(first.join().unwrap().is_ok());
@@ -198,12 +198,35 @@ fn unidentified_peers_neither_enter_nor_stall() {
 /// A hello as `src/boot/wire.rs` writes it.
 fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) -> Vec<u8> {
     let mut message = Vec::from(*b"symm");
-    for word in [1, rank, size, pid] {
+    for word in [2, rank, size, pid] {
         message.extend(u32::to_le_bytes(word));
     }
     message.extend(bytes.to_le_bytes());
     message.extend(token);
     message
+}
+
+#[test]
+fn new_connections_do_not_displace_a_rank_that_has_said_hello() {
+    let _flat = Flat::start();
+    let store = MemoryStore::new();
+    let store = &store;
+    thread::scope(|scope| {
+        let leader = scope.spawn(|| join(store, &spec("g", 0, 2, LONG)));
+        let record: Value = serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap();
+        let name = record["socket"].as_str().unwrap();
+        let token: Vec<u8> = record["nonce"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect();
+        // Rank 1, and behind it in the queue more connections than rank 0 keeps.
+        let rank_1 = connect(name);
+        rustix::net::send(&rank_1, &hello(1, 2, std::process::id(), 8192, &token), SendFlags::NOSIGNAL).unwrap();
+        let _flood: Vec<OwnedFd> = (0..36).map(|_| connect(name)).collect();
+        // Rank 0 accepts from now on.
+        put(store, 1, &record_of(1, 2));
+        let mut answer = [0; 4096];
+        let (_, length) = rustix::net::recv(&rank_1, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
+        assert_eq!((length, answer[20]), (21, 0), "rank 1 is handed the memory");
+        assert!(leader.join().unwrap().is_ok());
+    });
 }
 
 #[test]
@@ -263,7 +286,7 @@ fn a_rank_that_publishes_and_never_connects_is_named_by_all() {
     put(&store, 2, &record_of(2, 3));
     let started = Instant::now();
     let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, 3, SHORT)));
-    assert!(started.elapsed() < SHORT + Duration::from_secs(1));
+    assert!(started.elapsed() < SOON);
     for outcome in &outcomes {
         assert_eq!(error(outcome).kind, Kind::Timeout);
         assert!(error(outcome).message.contains("for rank 2 to connect while joining"), "{outcome:?}");

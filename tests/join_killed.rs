@@ -17,7 +17,7 @@ use symm::error::Kind;
 use symm::group::{Group, JoinOptions};
 use symm::store::Store;
 use symm::store::file::FileStore;
-use symm::sys::process;
+use symm::sys::required;
 
 const ROLE: &str = "SYMM_TEST_ROLE";
 const RANKS: u32 = 4;
@@ -71,7 +71,7 @@ impl Held {
         let tasks = std::fs::read_dir("/proc/self/task").unwrap();
         let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
         Self {
-            descriptors: process::descriptors().1,
+            descriptors: required::descriptors().1,
             mappings: maps.lines().filter(|line| line.contains("memfd:symm")).count(),
             threads: names.filter(|name| name.starts_with("symm")).count(),
         }

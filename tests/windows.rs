@@ -6,7 +6,7 @@ mod ranks;
 use ranks::with_ranks;
 use std::collections::HashSet;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::dtype::{DType, ReduceOp};
@@ -111,17 +111,21 @@ fn memory_that_is_not_symmetric_is_refused_on_all_ranks() {
 
 #[test]
 fn a_rank_that_does_not_come_is_named() {
+    let over = AtomicBool::new(false);
     with_ranks(2, Tuning::default(), |group, me| {
+        let begun = Instant::now();
         if me == 0 {
-            let begun = Instant::now();
             let address = allocations::allocate(HOST, 64).unwrap();
             let error = group.rendezvous(HOST, address, PAD, SHORT).err().unwrap();
             assert!(error.kind == Kind::Timeout && error.message.contains("rank 1"), "{error}");
             assert!(begun.elapsed() < Duration::from_secs(5));
             assert!(error.message.contains("rendezvous"), "{error}");
             allocations::free(address).unwrap();
+            over.store(true, Ordering::Release);
         } else {
-            std::thread::sleep(Duration::from_millis(500));
+            while !over.load(Ordering::Acquire) && begun.elapsed() < Duration::from_secs(20) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
     });
 }

@@ -56,4 +56,20 @@ inline size_t native_stream(const c10::impl::DeviceGuardImplInterface& device, c
 #define SYMM_OVERRIDE_HAS_ALLOCATION
 #endif
 
+// Work::getTimeout() and Backend::addEphemeralTimeout() are in 2.14, not yet in 2.13.
+#if TORCH_VERSION_MINOR >= 14
+#define SYMM_OVERRIDE_TIMEOUTS override
+#else
+#define SYMM_OVERRIDE_TIMEOUTS
+#endif
+
+// True if the options ask for a group whose members a later call names: 2.15 can, 2.13 cannot.
+template <typename Options>
+auto reconfigurable(const Options& options) -> decltype(options.enable_reconfigure) {
+  return options.enable_reconfigure;
+}
+inline bool reconfigurable(...) {
+  return false;
+}
+
 } // namespace symm

@@ -17,13 +17,6 @@ std::exception_ptr make(const Status& status) {
 // Exception that a signal's handler has raised while this thread waited in the core.
 thread_local std::exception_ptr interrupt;
 
-// Throws what a signal's handler has raised: where a call of the core has failed, a signal is why, if there was one.
-void rethrow_interrupt() {
-  if (interrupt) {
-    std::rethrow_exception(std::exchange(interrupt, nullptr));
-  }
-}
-
 class PythonSignals final : public InterruptHandle {
  public:
   bool raised() const noexcept override {
@@ -81,8 +74,24 @@ std::exception_ptr exception_of(const Status& status) {
   return make<c10::DistBackendError>(status);
 }
 
+bool timed_out(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Failure& failure) {
+    return failure.kind() == Kind::Timeout;
+  } catch (...) {
+    return false;
+  }
+}
+
 std::unique_ptr<InterruptHandle> python_signals() {
   return std::make_unique<PythonSignals>();
+}
+
+void rethrow_interrupt() {
+  if (interrupt) {
+    std::rethrow_exception(std::exchange(interrupt, nullptr));
+  }
 }
 
 void check(const Status& status) {
@@ -120,6 +129,15 @@ void check_store(const Status& status) {
   std::rethrow_exception(make<c10::DistStoreError>(status));
 }
 
+Status status_of_store(const std::exception_ptr& error) {
+  auto status = status_of(error);
+  if (status.kind == Kind::Aborted) {
+    // From below `check_store`: a store of this package behind torch's interface.
+    interrupt = error;
+  }
+  return status;
+}
+
 Status status_of(const std::exception_ptr& error) {
   const auto status = [](Kind kind, const char* message) {
     return Status{kind, rust::String::lossy(message)};
@@ -127,8 +145,6 @@ Status status_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const python_error& e) {
-    // From below `check_store`: a store of this package behind torch's interface.
-    interrupt = error;
     return status(Kind::Aborted, e.what());
   } catch (const c10::DistQueueEmptyError& e) {
     return status(Kind::QueueEmpty, e.what_without_backtrace());

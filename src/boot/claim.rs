@@ -8,6 +8,7 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork::PerProcess;
 use crate::sys::process;
+use crate::sys::required::Required;
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard};
 
@@ -112,7 +113,7 @@ impl<'a> Claim<'a> {
         } else {
             other.failure.is_none()
                 && process::open(other.process())
-                    .map_err(|errno| attempt.os("open a process descriptor", errno))?
+                    .map_err(|errno| attempt.refused(Required::Watch, errno))?
                     .is_some_and(|pidfd| !process::ended(&pidfd))
         };
         if !lives {
@@ -128,6 +129,12 @@ impl<'a> Claim<'a> {
             membership.announce(self.attempt);
         }
         self.published.remove(self.attempt.store);
+    }
+
+    /// Publishes the record again after [`Self::withdraw`], so that it can hold the cause of a failure. Best effort.
+    pub(super) fn restore(&self) {
+        let Published { key, bytes, .. } = &self.published;
+        let _ = self.attempt.store.compare_set(key, &[], bytes);
     }
 }
 

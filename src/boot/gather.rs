@@ -7,6 +7,7 @@ use super::{Attempt, Member};
 use crate::error::{Error, Result};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process::{self, ProcessId};
+use crate::sys::required::Required;
 use rustix::fd::OwnedFd;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -141,7 +142,7 @@ fn judge(attempt: &Attempt<'_>, claim: &Claim<'_>, record: Record) -> Result<Sta
     let mut lives = true;
     // Of a process on another host nothing can be known, and `agree` refuses it unless hosts may be connected.
     if record.host == attempt.host && record.process() != attempt.own {
-        pidfd = process::open(record.process()).map_err(|errno| attempt.os("open a process descriptor", errno))?;
+        pidfd = process::open(record.process()).map_err(|errno| attempt.refused(Required::Watch, errno))?;
         lives = pidfd.as_ref().is_some_and(|pidfd| !process::ended(pidfd));
     }
     // Another host has another clock.
@@ -184,6 +185,11 @@ fn finish(standings: Vec<Option<Standing>>) -> Result<Gathered> {
     Ok(Gathered::Together(Box::new(Ranks { leader, members })))
 }
 
+/// True if torch has made the name `group` with use_local_synchronization: it is a SHA-1 in hexadecimal digits.
+fn is_hashed(group: &str) -> bool {
+    group.len() == 40 && group.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
 fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {
     let mut absent = Vec::new();
     let mut remarks = String::new();
@@ -199,6 +205,12 @@ fn missing(attempt: &Attempt<'_>, standings: &[Option<Standing>]) -> Error {
             }
             None => absent.push(rank),
         }
+    }
+    if is_hashed(attempt.spec.group) {
+        remarks.push_str(
+            "; torch derives the name of a group with use_local_synchronization=True from the number of groups that a rank has made: \
+             a rank that has made more or fewer joins under another name, so make such groups before all others, or in one order on all ranks",
+        );
     }
     Error::timeout(format!(
         "{} waited {:.1} s for {} to join {}{remarks}",

@@ -4,10 +4,11 @@ use super::claim::Claim;
 use super::gather::{LOOK, LOOK_MAX, Ranks, read};
 use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, Member, Met, REAP};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::mem::shm::{Segment, reserve};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::rate_limit::RateLimit;
+use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
@@ -22,7 +23,7 @@ const GUESTS: usize = 32;
 
 /// `segment_bytes` of zeroed memory without a name, whose size nobody can change.
 pub(super) fn segment(attempt: &Attempt<'_>) -> Result<OwnedFd> {
-    let file = Segment::create_or(attempt.spec.segment_bytes, |what, errno| attempt.os(what, errno))?;
+    let file = Segment::create_or(attempt.spec.segment_bytes, |step, errno| attempt.refused(step, errno))?;
     reserve(&file, 0, attempt.spec.reserved_bytes, format_args!("{}, to join {},", attempt.me(), attempt.group()))?;
     Ok(file)
 }
@@ -40,7 +41,7 @@ impl Seat {
         let segment = segment(attempt)?;
         let name = random::name("symm-")?;
         let listener = socket::listen_at(&name, 2 * attempt.spec.size as i32 + GUESTS as i32)
-            .map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
+            .map_err(|errno| attempt.refused(Required::Listen, errno))?;
         Ok(Self { name, listener, segment })
     }
 
@@ -62,7 +63,7 @@ impl Seat {
         let outcome = reception.seat_all().and_then(|()| {
             // Nobody needs the key any more, and whoever has been answered may start the next group of this name.
             claim.withdraw();
-            reception.answer_all(&self.segment)
+            reception.answer_all(&self.segment).inspect_err(|_| claim.restore())
         });
         if let Err(error) = &outcome {
             reception.refuse_all(error);
@@ -164,7 +165,7 @@ impl Reception<'_> {
         match poll(&mut fds, Timespec::try_from(limit).ok().as_ref()) {
             Ok(_) => {}
             Err(Errno::INTR) => return Ok(Vec::new()),
-            Err(errno) => return Err(self.attempt.os("poll", errno)),
+            Err(errno) => return Err(self.attempt.refused(Required::Poll, errno)),
         }
         let ready = sources.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
         Ok(ready.map(|(source, _)| source).collect())
@@ -191,7 +192,7 @@ impl Reception<'_> {
             self.hear(guest)?;
         }
         if ready.iter().any(|source| matches!(source, Source::Listener)) {
-            self.accept_all()?;
+            self.accept_some()?;
         }
         Ok(())
     }
@@ -205,14 +206,16 @@ impl Reception<'_> {
         })
     }
 
-    fn accept_all(&mut self) -> Result<()> {
-        loop {
+    /// Accepts the connections that wait, up to a limit: a flood of them must not keep rank 0 from reading greetings, and a guest whose
+    /// greeting has arrived is heard before the next ones could displace it.
+    fn accept_some(&mut self) -> Result<()> {
+        for _ in 0..GUESTS {
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
                 // Interrupted: it stays readable.
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(Errno::CONNABORTED) => continue,
-                Err(errno) => return Err(self.attempt.os("accept a connection", errno)),
+                Err(errno) => return Err(self.attempt.refused(Required::Accept, errno)),
             };
             match socket::peer(&socket) {
                 Ok(peer) if peer.is_own_user() => {}
@@ -221,13 +224,23 @@ impl Reception<'_> {
                     self.other_users.warn(format_args!("{me} turned away pid {} of user {}", peer.pid, peer.uid));
                     continue;
                 }
-                Err(_) => continue,
+                Err(errno) => {
+                    self.forbidden(Required::Identify, errno)?;
+                    continue;
+                }
             }
             if self.guests.len() >= GUESTS + self.members.len() {
                 self.guests.remove(0);
             }
             self.guests.push(Guest { socket, since: Instant::now() });
         }
+        Ok(())
+    }
+
+    /// Fails if the system refuses `step` to this rank, whatever the other end of the connection is.
+    fn forbidden(&self, step: Required, errno: Errno) -> Result<()> {
+        let error = self.attempt.refused(step, errno);
+        if error.kind == Kind::Config { Err(error) } else { Ok(()) }
     }
 
     /// Seats a guest whose greeting is right; turns any other away.
@@ -239,7 +252,7 @@ impl Reception<'_> {
                 self.guests.push(guest);
                 return Ok(());
             }
-            Err(_) => return Ok(()),
+            Err(errno) => return self.forbidden(Required::Receive, errno),
         };
         if received.length == 0 {
             return Ok(());
@@ -298,7 +311,7 @@ impl Reception<'_> {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     Err(Errno::PIPE | Errno::CONNRESET) => return Err(self.left(rank)),
-                    Err(errno) => return Err(self.attempt.os("hand out the shared memory", errno)),
+                    Err(errno) => return Err(self.attempt.refused(Required::Send, errno)),
                 }
             }
             self.seated[rank.index()] = None;

@@ -7,8 +7,9 @@ use super::wire::{Answer, BUFFER, Hello};
 use super::{Attempt, GRACE, Member, Met, REAP};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
+use crate::sys::required::Required;
 use crate::sys::socket;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{FileType, SealFlags, fcntl_get_seals, fstat};
 use rustix::io::Errno;
@@ -22,8 +23,12 @@ pub(super) struct Seat {
 
 impl Seat {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
-        let place = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| attempt.os("reserve a descriptor", errno))?;
-        Ok(Self { place })
+        let place = socket::unconnected().map_err(|errno| attempt.refused(Required::Connect, errno))?;
+        // Tried before rank 0 hands the memory out, which it does once and then looks at no record.
+        match socket::receive(&place, &mut [0]) {
+            Err(errno) if errno != Errno::NOTCONN => Err(attempt.refused(Required::Receive, errno)),
+            Ok(_) | Err(_) => Ok(Self { place }),
+        }
     }
 
     /// Returns once rank 0 has answered.
@@ -58,7 +63,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
         }
         match poll(&mut fds, Timespec::try_from(remaining).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(attempt.os("poll", errno)),
+            Err(errno) => return Err(attempt.refused(Required::Poll, errno)),
         }
         if !fds[0].revents().is_empty() {
             // Taken up by the descriptor that comes now.
@@ -68,7 +73,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
         match socket::receive(&socket, &mut buffer) {
             Ok(received) if received.length > 0 => {
                 if received.fd.is_none() && received.cut {
-                    return Err(attempt.os("receive the shared memory", Errno::MFILE));
+                    return Err(attempt.refused(Required::Receive, Errno::MFILE));
                 }
                 let answer = Answer::decode(&buffer[..received.length.min(BUFFER)]);
                 return accept(attempt, leader, answer, received.fd).map(Some);
@@ -82,7 +87,7 @@ fn ask(attempt: &Attempt<'_>, leader: &Record, process: &Member, place: &mut Opt
             Ok(_) | Err(Errno::CONNRESET) => {
                 return attempt.end_of(Rank(0), process, REAP).map_or(Ok(None), Err);
             }
-            Err(errno) => return Err(attempt.os("receive from rank 0", errno)),
+            Err(errno) => return Err(attempt.refused(Required::Receive, errno)),
         }
     }
 }
@@ -99,10 +104,10 @@ fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
                 }
                 std::thread::sleep(Duration::from_millis(1));
             }
-            Err(errno) => return Err(attempt.os("connect to rank 0", errno)),
+            Err(errno) => return Err(attempt.refused(Required::Connect, errno)),
         }
     };
-    let peer = socket::peer(&socket).map_err(|errno| attempt.os("look at the peer of a socket", errno))?;
+    let peer = socket::peer(&socket).map_err(|errno| attempt.refused(Required::Identify, errno))?;
     if peer.pid != leader.pid || !peer.is_own_user() {
         // The name is free once rank 0 has gone, and anybody may take it then.
         return Ok(None);
@@ -113,7 +118,7 @@ fn greet(attempt: &Attempt<'_>, leader: &Record) -> Result<Option<OwnedFd>> {
         Ok(()) => Ok(Some(socket)),
         // It may have spoken before it closed, and that stays readable.
         Err(Errno::PIPE | Errno::CONNRESET) => Ok(Some(socket)),
-        Err(errno) => Err(attempt.os("write to rank 0", errno)),
+        Err(errno) => Err(attempt.refused(Required::Send, errno)),
     }
 }
 
@@ -131,7 +136,7 @@ fn accept(attempt: &Attempt<'_>, leader: &Record, answer: Option<Answer>, fd: Op
     let Some(fd) = fd.filter(|_| answer.token == leader.nonce) else {
         return wrong("no memory of this group");
     };
-    let stat = fstat(&fd).map_err(|errno| attempt.os("look at the shared memory", errno))?;
+    let stat = fstat(&fd).map_err(|errno| attempt.refused(Required::Look, errno))?;
     let seals = fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
     let size = u64::try_from(stat.st_size).unwrap_or(0);
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile || !seals.contains(SealFlags::SHRINK) {

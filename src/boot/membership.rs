@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::sys::fork::Unshared;
 use crate::sys::host::Host;
 use crate::sys::process::{self, ProcessId};
+use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
@@ -40,7 +41,7 @@ pub struct Membership {
 impl Membership {
     pub(super) fn take(attempt: &Attempt<'_>) -> Result<Self> {
         let name = random::name("symm-membership-")?;
-        let listener = socket::listen_at(&name, 1).map_err(|errno| attempt.os("listen on a Unix socket", errno))?;
+        let listener = socket::listen_at(&name, 1).map_err(|errno| attempt.refused(Required::Listen, errno))?;
         Ok(Self { name, _unshared: Unshared::new(listener.as_fd()), _listener: listener })
     }
 
@@ -86,7 +87,7 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
     if held.host != attempt.host || process == attempt.own {
         return Ok(None);
     }
-    let pidfd = process::open(process).map_err(|errno| attempt.os("open a process descriptor", errno))?;
+    let pidfd = process::open(process).map_err(|errno| attempt.refused(Required::Watch, errno))?;
     if pidfd.is_none_or(|pidfd| process::ended(&pidfd)) {
         return Ok(None);
     }
@@ -94,6 +95,6 @@ fn holder(attempt: &Attempt<'_>) -> Result<Option<u32>> {
         // Its queue holds those who have asked before.
         Ok(_) | Err(Errno::AGAIN) => Ok(Some(held.pid)),
         Err(Errno::CONNREFUSED | Errno::NOENT) => Ok(None),
-        Err(errno) => Err(attempt.os("connect to who holds this rank's membership", errno)),
+        Err(errno) => Err(attempt.refused(Required::Connect, errno)),
     }
 }

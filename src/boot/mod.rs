@@ -31,12 +31,14 @@ use crate::store::prefix::PrefixStore;
 use crate::store::until::Until;
 use crate::sys::host::{self, Host};
 use crate::sys::process::{self, ProcessId};
+use crate::sys::required::{self, Required};
 use crate::sys::{interrupt, random};
 use claim::{Claim, Published};
 use gather::Gathered;
 use hosts::Placement;
 pub use membership::Membership;
 use record::Record;
+pub use record::{name_members, other_members};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::time::{ClockId, clock_gettime};
@@ -76,15 +78,15 @@ pub struct JoinSpec<'a> {
     /// Whether who says later to be one of these ranks is refused while the group lives, for a key of each rank that stays in the store and
     /// a descriptor.
     pub keep_membership: bool,
+    /// Numbers of the ranks in the default group, the same on all ranks that give any; empty: the same as in this one.
+    pub global_ranks: &'a [i32],
     /// Knowledge of the ranks that this process has beforehand and may go by.
-    pub known: Option<Known<'a>>,
+    pub known: Option<Known>,
 }
 
 /// Knowledge that a process has of ranks that it has met in other groups.
 #[derive(Clone, Copy, Debug)]
-pub struct Known<'a> {
-    /// The ranks' numbers in all groups; empty: the same as in this one.
-    pub global_ranks: &'a [i32],
+pub struct Known {
     /// Says how the process of a rank, given by that number, has ended, as a sentence without its end; `None` if it has not.
     pub ended: fn(u32) -> Option<String>,
 }
@@ -227,7 +229,7 @@ impl Attempt<'_> {
     /// Error that ended the process of `rank`, if another group knows it.
     fn known_end(&self, rank: Rank) -> Option<Error> {
         let known = self.spec.known?;
-        let global = known.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
+        let global = self.spec.global_ranks.get(rank.index()).map_or(rank.0, |&global| global as u32);
         let sentence = (known.ended)(global)?;
         Some(Error::peer(format!("rank {rank} cannot join {}: {sentence}", self.group())))
     }
@@ -269,12 +271,17 @@ impl Attempt<'_> {
         Some(failure.unwrap_or_else(|| self.ended(rank, member.pid, &process::exit_cause(process, pidfd))))
     }
 
-    /// A failed system call; where descriptors ran out, the limit and the need.
-    fn os(&self, what: &str, errno: Errno) -> Error {
+    /// Error that says that this rank cannot join.
+    fn unable(&self, error: Error) -> Error {
+        Error { message: format!("{} cannot join {}: {error}", self.me(), self.group()), ..error }
+    }
+
+    /// Error of a system call that failed; where descriptors ran out, with the limit and the need.
+    fn refused(&self, step: Required, errno: Errno) -> Error {
         if errno != Errno::MFILE {
-            return Error::os(&format!("{} could not {what} to join {}", self.me(), self.group()), errno);
+            return self.unable(step.failed(errno));
         }
-        let (limit, open) = process::descriptors();
+        let (limit, open) = required::descriptors();
         // Rank 0: all processes and all connections, the socket and the memory. Others: all processes and those two. And a membership.
         let others = self.spec.size as usize - 1;
         let need = if self.spec.rank == Rank(0) { 2 * others } else { others } + 2 + usize::from(self.spec.keep_membership);
@@ -365,7 +372,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<J
     let nobody = || (ProcessId { pid: std::process::id(), start_time: 0 }, Host::default(), [0; 16]);
     let (own, host, token) = known.as_ref().map_or_else(|_| nobody(), Clone::clone);
     let attempt = Attempt { store: &store, spec, clock, own, host, several };
-    let known = known.map_err(|error| Error { message: format!("{} cannot join {}: {error}", attempt.me(), attempt.group()), ..error });
+    let known = known.map_err(|error| attempt.unable(error));
     if size == 1 {
         known?;
         let (segment, addresses) = (leader::segment(&attempt)?, attempt.addresses()?);
@@ -390,6 +397,7 @@ fn meet(store: &dyn Store, spec: &JoinSpec<'_>, several: bool) -> Result<Found<J
         rank: rank.0,
         size,
         segment_bytes: spec.segment_bytes,
+        global_ranks: spec.global_ranks.to_vec(),
         host: attempt.host.clone(),
         host_name: host::name(),
         several,

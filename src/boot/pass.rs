@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::sync::limit::Limit;
 use crate::sys::random;
 use crate::sys::rate_limit::RateLimit;
+use crate::sys::required::Required;
 use crate::sys::socket::{self, Received};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
@@ -23,15 +24,18 @@ pub struct Mailbox {
     listener: OwnedFd,
 }
 
-fn os(what: &str) -> impl Fn(Errno) -> Error {
-    move |errno| Error::os(&format!("passing descriptors: {what}"), errno)
+fn refused(step: Required) -> impl Fn(Errno) -> Error {
+    move |errno| {
+        let error = step.failed(errno);
+        Error { message: format!("passing descriptors: {error}"), ..error }
+    }
 }
 
 impl Mailbox {
     /// Opens a mailbox for `ranks` ranks under a random name, which only those know whom it is told.
     pub fn open(ranks: usize) -> Result<Self> {
         let random = random::name("symm-gpu")?;
-        let listener = socket::listen_at(&random, ranks as i32).map_err(os("listen"))?;
+        let listener = socket::listen_at(&random, ranks as i32).map_err(refused(Required::Listen))?;
         let mut name = [0; NAME_BYTES];
         name.copy_from_slice(random.as_bytes());
         Ok(Self { name, listener })
@@ -55,12 +59,12 @@ impl Mailbox {
     ) -> Result<Vec<Option<OwnedFd>>> {
         let mut sent = Vec::new();
         for name in names.iter().enumerate().filter(|(rank, _)| *rank != me).map(|(_, name)| name) {
-            let socket = self.retried(limit, hope, "connect", || socket::connect_to(&String::from_utf8_lossy(name)))?;
-            let peer = socket::peer(&socket).map_err(os("identify a peer"))?;
+            let socket = self.retried(limit, hope, Required::Connect, || socket::connect_to(&String::from_utf8_lossy(name)))?;
+            let peer = socket::peer(&socket).map_err(refused(Required::Identify))?;
             if !peer.is_own_user() {
                 return Err(Error::config(format!("user {} listens where a peer of this group did", peer.uid)));
             }
-            self.retried(limit, hope, "send", || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
+            self.retried(limit, hope, Required::Send, || socket::send(&socket, &(me as u32).to_le_bytes(), Some(fd)))?;
             // Kept until all is done: closing it would be read as an end before the message.
             sent.push(socket);
         }
@@ -73,7 +77,7 @@ impl Mailbox {
                 return Ok(inbox.got);
             }
             let turned_away = || inbox.refused.as_ref().map_or_else(String::new, |who| format!("; {who} was turned away"));
-            wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late("hear from all peers", limit, &turned_away())))?;
+            wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late("descriptor from every peer", limit, &turned_away())))?;
         }
     }
 
@@ -81,14 +85,16 @@ impl Mailbox {
         &self,
         limit: &Limit,
         hope: &dyn Fn() -> Result<()>,
-        what: &str,
-        mut step: impl FnMut() -> rustix::io::Result<T>,
+        step: Required,
+        mut call: impl FnMut() -> rustix::io::Result<T>,
     ) -> Result<T> {
         loop {
-            match step() {
+            match call() {
                 Ok(value) => return Ok(value),
-                Err(Errno::AGAIN | Errno::INTR) => wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late(what, limit, "")))?,
-                Err(errno) => return Err(os(what)(errno)),
+                Err(Errno::AGAIN | Errno::INTR) => {
+                    wait(limit, hope).map_err(|error| error.unwrap_or_else(|| late(step.purpose(), limit, "")))?
+                }
+                Err(errno) => return Err(refused(step)(errno)),
             }
         }
     }
@@ -104,9 +110,9 @@ fn wait(limit: &Limit, hope: &dyn Fn() -> Result<()>) -> std::result::Result<(),
     Ok(())
 }
 
-fn late(what: &str, limit: &Limit, remark: &str) -> Error {
+fn late(missing: &str, limit: &Limit, remark: &str) -> Error {
     let waited = limit.waited().as_secs_f32();
-    Error::timeout(format!("passing descriptors of GPU memory: could not {what} within {waited:.1} s{remark}"))
+    Error::timeout(format!("passing descriptors of GPU memory: no {missing} within {waited:.1} s{remark}"))
 }
 
 /// Descriptors that have come to one rank.
@@ -130,7 +136,7 @@ impl Inbox<'_> {
                 Ok(socket) => socket,
                 Err(Errno::AGAIN | Errno::INTR) => return Ok(()),
                 Err(Errno::CONNABORTED) => continue,
-                Err(errno) => return Err(os("wait for a peer")(errno)),
+                Err(errno) => return Err(refused(Required::Accept)(errno)),
             };
             match socket::peer(&socket) {
                 Ok(peer) if peer.is_own_user() => self.guests.push_back((socket, peer)),
@@ -257,7 +263,7 @@ mod tests {
         let mailbox = Mailbox::open(1).expect("opens");
         for errno in [Errno::AGAIN, Errno::INTR] {
             let limit = Limit::from(Instant::now(), Duration::from_millis(20));
-            let error = mailbox.retried(&limit, &|| Ok(()), "try", || Err::<(), _>(errno)).expect_err("never");
+            let error = mailbox.retried(&limit, &|| Ok(()), Required::Connect, || Err::<(), _>(errno)).expect_err("never");
             assert_eq!(error.kind, Kind::Timeout, "{errno}: {error}");
         }
     }

@@ -6,9 +6,11 @@ use crate::rank::{Rank, name_ranks};
 use crate::sys::host::Host;
 use crate::sys::process::ProcessId;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::fmt::Display;
 
 /// Number of the joining protocol: changes with the record, the messages or what the memory holds.
-pub(super) const PROTOCOL: u32 = 1;
+pub(super) const PROTOCOL: u32 = 2;
 
 /// Version of torch-symm.
 pub(super) const VERSION: &str = env!("TORCH_SYMM_VERSION");
@@ -21,6 +23,8 @@ pub(super) struct Record {
     pub(super) rank: u32,
     pub(super) size: u32,
     pub(super) segment_bytes: u64,
+    /// Members in rank order, by their ranks in the default group; empty if the caller did not list them.
+    pub(super) global_ranks: Vec<i32>,
     pub(super) host: Host,
     /// Name of the host, for messages only.
     pub(super) host_name: String,
@@ -117,6 +121,16 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
             first.rank, first.size, other.rank, other.size
         )));
     }
+    // Before the hosts, because ranks that list other members may be anywhere. A rank without a list agrees with every list.
+    if let Some(first) = records.iter().find(|record| !record.global_ranks.is_empty())
+        && let Some(other) = records.iter().find(|record| !record.global_ranks.is_empty() && record.global_ranks != first.global_ranks)
+    {
+        return Err(other_members(
+            group,
+            (first.rank, &name_members(&first.global_ranks)),
+            (other.rank, &name_members(&other.global_ranks)),
+        ));
+    }
     if let Some((ranks, other)) = differing(&|record| record.host != first.host) {
         let Some(refuses) = records.iter().find(|record| !record.several) else { return Ok(()) };
         let reason = apart((first.rank, &first.placement()), (other.rank, &other.placement()));
@@ -140,6 +154,29 @@ pub(super) fn agree(group: &str, records: &[&Record]) -> Result<()> {
     Ok(())
 }
 
+/// Maximum number of members that a message names on each side of a list's middle.
+const NAMED: usize = 8;
+
+/// Names the members of a group by their ranks in the default group. A long list is shortened, with a digest that tells lists apart.
+pub fn name_members(global_ranks: &[i32]) -> String {
+    let named = |ranks: &[i32]| ranks.iter().map(i32::to_string).collect::<Vec<_>>().join(", ");
+    if global_ranks.len() <= 2 * NAMED {
+        return format!("[{}]", named(global_ranks));
+    }
+    let (head, tail) = (named(&global_ranks[..NAMED]), named(&global_ranks[global_ranks.len() - NAMED..]));
+    let digest = Sha256::digest(global_ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<u8>>());
+    let digest: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    format!("[{head}, ..., {tail}] ({} ranks, digest {digest})", global_ranks.len())
+}
+
+/// The error of two ranks that list different members of `group`: each with its list as `name_members` writes it.
+pub fn other_members(group: &str, (first, here): (impl Display, &str), (other, there): (impl Display, &str)) -> Error {
+    Error::config(format!(
+        "ranks disagree on the members of group {group:?}, by their ranks in the default group: its rank {first} lists {here}, \
+         its rank {other} {there}; give all of them the same list, or another group name"
+    ))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -160,6 +197,7 @@ mod tests {
             rank,
             size: 4,
             segment_bytes: 4096,
+            global_ranks: Vec::new(),
             host,
             host_name: "here".into(),
             several: false,
@@ -180,6 +218,8 @@ mod tests {
         let read = Record::decode(Rank(2), &written.encode()?)?;
         assert_eq!(read, written);
         assert_eq!(read.failure.map(|failure| failure.error()), Some(Error::timeout("too late")));
+        // Fuzzing starts with a record of this protocol.
+        assert_eq!(Record::decode(Rank(0), include_bytes!("../../fuzz/seeds/join/record.json"))?.protocol, PROTOCOL);
         Ok(())
     }
 
@@ -201,7 +241,7 @@ mod tests {
     #[test]
     fn disagreements_name_ranks_and_values() {
         type Change = fn(&mut Record);
-        let cases: [(Change, &str); 10] = [
+        let cases: [(Change, &str); 11] = [
             (|r| r.version = "9.9".into(), "ranks 0, 2 and 3 run different versions of torch-symm: rank 0 has 0.1.0"),
             (|r| r.protocol = 7, "(protocol 7)"),
             (
@@ -221,9 +261,14 @@ mod tests {
             (|r| r.host.time = "s".into(), "rank 2 has another time namespace than rank 0; start them in one"),
             (|r| r.uid = 5, "ranks 0, 2 and 3 run as different users: rank 0 as 0, rank 2 as 5"),
             (|r| r.size = 8, "disagree on the size of group \"g\": rank 0 says 4 ranks, rank 2 8"),
+            (
+                |r| (r.host.boot, r.global_ranks) = ("c".into(), vec![2, 3, 8, 9]),
+                "ranks disagree on the members of group \"g\", by their ranks in the default group: its rank 0 lists [0, 1, 2, 3], \
+                 its rank 2 [2, 3, 8, 9]; give",
+            ),
             (|r| r.segment_bytes = 8, "disagree on the shared memory of group \"g\": rank 0 says 4096 bytes, rank 2 8"),
         ];
-        let good: Vec<Record> = (0..4).map(record).collect();
+        let good: Vec<Record> = (0..4).map(|rank| Record { global_ranks: vec![0, 1, 2, 3], ..record(rank) }).collect();
         assert_eq!(agree("g", &good.iter().collect::<Vec<_>>()), Ok(()));
         assert_eq!(agree("g", &[]), Ok(()));
         for (change, expected) in cases {
@@ -234,6 +279,24 @@ mod tests {
             assert_eq!(error.kind, Kind::Config);
             assert!(error.message.contains(expected), "{error}");
         }
+    }
+
+    #[test]
+    fn ranks_without_a_list_agree_with_every_list() {
+        let listed = |rank, listed: &[i32]| Record { global_ranks: listed.to_vec(), ..record(rank) };
+        let [plain, first, other] = [record(0), listed(1, &[4, 5, 6]), listed(2, &[4, 5, 7])];
+        assert_eq!(agree("g", &[&plain, &first, &first]), Ok(()));
+        let error = agree("g", &[&plain, &first, &other]).expect_err("refused");
+        assert!(error.message.contains("its rank 1 lists [4, 5, 6], its rank 2 [4, 5, 7]"), "{error}");
+    }
+
+    #[test]
+    fn long_lists_that_differ_have_different_names() {
+        let mut members: Vec<i32> = (0..1000).collect();
+        let before = name_members(&members);
+        assert!(before.starts_with("[0, 1, 2, 3, 4, 5, 6, 7, ..., 992, ") && before.len() < 160, "{before}");
+        members[500] = 2000;
+        assert_ne!(name_members(&members), before);
     }
 
     #[test]

@@ -116,6 +116,9 @@ mod tests {
             let answer = Answer { token: [3; 16], failure };
             assert_eq!(Answer::decode(&answer.encode()), Some(answer));
         }
+        // Fuzzing starts with messages of this protocol.
+        assert!(Hello::decode(include_bytes!("../../fuzz/seeds/join/hello")).is_some());
+        assert!(Answer::decode(include_bytes!("../../fuzz/seeds/join/answer")).is_some());
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use super::guarded;
 use crate::error::Error;
 use crate::symm_mem;
+use crate::sys::writable;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -37,6 +38,15 @@ extern "C" fn symm_free(segment: *mut c_void, bytes: usize, device: c_int, _stre
     if outcome.kind != super::ffi::Kind::None {
         log::error!("{bytes} bytes of symmetric memory at {address:#x} on cuda:{device} stay taken: {}", outcome.message);
     }
+}
+
+pub(super) fn is_writable(address: usize, bytes: usize) -> bool {
+    let mut answer = false;
+    guarded(|| {
+        answer = writable::is_writable(address, bytes);
+        Ok(())
+    });
+    answer
 }
 
 pub(super) fn is_symmetric(address: usize) -> bool {

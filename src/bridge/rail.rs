@@ -53,6 +53,12 @@ impl Rail for BackendRail {
         outcome(apart_from_children(|| handle.make(&self.1, name, host, hosts, milliseconds(timeout))))
     }
 
+    fn give_up(&self) {
+        if let Ok(handle) = self.handle() {
+            handle.give_up();
+        }
+    }
+
     fn staging(&self, bytes: usize) -> Result<usize> {
         let mut address = 0;
         outcome(self.handle()?.staging(bytes, &mut address)).map(|()| address)

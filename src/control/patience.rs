@@ -48,7 +48,8 @@ impl Patience {
         let again = until != 0 && now < until.saturating_add(pause);
         let pause = if again { (2 * pause).min(LONGEST) } else { SHORTEST };
         self.pause.store(pause, Ordering::Relaxed);
-        self.until.store(now + pause, Ordering::Relaxed);
+        // Another thread may have stored a later moment since the load above.
+        self.until.fetch_max(now + pause, Ordering::Relaxed);
     }
 }
 
@@ -100,6 +101,9 @@ mod tests {
         assert_eq!(pauses, [10, 20, 40, 80, 160, 320, 320]);
         patience.gave_away(3 * LOST, now + 400 * MS);
         assert!(patience.is_short(|| now + 409 * MS) && !patience.is_short(|| now + 411 * MS));
+        // A thread that lost its core between its loss and its report ends no pause of another's.
+        patience.gave_away(3 * LOST, now);
+        assert!(patience.is_short(|| now + 409 * MS));
     }
 
     #[test]

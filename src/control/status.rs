@@ -58,8 +58,11 @@ impl ControlBlock {
         }
     }
 
-    /// Tells everybody that this member takes part in nothing further, because of the error `farewell` if that is not empty.
+    /// Tells all members that this one takes part in nothing further, because of the error `farewell` if that is not empty. Idempotent.
     pub fn depart(&self, farewell: &str) {
+        if self.words(self.rank).departed.load(Ordering::Relaxed) != 0 {
+            return;
+        }
         self.words(self.rank).farewell.0.write_start(farewell);
         self.words(self.rank).departed.store(1, Ordering::Release);
         self.ring_all();

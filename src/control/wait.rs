@@ -7,6 +7,7 @@ use crate::rank::Rank;
 use crate::sync::last_look::lost;
 use crate::sync::limit::Limit;
 use crate::sys::core;
+use crate::sys::interrupt::Interrupts;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -87,7 +88,7 @@ impl ControlBlock {
     #[cold]
     fn wait_slowly(&self, limit: &Limit, about: &dyn Fn() -> String, missing: &dyn Fn(Rank) -> bool, purpose: Wait) -> Result<()> {
         let first_missing = || self.peers().any(missing);
-        let mut turns = 0;
+        let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         while first_missing() {
             let trouble = self.trouble(limit, about, missing);
             match trouble.or_else(|| if purpose == Wait::Together { self.death(limit, about, missing) } else { None }) {
@@ -103,10 +104,16 @@ impl ControlBlock {
             if turns <= YIELDS && !PATIENCE.is_short(now) {
                 yield_core();
             } else {
+                interrupts.get_or_insert_default().check().map_err(|_| self.interrupted(&about()))?;
                 self.sleep(limit.left().unwrap_or(Duration::ZERO), || !first_missing() || self.header().failure.stands());
             }
         }
         Ok(())
+    }
+
+    /// Fails the group because a signal's handler has raised on this thread while it waited in `about`.
+    pub fn interrupted(&self, about: &str) -> Error {
+        self.fail(Error::aborted(format!("{} was interrupted by a signal in {about}", self.describe(self.rank))))
     }
 
     /// Sleeps until a peer publishes something, a slice of time or `limit` at most, unless `ready` holds.

@@ -83,7 +83,7 @@ impl Refusals {
     }
 
     /// The calls that make up for what was refused: a collective for a collective, that or a barrier for an operator, any but barriers for a
-    /// message.
+    /// message. Messages do not make up for a collective: a peer that waits in it begins none meanwhile.
     fn requested(&self, refused: Refused) -> Requested {
         let collectives = self.engine.sequence();
         match refused {
@@ -129,7 +129,7 @@ impl Refusals {
         let ranks: Vec<Rank> = waiting.iter().map(|waiting| self.control.shown(waiting.rank)).collect();
         let (who, wait) = (name_ranks(&ranks), if ranks.len() == 1 { "waits" } else { "wait" });
         let text = format!(
-            "{me} refused a call and made no other; {who} {wait} for it in {} of group \"{group}\": {}",
+            "{me} refused a call and has not made it since; {who} {wait} for it in {} of group \"{group}\": {}",
             waiting[0].call, refused.text
         );
         *note = None;
@@ -242,7 +242,7 @@ mod tests {
             assert_eq!(failure.kind, Kind::Mismatch);
             let pid = std::process::id();
             let text = format!(
-                "rank 1 (pid {pid}) refused a call and made no other; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
+                "rank 1 (pid {pid}) refused a call and has not made it since; ranks 0 and 2 wait for it in all_gather, collective #1 of group \"test\": no such dtype"
             );
             assert_eq!(failure.message, text);
             assert_eq!(ranks[2].control.failure(), Some(failure));
@@ -309,7 +309,7 @@ mod tests {
             let failure = failure_within(&ranks[0], if told { Duration::from_secs(5) } else { QUIET });
             let pid = std::process::id();
             let text = format!(
-                "rank 1 (pid {pid}) refused a call and made no other; ranks 0 and 2 wait for it in a barrier of symmetric memory of group \"test\": not contiguous"
+                "rank 1 (pid {pid}) refused a call and has not made it since; ranks 0 and 2 wait for it in a barrier of symmetric memory of group \"test\": not contiguous"
             );
             assert_eq!(failure, told.then(|| Error::mismatch(text)), "comes: {comes}, had met: {had_met}");
         }
@@ -344,7 +344,7 @@ mod tests {
                 if let Some(failure) = failure {
                     let pid = std::process::id();
                     let text = format!(
-                        "rank 1 (pid {pid}) refused a call and made no other; rank 0 waits for it in recv, tag 7, of group \"test\": too short"
+                        "rank 1 (pid {pid}) refused a call and has not made it since; rank 0 waits for it in recv, tag 7, of group \"test\": too short"
                     );
                     assert_eq!((failure.kind, failure.message), (Kind::Mismatch, text));
                 }
@@ -353,6 +353,16 @@ mod tests {
                 ranks.iter().for_each(|rank| rank.transfers.stop());
             });
         }
+    }
+
+    #[test]
+    fn a_message_does_not_make_up_for_a_refused_collective() {
+        let ranks = ranks();
+        ranks[1].add("no such dtype".into(), ON_HOST);
+        ranks[1].transfers.send(message(Rank(0)), PATIENCE, Completion::new(|_, _| {})).expect("sent");
+        ranks[0].control.begin(1, Op::AllGather);
+        let failure = failure_within(&ranks[0], PATIENCE).expect("reported");
+        assert!(failure.message.contains("rank 0 waits for it in all_gather, collective #1"), "{failure}");
     }
 
     #[test]

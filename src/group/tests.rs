@@ -108,6 +108,21 @@ fn a_rank_that_leaves_is_named() {
 }
 
 #[test]
+fn a_rank_that_has_left_moves_no_messages() {
+    with_ranks(2, |group, rank| {
+        let mut data = [rank; 2];
+        let mut message = || Message { peer: Some(Rank(1 - rank)), tag: 3, dtype: DType::I32, span: span(&mut data), timeout: None };
+        let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
+        let ticket = if rank == 0 { group.send(message(), done()) } else { group.recv(message(), done()) }.expect("begun");
+        group.wait(ticket, None).expect("within its time");
+        group.shutdown();
+        // The group's memory, which held the rings, is private now.
+        group.progress();
+        assert_eq!(group.failure(), None);
+    });
+}
+
+#[test]
 fn leaving_ends_a_set_up_of_gpus_that_waits_for_peers() {
     let over = std::sync::Barrier::new(2);
     with_ranks(2, |group, rank| {

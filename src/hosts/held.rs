@@ -5,15 +5,16 @@ use super::rail::Rail;
 use crate::sys::thread;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// A rail, and what is dropped after it. A backend may end only when its last transfer does: so that takes a thread of its own, whoever
 /// lets go of the rail last.
-pub(super) struct Held(ManuallyDrop<(Box<dyn Rail>, Sender<()>)>);
+pub(super) struct Held(ManuallyDrop<(Arc<dyn Rail>, Sender<()>)>);
 
 impl Held {
     /// `ended` is dropped once the rail has ended.
-    pub(super) fn new(rail: Box<dyn Rail>, ended: Sender<()>) -> Self {
+    pub(super) fn new(rail: Arc<dyn Rail>, ended: Sender<()>) -> Self {
         Self(ManuallyDrop::new((rail, ended)))
     }
 }

@@ -8,9 +8,9 @@ use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};
 use super::finding::Several;
 use super::messages::links::Links;
-use super::news::{Meeting, News, Times};
+use super::news::{Meeting, News, Times, Told};
 use super::partials::Partials;
-use super::rail::{self, Rail};
+use super::rail::{self, Life, Rail};
 use super::refusal::Refusals;
 use super::shared::{Current, Inner, Shared};
 use super::step::{GRACE, HEAR};
@@ -36,8 +36,10 @@ use std::time::{Duration, Instant};
 
 /// Time between two looks at the group while a rail is made.
 const LOOK: Duration = Duration::from_millis(20);
-/// Bytes in which the first rank of a host tells by which backends hosts are connected.
-const NAMES: usize = 256;
+/// Length of the text that the first rank of a host sends behind the group's life: the backends that connect hosts, and the members.
+const NAMES: usize = 512;
+/// Stands between the backends and the members.
+const BETWEEN_NAMES: char = '\n';
 
 /// What connects a rank of a group on several hosts with the others.
 pub struct Between<R, L, B> {
@@ -108,6 +110,7 @@ impl HostsGroup {
         let inner = Arc::new(inner?);
         inner.set_timeout(timeout);
         let current = Arc::new(Current::default());
+        let members = if options.global_ranks.is_empty() { String::new() } else { boot::name_members(&options.global_ranks) };
         let meeting = Meeting {
             store: &until,
             group: inner.control().name(),
@@ -118,7 +121,7 @@ impl HostsGroup {
             limit,
             addresses: None,
             times: Times::default(),
-            engines: engines.to_string(),
+            engines: format!("{engines}{BETWEEN_NAMES}{members}"),
             late: &late,
         };
         let (news, told) = meeting.meet().map_err(|error| inner.fail(error))?;
@@ -128,16 +131,24 @@ impl HostsGroup {
             stands
         };
         let told = told_by_first(&inner, &layout, rank, told, limit).map_err(failed)?;
-        if told != engines.to_string() {
+        let (connected, listed) = told.engines.split_once(BETWEEN_NAMES).unwrap_or((&told.engines, ""));
+        if !listed.is_empty() && !members.is_empty() && listed != members {
+            // `listed` comes from rank 0 of the group.
+            let error = boot::other_members(&options.group, (0, listed), (layout.describe(rank).trim_start_matches("rank "), &members));
+            return Err(failed(error));
+        }
+        if connected != engines.to_string() {
             let (first, me, group) = (layout.describe(Rank(0)), layout.describe(rank), &options.group);
             return Err(failed(Error::config(format!(
-                "ranks of group \"{group}\" would connect hosts by different backends: {first} by \"{told}\", {me} by \"{engines}\"; \
+                "ranks of group \"{group}\" would connect hosts by different backends: {first} by \"{connected}\", {me} by \"{engines}\"; \
                  give SYMM_HOSTS, or torch_symm.Options(between_hosts=...), the same value on all ranks"
             ))));
         }
         let has_rail = local < layout.rails();
-        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &options.group, limit, &late).map_err(failed)?) } else { None };
-        let mut joined = Self::assemble(inner, layout, rank, rail, (news, current), &engines);
+        let name = told.life.name("symm-rail", local);
+        let mut address = has_rail.then(|| Address { store: &until, keys: rail::keys(&name, host).collect() });
+        let rail = if has_rail { Some(made(rail, &inner, &layout, rank, &name, limit, &late).map_err(failed)?) } else { None };
+        let mut joined = Self::assemble(inner, layout, rank, rail, (news, current, told.life), &engines);
         joined.cuda = backends.map(|backends| Cuda::new(backends, Arc::clone(store)));
         let links = Counted::new(links, &joined.shared.traffic, &options.global_ranks);
         joined.send_by(Arc::new(links), Arc::clone(store), options.global_ranks.clone());
@@ -148,10 +159,9 @@ impl HostsGroup {
         let asks = joined.cuda.is_some() && rank == Rank(0);
         let cuda = if asks { chosen::thresholds(options, here, Device::Cuda) } else { Thresholds::USUAL_CUDA };
         joined.agree_on(Chosen { partials, thresholds, cuda }, Some(limit.left().unwrap_or_default()))?;
-        // All have connected, unless Gloo was told to do so later: nobody looks for this rank any more.
-        if has_rail && !Config::get().gloo_lazy {
-            // A store that cannot delete keeps them.
-            rail::keys(&format!("symm-rail/{local}"), host).for_each(|key| drop(worker.delete(&key)));
+        // All have connected, unless Gloo connects later.
+        if let Some(address) = address.as_mut().filter(|_| Config::get().gloo_lazy) {
+            address.keys.clear();
         }
         Ok(joined)
     }
@@ -161,8 +171,8 @@ impl HostsGroup {
         inner: Arc<Group>,
         layout: Arc<Layout>,
         rank: Rank,
-        rail: Option<Box<dyn Rail>>,
-        (news, current): (News, Arc<Current>),
+        rail: Option<Arc<dyn Rail>>,
+        (news, current, life): (News, Arc<Current>, Life),
         engines: &Engines,
     ) -> Self {
         let shared = Arc::new(Shared::new(rail, news, current, Traffic::of(inner.control().name(), engines)));
@@ -181,7 +191,21 @@ impl HostsGroup {
             twofold: Twofold::default(),
             cuda: None,
             monitored: AtomicU64::new(0),
+            life,
         }
+    }
+}
+
+/// A guard of the keys by which other hosts reach this rank's rail. When it is dropped all have connected, or the group has failed.
+struct Address<'a> {
+    store: &'a dyn Store,
+    keys: Vec<String>,
+}
+
+impl Drop for Address<'_> {
+    fn drop(&mut self) {
+        // A store that cannot delete keeps them.
+        self.keys.iter().for_each(|key| drop(self.store.delete(key)));
     }
 }
 
@@ -205,47 +229,51 @@ fn late(store: &dyn Store, options: &JoinOptions, layout: &Layout, me: Rank, lim
     Some(Error::timeout(format!("{me} waited {:.1} s for {late} to join group \"{group}\"", limit.waited().as_secs_f64())))
 }
 
-/// What the first rank of this host was `told` of backends.
-fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: String, limit: &Limit) -> Result<String> {
+/// Returns what the hub sent to the first rank of this host, which has it in `told`.
+fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: Told, limit: &Limit) -> Result<Told> {
     if layout.members(layout.host(rank)).len() == 1 {
         return Ok(told);
     }
-    let (first, mut names) = (layout.local(rank) == 0, told.into_bytes());
-    names.resize(NAMES, 0);
-    let mut span = || vec![Span { addr: names.as_mut_ptr().addr(), bytes: NAMES }];
+    let (first, mut bytes) = (layout.local(rank) == 0, [&told.life.to_bytes()[..], told.engines.as_bytes()].concat());
+    bytes.resize(Life::BYTES + NAMES, 0);
+    let mut span = || vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }];
     let (inputs, outputs) = if first { (span(), vec![]) } else { (vec![], span()) };
     // Those that meet other hosts know more at the end of their time.
     let left = limit.left().unwrap_or_default() + GRACE;
     inner.run(vec![Call { op: Op::Broadcast, inputs, outputs, ..Call::barrier(None) }], Some(left))?;
-    Ok(String::from_utf8_lossy(&names).trim_end_matches('\0').to_owned())
+    let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
+    Ok(Told { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
 }
 
-/// Makes this rank's rail. Ends once the group has failed.
+/// Makes this rank's rail, of this `name`. Ends once the group has failed.
 fn made(
     rail: impl Rail + 'static,
     inner: &Group,
     layout: &Layout,
     rank: Rank,
-    group: &str,
+    name: &str,
     limit: &Limit,
     late: &dyn Fn() -> Option<Error>,
-) -> Result<Box<dyn Rail>> {
+) -> Result<Arc<dyn Rail>> {
     let (host, hosts, local) = (layout.host(rank), layout.hosts(), layout.local(rank));
-    let (me, others) = (layout.describe(rank), layout.name_others(host));
+    let (me, others, group) = (layout.describe(rank), layout.name_others(host), inner.control().name());
     let failed = |error: Error| {
         let text = format!("{me} could not make rail {local} of group \"{group}\" to {others}: {}", error.message);
         Error { message: text, ..error }
     };
     let left = limit.left().ok_or_else(|| failed(Error::timeout("no time is left")))?;
     let (done, ended) = channel();
+    let (name, rail) = (name.to_owned(), Arc::new(rail) as Arc<dyn Rail>);
+    let making = Arc::clone(&rail);
     let make = move || {
-        let made = rail.make(&format!("symm-rail/{local}"), host, hosts, left);
-        let _ = done.send(made.map(|()| rail));
+        let made = making.make(&name, host, hosts, left);
+        drop(making);
+        let _ = done.send(made);
     };
-    thread::spawn("symm-rail", None, make).map_err(|error| failed(Error::internal(format!("starting a thread: {error}"))))?;
-    loop {
+    thread::spawn("symm-rail", None, make).map_err(failed)?;
+    let wait = || loop {
         match ended.recv_timeout(LOOK) {
-            Ok(Ok(rail)) => return Ok(Box::new(rail)),
+            Ok(Ok(())) => return Ok(()),
             Ok(Err(error)) if limit.left().is_some() => return Err(failed(error)),
             Ok(Err(error)) => {
                 // Others, whose time ends now, too, may say more.
@@ -258,5 +286,7 @@ fn made(
             Err(RecvTimeoutError::Timeout) => inner.error().map_or(Ok(()), Err)?,
             Err(RecvTimeoutError::Disconnected) => return Err(failed(Error::internal("making it panicked"))),
         }
-    }
+    };
+    wait().inspect_err(|_| rail.give_up())?;
+    Ok(rail)
 }

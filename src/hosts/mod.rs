@@ -54,6 +54,7 @@ use cuda::Cuda;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::Waiting;
+use rail::Life;
 use refusal::Refusals;
 use shared::Shared;
 use std::sync::atomic::AtomicU64;
@@ -77,6 +78,7 @@ pub struct HostsGroup {
     cuda: Option<Cuda>,
     /// Number of monitored barriers.
     monitored: AtomicU64,
+    life: Life,
 }
 
 /// What messages between hosts know of their group.
@@ -84,9 +86,14 @@ struct Whole {
     inner: Arc<Group>,
     layout: Arc<Layout>,
     shared: Arc<Shared>,
+    engine: Arc<Engine<Runner>>,
 }
 
 impl Around for Whole {
+    fn calls(&self) -> u64 {
+        self.engine.sequence() + self.inner.recorder().messages()
+    }
+
     fn error(&self) -> Option<Error> {
         self.inner.error()
     }
@@ -148,8 +155,15 @@ impl Run for Runner {
 impl HostsGroup {
     /// Makes messages between hosts go by `links`, whose ranks meet through `store`.
     fn send_by(&self, links: Arc<dyn Links>, store: Arc<dyn Store>, globals: Vec<i32>) {
-        let whole = Whole { inner: Arc::clone(&self.inner), layout: Arc::clone(&self.layout), shared: Arc::clone(&self.shared) };
-        let names = Names { layout: Arc::clone(&self.layout), me: self.rank, group: self.inner.control().name().to_owned(), globals };
+        let (inner, layout, shared) = (Arc::clone(&self.inner), Arc::clone(&self.layout), Arc::clone(&self.shared));
+        let whole = Whole { inner, layout, shared, engine: Arc::clone(&self.engine) };
+        let names = Names {
+            layout: Arc::clone(&self.layout),
+            me: self.rank,
+            group: self.inner.control().name().to_owned(),
+            life: self.life,
+            globals,
+        };
         let _ = self.messages.set(Messages::new(links, Box::new(whole), store, names));
     }
 
@@ -232,6 +246,7 @@ impl HostsGroup {
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
+        self.inner.check_process()?;
         match self.messages.get() {
             _ if ticket & p2p::TICKET_BIT != 0 => {
                 let since = Instant::now();
@@ -253,8 +268,10 @@ impl HostsGroup {
 
     /// A collective was refused on this rank: ranks that wait for it are told, on this host and on others.
     pub fn refuse(&self, text: String) {
-        self.refusals.add(text.clone());
-        self.inner.refuse(text);
+        if self.inner.check_open().is_ok() {
+            self.refusals.add(text.clone());
+            self.inner.refuse(text);
+        }
     }
 
     /// Has nothing to do: no window is on several hosts.
@@ -311,6 +328,9 @@ impl HostsGroup {
 
     /// Fails the group on every rank; blocked calls return at once.
     pub fn abort(&self) {
+        if self.inner.check_process().is_err() {
+            return;
+        }
         self.inner.abort();
         if let Some(failure) = self.inner.control().failure() {
             if let Some(messages) = self.messages.get() {
@@ -334,7 +354,7 @@ impl HostsGroup {
             let (me, name) = (self.layout.describe(self.rank), self.inner.control().name());
             self.shared.fail(&self.inner, Error::aborted(format!("{me} left group \"{name}\" with calls under way")));
         }
-        self.forget_monitored();
+        self.forget_keys();
         if let Some(messages) = self.messages.get() {
             messages.leave(limit.saturating_sub(since.elapsed()));
         }

@@ -4,7 +4,7 @@
 //! the barrier fails, rank 0 looks who has said nothing. A rank takes back what it has said once it has passed the next one, or leaves:
 //! rank 0 may fail where others have passed.
 
-use super::HostsGroup;
+use super::{HostsGroup, rail};
 use crate::coll::call::Call;
 use crate::config::Config;
 use crate::error::Result;
@@ -20,6 +20,7 @@ impl HostsGroup {
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let monitored = Monitored { me: self.rank, timeout, all: wait_all_ranks };
         monitored.check()?;
+        self.inner.check_open()?;
         let number = self.monitored.fetch_add(1, Ordering::Relaxed);
         let store = self.messages.get().map(|messages| messages.store());
         if let Some(store) = store {
@@ -37,14 +38,18 @@ impl HostsGroup {
     }
 
     fn monitored_key(&self, number: u64, rank: Rank) -> String {
-        format!("symm-monitored/{}/{}/{number}/{rank}", self.inner.control().name(), Config::get().restart)
+        self.life.name("symm-monitored", format_args!("{number}/{rank}"))
     }
 
-    /// Takes back what this rank has said in the store.
-    pub(super) fn forget_monitored(&self) {
-        let last = self.monitored.load(Ordering::Relaxed).checked_sub(1);
-        if let (Some(messages), Some(last), None) = (self.messages.get(), last, self.inner.failure()) {
-            let _ = messages.store().delete(&self.monitored_key(last, self.rank));
-        }
+    /// Removes the keys of this rank that are still in the store, unless the group has failed: rank 0 may still read them then.
+    pub(super) fn forget_keys(&self) {
+        let (Some(messages), None) = (self.messages.get(), self.inner.failure()) else { return };
+        let last = self.monitored.load(Ordering::Relaxed).checked_sub(1).map(|last| self.monitored_key(last, self.rank));
+        let (host, local) = (self.layout.host(self.rank), self.layout.local(self.rank));
+        let name = self.life.name("symm-rail", local);
+        // Other hosts connect at any time under this setting.
+        let lazy = Config::get().gloo_lazy && local < self.layout.rails();
+        let address = lazy.then(|| rail::keys(&name, host)).into_iter().flatten();
+        last.into_iter().chain(address).for_each(|key| drop(messages.store().delete(&key)));
     }
 }

@@ -2,6 +2,9 @@
 
 use crate::config::Config;
 use crate::error::Result;
+use crate::sys::random;
+use serde::{Deserialize, Serialize};
+use std::fmt::Display;
 use std::time::Duration;
 
 /// Transfer of bytes between the ranks of a rail. Places are offsets in the rail's staging.
@@ -52,6 +55,34 @@ impl Transfer<'_> {
     }
 }
 
+/// A random id that all ranks of a group share. Keys by which its backends meet contain it, so no rank reads what an earlier group of the
+/// same name has left in the store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Life(u64);
+
+impl Life {
+    /// Length of its bytes.
+    pub(super) const BYTES: usize = 8;
+
+    /// A new one, which rank 0 sends to the other ranks.
+    pub(super) fn new() -> Result<Self> {
+        random::bytes().map(Self::from_bytes)
+    }
+
+    pub(super) fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
+        Self(u64::from_le_bytes(bytes))
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; Self::BYTES] {
+        self.0.to_le_bytes()
+    }
+
+    /// The name, in this group, of the backend `which` of this `kind`.
+    pub(super) fn name(self, kind: &str, which: impl Display) -> String {
+        format!("{kind}/{:016x}/{which}", self.0)
+    }
+}
+
 /// Keys in the store of the group by which the rank on `host` tells the others of its rail `name` where it can be reached: Gloo's, one for
 /// each of its interfaces. Those of a link are alike.
 pub(super) fn keys(name: &str, host: usize) -> impl Iterator<Item = String> {
@@ -66,6 +97,9 @@ pub(super) fn keys(name: &str, host: usize) -> impl Iterator<Item = String> {
 pub trait Rail: Send + Sync {
     /// Connects this rank, on the `host`th of `hosts`, with those of the other hosts, once they call it with this `name`.
     fn make(&self, name: &str, host: usize, hosts: usize, timeout: Duration) -> Result<()>;
+
+    /// Ends a `make` that waits on another thread for the other hosts. It may go on while a connection is being made.
+    fn give_up(&self) {}
 
     /// Address of the staging, which has at least `bytes` bytes; what was there is lost where there were fewer before. The backend owns it:
     /// a transfer that was given up still finds it. To be called while no transfer is under way.

@@ -123,7 +123,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(rail: Option<Box<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
+    pub(super) fn new(rail: Option<Arc<dyn Rail>>, news: News, current: Arc<Current>, traffic: Arc<Traffic>) -> Self {
         let (ended, ending) = channel();
         Self {
             rail: Mutex::new(rail.map(|rail| Arc::new(Held::new(rail, ended)))),

@@ -173,7 +173,7 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                 let inner = Group::assemble(segment, "test", Rank(local as u32), members, limit, tuning).expect("assembles");
                 let rail = wires.get(local).map(|wire| {
                     let (wire, own) = (Arc::clone(wire), Mutex::default());
-                    Box::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Box<dyn Rail>
+                    Arc::new(ThreadRail { wire, host, hosts: layout.hosts(), own }) as Arc<dyn Rail>
                 });
                 let (me, inner) = (Rank(rank as u32), Arc::new(inner));
                 let current = Arc::new(Current::default());
@@ -193,10 +193,10 @@ fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) +
                     engines,
                     late: &|| None,
                 };
-                let (news, _) = meeting.meet().expect("all meet");
+                let (news, told) = meeting.meet().expect("all meet");
                 joined.wait();
                 let engines = Engines { cpu: "threads".into(), cuda: String::new() };
-                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current), &engines), rank);
+                body(&HostsGroup::assemble(inner, layout, me, rail, (news, current, told.life), &engines), rank);
             });
         }
     });
@@ -348,16 +348,23 @@ fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
 #[test]
 fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
     for (most, hosts) in [(3, LAYOUTS[0]), (2, LAYOUTS[1]), (4, LAYOUTS[3])] {
+        // A rank that starts late must not hear that another has already left.
+        let all_have_failed = std::sync::Barrier::new(hosts.len());
         on_hosts_until(most, hosts, |group, rank| {
             let n = hosts.len();
             let (mut input, mut output) = ([data(rank, 3_000_000)], [vec![0xee; 3_000_000]]);
             let begun = Instant::now();
             let run = |call: Call| group.run(vec![call], Some(Duration::from_millis(400)));
-            let error = run(call(Op::AllReduce, DType::F32, 0, &mut input, &mut output)).expect_err("it stops");
+            let first = run(call(Op::AllReduce, DType::F32, 0, &mut input, &mut output));
+            let took = begun.elapsed();
+            let second = run(Call::barrier(None));
+            all_have_failed.wait();
+            let error = first.expect_err("it stops");
+            // Of a rail, or of the neighbour that waits for it, whose time may end a moment later.
             assert_eq!(error.kind, Kind::Timeout, "{error}");
-            assert!(error.message.contains("on rail "), "{error}");
-            assert!(begun.elapsed() < Duration::from_secs(10), "rank {rank} of {n}");
-            assert_eq!(run(Call::barrier(None)).expect_err("it has failed"), error);
+            assert!(error.message.contains("until its timeout"), "{error}");
+            assert!(took < Duration::from_secs(10), "rank {rank} of {n}");
+            assert_eq!(second.expect_err("it has failed"), error);
         });
     }
 }
@@ -386,6 +393,25 @@ fn an_abort_within_calls_ends_them_on_all_hosts() {
             });
         });
     }
+}
+
+#[test]
+fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_host() {
+    on_hosts_until(1, &[0, 0, 1, 1], |group, rank| {
+        std::thread::scope(|scope| {
+            if rank == 1 {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(100));
+                    // Only within the host: the rails stay as they are.
+                    group.inner().abort();
+                });
+            }
+            let begun = Instant::now();
+            let error = (0..2).find_map(|_| group.run(vec![Call::barrier(None)], None).err()).expect("the second does not end");
+            assert!(error.message.contains("aborted group \"test\""), "{error}");
+            assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
+        });
+    });
 }
 
 #[test]

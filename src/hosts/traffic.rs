@@ -58,8 +58,11 @@ pub struct Count {
 #[derive(Default)]
 pub(super) struct Traffic(Mutex<BTreeMap<Path, Count>>);
 
-/// By the name of the group, and what connects its hosts.
-type Groups = BTreeMap<(String, Engines), Arc<Traffic>>;
+/// Maximum number of ended groups whose traffic is kept.
+const KEPT: usize = 64;
+
+/// By the name of the group, and what connects its hosts; in the order in which the groups began.
+type Groups = Vec<((String, Engines), Arc<Traffic>)>;
 
 static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
 
@@ -69,9 +72,21 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Traffic {
-    /// That of the group `name` of this process, whose hosts `engines` connect.
+    /// Traffic of the group `name` of this process, whose hosts `engines` connect. Of ended groups the oldest are forgotten.
     pub(super) fn of(name: &str, engines: &Engines) -> Arc<Self> {
-        Arc::clone(lock(GROUPS.get()).entry((name.to_owned(), engines.clone())).or_default())
+        let mut groups = lock(GROUPS.get());
+        if let Some((_, known)) = groups.iter().find(|((group, by), _)| group == name && by == engines) {
+            return Arc::clone(known);
+        }
+        let is_ended = |traffic: &Arc<Self>| Arc::strong_count(traffic) == 1;
+        if groups.iter().filter(|(_, traffic)| is_ended(traffic)).count() >= KEPT
+            && let Some(oldest) = groups.iter().position(|(_, traffic)| is_ended(traffic))
+        {
+            groups.remove(oldest);
+        }
+        let traffic = Arc::<Self>::default();
+        groups.push(((name.to_owned(), engines.clone()), Arc::clone(&traffic)));
+        traffic
     }
 
     /// Counts a transfer that brings `(sent, received)` bytes.
@@ -102,7 +117,7 @@ impl Traffic {
 /// `{group: {path: count}}` of this process; groups in the order of their names.
 pub fn counted() -> BTreeMap<String, BTreeMap<String, Count>> {
     let mut all: BTreeMap<String, BTreeMap<String, Count>> = BTreeMap::new();
-    for ((group, engines), traffic) in &*lock(GROUPS.get()) {
+    for ((group, engines), traffic) in lock(GROUPS.get()).iter() {
         all.entry(group.clone()).or_default().extend(lock(&traffic.0).iter().map(|(path, count)| (path.name(engines), *count)));
     }
     all
@@ -170,7 +185,8 @@ mod tests {
     fn calls_count_where_they_move_bytes() {
         let engines = |cpu: &str| Engines { cpu: cpu.into(), cuda: String::new() };
         let traffic = Traffic::of("calls_count_where_they_move_bytes", &engines("gloo"));
-        Traffic::of("calls_count_where_they_move_bytes", &engines("mine")).message(Path::Link(Rank(3)));
+        let other = Traffic::of("calls_count_where_they_move_bytes", &engines("mine"));
+        other.message(Path::Link(Rank(3)));
         traffic.add(Path::Rail(1), (10, 20));
         traffic.add(Path::Rail(1), (1, 2));
         let both = [Path::Rail(1), Path::CudaAll];
@@ -181,5 +197,17 @@ mod tests {
         let rail = Count { calls: 1, transfers: 2, sent: 11, received: 22, seen: 2 };
         let paths = &all["calls_count_where_they_move_bytes"];
         assert_eq!((paths.len(), paths["gloo rail 1"], paths["gloo rank 3"].calls, paths["mine rank 3"].calls), (3, rail, 1, 1));
+    }
+
+    #[test]
+    fn the_oldest_ended_groups_are_forgotten() {
+        let engines = Engines { cpu: "gloo".into(), cuda: String::new() };
+        let of = |number: usize| Traffic::of(&format!("ended-{number:04}"), &engines);
+        let lives = of(0);
+        (1..=10 * KEPT).for_each(|number| of(number).message(Path::Rail(0)));
+        lives.message(Path::Rail(0));
+        let known: Vec<String> = counted().into_keys().filter(|name| name.starts_with("ended-")).collect();
+        assert!(known.len() <= KEPT + 1, "{}", known.len());
+        assert_eq!((known.first().map(String::as_str), known.last()), (Some("ended-0000"), Some(&format!("ended-{:04}", 10 * KEPT))));
     }
 }

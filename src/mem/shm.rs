@@ -5,14 +5,16 @@ use super::memory_limit::tightest;
 use crate::error::{Error, Result};
 use crate::sys::again::retry;
 use crate::sys::process;
+use crate::sys::required::Required;
 use crate::sys::thread::Undisturbed;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
 use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing. Clones share the mapping: ranks that are threads
 /// of one process may use the same addresses, which is what ThreadSanitizer needs to see their races.
@@ -29,7 +31,9 @@ pub struct Segment {
 struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
-    file: OwnedFd,
+    identity: u64,
+    /// `None` once the segment has left it.
+    file: Mutex<Option<OwnedFd>>,
 }
 
 // SAFETY: the mapping is plain memory; who may touch which byte when is decided by the protocols in `sync` and `coll`.
@@ -78,20 +82,22 @@ impl Drop for Addresses {
 impl Segment {
     /// A new file of `bytes` bytes without a name, sealed: its size is final, so no access within it can fault.
     pub fn create(bytes: usize) -> Result<OwnedFd> {
-        Self::create_or(bytes as u64, Error::os)
+        Self::create_or(bytes as u64, Required::failed)
     }
 
-    /// Creates a segment as `create` does; `error` makes the error of a step that failed: what was attempted, and the system's reason.
-    pub fn create_or(bytes: u64, error: impl Fn(&str, Errno) -> Error) -> Result<OwnedFd> {
+    /// Creates a segment as `create` does; `error` makes the error of a step that failed.
+    pub fn create_or(bytes: u64, error: impl Fn(Required, Errno) -> Error) -> Result<OwnedFd> {
         use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         // Kernels before 6.3 do not know NOEXEC_SEAL; later ones may insist on it.
         let file = memfd_create("symm", flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|errno| if errno == Errno::INVAL { memfd_create("symm", flags) } else { Err(errno) })
-            .map_err(|errno| error("make shared memory", errno))?;
-        ftruncate(&file, bytes).map_err(|errno| error(&format!("make {bytes} bytes of shared memory"), errno))?;
-        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|errno| error("seal shared memory", errno))?;
+            .map_err(|errno| error(Required::Memory, errno))?;
+        ftruncate(&file, bytes).map_err(|errno| {
+            let error = error(Required::Size, errno);
+            Error { message: format!("{}; {bytes} bytes are needed", error.message), ..error }
+        })?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(|errno| error(Required::Seal, errno))?;
         Ok(file)
     }
 
@@ -103,7 +109,7 @@ impl Segment {
     /// Maps as many bytes of `file` as there are `addresses`, over them.
     pub fn map_at(file: OwnedFd, addresses: Addresses) -> Result<Self> {
         let (base, bytes) = (addresses.base, addresses.bytes);
-        let stat = rustix::fs::fstat(&file).map_err(|e| Error::os("reading the size of the group's memory", e))?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| Required::Look.failed(errno))?;
         if (stat.st_size as u64) < bytes as u64 {
             return Err(Error::config(format!("the group's memory has {} bytes, {bytes} are needed", stat.st_size)));
         }
@@ -118,21 +124,61 @@ impl Segment {
                 0,
             )
         }
-        .map_err(|e| Error::os(&format!("mapping {bytes} bytes of the group's memory"), e))?;
+        .map_err(|errno| Required::Map.failed(errno))?;
         // The segment's from here on.
         std::mem::forget(addresses);
-        Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, file }) })
+        Ok(Self { base, bytes, mapping: Arc::new(Mapping { base, bytes, identity: stat.st_ino, file: Mutex::new(Some(file)) }) })
     }
 
     /// A number that all mappings of one file share, and no other file of this host has had lately.
     pub fn identity(&self) -> u64 {
-        rustix::fs::fstat(&self.mapping.file).map_or(0, |stat| stat.st_ino)
+        self.mapping.identity
     }
 
     /// Allocates the pages of a range, as [`reserve`] does.
     pub fn reserve(&self, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
         self.check(offset, bytes);
-        reserve(&self.mapping.file, offset, bytes, purpose)
+        match &*self.mapping.file.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(file) => reserve(file, offset, bytes, purpose),
+            None => Err(Error::internal(format!("{purpose} needs {bytes} bytes of a segment that has left its file"))),
+        }
+    }
+
+    /// A clone for whoever gives the memory's addresses to a device: while it lives, the segment does not leave its file.
+    pub fn hold(&self) -> Result<Self> {
+        let file = self.mapping.file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.as_ref().map(|_| self.clone()).ok_or_else(|| Error::aborted("the group of this memory was destroyed"))
+    }
+
+    /// Closes the file and gives up its memory. At the same addresses lies private memory then, which begins with what the first `kept`
+    /// bytes held; peers do not see what is written there. Does nothing while a clone shares the mapping.
+    pub fn leave_file(&self, kept: usize) -> rustix::io::Result<()> {
+        self.check(0, kept);
+        let Mapping { base, bytes, file, .. } = &*self.mapping;
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        if file.is_none() || Arc::strong_count(&self.mapping) > 1 {
+            return Ok(());
+        }
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let own = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), *bytes, protection, MapFlags::PRIVATE | MapFlags::NORESERVE) }?;
+        for word in 0..kept / size_of::<AtomicU64>() {
+            // SAFETY: both mappings are page-aligned and hold `kept` bytes (checked above); peers and threads change the words of the old
+            // one by atomic operations, and nobody else knows the new one.
+            unsafe {
+                let value = (*base.as_ptr().cast::<AtomicU64>().add(word)).load(Ordering::Acquire);
+                *own.cast::<u64>().add(word) = value;
+            }
+        }
+        // SAFETY: the old range is this mapping's, and the new memory takes its place in one step, readable and writable as before.
+        let moved = unsafe { rustix::mm::mremap_fixed(own, *bytes, *bytes, MremapFlags::MAYMOVE, base.as_ptr().cast()) };
+        if let Err(errno) = moved {
+            // SAFETY: made above, and known to nobody else.
+            let _ = unsafe { rustix::mm::munmap(own, *bytes) };
+            return Err(errno);
+        }
+        *file = None;
+        Ok(())
     }
 
     /// Address of a range within the mapping; valid while `self` lives.
@@ -177,7 +223,13 @@ pub(crate) fn reserve(file: &OwnedFd, offset: usize, bytes: usize, purpose: impl
     // A signal undoes what has been allocated, and a timer's would do so for ever.
     let _undisturbed = Undisturbed::new();
     let allocate = || rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, offset as u64, bytes as u64);
-    retry(allocate).map_err(|errno| none(&format!(": {errno}")))
+    retry(allocate).map_err(|errno| match errno {
+        Errno::NOMEM | Errno::NOSPC => none(&format!(": {errno}")),
+        errno => {
+            let error = Required::Pages.failed(errno);
+            Error { message: format!("{purpose} needs {bytes} bytes: {error}"), ..error }
+        }
+    })
 }
 
 impl Drop for Mapping {
@@ -202,6 +254,31 @@ mod tests {
             a.ptr(4096, 1).write_volatile(7);
             assert_eq!(b.ptr(4096, 1).read_volatile(), 7);
         }
+    }
+
+    #[test]
+    fn a_segment_that_leaves_its_file_keeps_addresses_and_the_first_bytes() {
+        let file = Segment::create(8192).expect("memfd");
+        let peer = Segment::map(file.try_clone().expect("dup"), 8192).expect("map");
+        let segment = Segment::map(file, 8192).expect("map");
+        // SAFETY: atomics only, within the mappings.
+        let words = |segment: &Segment| [0, 4096].map(|at| unsafe { std::ptr::from_ref(segment.at::<AtomicU64>(at)) });
+        // SAFETY: the segments live until the end, and only this thread uses them.
+        let (own, its) = (words(&segment).map(|word| unsafe { &*word }), words(&peer).map(|word| unsafe { &*word }));
+        own.iter().for_each(|word| word.store(7, Ordering::Relaxed));
+        let held = segment.hold().expect("open");
+        segment.leave_file(4096).expect("nothing to do");
+        its[0].store(8, Ordering::Relaxed);
+        assert_eq!(own[0].load(Ordering::Relaxed), 8, "a clone holds the file");
+        drop(held);
+        let identity = segment.identity();
+        segment.leave_file(4096).expect("left");
+        assert_eq!(own.map(|word| word.load(Ordering::Relaxed)), [8, 0]);
+        own[0].store(9, Ordering::Relaxed);
+        assert_eq!(its.map(|word| word.load(Ordering::Relaxed)), [8, 7], "the peer's memory is its own");
+        assert_eq!(segment.identity(), identity);
+        assert!(segment.hold().is_err() && segment.reserve(0, 4096, "a test").is_err());
+        segment.leave_file(4096).expect("nothing to do");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use super::frame::{Frame, Kind};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::kernels::cpu::{self, Store};
 use crate::mem::layout::{LEAST_RING_BYTES, LINE_PAIR, RING_HEAD};
 use crate::rank::Rank;
@@ -124,9 +124,9 @@ impl Connection {
     }
 
     /// Reads the peer's memory no more, because of `error`: its long messages come in frames from now on. The system may take back what it
-    /// allowed when the group was joined; frames need no leave, and a peer that has died is found out as ever.
+    /// allowed when the group was joined; frames need no leave. A peer that has died (an error of kind `Peer`) is found out elsewhere: no warning.
     pub(super) fn give_up_reading(&mut self, control: &ControlBlock, error: &Error) {
-        if !std::mem::replace(&mut self.unreadable, true) {
+        if !std::mem::replace(&mut self.unreadable, true) && error.kind != ErrorKind::Peer {
             log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(self.peer));
         }
     }
@@ -282,7 +282,6 @@ fn write_head(side: &Side<'_>, place: u64, frame: Frame) {
 mod tests {
     use super::*;
     use crate::control::Identity;
-    use crate::error::Kind as ErrorKind;
     use crate::mem::layout::Layout;
     use crate::mem::shm::Segment;
 

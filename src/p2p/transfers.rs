@@ -1,5 +1,7 @@
 //! Transfers: all sends and receives of one rank, and the threads that move them along.
 
+mod ending;
+mod reading;
 mod state;
 
 use super::connection::{Connection, Outgoing};
@@ -13,8 +15,9 @@ use crate::p2p::claim::Claim;
 use crate::p2p::message::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
+use crate::sys::interrupt::Interrupts;
 use crate::sys::thread;
-use state::Lost;
+use ending::gave_up;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -50,6 +53,10 @@ struct State {
     /// Peers are told what a thread waits for.
     announced: bool,
     parked: bool,
+    /// Number of steps of long messages that were read.
+    steps: u64,
+    /// Error that completed all transfers, the first one; none starts after that.
+    closed: Option<Error>,
     stopping: bool,
 }
 
@@ -63,10 +70,22 @@ struct Sending {
     requested: bool,
 }
 
-/// A message that comes in frames.
+/// A message of which `got` bytes have arrived.
 struct Stream {
     posted: Posted,
     got: u64,
+    source: Source,
+}
+
+/// How the rest of a message arrives.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// The sender writes it in frames.
+    Frames,
+    /// This rank reads it at this address of the sender's memory.
+    Memory(u64),
+    /// As above; a thread is reading a step of it, without the lock, so its receive must not complete yet.
+    BeingRead(u64),
 }
 
 /// The receive with `ticket` has got the first `bytes` bytes of a message in one frame, whose rest is still being written.
@@ -97,10 +116,6 @@ impl Drop for Attending<'_> {
 const GLANCES: u32 = 100;
 /// Turns of spinning between two moments of giving the core away.
 const SPINS_BETWEEN: u32 = 8;
-/// Bytes read directly between two looks at whether the sender attends.
-const DIRECT_BYTES: usize = 256 << 10;
-/// Longest message that one rank reads more quickly than two pass it on: docs/measurements/cpu.md.
-const QUICK_BYTES: usize = 1 << 20;
 /// Messages from this size on are written past the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
 /// Time that the progress thread polls after the last transfer before it parks.
@@ -123,6 +138,8 @@ impl Transfers {
             waiting_threads: 0,
             announced: false,
             parked: false,
+            steps: 0,
+            closed: None,
             stopping: false,
         };
         let (state, begun, worker) = (Mutex::new(state), Condvar::new(), Mutex::new(None));
@@ -140,7 +157,7 @@ impl Transfers {
             let (dead, me, peer) = (self.control.describe(dead), self.control.describe(self.control.rank()), self.control.describe(peer));
             return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
-        let mut state = self.lock();
+        let mut state = self.lock_open()?;
         let (ticket, own) = (state.number(), peer == self.control.rank());
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
         let short = !own && span.bytes <= EAGER_BYTES;
@@ -195,7 +212,7 @@ impl Transfers {
             self.check_peer(peer)?;
         }
         self.start_worker()?;
-        let mut state = self.lock();
+        let mut state = self.lock_open()?;
         let ticket = state.ticket();
         let Message { peer, tag, span, .. } = message;
         let posted = Posted { ticket, peer, tag, span, limit: Limit::from_first_wait(timeout), completion, claim };
@@ -246,8 +263,7 @@ impl Transfers {
     pub fn progress(&self) -> bool {
         let mut state = self.lock();
         let moved = self.advance(&mut state);
-        self.settle(state);
-        moved
+        self.settle(state) || moved
     }
 
     /// Returns once the completion of `ticket` has been called.
@@ -257,15 +273,19 @@ impl Transfers {
         }
         let since = Instant::now();
         let _attending = Attending::new(self);
-        let mut turns = 0;
+        let (mut turns, mut interrupts) = (0, None::<Interrupts>);
         loop {
             let mut state = self.lock();
             if !state.open.contains(&ticket) {
                 return Ok(());
             }
+            // However much keeps arriving for other transfers.
+            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+                return Err(gave_up(since));
+            }
             let mut stirred = self.advance(&mut state);
             let finished = !state.finished.is_empty();
-            if !stirred && !finished {
+            if !stirred && !finished && !state.is_reading_due() {
                 let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
                 let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
                 stirred = (0..spins).any(|_| {
@@ -273,8 +293,7 @@ impl Transfers {
                     state.stirs(&self.control)
                 });
             }
-            self.settle(state);
-            if stirred || finished {
+            if self.settle(state) || stirred || finished {
                 turns = 0;
                 continue;
             }
@@ -284,16 +303,19 @@ impl Transfers {
                 continue;
             }
             self.fail_if_lost();
+            if interrupts.get_or_insert_default().check().is_err() {
+                self.close(&self.control.interrupted(&format!("a send or receive of group {:?}", self.control.name())));
+                continue;
+            }
             let left = limit.map_or(Duration::MAX, |limit| limit.saturating_sub(since.elapsed()));
             if left.is_zero() {
-                let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
-                return Err(Error::wait_timeout(text));
+                return Err(gave_up(since));
             }
             let left = left.min(self.soonest_deadline());
             self.control.sleep(left, || {
                 let mut state = self.lock();
                 state.announce(&self.control, ticket);
-                !state.open.contains(&ticket) || state.stirs(&self.control) || self.control.failure().is_some()
+                !state.open.contains(&ticket) || state.stirs(&self.control) || state.is_reading_due() || self.control.failure().is_some()
             });
         }
     }
@@ -311,16 +333,20 @@ impl Transfers {
         }
         for _ in 0..GLANCES {
             self.advance(&mut state);
-            if state.finished.is_empty() {
+            if state.finished.is_empty() && !state.is_reading_due() {
                 if !state.stirs(&self.control) {
                     std::hint::spin_loop();
                 }
                 continue;
             }
-            self.settle(state);
+            let read = self.settle(state);
             state = self.lock();
             if !state.open.contains(&ticket) {
                 return true;
+            }
+            // The rest of a long message takes a while, for which only a wait has a limit.
+            if read {
+                return false;
             }
         }
         false
@@ -346,13 +372,6 @@ impl Transfers {
         peers.find(|&peer| state.is_awaited(&self.control, peer, send, tag))
     }
 
-    /// Completes everything that is open with `error`.
-    pub fn close(&self, error: &Error) {
-        let mut state = self.lock();
-        state.fail_all(error);
-        self.settle(state);
-    }
-
     /// Ends the progress thread.
     pub fn stop(&self) {
         self.lock().stopping = true;
@@ -370,50 +389,12 @@ impl Transfers {
 
     /// Writes and reads what can be; a failure closes everything.
     fn advance(&self, state: &mut State) -> bool {
+        // A rank that has left has no rings any more.
+        if state.closed.is_some() {
+            return false;
+        }
         let moved = state.advance(&self.control, self.direct);
         self.absorb(state, moved)
-    }
-
-    /// A failure of one transfer is the group's.
-    fn absorb(&self, state: &mut State, moved: Result<bool>) -> bool {
-        moved.unwrap_or_else(|error| {
-            let error = self.control.fail(error);
-            state.fail_all(&error);
-            true
-        })
-    }
-
-    /// Calls the completions that are due, without the lock.
-    fn settle(&self, mut state: MutexGuard<'_, State>) {
-        let finished = std::mem::take(&mut state.finished);
-        drop(state);
-        if finished.is_empty() {
-            return;
-        }
-        let tickets = Finished::complete(finished);
-        let mut state = self.lock();
-        for ticket in tickets {
-            state.open.remove(&ticket);
-        }
-        drop(state);
-        // Other threads of this rank may sleep until one of these tickets is complete.
-        self.control.wake_sleepers();
-    }
-
-    /// Fails the group if something open can never complete.
-    fn fail_if_lost(&self) {
-        let mut state = self.lock();
-        if state.open.is_empty() {
-            return;
-        }
-        let lost = Lost::among(&self.control);
-        // What a peer wrote before it ended is still served.
-        self.advance(&mut state);
-        let failure = self.control.failure().or_else(|| state.hopeless(&self.control, &lost).map(|error| self.control.fail(error)));
-        if let Some(failure) = failure {
-            state.fail_all(&failure);
-        }
-        self.settle(state);
     }
 
     fn soonest_deadline(&self) -> Duration {
@@ -444,7 +425,7 @@ impl Transfers {
     }
 
     fn move_along(&self) {
-        let mut idle_since = Instant::now();
+        let (mut idle_since, mut steps) = (Instant::now(), 0);
         loop {
             let mut state = self.lock();
             if state.stopping {
@@ -458,7 +439,10 @@ impl Transfers {
                 state.parked = false;
                 idle_since = Instant::now();
             }
-            let attended = state.waiting_threads > 0 || state.open.is_empty();
+            // A thread that read a step of a message may have returned since, while others sleep; one that waits for it reads the next at once.
+            let left = state.is_reading_due() && state.steps == steps;
+            steps = state.steps;
+            let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
             drop(state);
             if !attended {
                 if self.progress() {

@@ -39,8 +39,7 @@ impl Worker {
     /// Makes a worker of `store`, which errors call `name`.
     pub fn new(store: Arc<dyn Store>, name: String) -> Result<Self> {
         let (jobs, queue) = channel();
-        let thread = thread::spawn("symm-join", None, move || run(&*store, &queue))
-            .map_err(|error| Error::internal(format!("the thread for calls of {name} cannot be started: {error}")))?;
+        let thread = thread::spawn("symm-join", None, move || run(&*store, &queue))?;
         Ok(Self { name, jobs: Some(Mutex::new(jobs)), given_up: AtomicUsize::new(0), thread: Some(thread) })
     }
 

@@ -1,6 +1,6 @@
 //! Whether the thread that serves symmetric memory runs: from the first claim to it until the last.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::thread::Wake;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,8 +31,7 @@ impl Attention {
     pub(super) fn new(start: impl FnOnce(Arc<Wake>) -> Result<()>) -> Result<Self> {
         let mut state = state();
         if state.wake.is_none() {
-            let failure = |errno| Error::os("eventfd of the thread for symmetric memory", errno);
-            let wake = Arc::new(Wake::new().map_err(failure)?);
+            let wake = Arc::new(Wake::new()?);
             start(Arc::clone(&wake))?;
             state.wake = Some(wake);
         }

@@ -8,6 +8,7 @@ use super::local::{Heap, offer};
 use super::remote::{Remote, Sound};
 use super::service;
 use crate::error::{Error, Result};
+use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
@@ -17,8 +18,11 @@ use std::time::Instant;
 /// Heaps larger than this are no heaps.
 const MOST_SPAN: u64 = 1 << 44;
 
-fn os(what: &str) -> impl Fn(Errno) -> Error {
-    move |errno| Error::os(&format!("linking symmetric memory: {what}"), errno)
+fn refused(step: Required) -> impl Fn(Errno) -> Error {
+    move |errno| {
+        let error = step.failed(errno);
+        Error { message: format!("linking symmetric memory: {error}"), ..error }
+    }
 }
 
 impl Heap {
@@ -37,15 +41,15 @@ impl Heap {
         {
             return Ok((hold, link.number));
         }
-        let socket = socket::connect_to(&peer.name()).map_err(os("connect"))?;
-        let them = socket::peer(&socket).map_err(os("identify a peer"))?;
+        let socket = socket::connect_to(&peer.name()).map_err(refused(Required::Connect))?;
+        let them = socket::peer(&socket).map_err(refused(Required::Identify))?;
         if !them.is_own_user() {
             return Err(Error::config(format!("user {} (process {}) listens where a peer's symmetric memory did", them.uid, them.pid)));
         }
         let number = u64::from_le_bytes(random::bytes()?);
         let remote = self.reserve(peer.span)?;
         let hello = Frame::Hello { to: peer.key, from: self.address.key, link: number, span: self.address.span };
-        socket::send(&socket, &hello.encode(), None).map_err(os("introduce oneself"))?;
+        socket::send(&socket, &hello.encode(), None).map_err(refused(Required::Send))?;
         let link = Arc::new(Link::new(peer.key, number, them.pid, socket, remote));
         let hold = link.hold(self.attend()?, Arc::clone(failed)).ok_or_else(|| Error::internal("a new link is closed"))?;
         self.add(link);

@@ -5,6 +5,7 @@ use super::addresses::{Addresses, Piece, Range};
 use crate::error::{Error, Result};
 use crate::mem::shm::{Segment, reserve};
 use crate::sys::again::retry;
+use crate::sys::required::Required;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
@@ -62,7 +63,7 @@ impl Addresses for HostMemory {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
         let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), flags) };
-        let base = base.map_err(|errno| Error::os(&format!("reserving {bytes} bytes of addresses"), errno))?;
+        let base = base.map_err(|errno| Required::Map.failed(errno))?;
         Ok(Box::new(HostRange { base, bytes, file: Mutex::default() }))
     }
 
@@ -102,7 +103,7 @@ impl HostRange {
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE);
         // SAFETY: within the range (checked above), which is ours.
         let mapped = unsafe { mmap(self.base.byte_add(offset), bytes, access, flags, file, offset as u64) };
-        mapped.map(drop).map_err(|errno| Error::os(&format!("mapping {bytes} bytes of symmetric memory"), errno))
+        mapped.map(drop).map_err(|errno| Required::Map.failed(errno))
     }
 
     fn check(&self, offset: usize, bytes: usize) {
@@ -127,7 +128,7 @@ impl Range for HostRange {
     }
 
     fn import(&self, offset: usize, bytes: usize, descriptor: OwnedFd) -> Result<()> {
-        let size = fstat(&descriptor).map_err(|errno| Error::os("reading the size of a peer's memory", errno))?.st_size;
+        let size = fstat(&descriptor).map_err(|errno| Required::Look.failed(errno))?.st_size;
         let sealed = fcntl_get_seals(&descriptor).is_ok_and(|seals| seals.contains(SealFlags::SHRINK));
         if !offset.is_multiple_of(PAGE) {
             return Err(Error::config(format!("{bytes} bytes at {offset}, which is no multiple of {PAGE}")));

@@ -7,6 +7,7 @@ use super::frame::Frame;
 use super::link::{Hold, Link, Owner, Socket};
 use super::remote::Sound;
 use crate::error::{Error, Result};
+use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
@@ -76,8 +77,7 @@ impl Heap {
         let span = space.span();
         let range = space.reserve(span)?;
         let address = Address { key: random::bytes()?, listener: random::bytes()?, span: span as u64 };
-        let listener =
-            socket::listen_at(&address.name(), 64).map_err(|errno| Error::os("listening for peers of symmetric memory", errno))?;
+        let listener = socket::listen_at(&address.name(), 64).map_err(|errno| Required::Listen.failed(errno))?;
         Ok(Arc::new_cyclic(|this| Self {
             space,
             address,

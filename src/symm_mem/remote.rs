@@ -65,7 +65,11 @@ impl Remote {
             return Err(format!("offered {bytes} bytes at {offset}, where it has offered others"));
         }
         let mapped = !overlaps(Phase::Kept)
-            && self.range.import(offset, bytes, descriptor).inspect_err(|error| log::info!("a peer's segment: {error}")).is_ok();
+            && self
+                .range
+                .import(offset, bytes, descriptor)
+                .inspect_err(|error| log::info!("could not map a segment of a peer's symmetric memory: {error}"))
+                .is_ok();
         segments.insert(id, Segment { offset, bytes, phase: if mapped { Phase::Mapped } else { Phase::Refused }, pins: 0 });
         Ok(mapped)
     }

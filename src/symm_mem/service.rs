@@ -5,7 +5,7 @@ use super::attention::{self, Attention};
 use super::frame::FRAME_BYTES;
 use super::link::Link;
 use super::local::Heap;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::fork::PerProcess;
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::socket::{self, Peer, Received};
@@ -47,11 +47,7 @@ fn living() -> Vec<Arc<Heap>> {
 
 /// Keeps the thread alive, without which no peer can connect.
 pub(super) fn attend() -> Result<Attention> {
-    Attention::new(|wake| {
-        thread::spawn("symm-heap", Some(512 << 10), move || run(&wake))
-            .map_err(|error| Error::internal(format!("the thread for symmetric memory cannot be started: {error}")))
-            .map(|_| ())
-    })
+    Attention::new(|wake| thread::spawn("symm-heap", Some(512 << 10), move || run(&wake)).map(|_| ()))
 }
 
 impl Heap {

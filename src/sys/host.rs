@@ -1,8 +1,9 @@
 //! Identity of the kernel that this process runs on, and of its namespaces.
 
 use super::fork::PerProcess;
+use super::required::unreadable;
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
 
@@ -49,14 +50,13 @@ impl Host {
     }
 
     fn read() -> Result<Self> {
-        let fail = |path: &str, error: std::io::Error| Error::internal(format!("{path}: {error}"));
         let boot = "/proc/sys/kernel/random/boot_id";
         let namespace = |name: &str| {
             let path = format!("/proc/self/ns/{name}");
-            std::fs::read_link(&path).map(|target| target.to_string_lossy().into_owned()).map_err(|error| fail(&path, error))
+            std::fs::read_link(&path).map(|target| target.to_string_lossy().into_owned()).map_err(|error| unreadable(&path, &error))
         };
         Ok(Self {
-            boot: std::fs::read_to_string(boot).map_err(|error| fail(boot, error))?.trim().to_owned(),
+            boot: std::fs::read_to_string(boot).map_err(|error| unreadable(boot, &error))?.trim().to_owned(),
             ipc: namespace("ipc")?,
             net: namespace("net")?,
             pid: namespace("pid")?,

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use rustix::process::getpid;
 use rustix::thread::gettid;
+use std::cell::Cell;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,28 @@ pub fn check() -> Result<()> {
         Some(ask) if gettid() == getpid() && ask() => Err(Error::aborted("a signal has ended the waiting")),
         Some(_) | None => Ok(()),
     }
+}
+
+thread_local! {
+    /// Owner of the call that this thread runs; 0: it runs none.
+    static RUNNING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Runs `body`, a call that only this thread can end.
+pub fn within<T>(owner: usize, body: impl FnOnce() -> T) -> T {
+    let outside = RUNNING.replace(owner);
+    let result = body();
+    RUNNING.set(outside);
+    result
+}
+
+/// Fails inside a call of `owner` that this very thread runs. A signal's handler, which runs while [`check`] asks, must not wait there.
+pub fn check_outside(owner: usize) -> Result<()> {
+    if RUNNING.get() != owner {
+        return Ok(());
+    }
+    let text = "a signal's handler cannot wait for a collective of the group whose collective it interrupts; set a flag in it";
+    Err(Error::config(text))
 }
 
 /// [`check`] for loops that turn more often than it is to be called.

@@ -7,6 +7,7 @@ use super::fork::PerProcess;
 use env_logger::{Builder, Logger};
 use log::{Level, Log, Metadata, Record};
 use std::collections::VecDeque;
+use std::io::Write;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -104,12 +105,19 @@ fn filtered(filter: &str) -> Logger {
     Builder::new().parse_filters(filter).build()
 }
 
-/// Starts this process's log, to standard error, with `filter` as `env_logger` reads it. Where the program around us has set a logger, that
-/// one is used.
-pub fn start(filter: &str) {
+/// Logger to standard error, whose lines name `rank`, or the process if it has none of its own.
+fn written(filter: &str, rank: Option<u32>) -> Logger {
+    let author = rank.map_or_else(|| format!("pid {}", std::process::id()), |rank| format!("rank {rank}"));
+    let line = move |record: &Record<'_>| format!("[{:<5} {} {author}] {}", record.level(), record.target(), record.args());
+    Builder::new().parse_filters(filter).format(move |buffer, record| writeln!(buffer, "{}", line(record))).build()
+}
+
+/// Starts this process's log, to standard error, with `filter` as `env_logger` reads it; its lines name `rank`. Where the program around us
+/// has set a logger, that one is used.
+pub fn start(filter: &str, rank: Option<u32>) {
     static OURS: OnceLock<bool> = OnceLock::new();
     if *OURS.get_or_init(|| log::set_logger(&Current).is_ok()) {
-        let logger = LOGGER.get().get_or_init(|| filtered(filter));
+        let logger = LOGGER.get().get_or_init(|| written(filter, rank));
         log::set_max_level(logger.filter());
     }
 }

@@ -14,5 +14,7 @@ pub mod process;
 pub mod random;
 pub mod rate_limit;
 pub mod remote;
+pub mod required;
 pub mod socket;
 pub mod thread;
+pub mod writable;

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
 use super::fork::PerProcess;
+use super::required::unreadable;
 use super::thread::Wake;
 use crate::error::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -69,9 +70,10 @@ pub fn own() -> Result<ProcessId> {
         return Ok(*own);
     }
     let pid = std::process::id();
-    let stat = Stat::read(pid).map_err(|errno| Error::os(&format!("/proc/{pid}/stat"), errno))?;
+    let stat = Stat::read(pid).map_err(|errno| unreadable(&format!("/proc/{pid}/stat"), &errno.into()))?;
     // Where /proc is not mounted or belongs to another pid namespace.
-    let stat = stat.ok_or_else(|| Error::config(format!("/proc does not show this process, pid {pid}")))?;
+    let stat = stat
+        .ok_or_else(|| Error::config(format!("/proc does not show this process, pid {pid}: mount it here (mount -t proc proc /proc)")))?;
     Ok(*OWN.get().get_or_init(|| ProcessId { pid, start_time: stat.start_time }))
 }
 
@@ -107,6 +109,12 @@ pub fn has_ended(pid: u32) -> bool {
     let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
     let mut named = known.iter().filter(|(process, _)| process.pid == pid).filter_map(|(_, fd)| fd.upgrade()).peekable();
     named.peek().is_some() && named.all(|fd| ended(&fd))
+}
+
+/// Makes `process` known by the descriptor of whichever process a test chose.
+#[cfg(test)]
+pub(super) fn know(process: ProcessId, fd: &Arc<OwnedFd>) {
+    KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner).insert(process, Arc::downgrade(fd));
 }
 
 /// State of a process, in a word; `None` if there is no such process.
@@ -217,17 +225,6 @@ fn describe(status: i32) -> String {
             None => format!("killed by signal {signal}"),
         },
     }
-}
-
-/// The limit on open descriptors of this process, and how many are open.
-pub fn descriptors() -> (Option<u64>, usize) {
-    let limit = getrlimit(Resource::Nofile).current;
-    // One of the entries is the descriptor that lists them. Where none is left, the limit itself is the number.
-    let open = std::fs::read_dir("/proc/self/fd").map_or_else(
-        |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
-        |entries| entries.count().saturating_sub(1),
-    );
-    (limit, open)
 }
 
 /// Rest of the addresses that this process may use, in words; `None` if nothing limits them.

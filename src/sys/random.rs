@@ -1,13 +1,14 @@
 //! Bits that nobody can guess.
 
 use super::again::retry;
+use super::required::Required;
 use crate::error::{Error, Result};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 /// `N` random bytes; up to 256 at once are never cut short.
 pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
-    let filled = retry(|| getrandom(&mut bytes, GetRandomFlags::empty())).map_err(|errno| Error::os("getrandom", errno))?;
+    let filled = retry(|| getrandom(&mut bytes, GetRandomFlags::empty())).map_err(|errno| Required::Random.failed(errno))?;
     if filled < N {
         return Err(Error::internal(format!("getrandom gave {filled} of {N} bytes")));
     }

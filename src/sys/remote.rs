@@ -25,22 +25,32 @@ pub unsafe fn read_memory(pid: u32, from: usize, to: *mut u8, bytes: usize) -> R
         match copied {
             ..=0 => {
                 let errno = Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO);
-                return Err(Error::os(&format!("reading {bytes} bytes of process {pid}"), errno));
+                return Err(failed(pid, bytes, errno));
             }
             copied => done += copied as usize,
         }
     }
     // Who lives now had the number all the time.
     if process::has_ended(pid) {
-        return Err(Error::os(&format!("reading {bytes} bytes of process {pid}"), Errno::SRCH));
+        return Err(failed(pid, bytes, Errno::SRCH));
     }
     fence(Ordering::Acquire);
     Ok(())
 }
 
+/// The error of a read; of kind `Peer` if the process has ended, as its memory goes before it does.
+fn failed(pid: u32, bytes: usize, errno: Errno) -> Error {
+    let text = format!("reading {bytes} bytes of process {pid}: {errno}");
+    if errno == Errno::SRCH { Error::peer(text) } else { Error::internal(text) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Kind;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    use std::process::Command;
+    use std::sync::Arc;
 
     #[test]
     fn own_memory_can_be_read_and_bad_addresses_are_errors() {
@@ -51,5 +61,22 @@ mod tests {
         assert_eq!(to, from);
         // SAFETY: as above.
         assert!(unsafe { read_memory(pid, 8, to.as_mut_ptr(), 4) }.is_err());
+    }
+    #[test]
+    fn memory_of_whoever_has_the_number_of_an_ended_process_is_not_taken_for_its() {
+        let mut living = Command::new("sleep").arg("60").spawn().expect("sleep");
+        let mut ended = Command::new("true").spawn().expect("true");
+        let fd = Arc::new(pidfd_open(Pid::from_child(&ended), PidfdFlags::empty()).expect("a descriptor"));
+        ended.wait().expect("its child");
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", living.id())).expect("its maps");
+        let start = usize::from_str_radix(maps.split('-').next().expect("a mapping"), 16).expect("an address");
+        let mut to = [0u8; 4];
+        // SAFETY: `to` is a local array of 4 bytes.
+        let mut read = || unsafe { read_memory(living.id(), start, to.as_mut_ptr(), 4) };
+        assert_eq!(read(), Ok(()), "nobody else had the number");
+        process::know(process::ProcessId { pid: living.id(), start_time: 0 }, &fd);
+        assert!(read().is_err_and(|error| error.kind == Kind::Peer));
+        living.kill().expect("its child");
+        living.wait().expect("its child");
     }
 }

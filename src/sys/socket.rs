@@ -11,13 +11,14 @@ use std::mem::MaybeUninit;
 
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-fn open() -> Result<OwnedFd> {
+/// A socket that is not connected: `NOTCONN` if something is received from it.
+pub fn unconnected() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
 }
 
 /// A listening socket under an abstract name: it stands in no directory and goes with its last descriptor.
 pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
-    let socket = open()?;
+    let socket = unconnected()?;
     bind(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     listen(&socket, backlog)?;
     Ok(socket)
@@ -25,7 +26,7 @@ pub fn listen_at(name: &str, backlog: i32) -> Result<OwnedFd> {
 
 /// A socket connected to the one that listens at `name`: `CONNREFUSED` if none does, `AGAIN` if its queue is full.
 pub fn connect_to(name: &str) -> Result<OwnedFd> {
-    let socket = open()?;
+    let socket = unconnected()?;
     connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
     Ok(socket)
 }

@@ -1,9 +1,11 @@
 //! Means for threads of our own that sleep in `poll`.
 #![allow(unsafe_code, reason = "system calls that have no safe form")]
 
+use super::required::Required;
+use crate::error::Result;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
-use rustix::io::Result;
+use rustix::io::Errno;
 
 /// Wakes a thread that polls it.
 #[derive(Debug)]
@@ -12,7 +14,8 @@ pub struct Wake(OwnedFd);
 impl Wake {
     /// Nobody has been woken yet.
     pub fn new() -> Result<Self> {
-        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map(Self)
+        let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        made.map(Self).map_err(|errno| Required::Wake.failed(errno))
     }
 
     /// Makes what they poll readable from now on.
@@ -42,11 +45,11 @@ pub fn spawn<T: Send + 'static>(
     name: &str,
     stack: Option<usize>,
     work: impl FnOnce() -> T + Send + 'static,
-) -> std::io::Result<std::thread::JoinHandle<T>> {
+) -> Result<std::thread::JoinHandle<T>> {
     let builder = std::thread::Builder::new().name(name.into());
     let builder = stack.into_iter().fold(builder, std::thread::Builder::stack_size);
     let _undisturbed = Undisturbed::new();
-    builder.spawn(work)
+    builder.spawn(work).map_err(|error| Required::Thread.failed(Errno::from_io_error(&error).unwrap_or(Errno::INVAL)))
 }
 
 /// Guard of a thread: while it lives, others' signals wait for this thread, which made it; other threads may take them. For system calls

@@ -3,7 +3,7 @@
 use super::clock::Day;
 use super::entry::{Entry, Phase, State, Target, What};
 use super::registry::{self, Failure, Peer, Record};
-use super::{Journal, KEPT, folder};
+use super::{Journal, KEPT, folder, totals};
 use crate::error::{Error, Kind, Result};
 use crate::sys::host;
 use serde::Serialize;
@@ -29,6 +29,8 @@ struct Dump {
     calls_kept: usize,
     groups: Vec<Group>,
     calls: Vec<Call>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    totals: Option<totals::Report>,
 }
 
 #[derive(Serialize)]
@@ -222,6 +224,7 @@ pub(super) fn render(journal: &Journal) -> Result<String> {
         calls_kept: KEPT,
         groups: records.iter().map(|record| group(record, day)).collect(),
         calls: entries.iter().filter_map(|entry| known.get(&entry.group).map(|record| call(entry, record, day))).collect(),
+        totals: journal.totals.as_ref().map(|totals| totals.report(day)),
     };
     serde_json::to_string(&dump).map_err(|error| Error::internal(format!("a trace is no JSON: {error}")))
 }

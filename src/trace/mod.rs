@@ -10,12 +10,14 @@ mod entry;
 pub mod folder;
 mod registry;
 mod ring;
+mod totals;
 
 pub use entry::{Phase, Target};
 pub use ring::KEPT;
 
 use crate::coll::call::Call;
 use crate::completion::Observer;
+use crate::config::Config;
 use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::p2p::Message;
@@ -29,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use totals::Totals;
 
 /// Time that a call that failed waits for its dump. A program may end right after it, and take an unfinished one along.
 const PATIENCE: Duration = Duration::from_millis(20);
@@ -39,13 +42,15 @@ const FAREWELL: Duration = Duration::from_millis(300);
 struct Journal {
     ring: Ring,
     groups: Mutex<Registry>,
+    /// Counts of all calls, if `SYMM_STATS` asks for them.
+    totals: Option<Totals>,
 }
 
-static JOURNAL: PerProcess<Journal> = PerProcess::new(Journal::new);
+static JOURNAL: PerProcess<Journal> = PerProcess::new(|| Journal::new(Config::get().stats_seconds > 0));
 
 impl Journal {
-    fn new() -> Self {
-        Self { ring: Ring::new(), groups: Mutex::default() }
+    fn new(counts: bool) -> Self {
+        Self { ring: Ring::new(), groups: Mutex::default(), totals: counts.then(Totals::new) }
     }
 
     fn groups(&self) -> MutexGuard<'_, Registry> {
@@ -119,6 +124,7 @@ impl Recorder {
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
             self.journal.ring.put(Entry { number, asynchronous, place, inside, ..self.entry(call, timeout) });
+            self.count(number);
         }
         first
     }
@@ -164,8 +170,25 @@ impl Recorder {
     pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64, inside: bool) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
         self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, inside, ..entry });
+        self.count(number);
         self.tell_start(sequence, entry.created);
         number
+    }
+
+    /// Counts the entry `number`, which was just put. It is read again, since another copy of it would cost calls that are not counted.
+    #[inline(always)]
+    fn count(&self, number: u64) {
+        if let Some(totals) = &self.journal.totals {
+            self.journal.ring.change(number, |entry| totals.made(entry, self.control.size()));
+        }
+    }
+
+    /// Adds the time of `entry`, which has ended, to the counts.
+    #[inline(always)]
+    fn count_time(&self, entry: &Entry) {
+        if let Some(totals) = &self.journal.totals {
+            totals.ended(entry, self.control.size());
+        }
     }
 
     /// Notes which hosts the group has beside this one, as messages name them.
@@ -198,6 +221,7 @@ impl Recorder {
             if !begun {
                 entry.sequence = 0;
             }
+            self.count_time(entry);
         });
     }
 
@@ -211,6 +235,11 @@ impl Recorder {
                 }
             });
         }
+    }
+
+    /// Number of sends and receives of this group that have begun.
+    pub fn messages(&self) -> u64 {
+        self.messages.load(Ordering::Relaxed)
     }
 
     /// Notes a send or receive that begins now; returns its number.
@@ -230,7 +259,13 @@ impl Recorder {
         let entry = Entry::of_message(send, message);
         let entry = Entry { number, group, sequence, timeout_ms, created, started: created, asynchronous, place, far, ..entry };
         self.journal.ring.put(Entry { state: State::Started, ..entry });
+        self.count(number);
         number
+    }
+
+    /// Fails the group because a signal's handler has raised on a thread that waited for a call which another thread runs.
+    pub fn interrupted(&self) {
+        self.control.interrupted(&format!("a wait for a collective of group {:?}", self.control.name()));
     }
 
     /// Writes the dump if `error` is the group's first failure that this rank sees: not what an argument, or this rank itself, is to
@@ -285,6 +320,7 @@ impl Observer for Recorder {
             {
                 *peer = source;
             }
+            self.count_time(entry);
         });
         if let Err(error) = outcome {
             self.saw(error);

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 /// Journal that nobody else writes to.
 fn journal() -> &'static Journal {
-    Box::leak(Box::new(Journal::new()))
+    Box::leak(Box::new(Journal::new(false)))
 }
 
 /// Control block of rank 1 of 3.
@@ -77,6 +77,45 @@ fn a_dump_tells_each_calls_story() {
     let [created, started, ended] = times(0);
     assert!(created.is_some() && created == started && ended > started, "{:?}", times(0));
     assert!(times(4)[0].is_some() && times(4)[1].is_none() && times(4)[2].is_some(), "{:?}", times(4));
+}
+
+#[test]
+fn all_calls_are_counted_by_operation_and_size() {
+    let (journal, control) = (&*Box::leak(Box::new(Journal::new(true))), control("counted"));
+    let recorder = Recorder::in_journal(journal, &control, LIMIT);
+    let calls = KEPT as u64 + 10;
+    for sequence in 1..=calls {
+        let number = recorder.begin(&call(Op::AllReduce, 4096), LIMIT, sequence, false);
+        recorder.end(number, &Ok(()), true, "inline");
+    }
+    // As many again are scheduled before the first of them ends: their time is not known, but they are counted.
+    let queued = recorder.schedule(&vec![call(Op::Gather, 1000); KEPT + 5], LIMIT, true, Target::Host, false);
+    recorder.start(queued, 1);
+    recorder.end(queued, &Ok(()), true, "inline");
+    recorder.start(queued + KEPT as u64, 2);
+    recorder.end(queued + KEPT as u64, &Err(Error::mismatch("no")), true, "");
+    recorder.begin(&call(Op::AllReduce, 4096), LIMIT, calls, true);
+    let place = Target::Cuda { device: 0, stream: 1, background: false };
+    recorder.schedule(&[call(Op::AllReduce, 4096)], LIMIT, false, place, false);
+    let span = Span { addr: 0, bytes: 12 };
+    let message = Message { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None };
+    recorder.ended(recorder.message(true, &message, LIMIT, Target::Host), &Ok(()), None);
+
+    let totals = &rendered(journal)["totals"];
+    assert!(totals["since_ns"].as_u64().is_some());
+    let lines = totals["lines"].as_array().expect("a list");
+    let seen: Vec<_> = lines.iter().map(|line| (line["op"].as_str(), line["device"].as_str(), line["size"].as_u64())).collect();
+    let expected = [("all_reduce", "cpu", 4096), ("all_reduce", "cuda", 4096), ("gather", "cpu", 4096), ("send", "cpu", 16)];
+    assert_eq!(seen, expected.map(|(op, device, size)| (Some(op), Some(device), Some(size))));
+    let counts = |line: &Value| ["calls", "bytes", "timed"].map(|field| line[field].as_u64().expect("a number"));
+    assert_eq!(counts(&lines[0]), [calls, 4096 * calls, calls]);
+    assert_eq!(counts(&lines[1]), [1, 4096, 0], "no GPU tells when it has ended");
+    let gathers = KEPT as u64 + 5;
+    assert_eq!(counts(&lines[2]), [gathers, 3000 * gathers, 0], "the first entry was overwritten, another has failed");
+    assert_eq!(counts(&lines[3]), [1, 12, 1]);
+    let (spent, longest) = (lines[0]["ns"].as_u64(), lines[0]["longest_ns"].as_u64());
+    assert!(longest <= spent && longest > Some(0), "{longest:?} of {spent:?}");
+    assert_eq!(rendered(self::journal())["totals"], Value::Null);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A group whose GPUs are threads of the host.
 
-use super::Program;
-use super::heap::Heap;
+use crate::heap::Heap;
+use crate::program::Program;
 use std::time::Duration;
 use symm::coll::call::{Call, Span};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};

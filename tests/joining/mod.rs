@@ -14,10 +14,13 @@ use symm::store::Store;
 use symm::store::memory::MemoryStore;
 use symm::store::request::{Op, Request};
 use symm::store::table::Reply;
-use symm::sys::process;
+use symm::sys::required;
 
 pub(crate) const SHORT: Duration = Duration::from_millis(400);
 pub(crate) const LONG: Duration = Duration::from_secs(20);
+/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+#[allow(dead_code, reason = "not every test that joins looks at the clock")]
+pub(crate) const SOON: Duration = Duration::from_secs(5);
 
 /// One test at a time: they count the descriptors of this process.
 static SERIAL: Mutex<()> = Mutex::new(());
@@ -31,7 +34,7 @@ pub(crate) struct Flat {
 impl Flat {
     pub(crate) fn start() -> Self {
         let serial = SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        Self { open: process::descriptors().1, _serial: serial }
+        Self { open: required::descriptors().1, _serial: serial }
     }
 }
 
@@ -40,10 +43,10 @@ impl Drop for Flat {
         if !thread::panicking() {
             // A watcher that has not yet taken its name is not seen to end, and ends in a moment.
             let give_up = Instant::now() + Duration::from_secs(1);
-            while process::descriptors().1 != self.open && Instant::now() < give_up {
+            while required::descriptors().1 != self.open && Instant::now() < give_up {
                 thread::sleep(Duration::from_millis(1));
             }
-            assert_eq!(process::descriptors().1, self.open, "descriptors leaked");
+            assert_eq!(required::descriptors().1, self.open, "descriptors leaked");
         }
     }
 }
@@ -58,6 +61,7 @@ pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> Join
         segment_bytes: 8192,
         reserved_bytes: 4096,
         keep_membership: false,
+        global_ranks: &[],
         known: None,
     }
 }

@@ -12,6 +12,9 @@ use symm::store::tcp::{TcpOptions, TcpStore};
 
 pub const LONG: Duration = Duration::from_secs(30);
 pub const SHORT: Duration = Duration::from_millis(100);
+/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+#[allow(dead_code, reason = "not every test of stores looks at the clock")]
+pub const SOON: Duration = Duration::from_secs(5);
 
 /// Options of a client; `is_master` makes it a server.
 pub fn options(host: &str, port: u16) -> TcpOptions {

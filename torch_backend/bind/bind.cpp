@@ -130,6 +130,19 @@ void bind(py::module_ module) {
       // Has nothing to do: torch calls it on ranks outside a new group, where NCCL's split is collective; ours is among the new members
       // alone.
       .def("perform_nocolor_split", [](ProcessGroupSymm&, const at::Device&) {}, py::arg("device"))
+      // torch's shrink_group asks for it, and then raises a TypeError that does not say what serves instead.
+      .def_property_readonly(
+          "supports_shrinking",
+          [](const ProcessGroupSymm&) {
+            const py::object category = py::module_::import("torch_symm._warnings").attr("SymmWarning");
+            constexpr auto text =
+                "symm does not serve shrink_group. While all ranks live, dist.new_group(ranks) makes the smaller group. After a rank has "
+                "ended, the others call destroy_process_group() and init_process_group() with their new ranks and world size.";
+            if (PyErr_WarnEx(category.ptr(), text, 2) < 0) {
+              throw py::error_already_set();
+            }
+            return false;
+          })
       // c10d's own binding passes the index alone.
       .def(
           "supports_tensor_alloc",
@@ -141,6 +154,7 @@ void bind(py::module_ module) {
             const int device = (*self.core())->device();
             return device < 0 ? std::nullopt : std::make_optional(device);
           })
+      .def("_drop_coalesced", &ProcessGroupSymm::drop_coalesced, py::call_guard<py::gil_scoped_release>())
       .def("get_error", &ProcessGroupSymm::getError)
       .def("get_sequence_number", &ProcessGroupSymm::getSequenceNumberForGroup)
       .def("abort", &ProcessGroupSymm::abort, py::call_guard<py::gil_scoped_release>())

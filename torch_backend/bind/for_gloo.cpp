@@ -2,6 +2,7 @@
 #include "process_group/for_gloo.hpp"
 
 #include "bind/bind.hpp"
+#include "errors.hpp"
 
 namespace py = pybind11;
 
@@ -19,6 +20,19 @@ PyObject* apparent_class(PyObject* self, void*) {
   return seen;
 }
 
+// An exception that is both ours and the RuntimeError with which Gloo refuses an argument.
+void bind_refusal(py::module_& module, Kind kind, const char* name, PyObject* ours) {
+  const auto bases = py::make_tuple(py::handle(ours), py::handle(PyExc_RuntimeError));
+  const std::string full = std::string("torch_symm._C.") + name;
+  // Lives as long as the process, as the others do.
+  PyObject* type = PyErr_NewExceptionWithDoc(full.c_str(), "An argument is wrong, in a group in the place of Gloo's.", bases.ptr(), nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  set_python_type(kind, type);
+  module.attr(name) = py::reinterpret_borrow<py::object>(type);
+}
+
 PyGetSetDef properties[] = {
     {"__class__", apparent_class, nullptr, "ProcessGroupGloo, for isinstance.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
@@ -33,15 +47,23 @@ void bind_for_gloo(py::module_& module) {
   }
   // Defined as a method of pybind11's it would be set on the type, as the type's own class.
   const auto with_class = py::custom_type_setup([](PyHeapTypeObject* type) { type->ht_type.tp_getset = properties; });
-  py::class_<SymmForGloo, Holder<SymmForGloo>, ProcessGroupSymm>(module, "_SymmForGloo", with_class)
-      .def(
-          py::init<const Holder<::c10d::Store>&, int, int, Holder<ProcessGroupSymm::Options>, bool>(),
-          py::arg("store"),
-          py::arg("rank"),
-          py::arg("size"),
-          py::arg("options"),
-          py::arg("cuda"),
-          py::call_guard<py::gil_scoped_release>());
+  bind_refusal(module, Kind::Value, "_GlooValueError", PyExc_ValueError);
+  bind_refusal(module, Kind::Type, "_GlooTypeError", PyExc_TypeError);
+  py::class_<SymmForGloo, Holder<SymmForGloo>, ProcessGroupSymm> replacing(module, "_SymmForGloo", with_class);
+  // Of Gloo's class, which clients reach through the backend, too.
+  for (const auto* name : {"Device", "_Options", "create_default_device", "create_device"}) {
+    if (class_of_gloo != nullptr && py::hasattr(class_of_gloo, name)) {
+      replacing.attr(name) = py::handle(class_of_gloo).attr(name);
+    }
+  }
+  replacing.def(
+      py::init<const Holder<::c10d::Store>&, int, int, Holder<ProcessGroupSymm::Options>, bool>(),
+      py::arg("store"),
+      py::arg("rank"),
+      py::arg("size"),
+      py::arg("options"),
+      py::arg("cuda"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace symm

@@ -48,6 +48,8 @@ void add_norms(torch::Library& library) {
 TORCH_LIBRARY_IMPL(symm, Meta, library) {
   symm::add_norm_shapes(library);
   library.impl("all_reduce", &symm::all_reduce_shape);
+  library.impl("_all_gather_matmul", &symm::all_gather_matmul_shapes);
+  library.impl("_matmul_reduce_scatter", &symm::matmul_reduce_scatter_shape);
 }
 
 TORCH_LIBRARY_IMPL(symm, Autograd, library) {

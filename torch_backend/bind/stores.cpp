@@ -84,7 +84,7 @@ void bind_stores(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> released;
   py::class_<SymmStore, Holder<SymmStore>, ::c10d::Store>(module, "NativeStore")
       .def(
-          "barrier",
+          "rank_barrier",
           &SymmStore::rankBarrier,
           py::arg("key"),
           py::arg("rank"),

@@ -24,6 +24,18 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul(
 // element type; those are added up in the order of the ranks in 32 bits (64 for those of 64), and the sum is rounded once.
 at::Tensor matmul_reduce_scatter(const at::Tensor& left, const at::Tensor& right, bool mean, const std::string& group_name);
 
+// The results of both operators for tensors without memory. The checks are those of the real call.
+std::tuple<at::Tensor, std::vector<at::Tensor>> all_gather_matmul_shapes(
+    const at::Tensor& shard,
+    at::TensorList factors,
+    const std::string& group_name,
+    bool return_gathered);
+at::Tensor matmul_reduce_scatter_shape(
+    const at::Tensor& left,
+    const at::Tensor& right,
+    bool mean,
+    const std::string& group_name);
+
 // Throws unless `left` is a contiguous matrix on a device that is served and `right` one that can be multiplied with it.
 void check_factors(const char* op, const char* left_name, const at::Tensor& left, const char* right_name, const at::Tensor& right);
 

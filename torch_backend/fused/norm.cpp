@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
+#include "fused/devices.hpp"
 #include "gil.hpp"
 #include "process_group/process_group.hpp"
 
@@ -29,10 +30,12 @@ void check_norm(const at::Tensor& input, const at::Tensor& residual, const at::T
     TORCH_CHECK_TYPE(
         tensor->scalar_type() == input.scalar_type(),
         kNorm, ": ", name, " is of ", tensor->scalar_type(), ", input of ", input.scalar_type(), "; they must be of one dtype");
+    check_same_device(kNorm, name, *tensor, "input", input);
   }
 }
 
-void check_scale(const at::Tensor& scale) {
+void check_scale(const at::Tensor& scale, const at::Tensor& input) {
+  check_same_device(kNorm, "scale", scale, "input", input);
   TORCH_CHECK_TYPE(scale.scalar_type() == at::kFloat, kNorm, ": scale is of ", scale.scalar_type(), "; it must be of float32");
   TORCH_CHECK_VALUE(scale.sym_numel() == 1, kNorm, ": scale has ", scale.sym_numel(), " elements; it must have one");
 }
@@ -114,7 +117,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> all_reduce_add_rms_norm_dynamic_f
 void NormTensors::check() const {
   check_norm(input, residual, weight);
   if (scale.defined()) {
-    check_scale(scale);
+    check_scale(scale, input);
   }
 }
 
@@ -128,7 +131,7 @@ void add_norm_shapes(torch::Library& library) {
   library.impl("all_reduce_add_rms_norm_", [](In input, In residual, In weight, double, Text) { check_norm(input, residual, weight); });
   library.impl("all_reduce_add_rms_norm_fp8", [](In input, In residual, In weight, double, In scale, Text) {
     check_norm(input, residual, weight);
-    check_scale(scale);
+    check_scale(scale, input);
     return norm_shapes<false>(input, at::kFloat8_e4m3fn);
   });
   library.impl("all_reduce_add_rms_norm_dynamic_fp8", [](In input, In residual, In weight, double, Text) {

@@ -31,11 +31,11 @@ constexpr size_t kWorthKeeping = 16 << 10;
 } // namespace
 
 struct Link {
-  Engine backend;
-  int other = 0;
+  const GivenUp closed = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex;
   // Guarded by mutex, as all that follows.
-  bool closed = false;
+  Engine backend;
+  int other = 0;
   // Calls of `send` that have not been confirmed, the oldest first, and how many have been.
   std::deque<std::vector<Staged>> sends;
   uint64_t confirmed = 0;
@@ -81,7 +81,7 @@ struct Link {
 
   // mutex must be held.
   void check_open() const {
-    TORCH_CHECK(!closed, "the connection has been closed");
+    TORCH_CHECK(!*closed, "the connection has been closed");
   }
 };
 
@@ -92,13 +92,23 @@ std::shared_ptr<Link> BackendLinks::link(uint32_t peer) const {
   return found->second;
 }
 
+std::shared_ptr<Link> BackendLinks::entry(uint32_t peer) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& link = links_[peer];
+  if (!link) {
+    link = std::make_shared<Link>();
+  }
+  return link;
+}
+
 Status BackendLinks::make(uint32_t peer, rust::Str engine, rust::Str name, bool second, int64_t timeout_ms) const noexcept {
   return attempted([&] {
-    auto link = std::make_shared<Link>();
-    link->backend = maker_.make(engine, name, second ? 1 : 0, 2, timeout_ms);
+    const auto link = entry(peer);
+    auto backend = maker_.make(engine, name, second ? 1 : 0, 2, timeout_ms, link->closed);
+    const std::lock_guard<std::mutex> lock(link->mutex);
+    link->check_open();
+    link->backend = std::move(backend);
     link->other = second ? 0 : 1;
-    const std::lock_guard<std::mutex> lock(mutex_);
-    links_[peer] = std::move(link);
   });
 }
 
@@ -156,7 +166,7 @@ Status BackendLinks::wait(uint32_t peer, int32_t traffic, size_t& address) const
     c10::intrusive_ptr<::c10d::Work> work;
     {
       const std::lock_guard<std::mutex> lock(link->mutex);
-      closed = link->closed;
+      closed = *link->closed;
       if (closed) {
         return;
       }
@@ -169,13 +179,13 @@ Status BackendLinks::wait(uint32_t peer, int32_t traffic, size_t& address) const
       closed = !work->wait(kEver);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(link->mutex);
-      closed = link->closed;
+      closed = *link->closed;
       if (!closed) {
         throw;
       }
     }
     const std::lock_guard<std::mutex> lock(link->mutex);
-    closed = closed || link->closed;
+    closed = closed || *link->closed;
     if (closed) {
       return;
     }
@@ -201,21 +211,13 @@ void BackendLinks::release(uint32_t peer, int32_t traffic) const noexcept {
 
 void BackendLinks::close(uint32_t peer) const noexcept {
   attempted([&] {
-    std::shared_ptr<Link> link;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      const auto found = links_.find(peer);
-      if (found == links_.end()) {
-        return;
-      }
-      link = found->second;
-    }
+    const auto link = entry(peer);
     std::deque<std::vector<Staged>> sends;
     std::array<std::deque<Staged>, 2> listening;
     Engine backend;
     {
       const std::lock_guard<std::mutex> lock(link->mutex);
-      link->closed = true;
+      *link->closed = true;
       sends.swap(link->sends);
       listening.swap(link->listening);
       backend = std::move(link->backend);

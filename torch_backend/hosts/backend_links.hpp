@@ -29,6 +29,8 @@ class BackendLinks final : public LinksHandle {
  private:
   // Link to `peer`; throws where there is none.
   std::shared_ptr<Link> link(uint32_t peer) const;
+  // Link to `peer`, which this adds if `make` and `close` have not: it may be closed before it is made.
+  std::shared_ptr<Link> entry(uint32_t peer) const;
 
   Maker maker_;
   mutable std::mutex mutex_;

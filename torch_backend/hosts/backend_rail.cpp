@@ -37,9 +37,13 @@ Status BackendRail::engines(rust::Str named, rust::String& cpu, rust::String& cu
 
 Status BackendRail::make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept {
   return attempted([&] {
-    backend_ = maker_.make(engine, name, host, hosts, timeout_ms);
+    backend_ = maker_.make(engine, name, host, hosts, timeout_ms, given_up_);
     hosts_ = hosts;
   });
+}
+
+void BackendRail::give_up() const noexcept {
+  *given_up_ = true;
 }
 
 Status BackendRail::staging(size_t bytes, size_t& address) const noexcept {

@@ -17,6 +17,7 @@ class BackendRail final : public RailHandle {
 
   Status engines(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept override;
   Status make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept override;
+  void give_up() const noexcept override;
   Status staging(size_t bytes, size_t& address) const noexcept override;
   Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept override;
   Status all_to_all(
@@ -32,6 +33,7 @@ class BackendRail final : public RailHandle {
   at::Tensor part(size_t at, size_t bytes) const;
 
   Maker maker_;
+  const GivenUp given_up_ = std::make_shared<std::atomic<bool>>(false);
   // Set by functions that the core calls one after another.
   mutable Engine backend_;
   mutable at::Tensor staging_;

@@ -45,7 +45,7 @@ c10::intrusive_ptr<::c10d::Work> gather(::c10d::Backend& backend, at::Tensor out
 
 DeviceBackends::Made DeviceBackends::made(uint32_t which) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  TORCH_CHECK(!aborted_, "the connection has been aborted");
+  TORCH_CHECK(!*aborted_, "the connection has been aborted");
   const auto found = made_.find(which);
   TORCH_CHECK(found != made_.end(), "there is no connection");
   return found->second;
@@ -60,10 +60,10 @@ Status DeviceBackends::make(
     int64_t timeout_ms) const noexcept {
   return attempted([&] {
     const auto [rank, size] = ranks;
-    auto backend = maker_.make(engine, name, rank, size, timeout_ms, device);
+    auto backend = maker_.make(engine, name, rank, size, timeout_ms, aborted_, device);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      TORCH_CHECK(!aborted_, "the connection has been aborted");
+      TORCH_CHECK(!*aborted_, "the connection has been aborted");
       made_[which] = {backend, size};
     }
     // Connects, which must not happen within a graph.
@@ -156,7 +156,8 @@ Status DeviceBackends::exchange(
         }
       }
     } catch (...) {
-      backend->endCoalescing();
+      // The first failure stands, even if the end of the block raises another one.
+      attempted([&] { backend->endCoalescing(); });
       throw;
     }
     beside_.push_back(backend->endCoalescing());
@@ -168,7 +169,7 @@ void DeviceBackends::abort(uint32_t which) const noexcept {
     Engine backend;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      aborted_ = true;
+      *aborted_ = true;
       if (const auto found = made_.find(which); found != made_.end()) {
         backend = found->second.backend;
       }
@@ -186,7 +187,7 @@ void DeviceBackends::close() const noexcept {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       std::swap(made, made_);
-      aborted = std::exchange(aborted_, true);
+      aborted = aborted_->exchange(true);
     }
     for (const auto& [which, each] : made) {
       if (!aborted) {

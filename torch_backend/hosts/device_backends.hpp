@@ -58,7 +58,7 @@ class DeviceBackends final : public DeviceBackendsHandle {
   mutable std::mutex mutex_;
   // Guarded by mutex_, by what Rust calls them.
   mutable std::map<uint32_t, Made> made_;
-  mutable bool aborted_ = false;
+  const GivenUp aborted_ = std::make_shared<std::atomic<bool>>(false);
   // Used by one caller at a time: what `follow` lets go of.
   mutable std::vector<at::Tensor> memory_;
   mutable std::deque<Pending> beside_;

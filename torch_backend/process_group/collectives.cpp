@@ -85,6 +85,7 @@ std::shared_ptr<Operation> ProcessGroupSymm::allgather_operation(const Tensors& 
       "ProcessGroupSymm::allgather: requires input/output tensor lists to have the same length, got ", inputs.size(), " inputs and ",
       outputs.size(), " outputs");
   auto operation = std::make_shared<Operation>(OpType::_ALLGATHER_BASE, "symm:all_gather");
+  operation->parts = getSize();
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_parts("_allgather_base", "output", outputs[i], "input", inputs[i], getSize());
     operation->begin(Collective::AllGather, inputs[i]);
@@ -107,7 +108,9 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::allgather_into_tensor_coalesced(
     Tensors& outputs,
     Tensors& inputs,
     const ::c10d::AllgatherOptions& opts) try {
-  return launch(allgather_operation(outputs, inputs), opts.timeout, opts.asyncOp);
+  auto operation = allgather_operation(outputs, inputs);
+  operation->coalesced = true;
+  return launch(std::move(operation), opts.timeout, opts.asyncOp);
 } catch (...) {
   refused();
 }

@@ -207,10 +207,12 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
     std::chrono::milliseconds timeout,
     bool async) {
   // torch.distributed does without a work where there is nothing to wait for; NCCL's backend gives none either.
-  if (!async && launch_in_order(*operation, timeout)) {
+  // An extension of the timeout lasts as long as a work.
+  if (!async && !extensions_.any() && launch_in_order(*operation, timeout)) {
     return nullptr;
   }
   auto work = launch_recorded(operation, caller((*group_)->sequence() + 1), timeout, async);
+  begin_extensions(work);
   if (!async && operation->type == ::c10d::OpType::BARRIER) {
     work->wait();
   }
@@ -225,7 +227,9 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch_on_device(
       transfer.peer >= 0,
       operation->name(), ": a receive from any rank into a tensor on ", *operation->device,
       " is not served; name the source, or receive into a CPU tensor");
-  return launch_recorded(operation, from, transfer);
+  auto work = launch_recorded(operation, from, transfer);
+  begin_extensions(work);
+  return work;
 }
 
 std::optional<at::Device> ProcessGroupSymm::barrier_device(const ::c10d::BarrierOptions& opts) const {

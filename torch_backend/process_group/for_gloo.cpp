@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "errors.hpp"
 #include "gil.hpp"
 
 namespace symm {
@@ -74,7 +75,16 @@ bool SymmForGloo::elsewhere(const Tensors& tensors) const {
 
 template <typename Call, typename Ours>
 WorkPtr SymmForGloo::served(bool by_gloo, Call&& call, Ours&& ours) {
-  return by_gloo ? remember(call(*gloo())) : ours();
+  if (by_gloo) {
+    return remember(call(*gloo()));
+  }
+  try {
+    return ours();
+  } catch (const c10::ValueError&) {
+    throw Failure(Kind::Value, status_of(std::current_exception()));
+  } catch (const c10::TypeError&) {
+    throw Failure(Kind::Type, status_of(std::current_exception()));
+  }
 }
 
 // Whether Gloo serves the call, and the call with its arguments.
@@ -181,6 +191,15 @@ void SymmForGloo::setTimeout(std::chrono::milliseconds timeout) {
   if (const auto gloo = joined_gloo()) {
     gloo->setTimeout(timeout);
   }
+}
+
+void SymmForGloo::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  ProcessGroupSymm::addEphemeralTimeout(timeout);
+#if TORCH_VERSION_MINOR >= 14
+  if (const auto gloo = joined_gloo()) {
+    gloo->addEphemeralTimeout(timeout);
+  }
+#endif
 }
 
 void SymmForGloo::abort() {

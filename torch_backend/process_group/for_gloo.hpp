@@ -56,6 +56,7 @@ class SymmForGloo final : public ProcessGroupSymm {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
   void setTimeout(std::chrono::milliseconds timeout) override;
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) SYMM_OVERRIDE_TIMEOUTS;
   // Has nothing to do: neither symm on CPU tensors nor Gloo sets a device up.
   void eagerConnectSingleDevice(at::Device) override {}
   // Gloo has no memory of its own.
@@ -73,7 +74,7 @@ class SymmForGloo final : public ProcessGroupSymm {
       c10::intrusive_ptr<Options> options) const override;
 
  private:
-  // What Gloo's work `call` gives if `by_gloo`, else what `ours` does.
+  // Returns the work of Gloo's `call` if `by_gloo`, otherwise that of `ours`, whose errors of arguments also become Gloo's RuntimeError.
   template <typename Call, typename Ours>
   WorkPtr served(bool by_gloo, Call&& call, Ours&& ours);
   // Whether the tensor by which a call's device is told is for Gloo.

@@ -1,6 +1,7 @@
 #include "process_group/operation.hpp"
 
 #include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 
@@ -71,10 +72,37 @@ bool elements_overlap(const at::Tensor& tensor) {
   return false;
 }
 
+// From the first to the last byte of a strided tensor with elements.
+Span reach_of(const at::Tensor& tensor) {
+  int64_t reach = 1;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    reach += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  return Span{reinterpret_cast<size_t>(tensor.data_ptr()), static_cast<size_t>(reach) * tensor.element_size()};
+}
+
 } // namespace
 
 Span span_of(const at::Tensor& contiguous) {
   return piece_of(contiguous, 0, contiguous.numel());
+}
+
+void check_writable(const at::Tensor& output, const char* op) {
+  static const auto torch_frees = c10::GetCPUAllocator()->raw_deleter();
+  const auto& storage = output.storage();
+  if (!output.is_cpu() || output.numel() == 0 || storage.data_ptr().get_deleter() == torch_frees) {
+    return;
+  }
+  // A weak owner keeps the number of a storage that has gone from being used again.
+  thread_local std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> last;
+  if (last && last->_unsafe_get_target() == storage.unsafeGetStorageImpl()) {
+    return;
+  }
+  const auto span = reach_of(output);
+  TORCH_CHECK_VALUE(
+      is_writable(span.addr, span.bytes),
+      op, ": the output tensor lies in memory that may not be written, such as a file that is mapped read-only; clone() it first");
+  last = storage.getWeakStorageImpl();
 }
 
 std::string Operation::name() const {
@@ -142,11 +170,7 @@ bool Operation::meets_written(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return false;
   }
-  int64_t reach = 1;
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    reach += (tensor.size(i) - 1) * tensor.stride(i);
-  }
-  Span span{reinterpret_cast<size_t>(tensor.data_ptr()), static_cast<size_t>(reach) * tensor.element_size()};
+  const auto span = reach_of(tensor);
   const auto ends_before = [](const Span& one, const Span& other) { return one.addr + one.bytes <= other.addr; };
   const auto [first, last] = std::equal_range(written_.begin(), written_.end(), span, ends_before);
   if (first == last) {
@@ -162,6 +186,7 @@ bool Operation::meets_written(const at::Tensor& tensor) {
 
 at::Tensor Operation::writable(const at::Tensor& tensor, bool keep_values) {
   check(tensor, "output");
+  check_writable(tensor, std::strchr(title, ':') + 1);
   const auto direct = tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
   if (!meets_written(tensor) && direct) {
     return alive_.emplace_back(tensor);
@@ -224,6 +249,25 @@ void Operation::add_specs(CallSpecs& specs) const {
 void Operation::release_inputs() {
   inputs.clear();
   alive_.clear();
+}
+
+std::vector<std::vector<at::Tensor>> Operation::results() const {
+  if (!lists.empty()) {
+    return lists;
+  }
+  // Gloo refuses outputs that cannot be cut so.
+  const auto whole = [this](const at::Tensor& output) { return output.dim() == 0 || output.size(0) % parts != 0; };
+  if (parts == 0 || std::any_of(outputs.begin(), outputs.end(), whole)) {
+    return {outputs};
+  }
+  std::vector<std::vector<at::Tensor>> by_rank(nested() ? static_cast<size_t>(parts) : 1);
+  for (const auto& output : outputs) {
+    const auto pieces = output.chunk(parts, 0);
+    for (size_t rank = 0; rank < pieces.size(); ++rank) {
+      by_rank[nested() ? rank : 0].push_back(pieces[rank]);
+    }
+  }
+  return by_rank;
 }
 
 void Operation::separate(int rank) {

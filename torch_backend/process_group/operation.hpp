@@ -78,6 +78,11 @@ class Operation {
 
   // Lets go of all tensors but the outputs.
   void release_inputs();
+  // The results in the shape of Gloo's futures: one list, or several if `nested`.
+  std::vector<std::vector<at::Tensor>> results() const;
+  bool nested() const {
+    return lists.size() > 1 || (coalesced && parts > 1);
+  }
   // Name of the call in messages: "all_reduce".
   std::string name() const;
   // Every tensor that the call reads or writes, some of them twice.
@@ -103,8 +108,12 @@ class Operation {
   // Splits of an all-to-all, for profilers.
   std::vector<int64_t> input_splits;
   std::vector<int64_t> output_splits;
-  // The output lists where the call had several; empty: one flat list.
+  // The output lists of a call that takes lists; empty: the call has none.
   std::vector<std::vector<at::Tensor>> lists;
+  // Number of ranks whose parts make up each output; 0: an output is one result.
+  int64_t parts = 0;
+  // True if the call gathers into several tensors at once: then each rank's parts are one list.
+  bool coalesced = false;
 
  private:
   void check(const at::Tensor& tensor, const char* role);
@@ -120,5 +129,8 @@ class Operation {
 };
 
 Span span_of(const at::Tensor& contiguous);
+// Fails unless the memory of `output`, a tensor on the CPU, may be written. Only memory that torch did not allocate is looked at, and the
+// storage of the last call of this thread is not looked at again.
+void check_writable(const at::Tensor& output, const char* op);
 
 } // namespace symm

@@ -19,7 +19,8 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
   transfer.tag = tag;
   transfer.dtype = static_cast<int32_t>(tensor.scalar_type());
   transfer.span = span_of(send ? operation->readable(tensor) : operation->writable(tensor, false));
-  transfer.timeout_ms = -1;
+  const auto timeout = extended(::c10d::kUnsetTimeout);
+  transfer.timeout_ms = timeout.count();
   transfer.send = send;
   operation->note_input(tensor);
   operation->outputs.push_back(tensor);
@@ -30,7 +31,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     return launch_on_device(std::move(operation), transfer, from);
   }
   return recorded(*operation, from, [&] {
-    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, from.sequence);
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, from.sequence, stated(timeout));
     auto done = std::make_unique<WorkCompletion>(work);
     work->set_ticket(send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done)));
     return remember(work);

@@ -31,7 +31,19 @@ Living& living() {
   return *all;
 }
 
+// Throws where the options ask for a group whose members can change.
+void check_members_stay(const ::c10d::Backend::Options& options) {
+  if (reconfigurable(options)) {
+    check(Status{
+        Kind::Config,
+        c10::str(
+            "group \"", options.group_name, "\" is asked for with enable_reconfigure=True, and the members of a group of symm never change: ",
+            "leave it out; after a failure call destroy_process_group() and make a new group of the ranks that are left")});
+  }
+}
+
 c10::intrusive_ptr<ProcessGroupSymm::Options> child_options(const ::c10d::Backend::Options& given) {
+  check_members_stay(given);
   auto options = c10::make_intrusive<ProcessGroupSymm::Options>(given.timeout);
   copy_names(given, *options);
   if (const auto* own = dynamic_cast<const ProcessGroupSymm::Options*>(&given)) {
@@ -91,6 +103,7 @@ ProcessGroupSymm::ProcessGroupSymm(
     int size,
     c10::intrusive_ptr<Options> options)
     : Backend(rank, size), store_(store), options_(std::move(options)) {
+  check_members_stay(*options_);
   // torch lists the ranks of every group but the default one.
   group_ = join_group(store_, rank, size, *options_, options_->global_ranks_in_group.empty());
 }
@@ -134,6 +147,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
     std::chrono::milliseconds timeout,
     bool async) {
   operation->separate(getRank());
+  timeout = extended(timeout);
   if (!operation->on_cpu()) {
     return launch_on_device(operation, timeout, async);
   }
@@ -142,7 +156,7 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
   return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
     const auto specs = operation->specs();
     const rust::Slice<const CallSpec> calls(specs.data(), specs.size());
-    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence);
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence, stated(timeout));
     if (async) {
       work->set_ticket((*group_)->submit(calls, timeout.count(), std::make_unique<WorkCompletion>(work)));
     } else {
@@ -172,12 +186,13 @@ Caller ProcessGroupSymm::caller(uint64_t sequence) const {
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
-  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), (*group_)->sequence());
+  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), (*group_)->sequence(), options_->timeout);
   work->complete(nullptr, -1);
   return remember(work);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
+  begin_extensions(work);
   std::lock_guard<std::mutex> lock(mutex_);
   if (coalesced_) {
     coalesced_->parts.push_back(work);
@@ -187,7 +202,17 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::remember(WorkPtr work) {
 
 void ProcessGroupSymm::startCoalescing() {
   std::lock_guard<std::mutex> lock(mutex_);
-  coalesced_.emplace();
+  // Within another block: its calls so far stay part of it.
+  if (!coalesced_) {
+    coalesced_.emplace();
+  }
+}
+
+void ProcessGroupSymm::drop_coalesced() {
+  // Destroyed without the lock: the last reference to a tensor may run Python.
+  std::optional<Coalesced> block;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  block.swap(coalesced_);
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::endCoalescing() {
@@ -224,6 +249,28 @@ void ProcessGroupSymm::setTimeout(std::chrono::milliseconds timeout) {
   (*group_)->set_timeout(timeout.count());
 }
 
+void ProcessGroupSymm::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  TORCH_CHECK_VALUE(timeout.count() >= 0, "addEphemeralTimeout: a timeout is extended by 0 ms or more, not by ", timeout.count());
+  extensions_.add(timeout);
+}
+
+std::chrono::milliseconds ProcessGroupSymm::extended(std::chrono::milliseconds timeout) {
+  if (!extensions_.any()) {
+    return timeout;
+  }
+  bool open = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open = coalesced_.has_value();
+  }
+  // A work that is asked in its block launches what the block has gathered so far.
+  if (!open) {
+    extensions_.expire();
+  }
+  const auto more = extensions_.sum();
+  return more.count() > 0 ? stated(timeout) + more : timeout;
+}
+
 void ProcessGroupSymm::enableCollectivesTiming() {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
@@ -256,11 +303,13 @@ void ProcessGroupSymm::enableCollectivesTiming() {
 
 void ProcessGroupSymm::abort() {
   closed_ = true;
+  drop_coalesced();
   (*group_)->abort();
 }
 
 void ProcessGroupSymm::shutdown() {
   closed_ = true;
+  drop_coalesced();
   (*group_)->shutdown();
   // After its kernels have ended: giving memory back waits for the device.
   Workspace::drop(options_->group_name);

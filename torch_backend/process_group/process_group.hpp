@@ -15,6 +15,7 @@
 #include "compat.hpp"
 #include "process_group/operation.hpp"
 #include "process_group/record.hpp"
+#include "process_group/timeout_extensions.hpp"
 #include "symm_mem/memory.hpp"
 #include "work/device_work.hpp"
 #include "work/work.hpp"
@@ -120,11 +121,16 @@ class ProcessGroupSymm : public ::c10d::Backend {
   }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
+  // Closes the block since startCoalescing(), if there is one, without its work: sends and receives that run go on, calls on CUDA tensors
+  // that were not launched never are.
+  void drop_coalesced();
 
   // Has nothing to do: every group counts from 0.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
+  // Adds to the timeouts of later calls, until the first of them has ended.
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) SYMM_OVERRIDE_TIMEOUTS;
   // Does nothing: work has no duration, as with Gloo.
   void enableCollectivesTiming() override;
   // Sets up the group's memory on a CUDA device now, not at the first call.
@@ -177,6 +183,18 @@ class ProcessGroupSymm : public ::c10d::Backend {
   // Enqueues an operation in the caller's stream, where nobody needs a work for it: no profiler listens, nothing is coalesced, the host
   // does not wait. False if that is not so.
   bool launch_in_order(Operation& operation, std::chrono::milliseconds timeout);
+  // The timeout of a call that states `timeout`, extended; not positive: the group's.
+  std::chrono::milliseconds extended(std::chrono::milliseconds timeout);
+  // The timeout of a call that states `timeout`, where that may be the group's.
+  std::chrono::milliseconds stated(std::chrono::milliseconds timeout) const {
+    return timeout.count() > 0 ? timeout : options_->timeout;
+  }
+  // Notes a work for the extensions of the timeout.
+  void begin_extensions(const WorkPtr& work) {
+    if (extensions_.any()) {
+      extensions_.begin(work);
+    }
+  }
   // `what` is what DeviceWork::add takes.
   template <typename... What>
   WorkPtr launch_recorded(const std::shared_ptr<Operation>& operation, const Caller& from, const What&... what);
@@ -213,6 +231,7 @@ class ProcessGroupSymm : public ::c10d::Backend {
     c10::intrusive_ptr<DeviceWork> gathering;
   };
 
+  TimeoutExtensions extensions_;
   std::mutex mutex_;
   std::optional<Coalesced> coalesced_;
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceStreams>> streams_;

@@ -47,7 +47,7 @@ class SymmStore : public ::c10d::Store {
   int64_t queueLen(const std::string& key) override;
   std::vector<std::string> listKeys() override;
 
-  // Returns once all `size` ranks have called it with this key. Not `barrier`, which c10d has without ranks since 2.12.
+  // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no rank.
   void rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const;
 
  protected:

@@ -114,7 +114,7 @@ StoreAnswer TorchStore::call(
   try {
     ask(*store_, op, keys, values, amount, timeout_ms, answer);
   } catch (...) {
-    answer.status = status_of(std::current_exception());
+    answer.status = status_of_store(std::current_exception());
   }
   return answer;
 }

@@ -58,6 +58,7 @@ void check_sum(const at::Tensor& input, const std::string& reduce_op, const char
 
 // Checks the output of an operator whose output is of its input's shape.
 void check_output(const at::Tensor& input, const at::Tensor& output, const char* op) {
+  check_writable(output, op);
   TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
   TORCH_CHECK(
       output.sizes() == input.sizes(), op, ": input/output size mismatch, input.sizes(): ", input.sizes(), ", output.sizes(): ",
@@ -165,6 +166,7 @@ at::Tensor reduce_scatter_out(at::Tensor input, std::string group_name, bool spl
   const auto window = check_arguments(group_name, [&]() -> WindowPtr {
     TORCH_CHECK(input.is_contiguous(), op, ": input must be contiguous.");
     TORCH_CHECK(output.is_contiguous(), op, ": output must be contiguous.");
+    check_writable(output, op);
     TORCH_CHECK(
         output.scalar_type() == input.scalar_type(), op, ": the input is ", input.scalar_type(), ", the output ",
         output.scalar_type());

@@ -130,6 +130,8 @@ void all_to_all_vdev(
         out_splits_offsets.scalar_type() == at::kLong && out_splits_offsets.is_contiguous() &&
             out_splits_offsets.sizes() == at::IntArrayRef({2, size}),
         op, ": out_splits_offsets must be contiguous int64 of shape [2, ", size, "].");
+    check_writable(out, op);
+    check_writable(out_splits_offsets, op);
     // Peers read the input and the splits while this rank writes.
     at::assert_no_overlap(out, input);
     at::assert_no_overlap(out_splits_offsets, in_splits);

@@ -154,17 +154,7 @@ bool DeviceWork::wait(Milliseconds timeout) {
 
 void DeviceWork::block_host(Milliseconds timeout) {
   const auto begun = std::chrono::steady_clock::now();
-  auto limit = timeout;
-  if (limit.count() <= 0) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    limit = timeout_.value_or(limit);
-  }
-  if (limit.count() <= 0) {
-    limit = Milliseconds((*group_)->timeout());
-  }
-  if (timeout.count() <= 0) {
-    limit += kKernelsFirst;
-  }
+  const auto limit = timeout.count() > 0 ? timeout : getTimeout() + kKernelsFirst;
   for (int looks = 0;; ++looks) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -173,8 +163,7 @@ void DeviceWork::block_host(Milliseconds timeout) {
       }
     }
     if (std::chrono::steady_clock::now() - begun > limit) {
-      const auto text = c10::str("wait() gave up after ", limit.count() / 1000.0, " s; the call itself goes on");
-      check(Status{Kind::WaitTimeout, text});
+      wait_gave_up(limit);
     }
     if (looks < kEagerLooks) {
       std::this_thread::yield();
@@ -183,6 +172,12 @@ void DeviceWork::block_host(Milliseconds timeout) {
     }
   }
   rethrow();
+}
+
+Milliseconds DeviceWork::getTimeout() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto stated = timeout_.value_or(::c10d::kUnsetTimeout);
+  return stated.count() > 0 ? stated : Milliseconds((*group_)->timeout());
 }
 
 void DeviceWork::abort() {
@@ -223,10 +218,7 @@ c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFuture() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> DeviceWork::getFutureResult() {
-  auto outcome = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
-  const auto result = getFuture()->hasError() ? ::c10d::WorkResult::COMM_ERROR : ::c10d::WorkResult::SUCCESS;
-  outcome->markCompleted(c10::IValue(static_cast<int64_t>(result)));
-  return outcome;
+  return result_of(getFuture());
 }
 
 } // namespace symm

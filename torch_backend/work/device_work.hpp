@@ -64,6 +64,7 @@ class DeviceWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override;
+  std::chrono::milliseconds getTimeout() const SYMM_OVERRIDE_TIMEOUTS;
 
  private:
   enum class Phase { Gathering, Launched, Refused, Done };

@@ -1,5 +1,8 @@
 #include "work/work.hpp"
 
+#include <algorithm>
+#include <iomanip>
+
 #include "errors.hpp"
 #include "process_group/record.hpp"
 
@@ -11,11 +14,35 @@ using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
 } // namespace
 
-WorkSymm::WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence)
+void wait_gave_up(std::chrono::milliseconds limit) {
+  const auto text =
+      c10::str("wait() gave up after ", std::fixed, std::setprecision(1), limit.count() / 1000.0, " s; the call itself goes on");
+  std::rethrow_exception(exception_of(Status{Kind::WaitTimeout, text}));
+}
+
+Future result_of(const Future& future) {
+  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  future->addCallback([result](c10::ivalue::Future& ended) {
+    auto found = ::c10d::WorkResult::SUCCESS;
+    if (ended.hasError()) {
+      found = timed_out(ended.exception_ptr()) ? ::c10d::WorkResult::TIMEOUT : ::c10d::WorkResult::COMM_ERROR;
+    }
+    result->markCompleted(c10::IValue(static_cast<int64_t>(found)));
+  });
+  return result;
+}
+
+WorkSymm::WorkSymm(
+    int rank,
+    Group group,
+    std::shared_ptr<Operation> operation,
+    uint64_t sequence,
+    std::chrono::milliseconds timeout)
     : Work(rank, operation->type, operation->seen ? operation->title : nullptr, profiled_inputs(*operation)),
       group_(std::move(group)),
       operation_(std::move(operation)),
-      sequence_(sequence) {}
+      sequence_(sequence),
+      timeout_(timeout) {}
 
 bool WorkSymm::ended() const {
   return completed_ && (!future_ || future_->completed());
@@ -43,7 +70,7 @@ int WorkSymm::sourceRank() const {
 }
 
 std::vector<at::Tensor> WorkSymm::result() {
-  return operation_->outputs;
+  return operation_->nested() ? operation_->outputs : operation_->results().front();
 }
 
 void WorkSymm::set_ticket(uint64_t ticket) {
@@ -60,6 +87,7 @@ void WorkSymm::rethrow() const {
     error = exception_;
   }
   if (error) {
+    rethrow_interrupt();
     std::rethrow_exception(error);
   }
 }
@@ -125,10 +153,10 @@ void WorkSymm::fulfil(c10::ivalue::Future& future) {
   }
   if (error) {
     future.setError(error);
-  } else if (operation_->lists.empty()) {
-    future.markCompleted(c10::IValue(operation_->outputs));
+  } else if (operation_->nested()) {
+    future.markCompleted(c10::IValue(operation_->results()));
   } else {
-    future.markCompleted(c10::IValue(operation_->lists));
+    future.markCompleted(c10::IValue(operation_->results().front()));
   }
 }
 
@@ -142,7 +170,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
     }
     const auto tensors = c10::ListType::create(c10::TensorType::get());
     const c10::TypePtr type =
-        operation_->lists.empty() ? c10::TypePtr(tensors) : c10::TypePtr(c10::ListType::create(tensors));
+        operation_->nested() ? c10::TypePtr(c10::ListType::create(tensors)) : c10::TypePtr(tensors);
     future_ = c10::make_intrusive<c10::ivalue::Future>(type);
     future = future_;
     completed = completed_;
@@ -158,12 +186,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFuture() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkSymm::getFutureResult() {
-  auto outcome = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
-  getFuture()->addCallback([outcome](c10::ivalue::Future& future) {
-    const auto result = future.hasError() ? ::c10d::WorkResult::COMM_ERROR : ::c10d::WorkResult::SUCCESS;
-    outcome->markCompleted(c10::IValue(static_cast<int64_t>(result)));
-  });
-  return outcome;
+  return result_of(getFuture());
 }
 
 WorkCoalesced::WorkCoalesced(int rank, std::vector<c10::intrusive_ptr<::c10d::Work>> parts)
@@ -211,8 +234,22 @@ void WorkCoalesced::synchronize() {
 }
 
 bool WorkCoalesced::wait(std::chrono::milliseconds timeout) {
+  const auto limit = std::chrono::steady_clock::now() + timeout;
   for (const auto& part : parts_) {
-    part->wait(timeout);
+    if (timeout.count() <= 0) {
+      part->wait(timeout);
+      continue;
+    }
+    // One limit for all parts. A part that has ended is not late, even when the limit has passed.
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now());
+    try {
+      part->wait(std::max(left, std::chrono::milliseconds(1)));
+    } catch (...) {
+      if (std::chrono::steady_clock::now() < limit || part->isCompleted()) {
+        throw;
+      }
+      wait_gave_up(timeout);
+    }
   }
   return true;
 }
@@ -225,6 +262,20 @@ void WorkCoalesced::abort() {
 
 uint64_t WorkCoalesced::getSequencenumber() const {
   return parts_.empty() ? 0 : parts_.front()->getSequencenumber();
+}
+
+std::chrono::milliseconds WorkCoalesced::getTimeout() const {
+  std::chrono::milliseconds longest(0);
+#if TORCH_VERSION_MINOR >= 14
+  for (const auto& part : parts_) {
+    longest = std::max(longest, part->getTimeout());
+  }
+#endif
+  return longest;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFutureResult() {
+  return result_of(getFuture());
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkCoalesced::getFuture() {

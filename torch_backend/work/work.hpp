@@ -15,10 +15,16 @@ namespace symm {
 
 using Group = std::shared_ptr<rust::Box<GroupHandle>>;
 
+// Throws the SymmTimeout of a `wait(limit)` that ends before its call does; the group lives.
+[[noreturn]] void wait_gave_up(std::chrono::milliseconds limit);
+
+// A future of the `WorkResult` with which `future` ends: TIMEOUT for a SymmTimeout, COMM_ERROR for every other error.
+c10::intrusive_ptr<c10::ivalue::Future> result_of(const c10::intrusive_ptr<c10::ivalue::Future>& future);
+
 // A call that runs, has run, or waits in the group's queue. Owns the call's tensors.
 class WorkSymm final : public ::c10d::Work {
  public:
-  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence);
+  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence, std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -31,6 +37,9 @@ class WorkSymm final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override;
+  std::chrono::milliseconds getTimeout() const SYMM_OVERRIDE_TIMEOUTS {
+    return timeout_;
+  }
 
   // Ends the call: writes results back, then tells waiting threads, then the future.
   void complete(std::exception_ptr error, int source);
@@ -48,6 +57,7 @@ class WorkSymm final : public ::c10d::Work {
   Group group_;
   std::shared_ptr<Operation> operation_;
   uint64_t sequence_;
+  std::chrono::milliseconds timeout_;
   uint64_t ticket_ = 0;
   int source_ = -1;
   std::atomic_flag fulfilled_ = ATOMIC_FLAG_INIT;
@@ -68,7 +78,10 @@ class WorkCoalesced final : public ::c10d::Work {
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   uint64_t getSequencenumber() const override;
+  // The longest timeout of a part.
+  std::chrono::milliseconds getTimeout() const SYMM_OVERRIDE_TIMEOUTS;
 
  private:
   std::vector<c10::intrusive_ptr<::c10d::Work>> parts_;

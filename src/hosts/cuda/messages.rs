@@ -4,7 +4,6 @@ use super::backends::Which;
 use super::watch::Open;
 use super::{Cuda, FURTHER, State};
 use crate::coll::call::Span;
-use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::{CudaTarget, Transfer};
 use crate::hosts::HostsGroup;
@@ -63,8 +62,8 @@ impl HostsGroup {
         pairs.sort();
         for (low, high) in pairs {
             let (index, peer) = if low == self.rank { (0, high) } else { (1, low) };
-            let name = format!("symm-cuda-pair/{low}-{high}");
-            let key = |rank: Rank| format!("{name}/{}/{}/{rank}", self.inner.control().name(), Config::get().restart);
+            let name = self.life.name("symm-cuda-pair", format_args!("{low}-{high}"));
+            let key = |rank: Rank| format!("{name}/here/{rank}");
             let make = || cuda.connections.make(Which::Pair(peer), &name, index, 2, target.device, timeout + FURTHER);
             let made = self.await_peer(cuda, [key(self.rank), key(peer)], peer, timeout).and_then(|()| make());
             // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.

@@ -267,13 +267,14 @@ impl HostsGroup {
                 self.inner.connect(ordinal)?;
             }
             if local < layout.rails() {
-                let name = format!("symm-cuda-rail/{local}");
+                let name = self.life.name("symm-cuda-rail", local);
                 cuda.connections.make(Which::Rail, &name, host, layout.hosts(), ordinal, limit)?;
             }
             state.connected = true;
         }
         if needed == Which::All {
-            cuda.connections.make(Which::All, "symm-cuda-all", self.rank.index(), layout.size(), ordinal, limit)?;
+            let name = self.life.name("symm-cuda", "all");
+            cuda.connections.make(Which::All, &name, self.rank.index(), layout.size(), ordinal, limit)?;
         }
         Ok(())
     }

@@ -78,7 +78,7 @@ impl Watch {
             watch.calls().idle = true;
             watch.changed.notify_all();
         });
-        spawned.map(|_| ()).map_err(|error| Error::internal(format!("a thread could not be started: {error}")))
+        spawned.map(|_| ())
     }
 
     /// An event behind what `stream` holds now; its context is current.

@@ -1,6 +1,7 @@
 //! Frame: what one rank says to another between hosts, with a short message in it. None is longer than its reader has room for.
 
 use super::links::Traffic;
+use crate::p2p::Message;
 
 /// Kind of a frame.
 #[repr(u8)]
@@ -23,6 +24,9 @@ pub(super) enum Kind {
     Refused = 7,
     /// A piece that nobody has asked for, of the message that was offered before; it begins at `value`.
     Start = 8,
+    /// The sender's message waits for the call that its peer has refused; `value` is as in the refusal. The peer fails the group if it has
+    /// made no call since.
+    Waits = 9,
 }
 
 /// A send was refused, for whose message the other may wait.
@@ -45,11 +49,25 @@ impl Refusal {
         Self { send: frame.value == REFUSED_SEND, tag: frame.tag, why: String::from_utf8_lossy(text).into_owned() }
     }
 
+    /// The frame by which the peer's message `open` asks whether the refusal still stands.
+    pub(super) fn asked(&self, open: &Message) -> Frame {
+        let (value, bytes) = (self.value(), open.span.bytes as u64);
+        Frame { dtype: open.dtype as u8, tag: self.tag, bytes, value, ..Frame::bare(Kind::Waits) }
+    }
+
+    fn value(&self) -> u64 {
+        if self.send { REFUSED_SEND } else { REFUSED_RECV }
+    }
+
+    /// True if `frame` asks for this refusal.
+    pub(super) fn is_asked(&self, frame: &Frame) -> bool {
+        (frame.value, frame.tag) == (self.value(), self.tag)
+    }
+
     /// The frame that tells it, and as much of the reason as fits.
     pub(super) fn told(&self) -> (Frame, &[u8]) {
         let text = &self.why.as_bytes()[..self.why.len().min(TEXT)];
-        let value = if self.send { REFUSED_SEND } else { REFUSED_RECV };
-        (Frame { tag: self.tag, bytes: text.len() as u64, value, ..Frame::bare(Kind::Refused) }, text)
+        (Frame { tag: self.tag, bytes: text.len() as u64, value: self.value(), ..Frame::bare(Kind::Refused) }, text)
     }
 }
 
@@ -105,7 +123,7 @@ impl Frame {
 
     /// The head of a frame; `None` if it makes no sense.
     pub(super) fn decode(bytes: &[u8; HEAD]) -> Option<Self> {
-        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused, Kind::Start];
+        let kind = [Kind::Eager, Kind::Offer, Kind::Request, Kind::Piece, Kind::Credit, Kind::Bye, Kind::Refused, Kind::Start, Kind::Waits];
         let kind = kind.into_iter().find(|kind| *kind as u8 == bytes[0])?;
         let word = |place: usize| Some(u64::from_le_bytes(bytes[8 + 8 * place..16 + 8 * place].try_into().ok()?));
         let frame = Self {
@@ -125,6 +143,7 @@ impl Frame {
             Kind::Request | Kind::Piece => frame.value < frame.bytes && frame.value.is_multiple_of(PIECE as u64),
             Kind::Credit | Kind::Bye => true,
             Kind::Refused => frame.bytes <= TEXT as u64 && [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
+            Kind::Waits => [REFUSED_SEND, REFUSED_RECV].contains(&frame.value),
         };
         sensible.then_some(frame)
     }
@@ -134,7 +153,7 @@ impl Frame {
         match self.kind {
             Kind::Eager | Kind::Refused => self.bytes as usize,
             Kind::Start | Kind::Piece => piece(self.bytes, self.value),
-            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye => 0,
+            Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Waits => 0,
         }
     }
 
@@ -142,7 +161,9 @@ impl Frame {
     pub(super) fn traffic(&self) -> Traffic {
         match self.kind {
             Kind::Piece => Traffic::Piece,
-            Kind::Eager | Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused | Kind::Start => Traffic::Frame,
+            Kind::Eager | Kind::Offer | Kind::Request | Kind::Credit | Kind::Bye | Kind::Refused | Kind::Start | Kind::Waits => {
+                Traffic::Frame
+            }
         }
     }
 }

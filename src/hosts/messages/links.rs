@@ -41,7 +41,7 @@ pub trait Links: Send + Sync {
     /// Ends listening for what `wait` has waited for last.
     fn release(&self, peer: Rank, traffic: Traffic);
 
-    /// Ends every wait, and the connection. Without effect where there is none.
+    /// Ends every wait, the connection, and a `make` on another thread or a later one.
     fn close(&self, peer: Rank);
 }
 

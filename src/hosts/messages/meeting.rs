@@ -3,30 +3,44 @@
 use super::frame::LONGEST;
 use super::links::Traffic;
 use super::{DEPTH, Messages, PAUSE};
-use crate::config::Config;
 use crate::error::Result;
 use crate::hosts::rail;
 use crate::rank::Rank;
+use crate::store::Store;
 use std::time::Duration;
 
 /// Time in which two ranks that have found each other connect.
 const CONNECT: Duration = Duration::from_secs(30);
 
+/// Keys of this rank, in the store until this is dropped: the peer has read them, or no rank needs them.
+pub(super) struct Said<'a> {
+    store: &'a dyn Store,
+    keys: Vec<String>,
+}
+
+impl Drop for Said<'_> {
+    fn drop(&mut self) {
+        // A store that cannot delete keeps them.
+        self.keys.iter().for_each(|key| drop(self.store.delete(key)));
+    }
+}
+
 impl Messages {
     fn pair_name(&self, peer: Rank) -> String {
         let me = self.names.me;
-        format!("symm-pair/{}-{}", peer.min(me), peer.max(me))
+        self.names.life.name("symm-pair", format_args!("{}-{}", peer.min(me), peer.max(me)))
     }
 
     /// Key by which `rank`, this one or `peer`, says that it wants to connect with the other.
     pub(super) fn key(&self, peer: Rank, rank: Rank) -> String {
-        format!("{}/{}/{}/{rank}", self.pair_name(peer), self.names.group, Config::get().restart)
+        format!("{}/here/{rank}", self.pair_name(peer))
     }
 
     /// Connects with `peer` once it has begun a message with this rank: false if the group ends before.
     pub(super) fn meet(&self, peer: Rank) -> Result<bool> {
         let me = self.names.me;
-        self.store.set(&self.key(peer, me), b"1")?;
+        let own = Said { store: &*self.store, keys: vec![self.key(peer, me)] };
+        self.store.set(&own.keys[0], b"1")?;
         let mut pause = PAUSE.0;
         let met = loop {
             if self.lock().closed.is_some() {
@@ -38,8 +52,7 @@ impl Messages {
             std::thread::sleep(pause);
             pause = (2 * pause).min(PAUSE.1);
         };
-        // The peer has seen it, or nobody needs it. A store that cannot delete keeps it.
-        let _ = self.store.delete(&self.key(peer, me));
+        drop(own);
         if !met? {
             return Ok(false);
         }
@@ -54,17 +67,12 @@ impl Messages {
         let closed = state.closed.is_some();
         drop(state);
         self.settle(finished);
-        if closed {
-            // Whoever closed the group has found no connection.
-            self.links.close(peer);
-        }
         begun.map(|()| !closed)
     }
 
-    /// Takes back where `peer` could reach this rank: it has.
-    pub(super) fn forget_address(&self, peer: Rank) {
+    /// Where `peer` can reach this rank, once it connects with it.
+    pub(super) fn address(&self, peer: Rank) -> Said<'_> {
         let index = usize::from(self.names.me > peer);
-        // A store that cannot delete keeps them.
-        rail::keys(&self.pair_name(peer), index).for_each(|key| drop(self.store.delete(&key)));
+        Said { store: &*self.store, keys: rail::keys(&self.pair_name(peer), index).collect() }
     }
 }

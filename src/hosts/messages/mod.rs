@@ -27,6 +27,7 @@ use crate::sys::{fork, thread};
 use crate::watch::Subscription;
 use frame::{Frame, HEAD, LONGEST, PIECE};
 use links::{Links, Traffic, arrived};
+use meeting::Said;
 pub(super) use names::Names;
 use open::{AnySource, Open};
 use pair::{Pair, Phase};
@@ -50,6 +51,8 @@ const RELEASE: Duration = Duration::from_secs(1);
 
 /// What messages know of the group around them.
 pub(super) trait Around: Send + Sync {
+    /// Number of calls that this rank has made in the group: collectives and messages.
+    fn calls(&self) -> u64;
     /// The first failure, or the death of a rank of this host.
     fn error(&self) -> Option<Error>;
     /// Fails the group; returns the failure that stands.
@@ -140,7 +143,7 @@ impl Messages {
         let open = Open { ticket, message, limit: Limit::from(Instant::now(), timeout), completion };
         let mut finished = Vec::new();
         let pair = state.pairs.entry(peer).or_insert_with(|| Pair::new(peer));
-        pair.unsaid = None;
+        pair.unsaid = false;
         let added = add(self, pair, open, &mut finished);
         self.wake(&mut state);
         drop(state);
@@ -190,8 +193,7 @@ impl Messages {
             this.lock().threads.retain(|&thread| thread != std::thread::current().id());
             this.changed.notify_all();
         });
-        let thread = thread.map_err(|error| Error::internal(format!("starting a thread for messages between hosts: {error}")))?;
-        state.threads.push(thread.thread().id());
+        state.threads.push(thread?.thread().id());
         Ok(())
     }
 
@@ -200,7 +202,10 @@ impl Messages {
         self.check_process()?;
         let (since, mut interrupts) = (Instant::now(), Interrupts::new());
         loop {
-            interrupts.check()?;
+            if interrupts.check().is_err() {
+                let (me, group) = (self.names.layout.describe(self.names.me), &self.names.group);
+                self.fail(Error::aborted(format!("{me} was interrupted by a signal in a send or receive of group {group:?}")));
+            }
             let state = self.lock();
             if !state.open.contains(&ticket) {
                 return Ok(());
@@ -235,22 +240,21 @@ impl Messages {
 
     /// Meets `peer`, and does what it asks for until the connection ends.
     fn serve(&self, peer: Rank) {
-        if let Err(error) = self.meet(peer).and_then(|met| if met { self.listen(peer) } else { Ok(()) }) {
+        let address = self.address(peer);
+        if let Err(error) = self.meet(peer).and_then(|met| if met { self.listen(peer, address) } else { Ok(()) }) {
             self.lose(peer, error);
         }
     }
 
-    /// Reads what `peer` says until the connection ends.
-    fn listen(&self, peer: Rank) -> Result<()> {
-        let mut first = true;
+    /// Reads what `peer` says until the connection ends. It needs the `address` of this rank no longer once it has said something.
+    fn listen(&self, peer: Rank, address: Said<'_>) -> Result<()> {
+        let mut address = Some(address);
         while let Some(bytes) = arrived(&*self.links, peer, Traffic::Frame, LONGEST)? {
             self.links.listen(peer, Traffic::Frame, LONGEST)?;
             let head = bytes.first_chunk::<HEAD>().and_then(Frame::decode);
             let nonsense = || Error::internal(format!("{} sent a frame that makes no sense", self.names.layout.describe(peer)));
             let frame = head.ok_or_else(nonsense)?;
-            if std::mem::take(&mut first) {
-                self.forget_address(peer);
-            }
+            drop(address.take());
             let length = frame.payload();
             let heard = match frame.traffic() {
                 Traffic::Frame => {
@@ -283,6 +287,7 @@ impl Messages {
         let State { pairs, any, .. } = &mut *state;
         let Some(pair) = pairs.get_mut(&peer) else { return false };
         let reacted = pair.react(frame, payload, &*self.links, &self.names, any, &mut finished);
+        let reacted = reacted.and_then(|()| if frame.kind == frame::Kind::Waits { self.check_refused(pair, frame) } else { Ok(()) });
         let leaving = state.leaving;
         drop(state);
         let failed = reacted.map_err(|error| self.lose(peer, error)).is_err();
@@ -348,8 +353,10 @@ impl Messages {
                 late = late.or_else(|| left.is_zero().then(|| self.late_for_any(&state, open)));
                 pause = pause.min(left);
             }
-            late = state.pairs.values().find_map(|pair| self.refused(pair)).or(late);
+            let asked = |pair: &mut Pair| Some((pair.peer, pair.ask_whether_refused(&*self.links).err()?));
+            let lost: Vec<(Rank, Error)> = state.pairs.values_mut().filter_map(asked).collect();
             drop(state);
+            lost.into_iter().for_each(|(peer, error)| self.lose(peer, error));
             if let Some(error) = self.around.error() {
                 self.close(&error);
             } else if let Some(late) = late {

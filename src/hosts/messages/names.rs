@@ -4,7 +4,9 @@ use super::Messages;
 use super::open::Open;
 use super::pair::{Pair, Phase};
 use crate::boot::hosts::Layout;
+use crate::dtype::DType;
 use crate::error::Error;
+use crate::hosts::rail::Life;
 use crate::p2p::Message;
 use crate::rank::Rank;
 use std::sync::Arc;
@@ -14,6 +16,7 @@ pub(in crate::hosts) struct Names {
     pub(in crate::hosts) layout: Arc<Layout>,
     pub(in crate::hosts) me: Rank,
     pub(in crate::hosts) group: String,
+    pub(in crate::hosts) life: Life,
     /// Ranks of the members in the default group; empty: the same as here.
     pub(in crate::hosts) globals: Vec<i32>,
 }
@@ -22,7 +25,12 @@ impl Messages {
     /// Name of a message.
     pub(super) fn about(&self, name: &str, open: &Open) -> String {
         let Message { span, tag, dtype, .. } = open.message;
-        format!("{name}({} bytes, {}, tag {tag}) of group \"{}\"", span.bytes, dtype.name(), self.names.group)
+        self.described(name, span.bytes as u64, Some(dtype), tag)
+    }
+
+    /// Name of a message of `bytes`, whose element type is unknown where it is `None`.
+    pub(super) fn described(&self, name: &str, bytes: u64, dtype: Option<DType>, tag: i32) -> String {
+        format!("{name}({bytes} bytes, {}, tag {tag}) of group \"{}\"", dtype.map_or("unknown", DType::name), self.names.group)
     }
 
     /// The error of `open`, whose time is up.

@@ -4,7 +4,7 @@
 use super::frame::{Frame, Kind, PIECE, Refusal, SHORT, piece, unasked};
 use super::links::{Links, Traffic};
 use super::open::{AnySource, Open};
-use super::{Finished, Names};
+use super::{Finished, LOOK, Names};
 use crate::coll::call::Span;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -90,10 +90,12 @@ pub(super) struct Pair {
     posted: VecDeque<Open>,
     unexpected: VecDeque<Unexpected>,
     streams: VecDeque<Stream>,
-    /// What the peer has refused last, unless it has begun a message since.
+    /// The last refusal of the peer, unless it has begun a message since, or was asked whether it still stands.
     pub(super) refused: Option<Refusal>,
-    /// What this rank has refused last and not said yet, unless it has begun a message since.
-    pub(super) unsaid: Option<Refusal>,
+    /// The last refusal of this rank, and the number of its calls then.
+    pub(super) own: Option<(Refusal, u64)>,
+    /// True while the peer does not know of that, unless this rank has begun a message with it since.
+    pub(super) unsaid: bool,
     /// Pieces that were asked for and have not come.
     awaited: usize,
     /// Frames sent, and how many of them the peer has read.
@@ -142,7 +144,8 @@ impl Pair {
             unexpected: VecDeque::new(),
             streams: VecDeque::new(),
             refused: None,
-            unsaid: None,
+            own: None,
+            unsaid: false,
             awaited: 0,
             sent: 0,
             confirmed: 0,
@@ -200,9 +203,21 @@ impl Pair {
         if !matches!(self.phase, Phase::Open) {
             return Ok(());
         }
-        let Some(refusal) = self.unsaid.take() else { return Ok(()) };
+        let Some((refusal, _)) = self.own.clone().filter(|_| std::mem::take(&mut self.unsaid)) else { return Ok(()) };
         let (frame, text) = refusal.told();
         self.say(links, frame, text)
+    }
+
+    /// Asks the peer, once, whether its refusal still stands, if a message has waited for it for a while.
+    pub(super) fn ask_whether_refused(&mut self, links: &dyn Links) -> Result<()> {
+        let Some(refusal) = &self.refused else { return Ok(()) };
+        let waits = if refusal.send { "recv" } else { "send" };
+        let mut pending = self.pending().filter(|(name, open)| *name == waits && open.message.tag == refusal.tag);
+        let frame = pending.find(|(_, open)| open.limit.waited() >= LOOK).map(|(_, open)| refusal.asked(&open.message));
+        drop(pending);
+        let Some(frame) = frame else { return Ok(()) };
+        self.refused = None;
+        self.say(links, frame, &[])
     }
 
     /// Begins the sends that came before the connection.
@@ -375,7 +390,7 @@ impl Pair {
             }
             Kind::Start => self.start_with(frame, payload, names)?,
             Kind::Piece => self.fill(frame, payload, links, names, finished)?,
-            Kind::Credit => {}
+            Kind::Credit | Kind::Waits => {}
             Kind::Refused => self.refused = Some(Refusal::of(frame, payload)),
             Kind::Bye => return self.say(links, Frame::bare(Kind::Credit), &[]),
         }

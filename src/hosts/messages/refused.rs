@@ -1,12 +1,14 @@
 //! A message that was refused on this rank: the peer of another host that waits for it learns so.
 //!
-//! The rank says so on the link, unless it has begun another message within 80 ms. Its peer keeps that until something else comes. A receive
-//! from any rank is told to all with which this one is connected, and to those that come until it begins another message.
+//! The rank says so on the link, unless it has made another call within 80 ms. A message of the peer that waits for it asks once whether
+//! that still stands: only the rank itself knows whether it has made a call since, and fails the group if it has not. Of a
+//! receive from any rank all ranks learn with which this one is connected, and those that connect until it makes another call.
 
-use super::frame::Refusal;
+use super::frame::{Frame, Refusal};
 use super::pair::Pair;
-use super::{LOOK, Messages, PAUSE};
-use crate::error::Error;
+use super::{Messages, PAUSE};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
 use crate::hosts::refusal::DELAY;
 use crate::rank::Rank;
 use crate::watch;
@@ -20,7 +22,7 @@ impl Messages {
             return;
         }
         let mut state = self.lock();
-        let (begun, messages) = (state.next, Arc::downgrade(self));
+        let (begun, messages) = (self.around.calls(), Arc::downgrade(self));
         let tell = move || {
             if let Some(messages) = messages.upgrade() {
                 let refusal = Refusal { send, tag, why };
@@ -36,15 +38,15 @@ impl Messages {
         drop(replaced);
     }
 
-    /// Tells `peer`, unless this rank has begun another message, or the group has ended.
+    /// Tells `peer`, unless this rank has made another call than the first `begun`, or the group has ended.
     fn tell_refused(self: &Arc<Self>, peer: Rank, begun: u64, refusal: Refusal) {
         let mut state = self.lock();
-        if state.next != begun || state.closed.is_some() {
+        if self.around.calls() != begun || state.closed.is_some() {
             return;
         }
         let told = self.prepare(&mut state).and_then(|()| self.meet_once(&mut state, peer)).and_then(|()| {
             let Some(pair) = state.pairs.get_mut(&peer) else { return Ok(()) };
-            pair.unsaid = Some(refusal);
+            (pair.own, pair.unsaid) = (Some((refusal, begun)), true);
             pair.say_refused(&*self.links)
         });
         drop(state);
@@ -53,7 +55,7 @@ impl Messages {
         }
     }
 
-    /// Tells all ranks of other hosts that are connected with this one, or want to be, until it begins another message.
+    /// Tells all ranks of other hosts that are connected with this one, or want to be, until it makes another call.
     fn tell_all_refused(self: &Arc<Self>, begun: u64, refusal: Refusal) {
         let mut state = self.lock();
         let begins = self.spawn(&mut state, "symm-messages-no", move |this| {
@@ -76,20 +78,20 @@ impl Messages {
         }
     }
 
-    /// Ranks of other hosts that this one is not connected with; `None` once it has begun another message than the first `begun`.
+    /// Ranks of other hosts that this one is not connected with; `None` once it has made another call than the first `begun`.
     fn unmet(&self, begun: u64) -> Option<Vec<Rank>> {
         let (state, layout) = (self.lock(), &self.names.layout);
         let away = |rank: &Rank| layout.host(*rank) != layout.host(self.names.me) && !state.pairs.contains_key(rank);
-        (state.next == begun && state.closed.is_none()).then(|| (0..layout.size() as u32).map(Rank).filter(away).collect())
+        (self.around.calls() == begun && state.closed.is_none()).then(|| (0..layout.size() as u32).map(Rank).filter(away).collect())
     }
 
-    /// The error of a message that waits for what the peer of `pair` has refused.
-    pub(super) fn refused(&self, pair: &Pair) -> Option<Error> {
-        let Refusal { send, tag, why } = pair.refused.as_ref()?;
+    /// Fails if this rank has refused what the peer of `pair` waits for, as its `frame` says, and has made no call since.
+    pub(super) fn check_refused(&self, pair: &Pair, frame: Frame) -> Result<()> {
+        let stands = |(refusal, calls): &&(Refusal, u64)| refusal.is_asked(&frame) && *calls == self.around.calls();
+        let Some((Refusal { send, tag, why }, _)) = pair.own.as_ref().filter(stands) else { return Ok(()) };
         let waits = if *send { "recv" } else { "send" };
-        let mut pending = pair.pending().filter(|(name, open)| *name == waits && open.message.tag == *tag && open.limit.waited() >= LOOK);
-        let (name, open) = pending.next()?;
+        let what = self.described(waits, frame.bytes, DType::from_torch(i32::from(frame.dtype)).ok(), *tag);
         let (peer, me) = (self.names.layout.describe(pair.peer), self.names.layout.describe(self.names.me));
-        Some(Error::mismatch(format!("{peer} refused a call and made no other; {me} waits for it in {}: {why}", self.about(name, open))))
+        Err(Error::mismatch(format!("{me} refused a call and has not made it since; {peer} waits for it in {what}: {why}")))
     }
 }

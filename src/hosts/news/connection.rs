@@ -68,6 +68,11 @@ impl Connection {
         &self.socket
     }
 
+    /// True once both ends know that the other has the token, even if a caller has yet to say its rank.
+    pub(super) fn identified(&self) -> bool {
+        matches!(self.phase, Phase::Identified { .. })
+    }
+
     /// Rank at the other end, if it is known.
     pub(super) fn peer(&self) -> Option<Rank> {
         match self.phase {

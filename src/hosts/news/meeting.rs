@@ -7,6 +7,7 @@ use super::thread::Seat;
 use super::{Host, News, SPEAKERS, Times, address};
 use crate::boot::hosts::Layout;
 use crate::error::{Error, Result};
+use crate::hosts::rail::Life;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::tcp::address::Address;
@@ -17,7 +18,7 @@ use crate::sys::again::retry;
 use crate::sys::interrupt::Interrupts;
 use crate::sys::random;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 use serde::{Deserialize, Serialize};
@@ -42,8 +43,15 @@ const ADDRESSES: usize = 8;
 pub(super) struct Entry {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) token: Token,
-    /// Backends by which the hub connects hosts.
-    pub(super) engines: String,
+    pub(super) told: Told,
+}
+
+/// What all ranks learn of the first hub.
+#[derive(Clone, Serialize, Deserialize)]
+pub(in crate::hosts) struct Told {
+    /// Backends by which it connects hosts.
+    pub(in crate::hosts) engines: String,
+    pub(in crate::hosts) life: Life,
 }
 
 /// A speaker that is to meet the others of a group.
@@ -80,16 +88,16 @@ impl Drop for Key<'_> {
 
 impl Meeting<'_> {
     /// Returns once this rank, if it is a speaker, is connected with all with whom it is to be: from then on nobody else can be. A speaker
-    /// also learns by which backends the first hub connects hosts.
+    /// also learns what the first hub has told.
     ///
     /// # Errors
     /// `Timeout` names who did not come; what fails on this host meanwhile is an error, too.
-    pub(in crate::hosts) fn meet(self) -> Result<(News, String)> {
+    pub(in crate::hosts) fn meet(self) -> Result<(News, Told)> {
         if self.layout.local(self.me) >= SPEAKERS {
-            return Ok((News(Mutex::new(None)), self.engines));
+            return Ok((News(Mutex::new(None)), Told { engines: self.engines, life: Life::default() }));
         }
         let met = if self.layout.host(self.me) == 0 { self.wait_for_callers() } else { self.call_hubs() };
-        met.map(|(seat, engines)| (News(Mutex::new(Some(seat))), engines))
+        met.map(|(seat, told)| (News(Mutex::new(Some(seat))), told))
     }
 
     fn speaker(&self, door: Option<Door>) -> Result<Seat> {
@@ -106,7 +114,7 @@ impl Meeting<'_> {
         self.host.failure().map_or(Ok(()), Err)
     }
 
-    fn wait_for_callers(&self) -> Result<(Seat, String)> {
+    fn wait_for_callers(&self) -> Result<(Seat, Told)> {
         let (me, group) = (self.layout.describe(self.me), self.group);
         let addresses =
             self.addresses.clone().map_or_else(|| address::own(Instant::now() + self.limit.left().unwrap_or_default().min(RESOLVE)), Ok)?;
@@ -120,14 +128,15 @@ impl Meeting<'_> {
         let at = listeners.address.to_string();
         let token: Token = random::bytes()?;
         let seat = self.speaker(Some(Door { listeners: Arc::new(listeners), token }))?;
-        let entry = Entry { addresses, token, engines: self.engines.clone() };
+        let told = Told { engines: self.engines.clone(), life: Life::new()? };
+        let entry = Entry { addresses, token, told: told.clone() };
         let entry = serde_json::to_vec(&entry).map_err(|error| Error::internal(format!("an address cannot be written: {error}")))?;
         let key = Key { store: self.store, name: self.key(self.me) };
         self.store.set(&key.name, &entry)?;
         self.wait_at(&seat, &at).inspect_err(|error| {
             seat.with(|speaker| speaker.tell(error));
         })?;
-        Ok((seat, self.engines.clone()))
+        Ok((seat, told))
     }
 
     /// Returns once all callers have come to the hub of `seat`, which listens `at`.
@@ -157,18 +166,18 @@ impl Meeting<'_> {
         }
     }
 
-    fn call_hubs(&self) -> Result<(Seat, String)> {
+    fn call_hubs(&self) -> Result<(Seat, Told)> {
         let (seat, mut told) = (self.speaker(None)?, None);
         for &hub in speakers(self.layout, 0) {
             let called = self.call_hub(hub).inspect_err(|error| {
                 seat.with(|speaker| speaker.tell(error));
             });
-            let (connection, engines) = called?;
+            let (connection, of_hub) = called?;
             seat.with(|speaker| speaker.adopt(connection));
-            told.get_or_insert(engines);
+            told.get_or_insert(of_hub);
         }
-        let told = told.unwrap_or_default();
-        if told != self.engines {
+        let told = told.ok_or_else(|| Error::internal("the first host has no hub"))?;
+        if told.engines != self.engines {
             self.wait_for_others()?;
         }
         Ok((seat, told))
@@ -188,8 +197,8 @@ impl Meeting<'_> {
         Ok(())
     }
 
-    /// A connection with `hub`, and its backends, however often it must be tried: what stands in the store may be what an earlier group has left.
-    pub(super) fn call_hub(&self, hub: Rank) -> Result<(Connection, String)> {
+    /// A connection with `hub`, and what that tells, however often it must be tried: what stands in the store may be what an earlier group has left.
+    pub(super) fn call_hub(&self, hub: Rank) -> Result<(Connection, Told)> {
         let (key, mut pause, mut interrupts) = (self.key(hub), PAUSE, Interrupts::new());
         let mut reason = "it does not say where it listens".to_owned();
         loop {
@@ -215,9 +224,9 @@ impl Meeting<'_> {
         }
     }
 
-    fn introduce(&self, entry: &[u8], hub: Rank) -> Result<(Connection, String)> {
+    fn introduce(&self, entry: &[u8], hub: Rank) -> Result<(Connection, Told)> {
         let unreadable = |error| Error::network(format!("where it listens cannot be read: {error}"));
-        let Entry { mut addresses, token, engines } = serde_json::from_slice(entry).map_err(unreadable)?;
+        let Entry { mut addresses, token, told } = serde_json::from_slice(entry).map_err(unreadable)?;
         addresses.truncate(ADDRESSES);
         let mut reasons = Vec::new();
         let socket = Address::Inet(addresses).connect(|address, errno| reasons.push(format!("{address}: {errno}")));
@@ -230,12 +239,12 @@ impl Meeting<'_> {
         let mut admission = [0; ADMISSION];
         receive(&socket, &mut admission, deadline)?;
         introduction.admitted(&admission, Some(&token))?;
-        Ok((Connection::made(socket, Sealer::new(&token, &opening, &hello, End::Caller), self.me, hub), engines))
+        Ok((Connection::made(socket, Sealer::new(&token, &opening, &hello, End::Caller), self.me, hub), told))
     }
 }
 
 /// Waits until `socket` can be read or written.
-fn ready(socket: &OwnedFd, flags: PollFlags, deadline: Instant) -> Result<()> {
+pub(super) fn ready(socket: &impl AsFd, flags: PollFlags, deadline: Instant) -> Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut fds = [PollFd::new(socket, flags)];
     match retry(|| poll(&mut fds, Timespec::try_from(left).ok().as_ref())) {

@@ -24,7 +24,7 @@ mod thread;
 
 use super::header::Header;
 use crate::error::Error;
-pub(super) use meeting::Meeting;
+pub(super) use meeting::{Meeting, Told};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use thread::Seat;

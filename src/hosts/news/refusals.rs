@@ -60,7 +60,7 @@ impl Refusals {
         let (rank, (_, why)) = away.find(|(_, (place, _))| place.calls < number && !as_often(place))?;
         let (rank, me) = (layout.describe(*rank), layout.describe(me));
         Some(format!(
-            "{rank} refused a call and made no other; {me} waits for it in {name}, collective #{number} of group \"{group}\": {why}"
+            "{rank} refused a call and has not made it since; {me} waits for it in {name}, collective #{number} of group \"{group}\": {why}"
         ))
     }
 }
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(
             refusals.end(&layout, me, "g", now).as_deref(),
             Some(
-                "rank 0 (host \"a\", pid 7) refused a call and made no other; rank 2 (host \"b\", pid 7) waits for it in barrier, \
+                "rank 0 (host \"a\", pid 7) refused a call and has not made it since; rank 2 (host \"b\", pid 7) waits for it in barrier, \
                  collective #5 of group \"g\": no tensor"
             )
         );

@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Callers at once that have not said who they are; the oldest goes first.
+/// Maximum number of callers that have not proved that they know the token; the oldest goes first.
 pub(super) const UNIDENTIFIED: usize = 64;
 
 /// Ranks that speak for `host`.
@@ -220,8 +220,9 @@ impl Speaker {
 
     /// Does what is due, with those of its descriptors that are `ready`: returns what has failed, of which the host is to be told.
     pub(super) fn turn(&mut self, ready: &HashSet<RawFd>) -> Option<Error> {
-        self.accept(ready);
+        // Read first, so that new connections do not displace a caller whose proof has arrived.
         let heard = self.read(ready);
+        self.accept(ready);
         let mut failure = None;
         for message in heard {
             match message {
@@ -343,7 +344,7 @@ impl Speaker {
                     }
                 };
                 let Ok(accepted) = accepted else { break };
-                let mut unidentified = (0..self.connections.len()).filter(|&at| self.connections[at].peer().is_none());
+                let mut unidentified = (0..self.connections.len()).filter(|&at| !self.connections[at].identified());
                 if unidentified.clone().count() >= UNIDENTIFIED
                     && let Some(oldest) = unidentified.next()
                 {

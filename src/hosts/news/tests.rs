@@ -3,8 +3,8 @@
 use super::SPEAKERS;
 use super::connection::Connection;
 use super::frame::{End, Message, Sealer};
-use super::meeting::{Entry, receive, transmit};
-use super::speaker::UNIDENTIFIED;
+use super::meeting::{Entry, Told, ready, receive, transmit};
+use super::speaker::{Descriptor, Door, Speaker, UNIDENTIFIED};
 use super::{Host, Meeting, News, Times};
 use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op};
@@ -15,10 +15,12 @@ use crate::store::Store;
 use crate::store::memory::MemoryStore;
 use crate::store::tcp::address::Address;
 use crate::store::tcp::listen::Listeners;
-use crate::store::tcp::proof::{ADMISSION, Introduction, OPENING};
+use crate::store::tcp::proof::{ADMISSION, HELLO, Introduction, OPENING};
 use crate::sync::limit::Limit;
-use rustix::fd::OwnedFd;
-use std::collections::HashMap;
+use rustix::event::PollFlags;
+use rustix::fd::{AsRawFd, OwnedFd};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -290,9 +292,10 @@ fn a_silent_hub_is_named_too() {
     let job = Job::new(&[0, 1, 2], QUICK);
     let listeners = Listeners::at(&Address::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("listens");
     let Address::Inet(addresses) = listeners.address.clone() else { panic!("an address of the network") };
-    let entry = Entry { addresses, token: [5; 16], engines: "cpu:gloo".into() };
+    let told = Told { engines: "cpu:gloo".into(), life: <_>::default() };
+    let entry = Entry { addresses, token: [5; 16], told: told.clone() };
     // What an earlier group has left in the store is no place to stay at.
-    let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], engines: String::new() };
+    let gone = Entry { addresses: vec![(Ipv4Addr::LOCALHOST, 1).into()], token: [6; 16], told };
     job.store.set("news/0", &serde_json::to_vec(&gone).expect("written")).expect("set");
     std::thread::scope(|scope| {
         let callers = scope.spawn(|| job.meet([Rank(1), Rank(2)]));
@@ -369,6 +372,88 @@ fn unidentified_callers_are_refused_and_nobody_waits_for_them() {
         assert!(job.hosts.iter().all(|host| host.failure().is_none()));
         drop((caller, hub));
     });
+}
+
+#[test]
+fn of_many_unidentified_peers_at_once_the_oldest_go_first() {
+    let job = Job::new(&[0, 1], Times { hello: Duration::from_secs(600), ..Times::default() });
+    std::thread::scope(|scope| {
+        let hub = scope.spawn(|| job.meet([Rank(0)]));
+        let open = |socket: &OwnedFd| receive(socket, &mut [0; OPENING], soon()).is_ok();
+        let callers: Vec<OwnedFd> = (0..UNIDENTIFIED).map(|_| job.connect(Rank(0)).0).collect();
+        assert!(callers.iter().all(open));
+        let more: Vec<OwnedFd> = (0..3).map(|_| job.connect(Rank(0)).0).collect();
+        assert!(more.iter().all(open));
+        assert!(callers[..3].iter().all(is_closed), "as many as have come since");
+        let left =
+            |socket: &OwnedFd| receive(socket, &mut [0], Instant::now()).is_err_and(|error| error.message.contains("does not answer"));
+        assert!(callers[3..].iter().all(left));
+        drop((job.meet([Rank(1)]), hub.join()));
+    });
+}
+
+#[test]
+fn new_callers_do_not_displace_a_caller_that_has_answered() {
+    let layout = Job::new(&[0, 1], QUICK).layout;
+    let listeners = Listeners::at(&Address::Inet(vec![(Ipv4Addr::LOCALHOST, 0).into()])).expect("it listens");
+    let (address, token) = (listeners.address.clone(), [7; 16]);
+    let connect = || address.connect(|_, _| {}).expect("it listens");
+    let times = Times { hello: Duration::from_secs(600), ..Times::default() };
+    let door = Door { listeners: Arc::new(listeners), token };
+    let mut hub = Speaker::new("test", &layout, Rank(0), Arc::<Shared>::default(), times, Some(door));
+    let turn = |hub: &mut Speaker| {
+        let mut found = Vec::new();
+        hub.descriptors(&mut found);
+        assert_eq!(hub.turn(&found.iter().map(|(descriptor, _)| descriptor.as_fd().as_raw_fd()).collect()), None);
+    };
+    // Returns once the bytes that the caller has sent are at the hub, which holds the connection as its first.
+    let arrived = |hub: &Speaker| {
+        let mut found = Vec::new();
+        hub.descriptors(&mut found);
+        let (first, _) = found.iter().find(|(descriptor, _)| matches!(descriptor, Descriptor::Connection(_))).expect("it is connected");
+        ready(&first.as_fd(), PollFlags::IN, soon()).expect("the bytes arrive");
+    };
+    let hear = |hub: &mut Speaker, socket: &OwnedFd, into: &mut [u8]| {
+        let until = soon();
+        while let Err(error) = receive(socket, into, Instant::now()) {
+            assert!(error.message.contains("does not answer") && Instant::now() < until, "{error}");
+            turn(hub);
+        }
+    };
+    let (caller, mut opening, mut admission) = (connect(), [0; OPENING], [0; ADMISSION]);
+    hear(&mut hub, &caller, &mut opening);
+    let (introduction, hello) = Introduction::answer(&opening, Some(&token)).expect("it wants a proof");
+    let mut sealer = Sealer::new(&token, &opening, &hello, End::Caller);
+    transmit(&caller, &hello, soon()).expect("sent");
+    arrived(&hub);
+    let _flood: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
+    hear(&mut hub, &caller, &mut admission);
+    introduction.admitted(&admission, Some(&token)).expect("it is admitted");
+    // It has proved that it knows the token, and has yet to say its rank.
+    let _flood_again: Vec<OwnedFd> = (0..2 * UNIDENTIFIED).map(|_| connect()).collect();
+    (0..4).for_each(|_| turn(&mut hub));
+    transmit(&caller, &sealer.seal(&Message::Hello(Rank(1))), soon()).expect("sent");
+    arrived(&hub);
+    turn(&mut hub);
+    assert_eq!(hub.missing(), []);
+}
+
+#[test]
+fn beats_are_counted_in_turns() {
+    let layout = Job::new(&[0, 1], QUICK).layout;
+    let times = Times { beat: Duration::from_millis(1), beats: 5, ..Times::default() };
+    let (near, _far) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("sockets");
+    let sealer = Sealer::new(&[0; 16], &[0; OPENING], &[0; HELLO], End::Caller);
+    let mut connection = Connection::made(near, sealer, Rank(1), Rank(0));
+    // This rank was stopped for a minute: it has missed what it could have heard.
+    connection.heard = Instant::now().checked_sub(Duration::from_secs(60)).expect("a minute ago");
+    let mut speaker = Speaker::new("test", &layout, Rank(1), Arc::<Shared>::default(), times, None);
+    speaker.adopt(connection);
+    for turn in 1..=times.beats {
+        std::thread::sleep(2 * times.beat);
+        let silent = speaker.turn(&HashSet::new());
+        assert_eq!(silent.is_some(), turn == times.beats, "turn {turn}: {silent:?}");
+    }
 }
 
 #[test]

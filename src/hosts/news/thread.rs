@@ -1,7 +1,7 @@
 //! The thread on which all speakers of the process have their turns. It starts with the first and ends with the last.
 
 use super::speaker::{Descriptor, Speaker};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::thread::{self, Wake};
@@ -42,14 +42,13 @@ impl Seat {
     /// Gives `speaker` its turns from now on.
     ///
     /// # Errors
-    /// `Internal` where the thread cannot be started.
+    /// `Config` where the system refuses the thread.
     pub(super) fn new(speaker: Speaker) -> Result<Self> {
         let mut state = state();
         if state.wake.is_none() {
-            let wake = Arc::new(Wake::new().map_err(|errno| Error::os("eventfd of the news", errno))?);
+            let wake = Arc::new(Wake::new()?);
             let mine = Arc::clone(&wake);
-            thread::spawn("symm-news", Some(256 << 10), move || run(&mine))
-                .map_err(|error| Error::internal(format!("the thread of the news cannot be started: {error}")))?;
+            thread::spawn("symm-news", Some(256 << 10), move || run(&mine))?;
             state.wake = Some(wake);
         }
         let id = state.next;

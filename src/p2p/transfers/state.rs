@@ -1,9 +1,8 @@
 //! State of the transfers between this rank and its peers, and what each frame does to it.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::{Begun, DIRECT_BYTES, Finished, QUICK_BYTES, STREAM_BYTES, Sending, State, Stream};
+use super::{Begun, Finished, STREAM_BYTES, Sending, Source, State, Stream, reading};
 use crate::completion::Completion;
-use crate::control::patience::{PATIENCE, now};
 use crate::control::{Awaited, ControlBlock};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
@@ -13,6 +12,7 @@ use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
+use std::sync::atomic::{Ordering, fence};
 
 /// Unasked messages of one sender beyond which it is not heard. All short ones that a sender may have on their way fit.
 const BACKLOG_BYTES: usize = EAGER_WINDOW as usize * EAGER_BYTES;
@@ -123,7 +123,7 @@ impl State {
         receives.chain(sends).map(|(name, peer, tag, bytes, limit, shared)| Pending { name, peer, tag, bytes, limit, shared })
     }
 
-    fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
+    pub(super) fn finish(&mut self, ticket: u64, completion: Completion, outcome: Result<()>, source: Option<Rank>) {
         self.finished.push(Finished { ticket, completion, outcome, source });
     }
 
@@ -247,31 +247,23 @@ impl State {
             }
             Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
             Content::Offer { id, addr } => {
-                // Two ranks that copy a long message into and out of a ring are quicker than one that reads alone, but the sender may be busy
-                // elsewhere, or each wait for the other may cost a slice of the scheduler's.
-                let (span, mut got) = (posted.span, 0);
-                let direct = direct && self.connections[from.index()].is_readable();
-                while direct && got < span.bytes && (span.bytes <= QUICK_BYTES || !control.attends(from) || PATIENCE.is_crowded(now)) {
-                    let bytes = DIRECT_BYTES.min(span.bytes - got);
-                    // SAFETY: got + bytes <= span.bytes; the span is the receiver's, who leaves it alone until its completion.
-                    let read =
-                        unsafe { crate::sys::remote::read_memory(control.pid(from), addr as usize + got, span.ptr().add(got), bytes) };
-                    if let Err(error) = read {
-                        self.connections[from.index()].give_up_reading(control, &error);
-                        break;
-                    }
-                    got += bytes;
-                }
-                let reply = if got == span.bytes { Kind::Taken } else { Kind::Ask };
-                self.connections[from.index()].enqueue(Outgoing::Control(Frame::control(reply, id, got as u64)));
-                if reply == Kind::Taken {
-                    self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
+                let direct = direct && posted.span.bytes > 0 && self.connections[from.index()].is_readable();
+                let source = if direct { Source::Memory(addr) } else { Source::Frames };
+                let stream = Stream { posted, got: 0, source };
+                if !direct || !reading::is_quicker(control, from, stream.posted.span.bytes) {
+                    self.ask(from, id, stream);
                 } else {
-                    self.streams.insert((from, id), Stream { posted, got: got as u64 });
+                    self.streams.insert((from, id), stream);
                 }
             }
         }
         Ok(())
+    }
+
+    /// Has the sender write what is missing of a message.
+    pub(super) fn ask(&mut self, from: Rank, id: u64, stream: Stream) {
+        self.connections[from.index()].enqueue(Outgoing::Control(Frame::control(Kind::Ask, id, stream.got)));
+        self.streams.insert((from, id), Stream { source: Source::Frames, ..stream });
     }
 
     /// Gives a rank's message to itself.
@@ -313,8 +305,14 @@ impl State {
     }
 
     pub(super) fn fail_all(&mut self, error: &Error) {
+        // The failure is visible before what their owners write to the tensors after this: see `end_step`.
+        fence(Ordering::Release);
+        self.closed.get_or_insert_with(|| error.clone());
         let posted = std::mem::take(&mut self.matching.posted);
-        let streams = std::mem::take(&mut self.streams);
+        // What is being read is written to until the step ends, which then fails as well.
+        let being_read = |(_, stream): &(_, Stream)| matches!(stream.source, Source::BeingRead(_));
+        let (kept, streams): (BTreeMap<_, _>, BTreeMap<_, _>) = std::mem::take(&mut self.streams).into_iter().partition(being_read);
+        self.streams = kept;
         for posted in posted.into_iter().chain(streams.into_values().map(|stream| stream.posted)) {
             self.finish(posted.ticket, posted.completion, Err(error.clone()), None);
         }
@@ -364,7 +362,7 @@ fn place(
             let Some(stream) = streams.get_mut(&(from, frame.id)) else { return Some(None) };
             // They come in order and without gaps, so that all have come once as many bytes have. `payload` holds at most `bytes - value`.
             let bytes = stream.posted.span.bytes;
-            if (frame.bytes, frame.value) != (bytes as u64, stream.got) {
+            if stream.source != Source::Frames || (frame.bytes, frame.value) != (bytes as u64, stream.got) {
                 return None;
             }
             let store = if bytes >= STREAM_BYTES { Store::Streaming } else { Store::Cached };

@@ -1,5 +1,6 @@
 //! What one connection learns, others do not.
 
+use super::reading::QUICK_BYTES;
 use super::*;
 use crate::control::Identity;
 use crate::dtype::DType;
@@ -67,5 +68,101 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
     let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
     let waited = begun.elapsed();
     assert!(error.message.contains("waited") && waited < 9 * limit / 4, "{waited:?}: {error}");
+    ranks.iter().for_each(|rank| rank.stop());
+}
+
+#[test]
+fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
+    // What happens between the last byte and the end of the read; by (receiver, sender).
+    type Event = fn(&Transfers, &Transfers);
+    let nothing: Event = |_, _| ();
+    let fails: Event = |receiver, sender| receiver.close(&sender.control.fail(Error::timeout("the send's time is up")));
+    let departs: Event = |_, sender| sender.leave(&Error::aborted("the sender leaves"), "");
+    let closes: Event = |receiver, _| receiver.leave(&Error::aborted("this rank leaves"), "");
+    for (what, event, freed) in [
+        ("nothing", nothing, false),
+        ("the send fails", fails, false),
+        ("the send fails", fails, true),
+        ("the sender leaves", departs, false),
+        ("the sender leaves", departs, true),
+        ("the receiver leaves", closes, false),
+    ] {
+        let ranks = ranks();
+        let [mut from, mut to] = [7u8, 0].map(|value| vec![value; QUICK_BYTES + 1]);
+        let (tell, told) = std::sync::mpsc::channel();
+        let mut state = ranks[0].lock();
+        let ticket = state.ticket();
+        state.matching.posted.push_back(Posted {
+            ticket,
+            peer: Some(Rank(2)),
+            tag: 3,
+            span: Span { addr: to.as_mut_ptr() as usize, bytes: to.len() },
+            limit: Limit::from(Instant::now(), PATIENCE),
+            completion: Completion::new(move |outcome, _| tell.send(outcome).expect("waited for")),
+            claim: None,
+        });
+        let send = |source| ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ()));
+        let source = Span { addr: from.as_mut_ptr() as usize, bytes: from.len() };
+        send(source).expect("begun");
+        assert!(ranks[0].advance(&mut state), "an offer");
+        for last in [false, true] {
+            let step = state.next_step().expect("a step");
+            assert!(!state.is_reading_due() && state.next_step().is_none(), "one thread reads it");
+            drop(state);
+            // Whoever reads holds nothing that another wait needs.
+            let other = ranks[0]
+                .recv(message(Rank(1), Span { addr: to.as_mut_ptr() as usize, bytes: 0 }), PATIENCE, Completion::new(|_, _| ()))
+                .expect("begun");
+            assert!(ranks[0].wait(other, Some(Duration::from_millis(1))).is_err_and(|error| error.message.contains("gave up")));
+            let mut read = step.read(&ranks[0].control);
+            if last {
+                if freed {
+                    read.1 = Err(Error::internal("bad address"));
+                }
+                event(&ranks[0], &ranks[2]);
+                // The receive stays open while its memory is written to.
+                assert!(told.try_recv().is_err(), "{what}");
+            }
+            state = ranks[0].lock();
+            state.end_step(&ranks[0].control, step, read);
+            assert_eq!(state.is_reading_due(), !last, "{what}");
+        }
+        assert!(state.connections[2].is_readable(), "{what}: no warning that messages come in pieces");
+        ranks[0].settle(state);
+        let outcome = told.try_recv().ok();
+        match what {
+            "nothing" => assert!(outcome == Some(Ok(())) && to == from),
+            "the sender leaves" => {
+                // The receive asks for the rest, and ends once the departure is found.
+                assert!(outcome.is_none_or(|outcome| outcome.is_err()));
+                send(source).expect_err("a receiver would not know when its memory is the owner's again");
+            }
+            _ => assert!(outcome.is_some_and(|outcome| outcome.is_err()), "{what}"),
+        }
+        ranks.iter().for_each(|rank| rank.stop());
+    }
+}
+
+#[test]
+fn a_read_that_no_thread_waits_for_goes_on_while_others_sleep() {
+    let ranks = ranks();
+    let (from, mut to, mut missing) = (vec![7u8; 8 * QUICK_BYTES], vec![0u8; 8 * QUICK_BYTES], [0u8]);
+    let [source, target, missing] = [(from.as_ptr(), from.len()), (to.as_mut_ptr(), to.len()), (missing.as_mut_ptr(), 1)]
+        .map(|(start, bytes)| Span { addr: start as usize, bytes });
+    let never = ranks[0].recv(message(Rank(1), missing), 3 * PATIENCE, Completion::new(|_, _| {})).expect("begun");
+    std::thread::scope(|scope| {
+        let sleeping = scope.spawn(|| ranks[0].wait(never, None));
+        while ranks[0].lock().waiting_threads == 0 {
+            std::thread::yield_now();
+        }
+        ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| {})).expect("begun");
+        let (tell, told) = std::sync::mpsc::channel();
+        let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
+        ranks[0].recv(message(Rank(2), target), 3 * PATIENCE, done).expect("begun");
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(Ok(())));
+        ranks[0].close(&Error::aborted("the test is over"));
+        sleeping.join().expect("no panic").expect("completed");
+    });
+    assert!(to == from);
     ranks.iter().for_each(|rank| rank.stop());
 }

@@ -53,7 +53,7 @@ impl Address {
         let looked_up = thread::spawn("symm-resolve", None, move || {
             sender.send((name.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>))
         });
-        looked_up.map_err(|error| Error::internal(format!("a thread to look up {host:?}: {error}")))?;
+        looked_up?;
         let answer = loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match receiver.recv_timeout(left.min(interrupt::LOOK)) {

@@ -36,8 +36,9 @@ impl Stop {
             known.holders += 1;
             return Ok(Self { header: header as usize, device: known.registered.device() });
         }
-        // SAFETY: the header is mapped as long as the control block lives, and was reserved when the group was made.
-        let registered = unsafe { Registered::new(header, HEADER_BYTES, Arc::clone(control) as Arc<_>) }?;
+        let segment = Arc::new(control.segment().hold()?);
+        // SAFETY: the header is mapped as long as `segment` lives, and was reserved when the group was made.
+        let registered = unsafe { Registered::new(header, HEADER_BYTES, segment) }?;
         let stop = Self { header: header as usize, device: registered.device() };
         opened.insert(stop.header, Opened { registered, holders: 1 });
         Ok(stop)

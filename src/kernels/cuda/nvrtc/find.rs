@@ -36,7 +36,7 @@ fn find() -> Result<Nvrtc> {
         Some(path) => Nvrtc::open(path.as_os_str(), 0),
         None => search(),
     }?;
-    log::info!("NVRTC {}.{} at {}", found.version.0, found.version.1, found.path.display());
+    log::info!("found NVRTC {}.{} at {}", found.version.0, found.version.1, found.path.display());
     Ok(found)
 }
 

@@ -71,7 +71,7 @@ impl Server {
         let waker = Waker::new(poll.registry(), WAKER).map_err(fail)?;
         let shared = Arc::<Shared>::default();
         let event_loop = EventLoop::new(poll, listeners, secret.clone(), limits, shared.clone()).map_err(fail)?;
-        let thread = thread::spawn("symm-store", None, move || event_loop.run()).map_err(fail)?;
+        let thread = thread::spawn("symm-store", None, move || event_loop.run())?;
         Ok(Self { address, secret, shared, waker, thread: Some(thread), generation: fork::generation() })
     }
 

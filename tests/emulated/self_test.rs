@@ -1,9 +1,6 @@
 //! The emulator of kernels itself: indices, barriers, units that arrive in pieces.
-#![allow(missing_docs)]
 
-mod emulated;
-
-use emulated::Program;
+use crate::program::Program;
 use symm::kernels::cuda::driver::Grid;
 
 fn bytes_of(words: &[u64]) -> Vec<u8> {

@@ -1,9 +1,6 @@
 //! Signals between GPUs on threads of the host: nothing is lost, pads are zero afterwards, and who does not come is named in time.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod emulated;
-
-use emulated::Program;
+use crate::program::Program;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use symm::kernels::cuda::driver::Grid;

@@ -1,10 +1,7 @@
 //! All-to-alls in symmetric memory in which some ranks have no long message: the handshake's rounds are counted alike by all of them.
 //! Sends and receives in it: what is left when the sender sees the offer goes direct.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod emulated;
-
-use emulated::host::Host;
+use crate::host::Host;
 use std::time::Duration;
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::plan::{self, Tuning};

@@ -1,9 +1,6 @@
 //! Rows that are summed, added to a residual and normed by kernels which run as threads of the host: the bits are those of the CPU's.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod emulated;
-
-use emulated::host::Host;
+use crate::host::Host;
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::norm;
 use symm::coll::cuda::plan::{Plan, Tuning};

@@ -1,9 +1,6 @@
 //! The sum of hosts' partial results as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
-#![allow(missing_docs)]
 
-mod emulated;
-
-use emulated::{Program, numbers};
+use crate::program::{Program, numbers};
 use symm::boot::hosts::{Layout, Placement};
 use symm::dtype::{DType, ReduceOp};
 use symm::hosts::cuda::cast::{self, Cast};

@@ -3,10 +3,6 @@
 //! What it shows: that a protocol's stores, polls and barriers fit together, with the words of a unit torn apart and threads paused
 //! anywhere (`SYMM_EMULATED_SEED`, default 1, varies the pauses; 0 leaves them out). What it cannot show: a fence that a GPU's memory
 //! needs and the host's does not.
-#![allow(dead_code, reason = "each test uses its part")]
-
-pub(crate) mod heap;
-pub(crate) mod host;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,6 @@
 //! The sum of a fused product's parts as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
-#![allow(missing_docs)]
 
-mod emulated;
-
-use emulated::{Program, numbers};
+use crate::program::{Program, numbers};
 use symm::dtype::{DType, ReduceOp};
 use symm::fused::sum_parts::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source, Store};

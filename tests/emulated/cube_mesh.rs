@@ -1,10 +1,7 @@
 //! The all-reduce along the edges of a hybrid cube mesh, on threads of the host: its bits, its edges, and its peace with the calls that
 //! use the same lines.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod emulated;
-
-use emulated::Program;
+use crate::program::Program;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::arguments::{Common, REPORT_WORDS};

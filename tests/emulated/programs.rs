@@ -1,13 +1,9 @@
 //! Random programs of collectives on threads of the host: every kind of call on tensors of any length at any address, in symmetric memory or
 //! not, with ranks that run ahead of each other.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod calls;
-mod emulated;
-
-use calls::{Case, Tensors, factor};
-use emulated::heap::Heap;
-use emulated::host::Host;
+use crate::calls::{Case, Tensors, factor};
+use crate::heap::Heap;
+use crate::host::Host;
 use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::launch::Launch;

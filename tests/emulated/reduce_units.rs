@@ -1,9 +1,6 @@
 //! Reductions as CUDA kernels compute them against those of the CPU, bit by bit: every type, every operation.
-#![allow(missing_docs)]
 
-mod emulated;
-
-use emulated::Program;
+use crate::program::Program;
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::kernels::cuda::driver::Grid;

@@ -1,13 +1,9 @@
 //! Every kernel and the plans that lead to it, on threads of the host: what the GPUs of a group do, with ranks that run ahead of each
 //! other, words of a unit torn apart and threads paused anywhere.
-#![allow(missing_docs, clippy::unwrap_used)]
 
-mod calls;
-mod emulated;
-
-use calls::{Case, Tensors, case};
-use emulated::Program;
-use emulated::host::{Host, Memory, THREADS};
+use crate::calls::{Case, Tensors, case};
+use crate::host::{Host, Memory, THREADS};
+use crate::program::Program;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,0 +1,149 @@
+//! System calls without which no group works, and the one place that says what to do where the machine refuses them.
+
+use crate::error::{Error, Kind};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+macro_rules! calls {
+    ($($(#[$doc:meta])* $name:ident: $calls:literal, $purpose:literal;)*) => {
+        /// A step for which a group needs system calls.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum Required {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Required {
+            /// Every step, in the order in which a group first needs it.
+            pub const ALL: &'static [Self] = &[$(Self::$name,)*];
+
+            /// Names of the system calls, as a seccomp profile has them.
+            pub fn calls(self) -> &'static str {
+                match self {
+                    $(Self::$name => $calls,)*
+                }
+            }
+
+            /// Purpose of the step, for messages.
+            pub fn purpose(self) -> &'static str {
+                match self {
+                    $(Self::$name => $purpose,)*
+                }
+            }
+        }
+    };
+}
+
+calls! {
+    /// Random names and tokens.
+    Random: "getrandom", "random names";
+    /// A file without a name for memory that ranks share.
+    Memory: "memfd_create", "shared memory";
+    /// The size of that file.
+    Size: "ftruncate", "the size of shared memory";
+    /// Seals, which make that size final.
+    Seal: "fcntl", "seals of shared memory";
+    /// Pages of that file, before they are touched.
+    Pages: "fallocate", "pages of shared memory";
+    /// A look at a file that a peer sent.
+    Look: "fstat", "a look at shared memory";
+    /// A mapping of that file.
+    Map: "mmap", "mapping shared memory";
+    /// A Unix socket at which peers connect.
+    Listen: "socket, bind or listen", "a Unix socket for its peers";
+    /// A Unix socket to a peer.
+    Connect: "socket or connect", "a Unix socket to a peer";
+    /// The next peer at a socket.
+    Accept: "accept4", "the connection of a peer";
+    /// The process at the other end of a socket.
+    Identify: "getsockopt", "the identity of a peer";
+    /// A message to a peer, with a descriptor.
+    Send: "sendmsg", "a descriptor for a peer";
+    /// A message from a peer, with a descriptor.
+    Receive: "recvmsg", "a descriptor from a peer";
+    /// A wait for several descriptors.
+    Poll: "ppoll", "waiting for its peers";
+    /// A descriptor that becomes readable when another rank's process ends.
+    Watch: "pidfd_open", "watching a peer's process";
+    /// A descriptor that wakes a thread.
+    Wake: "eventfd2", "waking its threads";
+    /// A thread of the library.
+    Thread: "clone3 or clone", "a thread";
+}
+
+impl Required {
+    /// The error of this step. Where the machine forbids the call or a limit ends it, the group cannot be formed or used here, and the message
+    /// has the remedy; any other failure is a fault of the system.
+    pub fn failed(self, errno: Errno) -> Error {
+        let (kind, advice) = match errno {
+            // `INTR` stands for a call that never succeeds ([`retry`](super::again::retry)).
+            Errno::NOSYS | Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP | Errno::INTR => (
+                Kind::Config,
+                "; a container's seccomp profile, a security module or Linux before 5.3 forbids this system call: allow it there".into(),
+            ),
+            Errno::FBIG => {
+                let limit = getrlimit(Resource::Fsize).current.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
+                (Kind::Config, format!("; RLIMIT_FSIZE is {limit} and limits shared memory, too: ulimit -f unlimited"))
+            }
+            Errno::MFILE => {
+                let (limit, open) = descriptors();
+                let limit = limit.map_or_else(|| "unlimited".into(), |limit| limit.to_string());
+                (Kind::Config, format!("; RLIMIT_NOFILE is {limit} and {open} descriptors are open: raise ulimit -n"))
+            }
+            Errno::NFILE => (Kind::Config, "; the machine has as many open files as fs.file-max allows: raise it".into()),
+            Errno::AGAIN if self == Self::Thread => {
+                (Kind::Config, "; RLIMIT_NPROC or pids.max of the control group limits threads: raise it".into())
+            }
+            Errno::NOMEM | Errno::NOSPC => {
+                (Kind::Config, "; memory or addresses are short: free some, or raise the container's limit".into())
+            }
+            _ => (Kind::Internal, String::new()),
+        };
+        Error { kind, message: format!("{} failed, for {}: {errno}{advice}", self.calls(), self.purpose()) }
+    }
+}
+
+/// The error of a file of `/proc` that cannot be read.
+pub fn unreadable(path: &str, error: &std::io::Error) -> Error {
+    let remedy = match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::MFILE) => "raise ulimit -n",
+        _ => "mount all of /proc here, and leave this path unmasked",
+    };
+    Error::config(format!("{path} cannot be read: {error}; {remedy}"))
+}
+
+/// The limit on open descriptors of this process, and how many are open.
+pub fn descriptors() -> (Option<u64>, usize) {
+    let limit = getrlimit(Resource::Nofile).current;
+    // One of the entries is the descriptor that lists them. Where none is left, the limit itself is the number.
+    let open = std::fs::read_dir("/proc/self/fd").map_or_else(
+        |_| limit.map_or(0, |limit| usize::try_from(limit).unwrap_or(usize::MAX)),
+        |entries| entries.count().saturating_sub(1),
+    );
+    (limit, open)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_machine_forbids_or_limits_is_a_matter_of_configuration() {
+        let cases = [
+            (Required::Memory, Errno::PERM, Kind::Config, "memfd_create failed, for shared memory: Operation not permitted"),
+            (Required::Pages, Errno::OPNOTSUPP, Kind::Config, "seccomp"),
+            (Required::Watch, Errno::NOSYS, Kind::Config, "Linux before 5.3"),
+            (Required::Size, Errno::FBIG, Kind::Config, "ulimit -f unlimited"),
+            (Required::Wake, Errno::MFILE, Kind::Config, "raise ulimit -n"),
+            (Required::Wake, Errno::NFILE, Kind::Config, "fs.file-max"),
+            (Required::Thread, Errno::AGAIN, Kind::Config, "pids.max"),
+            (Required::Map, Errno::NOMEM, Kind::Config, "short"),
+            (Required::Send, Errno::AGAIN, Kind::Internal, "sendmsg failed"),
+            (Required::Poll, Errno::INVAL, Kind::Internal, "ppoll failed"),
+        ];
+        for (step, errno, kind, text) in cases {
+            let error = step.failed(errno);
+            assert_eq!(error.kind, kind, "{error}");
+            assert!(error.message.contains(text), "{error}");
+        }
+    }
+}

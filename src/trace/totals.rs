@@ -1,0 +1,137 @@
+//! Counts of all calls of a process, by operation and size: what `SYMM_STATS` shows at the end of a job.
+//!
+//! Sizes are classes of powers of two, so the memory is bounded, however long the job and however many its sizes. Nothing is kept unless
+//! `SYMM_STATS` asks for it.
+
+use super::clock::{self, Day};
+use super::entry::{Entry, State, Target, What};
+use crate::op::Op;
+use serde::Serialize;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Number of operations: the collectives, send and receive.
+const OPS: usize = Op::ALL.len() + 2;
+/// Number of classes of sizes: no byte, and from 1 byte to 2^64.
+const CLASSES: usize = 66;
+
+/// Counts of one operation, size class and kind of device.
+#[derive(Default)]
+struct Cell {
+    calls: AtomicU64,
+    bytes: AtomicU64,
+    /// Calls whose time is known, and their nanoseconds in all.
+    timed: AtomicU64,
+    spent: AtomicU64,
+    longest: AtomicU64,
+}
+
+/// Counts of a process.
+pub(super) struct Totals {
+    cells: Box<[Cell]>,
+    begun: u64,
+}
+
+/// A cell that counted something, as the dump lists it.
+#[derive(Serialize)]
+struct Line {
+    op: &'static str,
+    device: &'static str,
+    /// Upper bound of the class.
+    size: u64,
+    calls: u64,
+    bytes: u64,
+    timed: u64,
+    ns: u64,
+    longest_ns: u64,
+}
+
+/// All of it, as the dump has it.
+#[derive(Serialize)]
+pub(super) struct Report {
+    since_ns: Option<u64>,
+    lines: Vec<Line>,
+}
+
+/// The class of a size: 0 for none, and the sizes from 2^(n-2) + 1 to 2^(n-1) are in class n.
+fn class(size: u64) -> usize {
+    size.checked_sub(1).map_or(0, |below| 1 + (u64::BITS - below.leading_zeros()) as usize)
+}
+
+fn name(op: usize) -> &'static str {
+    Op::ALL.get(op).map_or(if op == Op::ALL.len() { "send" } else { "recv" }, |op| op.name())
+}
+
+impl Totals {
+    pub(super) fn new() -> Self {
+        Self { cells: (0..OPS * CLASSES * 2).map(|_| Cell::default()).collect(), begun: clock::now() }
+    }
+
+    /// The cell of `entry`, of a group of `world` ranks, and its size as nccl-tests counts it. Calls inside another one have none.
+    fn cell(&self, entry: &Entry, world: usize) -> Option<(&Cell, u64)> {
+        let (op, shards) = match entry.what {
+            What::Collective { op, .. } => (op as usize, if matches!(op, Op::Gather | Op::Scatter) { world as u64 } else { 1 }),
+            What::Send { .. } => (Op::ALL.len(), 1),
+            What::Receive { .. } => (Op::ALL.len() + 1, 1),
+        };
+        let size = (entry.elements() * entry.dtype.size() as u64).saturating_mul(shards);
+        let cuda = usize::from(entry.place != Target::Host);
+        (!entry.inside).then(|| (&self.cells[(op * CLASSES + class(size)) * 2 + cuda], size))
+    }
+
+    /// Counts a call that was made.
+    pub(super) fn made(&self, entry: &Entry, world: usize) {
+        if let Some((cell, size)) = self.cell(entry, world) {
+            cell.calls.fetch_add(1, Ordering::Relaxed);
+            cell.bytes.fetch_add(size, Ordering::Relaxed);
+        }
+    }
+
+    /// Adds the time of a call that has ended. Calls that failed, and those on a GPU, have none.
+    pub(super) fn ended(&self, entry: &Entry, world: usize) {
+        let known = entry.state == State::Completed && entry.started != 0 && entry.place == Target::Host;
+        if let Some((cell, _)) = self.cell(entry, world).filter(|_| known) {
+            let spent = entry.ended.saturating_sub(entry.started);
+            cell.timed.fetch_add(1, Ordering::Relaxed);
+            cell.spent.fetch_add(spent, Ordering::Relaxed);
+            cell.longest.fetch_max(spent, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the counts so far. Calls go on meanwhile.
+    pub(super) fn report(&self, day: Day) -> Report {
+        let line = |(index, cell): (usize, &Cell)| {
+            let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+            let (op, class) = (index / 2 / CLASSES, index / 2 % CLASSES);
+            Line {
+                op: name(op),
+                device: if index % 2 == 1 { "cuda" } else { "cpu" },
+                size: class.checked_sub(1).map_or(0, |bits| 1u64.checked_shl(bits as u32).unwrap_or(u64::MAX)),
+                calls: read(&cell.calls),
+                bytes: read(&cell.bytes),
+                timed: read(&cell.timed),
+                ns: read(&cell.spent),
+                longest_ns: read(&cell.longest),
+            }
+        };
+        let lines = self.cells.iter().enumerate().map(line).filter(|line| line.calls > 0).collect();
+        Report { since_ns: day.of(self.begun), lines }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_powers_of_two() {
+        let classes = [0, 1, 2, 3, 4, 5, 8, 9, 1 << 20, (1 << 20) + 1, u64::MAX].map(class);
+        assert_eq!(classes, [0, 1, 2, 3, 3, 4, 4, 5, 21, 22, CLASSES - 1]);
+    }
+
+    #[test]
+    fn operations_have_names() {
+        let names: Vec<&str> = (0..OPS).map(name).collect();
+        assert_eq!((names[0], names[Op::ALL.len() - 1]), ("barrier", "all_reduce_add_rms_norm"));
+        assert_eq!(names[Op::ALL.len()..], ["send", "recv"]);
+    }
+}

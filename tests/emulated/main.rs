@@ -1,0 +1,21 @@
+//! CUDA kernels run by the emulator: each kernel source is compiled by the C++ compiler, and host threads run it.
+//!
+//! One test program, so that every test shares the kernels that are already compiled (`program::Program`).
+#![allow(missing_docs, clippy::unwrap_used)]
+
+#[path = "../calls/mod.rs"]
+mod calls;
+mod heap;
+mod host;
+mod program;
+
+mod collectives;
+mod cube_mesh;
+mod norms;
+mod programs;
+mod reduce_units;
+mod self_test;
+mod signals;
+mod sum_partials;
+mod sum_parts;
+mod zero_copy;
