@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_symm.testing
+from torch_symm._command import count
 
 HIDDEN, EPS = 4096, 1e-5
 BATCHES = (1, 8, 64)
@@ -65,7 +66,7 @@ def measure(rank: int, world: int) -> list[str]:
 def main() -> None:
     """Runs it on ranks of this machine."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=count, default=2)
     lines = torch_symm.testing.run_ranks(measure, parser.parse_args().ranks)[0]
     print("\n".join(lines))
 

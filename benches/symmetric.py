@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm.testing
+from torch_symm._command import count
 from torch_symm.bench.units import format_size, parse_size
 
 OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -107,7 +108,7 @@ def measure(rank: int, world: int, sizes: list[int], ops: list[str], dtype: torc
 def main() -> None:
     """Runs it on ranks of this machine."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--sizes", default="64K,1M,16M,64M", help="comma-separated (default: 64K,1M,16M,64M)")
     parser.add_argument("--ops", default=",".join(OPS), help=f"comma-separated (default: {','.join(OPS)})")
     parser.add_argument("--dtype", default="float32", help="of torch (default: float32)")

@@ -1,6 +1,6 @@
-"""Trains a digit classifier on 4 ranks with DistributedDataParallel, and another one on Gloo in turn; compares both.
+"""Trains a digit classifier with DistributedDataParallel, and another one on Gloo in turn; compares both.
 
-    torchrun --nproc-per-node 4 examples/01_ddp_digits.py
+    torchrun --nproc-per-node 4 examples/01_ddp_digits.py      # no more ranks than cores; make demo takes 2 to 4
 
 The data are scikit-learn's 1797 scanned digits of 8 x 8 pixels. Both trainings start from the same seed and see the
 same batches in the same order. A gradient summed in another order differs in its last bit, and training amplifies that:
@@ -8,12 +8,14 @@ with float32 weights, summing in rank order instead of Gloo's order moves some w
 the accuracy stays), with float64 by 3e-15. The model is therefore float64; `--dtype float32` shows the drift.
 
 The time in communication is measured by a DDP communication hook: from the moment a bucket of gradients is handed to
-all_reduce until its future completes, so waiting for the slowest rank is part of it.
+all_reduce until its future completes, so waiting for the slowest rank is part of it. The program also prints the
+time of a bare call: all_reduce of as many bytes, one call after the other.
 """
 
 import argparse
 import gc
 import os
+import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -24,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 EPOCHS, BATCH, TEST_IMAGES, SEED = 12, 32, 360, 7
+BARE_CALLS = 200
 
 
 @dataclass
@@ -135,18 +138,35 @@ def train_in_turn(trainings: list[Training]) -> None:
                 training.report(epoch, loss)
 
 
+def bare_us(group: dist.ProcessGroup, size: int) -> float:
+    """The median of calls of all_reduce of ``size`` bytes, one after the other, in µs; every rank must call it."""
+    tensor = torch.zeros(size // 8, dtype=torch.float64)
+    times = []
+    for _ in range(BARE_CALLS):
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
 def compare(trainings: list[Training]) -> None:
-    """Prints where the time of each has gone."""
+    """Prints where the time of each has gone; every rank must call it."""
+    bare = [sum(bare_us(training.group, size) for size in training.clock.sizes) for training in trainings]
+    if dist.get_rank() != 0:
+        return
     world, cores = dist.get_world_size(), len(os.sched_getaffinity(0))
     if world > cores:
-        print(f"{world} ranks share {cores} cores: a rank that waits takes time from one that computes", flush=True)
-    for training in trainings:
+        print(
+            f"note: {world} ranks share {cores} cores: a rank that waits takes time from one that computes", flush=True
+        )
+    for training, us in zip(trainings, bare, strict=True):
         clock = training.clock
         kilobytes = "+".join(f"{size / 1024:.0f}" for size in sorted(clock.sizes))
         print(
             f"{training.name:>5}: {training.seconds:.2f} s, of which {clock.seconds:.2f} s "
             f"({clock.seconds / training.seconds:.0%}) in {clock.calls} all_reduce calls of {kilobytes} KB, "
-            f"{clock.seconds / clock.calls * 1e6:.0f} µs each",
+            f"{clock.seconds / clock.calls * 1e6:.0f} µs each; "
+            f"a bare call takes {us / len(clock.sizes):.0f} µs",
             flush=True,
         )
 
@@ -188,8 +208,8 @@ def main() -> None:
         raise RuntimeError(f"test accuracy is {share:.1%}, expected more than 95 %")
     if difference > 1e-6:
         raise RuntimeError(f"weights differ from the training on gloo by up to {difference:.2e}, more than 1e-6")
+    compare(trainings)
     if dist.get_rank() == 0:
-        compare(trainings)
         print(f"ok: test accuracy {share:.1%}; largest weight difference to gloo {difference:.1e} (limit 1e-6)")
     del trainings
     # DDP's modules may be reference cycles that hold the group of Gloo, which aborts if it dies at interpreter exit.

@@ -149,7 +149,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if not isinstance(item, pytest.Function) or (item.cls and hasattr(item.cls, "assertRaises")):
         message = "unittest's classes have no @pytest.mark.ranks: take torch_symm.testing.WarmMultiProcessTestCase"
         raise pytest.UsageError(f"{item.nodeid}: {message}")
-    if inspect.iscoroutinefunction(item.obj):
+    if any("raises" in mark.kwargs for mark in item.iter_markers("xfail")):
+        message = "@pytest.mark.ranks does not know the type of a rank's error: use pytest.raises in the test"
+        raise pytest.UsageError(f"{item.nodeid}: xfail with raises: {message}")
+    if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
         raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks runs no coroutine: call asyncio.run in the test")
 
 

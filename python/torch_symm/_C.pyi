@@ -77,6 +77,8 @@ class ProcessGroupSymm(Backend):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing, on any ``device``: torch calls it on ranks outside of a new group."""
     def get_sequence_number(self) -> int: ...
+    def _drop_coalesced(self) -> None:
+        """Closes the block that ``_start_coalescing`` opened, if there is one, without a work for its calls."""
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -88,8 +90,11 @@ class _SymmForGloo(ProcessGroupSymm):
 
     def __init__(self, store: Store, rank: int, size: int, options: Options, cuda: bool) -> None: ...
 
+class _GlooValueError(ValueError, RuntimeError): ...
+class _GlooTypeError(TypeError, RuntimeError): ...
+
 class NativeStore(Store):
-    """Common to the stores of this package; every method of ``torch.distributed.Store`` and ``barrier``.
+    """Common to the stores of this package; every method of ``torch.distributed.Store`` and ``rank_barrier``.
 
     Keys are text, values any bytes. Every call is bounded by ``timeout`` (``set_timeout``; 300 s at first; zero is
     24 h), ``wait`` by its own.
@@ -103,7 +108,7 @@ class NativeStore(Store):
 
     @property
     def timeout(self) -> timedelta: ...
-    def barrier(self, key: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
+    def rank_barrier(self, key: str, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
         """Returns once all ``world_size`` ranks have called it with this ``key``, which may be used again and again.
 
         Raises:

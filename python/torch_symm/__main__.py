@@ -12,6 +12,8 @@ from torch_symm._command import PROGRAM, closest
 
 #: Where each command is, and what it does. A module has ``parser()`` and ``run(parser, given)``.
 COMMANDS = {
+    "hello": ("launch.hello", "start some ranks, say what they use and how fast it is"),
+    "run": ("launch.run", "start a program in several ranks, by torchrun"),
     "doctor": ("doctor.command", "say whether it works here, and what to do where it does not"),
     "topo": ("topo.command", "show cores, caches, GPUs and what connects them, and which algorithm serves which size"),
     "check": ("check.command", "compare every collective with a reference, on this machine, in under a minute"),
@@ -54,7 +56,7 @@ def _help(stream: TextIO, status: int) -> int:
     lines = [f"usage: {PROGRAM} COMMAND ...", "", "commands:"]
     lines += [f"  {name:<8}{does}" for name, (_, does) in COMMANDS.items()]
     lines += ["", f"options and examples of a command: {PROGRAM} COMMAND --help", "", "examples:"]
-    lines += [f"  {PROGRAM} doctor", f"  {PROGRAM} bench all_reduce -b 8 -e 64M -f 4 -g 2"]
+    lines += [f"  {PROGRAM} hello", f"  {PROGRAM} doctor", f"  {PROGRAM} bench all_reduce -b 8 -e 64M -f 4 -g 2"]
     print("\n".join(lines), file=stream)
     return status
 

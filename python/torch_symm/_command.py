@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 #: How this program was called.
 PROGRAM = "python -m torch_symm" if Path(sys.argv[0]).name == "__main__.py" else "torch-symm"
 WIDTH = 100
+#: Upper bound on numbers of the command line: as seconds 11 days, which every wait of the system accepts.
+LARGEST = 1e6
+#: Largest group of one host (``MAX_RANKS`` of ``src/mem/layout.rs``).
+MOST_RANKS = 128
 
 
 def closest(word: str, known: Iterable[str]) -> str:
@@ -32,6 +38,60 @@ def named(what: str, word: str, known: Iterable[str]) -> str:
     if word in names:
         return word
     raise ValueError(f"no {what} {word!r}{closest(word, names) or '; there are ' + ', '.join(names)}")
+
+
+def overloaded() -> str:
+    """Returns a sentence if more processes want to run than this machine has cores; otherwise nothing.
+
+    The load average counts all processes of the machine, so it is compared with all of its cores.
+    """
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= cores:
+        return ""
+    return f"load average {load:.1f} on {cores} cores: other processes take time from the ranks"
+
+
+def positive(text: str) -> float:
+    """Returns the finite number above 0 that an option gives, which is at most :data:`LARGEST`."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= LARGEST:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {LARGEST:g}")
+
+
+def count(text: str) -> int:
+    """Returns the whole number from 1 to :data:`LARGEST` that an option gives."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= LARGEST:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {LARGEST:g}")
+
+
+def whole(text: str) -> int:
+    """Returns the whole number from 0 to :data:`LARGEST` that an option gives."""
+    return 0 if text == "0" else count(text)
+
+
+def ranks(text: str) -> int:
+    """Returns the number of ranks to measure that an option gives: from 2 to the :data:`MOST_RANKS` of one host."""
+    if text.isascii() and text.isdigit() and len(text) < 20 and 2 <= int(text) <= MOST_RANKS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a group to measure has 2 to {MOST_RANKS}")
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Returns the whole numbers from 1 to :data:`LARGEST` that an option gives, with commas between them."""
+    return tuple(map(count, text.split(",")))
+
+
+def check_figures(values: Iterable[object]) -> None:
+    """Checks what a file gives as times, rates and sizes.
+
+    Raises:
+        ValueError: one of ``values`` is not a number from 0 to 2^63.
+    """
+    for value in values:
+        if not isinstance(value, (int, float)) or not 0 <= value <= 1 << 63:
+            raise ValueError(f"{str(value)[:40]!r} is not a number from 0 to 2^63")
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
-from torch_symm import _dtensor, _logging, _torch
+from torch_symm import _coalescing, _dtensor, _logging, _torch
 from torch_symm._native import leave_all, load
 from torch_symm.top import live
 
@@ -46,7 +46,10 @@ def prepared(native: Any, options: Any, group_options: Any) -> Any:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     _dtensor.announce()
+    _coalescing.end_blocks_at_exceptions()
     own = native.Options(timeout, str(options.group_id), [int(rank) for rank in options.global_ranks_in_group])
+    if getattr(options, "enable_reconfigure", False) or getattr(group_options, "enable_reconfigure", False):
+        own.enable_reconfigure = True  # which the native part refuses
     if group_options is not None:
         own.between_hosts, own.partials = group_options.between_hosts, group_options.partials
     _leave_with_multiprocessing(native)

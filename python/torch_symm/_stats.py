@@ -34,8 +34,9 @@ def stats() -> Stats:
     its rail, ``"gloo rank 3"`` and ``"nccl rank 3"``, its messages with that rank of the default group, and ``"nccl all
     ranks"``. Each has ``calls``, ``transfers``, and in bytes ``sent`` and ``received``.
 
-    ``print(torch_symm.stats())`` shows a table: of the last 2000 calls of this process by collective and size their
-    number, bytes and µs. Who waits for whom takes the calls of all ranks: ``SYMM_STATS=seconds``, ``torch-symm top``.
+    ``print(torch_symm.stats())`` shows a table: of the last 2000 calls of this process by collective and size (as
+    nccl-tests counts it) their number, bytes and µs. Waits for other ranks are found from the calls of all:
+    ``SYMM_STATS=seconds``, ``torch-symm top``.
 
     Raises:
         ImportError: the native part cannot serve this torch.

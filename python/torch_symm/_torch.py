@@ -58,8 +58,11 @@ def set_timeout(timeout: timedelta) -> None:
     there: Any = dist
     if hasattr(there, "set_timeout"):
         there.set_timeout(timeout)
-    else:
-        distributed_c10d._set_pg_timeout(timeout)
+        return
+    # _set_pg_timeout knows NCCL and Gloo only.
+    group: Any = dist.group.WORLD
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timeout)
 
 
 #: torch's own entry for Gloo, where :func:`make_gloo_by` has put another in its place; from 2.14 on.

@@ -127,6 +127,7 @@ def refused_on_one(rank: int, world: int, launched: int) -> str:
     return str(reported.value)
 
 
+@pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize("launched", [1, 40])
 def test_a_wrong_argument_on_one_rank_is_told_to_the_others(pool: Pool, launched: int) -> None:
@@ -213,6 +214,7 @@ def absent(rank: int, world: int, count: int, collective: str) -> tuple[str, flo
     return found
 
 
+@pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize(
     ("collective", "count"),
@@ -250,6 +252,7 @@ def killed(rank: int, world: int, count: int) -> tuple[str, float] | None:
     return str(error), seconds
 
 
+@pytest.mark.timed
 @needs_ranks
 @pytest.mark.parametrize("count", SIZES)
 @pytest.mark.parametrize("world", WORLDS)

@@ -128,6 +128,7 @@ def killed(rank: int, world: int, kind: str, seed: int) -> tuple[str, float] | N
     return str(error), seconds
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", KINDS)
 def test_p2_p21_a_rank_killed_inside_any_kernel_is_named(pool: Pool, kind: str) -> None:
     world = max(WORLDS)
@@ -233,6 +234,7 @@ def replayed(rank: int, world: int) -> tuple[str, float] | None:
     return found
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
 def test_p1_p21_a_deadline_inside_a_replayed_graph(pool: Pool, world: int) -> None:
     for rank, found in enumerate(pool.run(replayed, world, group_timeout=TIMEOUT_S)):
@@ -300,6 +302,7 @@ def mapped_by_others(rank: int, world: int, before: int) -> tuple[int, float] | 
     return left, seconds
 
 
+@pytest.mark.timed
 def test_p21_the_memory_of_a_killed_rank_is_back_within_2_s_while_its_group_lives(pool: Pool) -> None:
     if FULL < 2:
         pytest.skip("needs two GPUs")

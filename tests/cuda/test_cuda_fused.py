@@ -263,7 +263,7 @@ def refused(rank: int, world: int) -> None:
     settle()
     step.run()
     step.check(1)
-    with pytest.raises(ValueError, match="B on cpu"):
+    with pytest.raises(ValueError, match="B is on cpu, A_shard on cuda"):
         torch.ops.symm._all_gather_matmul(step.shard, [step.factors[0].cpu()], step.name, False)
 
 

@@ -158,6 +158,7 @@ def rounded_once(rank: int, world: int) -> int:
     return len(cases)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums_that_are_rounded_once_have_the_bits_of_cpu_tensors(hosts: Pool, world: int) -> None:
     assert min(run_hosts(hosts, rounded_once, world, partials="fp32")) > 20
@@ -184,6 +185,7 @@ def phases(rank: int, world: int) -> None:
     assert bool((tensor == world * world).all())
 
 
+@pytest.mark.timed
 def test_the_flight_recorder_tells_how_far_a_call_on_gpus_is(hosts: Pool) -> None:
     run_hosts(hosts, phases, 2)
 

@@ -128,6 +128,7 @@ def killed(rank: int, world: int) -> tuple[float, float] | None:
     return seconds, (after - before) / MB
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_is_free_after_a_killed_rank(pool: Pool, world: int) -> None:
     seconds, _ = pool.run(killed, world, backend=None, killed={1})[0]

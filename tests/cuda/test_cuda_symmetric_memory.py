@@ -246,6 +246,7 @@ def killed(rank: int, world: int) -> tuple[str, float] | None:
     return str(error), seconds
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_killed_rank_is_named(pool: Pool, world: int) -> None:
     for rank, found in enumerate(pool.run(killed, world, killed={1})):

@@ -140,6 +140,27 @@ def test_batches_and_single_messages_keep_their_order(pool: Pool) -> None:
     pool.run(batches_in_between, max(WORLDS))
 
 
+def left_block(rank: int, world: int) -> None:
+    """An exception ends a block: what it has gathered never runs, and later calls do."""
+    group = dist.group.WORLD
+    tensor, other = torch.ones(1000, device=device()), torch.ones(1000, device=device())
+    with pytest.raises(KeyError), dist._coalescing_manager(device=device(), async_ops=True):
+        group.broadcast([other], dist.BroadcastOptions())
+        dist.all_reduce(tensor)
+        raise KeyError
+    with pytest.raises(ValueError, match="Tag"):
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, (rank - 1) % world, tag=-1)])
+    assert group not in dist.distributed_c10d._world.pg_coalesce_state
+    dist.all_reduce(tensor)
+    settle()
+    assert bool((tensor == world).all()) and bool((other == 1).all())
+    point_to_point(rank, world)
+
+
+def test_an_exception_ends_a_block(pool: Pool) -> None:
+    pool.run(left_block, max(WORLDS))
+
+
 def recorded(rank: int, world: int) -> None:
     """A graph that holds a send and a receive on streams of their own, and a collective beside them."""
     out, back = torch.zeros(LONG, device=device()), torch.zeros(LONG, device=device())

@@ -33,13 +33,13 @@ def prices(rank: int, world_size: int) -> None:
     assert [topo.price("all_reduce", 1 << 20, dim)[1] for dim in (0, 1)] == ["two_level", "staged"]
     # Two ranks of each host share the wire: 6.6 µs, two trips, and each of them a megabyte.
     fast = tensor.MeshTopoInfo.build_from_mesh(mesh, wire=(12.5, 10.0))
-    assert tensor.allreduce_cost(1 << 20, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
-    assert tensor.allreduce_cost(1 << 20, fast, 1) == tensor.allreduce_cost(1 << 20, topo, 1)
+    assert tensor.allreduce_cost(2**-10, fast, 0) == pytest.approx(6.6 + 20 + 2 * (1 << 20) / 12500)
+    assert tensor.allreduce_cost(2**-10, fast, 1) == tensor.allreduce_cost(2**-10, topo, 1)
     # One dimension over all ranks: half of each host, which has the price of two ranks.
     flat = init_device_mesh("cpu", (4,))
     whole = tensor.MeshTopoInfo.build_from_mesh(flat, wire=(12.5, 10.0))
-    inner = tensor.allreduce_cost(1 << 20, topo, 1)
-    assert tensor.allreduce_cost(1 << 20, whole, 0) == pytest.approx(inner + 6.6 + 20 + (1 << 20) / 12500)
+    inner = tensor.allreduce_cost(2**-10, topo, 1)
+    assert tensor.allreduce_cost(2**-10, whole, 0) == pytest.approx(inner + 6.6 + 20 + (1 << 20) / 12500)
 
 
 def test_a_dimension_across_hosts_has_the_price_of_the_network() -> None:

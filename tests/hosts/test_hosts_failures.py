@@ -67,6 +67,7 @@ def die(rank: int, world_size: int, long: bool) -> tuple[str, float] | None:
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=str)
 def test_a_death_ends_the_call_on_all_hosts(layout: tuple[int, ...], long: bool) -> None:
@@ -91,9 +92,10 @@ def late(rank: int, world_size: int) -> tuple[str, float] | None:
     return str(caught.value), took
 
 
+@pytest.mark.timed
 def test_a_late_rank_is_a_timeout_on_all_hosts() -> None:
     for text, seconds in run_hosts(late, (2, 2), timeout=2)[:3]:
-        assert 1.8 < seconds < 4 and ("for rank 3 (rank 3: pid" in text or 'host "b" (ranks 2 and 3)' in text), text
+        assert 1.8 < seconds < 15 and ("for rank 3 (rank 3: pid" in text or 'host "b" (ranks 2 and 3)' in text), text
         assert "in all_reduce(4 × float32, 16 bytes, SUM) #" in text, text
 
 
@@ -109,6 +111,7 @@ def stay_away(rank: int, world_size: int, absent: int, early: int) -> str | None
     return text
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("layout", "absent", "early"),
     [

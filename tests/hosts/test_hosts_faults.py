@@ -22,6 +22,7 @@ CASES = {case.name: case for case in over_hosts(all_cases())}
 PATIENCE = 10.0
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

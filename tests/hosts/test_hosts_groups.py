@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +47,80 @@ def subgroups(rank: int, world_size: int) -> None:
 
 def test_groups_of_ranks_here_and_there() -> None:
     run_hosts(subgroups, (2, 2))
+
+
+def other_members(rank: int, world_size: int) -> None:
+    # Each rank lists a group of both hosts, then one of its own host.
+    for here, there in (([0, 2], [1, 3]), ([0, 1], [2, 3])):
+        if rank in (0, 3):
+            with pytest.raises(torch_symm.SymmConfigError) as refused:
+                dist.new_group(here if rank == 0 else there, timeout=timedelta(seconds=60))
+            for word in ("disagree on the members of group", "its rank 0 lists", str(here), "its rank ", str(there)):
+                assert word in str(refused.value), refused.value
+        else:
+            # Its groups keep their numbers.
+            dist.distributed_c10d._world.group_count += 1
+    assert total() == 10
+
+
+def test_ranks_that_list_other_members_are_refused() -> None:
+    run_hosts(other_members, (2, 2))
+
+
+def keys_of_a_failed_join(rank: int, world_size: int) -> None:
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def ours() -> set[str]:
+        return {key.rpartition("//")[2] for key in store.list_keys() if "symm-" in key or "//symm/" in key}
+
+    ranks.meet("joined", rank, world_size)
+    before = ours()
+    ranks.meet("before", rank, world_size)
+    if rank == 3:
+        dist.distributed_c10d._world.group_count += 1
+    else:
+        # Long enough for ranks 0 and 1 to meet on a busy machine.
+        with pytest.raises(torch_symm.SymmTimeout, match="for rank 3 "):
+            dist.new_group(timeout=timedelta(seconds=3))
+    ranks.meet("failed", rank, world_size)
+    # Rank 2, whose host misses a rank, has left its record. The other host has met, and its hubs have left nothing.
+    left = before | {f"symm-host/2/1/symm/{dist.distributed_c10d._world.group_count - 1}/0/0"}
+    assert ours() == left
+    ranks.meet("seen", rank, world_size)
+    # The record is not in the way of the next group, which leaves no key.
+    group = dist.new_group()
+    assert total(group) == 10
+    ranks.meet("again", rank, world_size)
+    assert ours() == left
+
+
+def test_a_failed_join_leaves_the_records_of_a_host_that_misses_a_rank() -> None:
+    run_hosts(keys_of_a_failed_join, (2, 2))
+
+
+def monitored_in_a_child(rank: int, world_size: int) -> None:
+    whole: Any = dist.group.WORLD
+    store: Any = dist.distributed_c10d._get_default_store()
+    backend = whole._get_backend(torch.device("cpu"))
+    ranks.meet("joined", rank, world_size)
+    if rank == 0:
+        before = store.num_keys()
+        child = os.fork()
+        if child == 0:
+            try:
+                backend.monitored_barrier()
+            except torch_symm.SymmConfigError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert store.num_keys() == before
+    ranks.meet("refused", rank, world_size)
+    backend.monitored_barrier()
+
+
+def test_a_monitored_barrier_in_a_forked_child_leaves_no_key() -> None:
+    run_hosts(monitored_in_a_child, (1, 1))
 
 
 def merged(rank: int, world_size: int) -> None:
@@ -129,6 +206,79 @@ def test_a_forked_child_reads_its_own_settings() -> None:
     torch_symm.dump_trace()
     members = run_hosts(lambda rank, world_size: dist.get_process_group_ranks(torch_symm.host_group()), (1, 1))
     assert list(members) == [[0], [1]]
+
+
+def in_a_child(use: Callable[[], object]) -> str:
+    """How ``use`` ends in a forked child, which must not hang."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            use()
+            answer = "returned"
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], 10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    answer = os.read(reader, 10_000).decode() if ready else "hangs"
+    os.close(reader)
+    return answer
+
+
+def forks(rank: int, world_size: int) -> None:
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    tensor, got = torch.full((4,), 1.0 + rank), torch.zeros(2)
+    dist.barrier()
+    if rank == 0:
+        reduced, received = dist.all_reduce(tensor, async_op=True), dist.irecv(got, 1)
+        any_source = dist.irecv(got, tag=5)
+        assert reduced is not None and received is not None and any_source is not None
+        overlapping, freed = torch.ones(1).expand(4), torch.ones(4)
+        freed.untyped_storage().resize_(0)
+        refused: list[Callable[[], object]] = [
+            reduced.wait,
+            received.wait,
+            any_source.wait,
+            lambda: reduced.wait(timedelta(milliseconds=1)),
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.barrier(async_op=True),
+            lambda: dist.send(torch.ones(1), 1),
+            lambda: dist.recv(torch.ones(1)),
+            dist.monitored_barrier,
+        ]
+        for use in refused:
+            answer = in_a_child(use)
+            assert answer.startswith("SymmConfigError") and "is a forked child" in answer, answer
+        own_errors: list[Callable[[], object]] = [
+            lambda: dist.all_reduce(overlapping),
+            lambda: dist.send(freed, 1),
+            lambda: dist.recv(overlapping),
+        ]
+        for use in own_errors:
+            assert in_a_child(use) not in ("hangs", "returned")
+        # They answer, or do nothing.
+        for use in (reduced.is_completed, received.is_completed, backend.abort, dist.destroy_process_group):
+            assert in_a_child(use) == "returned"
+        assert not any("symm-monitored" in key for key in ranks.file_store("default", world_size).list_keys())
+        ranks.meet("forked", rank, world_size)
+        assert reduced.wait() and received.wait() and got.tolist() == [7, 7]
+        dist.send(torch.ones(2), 1)
+        assert any_source.wait()
+    else:
+        ranks.meet("forked", rank, world_size, timeout=120)
+        dist.all_reduce(tensor)
+        dist.send(torch.full((2,), 7.0), 0)
+        dist.recv(got, 0)
+        dist.send(got, 0, tag=5)
+    assert bool((tensor == 3).all())
+    dist.barrier()
+
+
+def test_a_forked_child_cannot_use_the_group_and_leaves_it_alone() -> None:
+    run_hosts(forks, (1, 1))
 
 
 def test_options_choose_for_later_groups_too() -> None:

@@ -151,6 +151,7 @@ each_host_lost = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.timed
 @each_host_lost
 def test_the_host_whose_cable_is_out_is_named_by_all_others(tmp_path: Path, layout: Sequence[int], lost: int) -> None:
     with namespaces.hosts_of(tmp_path, layout, "test_hosts_namespaces:survive") as hosts:
@@ -181,6 +182,7 @@ def test_a_host_whose_processes_all_end_is_named_at_once(tmp_path: Path, layout:
             print(f"heard after {1000 * (heard - killed):.0f} ms: {text}")
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("layout", "stopped"), [((1, 1, 1, 1), 3), pytest.param((1, 1, 1, 1), 0, marks=pytest.mark.slow)], ids=str
 )

@@ -53,6 +53,7 @@ def stop(rank: int, world_size: int, count: int) -> tuple[str, list[tuple[str, s
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("count", [4, 1 << 20])
 def test_a_stopped_host_is_named_with_its_rail(count: int, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_hosts(stop, (2, 2), count, timeout=2)
@@ -90,6 +91,7 @@ def come_late(rank: int, world_size: int, late: int) -> tuple[str, list[tuple[st
     return str(caught.value), seen
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("layout", "late", "host"),
     [((1, 1, 1), 2, 'host "c" (rank 2)'), ((1, 1, 1), 0, 'host "a" (rank 0)'), ((2, 1, 1), 2, 'host "b" (rank 2)')],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked rank that uses symm_mem
 
 sys.path.insert(0, str(Path(__file__).parent))
 

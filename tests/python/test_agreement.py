@@ -116,6 +116,7 @@ def disagree(rank: int, world: int, name: str) -> tuple[str, float]:
     return str(error.value), took
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_ranks_that_disagree_all_raise_the_same_and_nothing_is_written(name: str) -> None:
     results = run_ranks(disagree, WORLD, name)

@@ -219,6 +219,7 @@ def late(rank: int, world: int) -> None:
         ops.all_reduce_add_rms_norm(rows, rows, torch.ones(1024), EPS, dist.group.WORLD.group_name)
 
 
+@pytest.mark.timed
 def test_a_dead_peer_and_a_late_one_are_named() -> None:
     run_ranks(killed, 2, expect_killed=(1,))
     run_ranks(late, 2, group_timeout=0.5)
@@ -235,6 +236,20 @@ def on_meta_and_compiled(rank: int, world: int) -> None:
     assert (normed.shape, scales.shape, normed.device.type) == ((3, 64), (3, 1), "meta")
     with pytest.raises(ValueError, match="weight is of sizes"):
         ops.all_reduce_add_rms_norm(empty, empty, weight[:8], EPS, name)
+    here = {
+        "input": torch.ones(3, 64),
+        "residual": torch.ones(3, 64),
+        "weight": torch.ones(64),
+        "scale": torch.ones(1),
+    }
+    for form in ("", "_", "_fp8", "_dynamic_fp8"):
+        call = getattr(ops, f"all_reduce_add_rms_norm{form}")
+        scaled = ("scale",) if form == "_fp8" else ()
+        for odd in ("input", "residual", "weight", *scaled):
+            given = {**here, odd: here[odd].to("meta")}
+            rest = [given[each] for each in scaled]
+            with pytest.raises(ValueError, match=r" is on (cpu|meta), input on (cpu|meta)"):
+                call(given["input"], given["residual"], given["weight"], EPS, *rest, name)
 
     def layer(own: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         normed, total = ops.all_reduce_add_rms_norm(own * 2, residual, weight, EPS, name)

@@ -167,10 +167,11 @@ def test_what_runs_beside_is_read(text: str, found: Beside) -> None:
     assert Beside.parse(text) == found
     assert Beside.parse("loader") == Beside(machine.usable_cores(), loaders=True)
     for wrong in ("", "-1", "loaders", "2.5"):
-        with pytest.raises(ValueError, match="neither a number of processes nor 'loader'"):
+        with pytest.raises(ValueError, match="neither a number of processes up to 9999 nor 'loader'"):
             Beside.parse(wrong)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("beside", [Beside(2), Beside(1, loaders=True)])
 def test_what_runs_beside_is_busy_and_ends(beside: Beside) -> None:
     def children() -> set[str]:

@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch_symm import __main__ as entry
+from torch_symm.bench import axes, ops
 from torch_symm.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.bench.pattern import Pattern, WrongResult, check_parts
 from torch_symm.bench.perf import columns, cuda, launch, mpi, plot, request
@@ -177,6 +179,46 @@ def test_rows_of_all_operations_are_measured_and_right(tmp_path: Path, capsys: p
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
+def test_a_short_run_says_what_out_of_place_is_and_that_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called = []
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
+    monkeypatch.setattr(launch, "measure", lambda world, sides, rows, *how: called.extend(rows) or iter([]))
+    assert entry.main(["bench", "all_reduce", "-b", "8", "--device", "cpu"]) == 0
+    assert "# warning: load average 1000.0 on " in capsys.readouterr().out and len(called) == 1
+    text = [columns.opening(op, False) for op in ("all_reduce", "broadcast", "reduce")]
+    assert "torch.ops.symm.all_reduce on symm, torch's functional all_reduce on others" in text[0][2]
+    assert "functional broadcast" in text[1][2] and len(text[2]) == len(text[0]) - 1
+
+
+@dataclass(frozen=True)
+class Group:
+    """The part of a group that the choice of the call reads."""
+
+    group_name: str
+
+
+def test_out_of_place_is_the_operator_of_symm_where_the_group_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        made.append((op, group))
+        return tensor
+
+    monkeypatch.setattr(ops.torch.ops.symm, "all_reduce", reduced)
+    monkeypatch.setattr(ops, "is_symm", lambda group, device: group.group_name == "ours")
+    monkeypatch.setattr(ops.funcol, "all_reduce", lambda tensor, op, group: reduced(tensor, op, "functional"))
+    monkeypatch.setattr(ops.funcol, "wait_tensor", lambda tensor: tensor)
+    out_of_place, _ = PLACEMENTS["all_reduce"]
+    assert out_of_place is not None
+    work = out_of_place(ops.Shape(0, 2, torch.float32, 4, "prod"))
+    ours, theirs = Group("ours"), Group("theirs")
+    for group in (ours, theirs, ours):
+        work.call(group)  # type: ignore[arg-type]
+    assert made == [("product", "ours"), ("product", "functional"), ("product", "ours")]
+
+
 def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
     rows = [
         *request.rows(["all_reduce", "all_gather"], ["f32"], ["sum"], [0], [KB], 2),
@@ -311,3 +353,39 @@ def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:
         plot.draw(rows, "here", tmp_path / f"run{ending}")
     page = (tmp_path / "run.html").read_text()
     assert "limit of memory" in page and "out-of-place" in page
+
+
+def drawn(sizes: list[int], folder: Path) -> str:
+    """A page of a run of every operation."""
+    rows = [
+        Found(wanted, {"symm": {"in_place": figure(600.0 + wanted.size / KB)}, "gloo": {"in_place": figure(900.0)}})
+        for wanted in request.rows(list(PLACEMENTS), ["f32"], ["sum"], [0], sizes, 2)
+    ]
+    plot.draw(rows, "here", folder / "all.html")
+    return (folder / "all.html").read_text()
+
+
+def test_a_page_names_operations_and_has_plain_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    page = drawn([KB, 4 * KB], tmp_path)
+    table = page[page.index("<pre>") :]
+    assert [line[2:] for line in table.splitlines() if line[2:] in PLACEMENTS] == list(PLACEMENTS)
+    picture = page[: page.index("<pre>")]
+    assert "500" in picture and "1,000" in picture
+    assert "10^" not in picture and "times 10" not in picture and "× 10" not in picture
+
+
+def test_one_size_is_bars_with_their_values(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    page = drawn([KB], tmp_path)
+    # Two plots for all operations, each bar with its value.
+    assert page.count('id="axes_') == 2
+    assert page.count(">601<") == len(PLACEMENTS) and page.count(">900<") == len(PLACEMENTS)
+
+
+def test_ticks_enclose_the_range_and_are_few() -> None:
+    assert axes.ticks(601, 901) == [500, 1000]
+    assert axes.ticks(4, 45) == [2, 5, 10, 20, 50]
+    assert axes.ticks(1, 1) == [1, 2] and axes.ticks(5, 5) == [5, 10]
+    assert axes.ticks(0.3, 90_000) == [10.0**power for power in range(-1, 6)]
+    assert [axes.plain(number) for number in (0.5, 600, 20_000, 1e6)] == ["0.5", "600", "20,000", "1,000,000"]

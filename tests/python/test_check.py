@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ import torch.distributed as dist
 from expected import reduced as expected_reduction
 from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm.check import faults
-from torch_symm.check.cases import LENGTHS, OPS, Case, blocks
+from torch_symm._torch import set_timeout
+from torch_symm.check import command, faults
+from torch_symm.check.cases import LENGTHS, OPS, Case, Covered, blocks
 from torch_symm.check.exercise import Exercise
 from torch_symm.check.faults import FAULTS, RANKS, Told, judged
+from torch_symm.check.rank import Done
 from torch_symm.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
 
 PAIRS = [(redop, dtype) for dtype in DTYPES for redop in REDOPS if served(redop, dtype)]
@@ -92,6 +96,8 @@ def test_a_check_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert {(row["op"], row["ranks"]) for row in found["calls"]} == {
         (op, 2) for op in ("all_reduce", "send_recv", "barrier")
     }
+    assert len(found["covered"]["all_reduce"]["dtypes"]) == len(DTYPES)
+    assert found["covered"]["send_recv"]["redops"] == [] and found["covered"]["barrier"]["counts"] == []
     assert sum(row["calls"] for row in found["calls"]) == 3 * len(PAIRS) + 3 * len(DTYPES) + 4
 
 
@@ -99,12 +105,47 @@ def test_a_check_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_whole_check_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["check", "--faults"]) == 0
     said = capsys.readouterr().out
-    assert "what I checked: 19 types, 9 reductions" in said
+    assert f"what I checked: {len(OPS)} of {len(OPS)} collectives, 19 types, 9 reductions" in said
     assert all(fault.does in said for fault in faults.FAULTS)
     assert f"and {len(faults.FAULTS)} faults right" in said
 
 
+@pytest.mark.parametrize("made", [0, 5])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_run_without_time_for_all_calls_does_not_succeed(
+    made: int, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = Done(0, left=900)
+    for number in range(made):
+        case = Case("all_reduce", torch.float32, "SUM", 7 * number, 0)
+        done.calls[case.op, 2] += 1
+        done.covered.setdefault(case.op, Covered()).add(case)
+    monkeypatch.setattr(command, "_check", lambda *_: ([done], ""))
+    assert entry.main(["check", "--ranks", "2", *["--json"] * as_json]) == command.UNFINISHED
+    said = capsys.readouterr().out
+    if as_json:
+        found = json.loads(said)
+        assert not found["ok"] and found["left"] == 900 and len(found["covered"]) == bool(made)
+        return
+    checked = f"1 of {len(OPS)} collectives, 1 type, 1 reduction, 0 to 28 elements a rank, aligned, blocking, bit"
+    assert f"what I checked: {checked if made else 'nothing'}" in said
+    assert said.count("NOT CHECKED") == len(OPS) - bool(made)
+    assert said.splitlines()[-1].startswith(f"NOT FINISHED: {made} calls right, 900 not made")
+
+
 @pytest.mark.slow
 def test_what_time_does_not_allow_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["check", "--quick", "--ranks", "2", "--seconds", "0"]) == 0
+    assert entry.main(["check", "--quick", "--ranks", "2", "--seconds", "0.000001"]) == command.UNFINISHED
     assert "calls were left out, since the time was over" in capsys.readouterr().out
+
+
+def timed(rank: int, world: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(dist, "set_timeout", raising=False)
+        set_timeout(timedelta(seconds=3))
+    group: Any = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).options.timeout == timedelta(seconds=3)
+
+
+def test_the_timeout_of_faults_is_set_where_torch_has_no_function_for_it() -> None:
+    run_ranks(timed, 2)

@@ -17,7 +17,18 @@ from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._command import Parser, closest, named
 from torch_symm._trace import command as trace
+from torch_symm.bench import __main__ as bench
+from torch_symm.bench import plot
+from torch_symm.top import files
+from torch_symm.tune import profile
 
+#: Options that take a duration or another positive number, options that take a count, and values for neither.
+SECONDS = ("top --every", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
+COUNTS = ("topo --ranks", "tune --ranks", "tune --plans", "doctor --ranks", "hello --ranks", "bench -n")
+#: Options that take a count or 0.
+WHOLE = ("bench -w", "bench -c", "bench -G", "bench -r")
+SIZES = ("bench -b", "tune --largest")
+ODD = ("-1", "0", "nan", "inf", "-inf", "1e300", "9" * 5000, "x")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,7 +38,8 @@ def test_help_has_examples_that_can_be_parsed(name: str, capsys: pytest.CaptureF
         entry.main([name, "--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0
-    assert "--json" in said
+    # The program that run starts prints what it likes.
+    assert "--json" in said or name == "run"
     command = import_module(f"torch_symm.{entry.COMMANDS[name][0]}")
     lines = [line.partition("#")[0].split() for line in said.partition("examples:")[2].splitlines() if line]
     assert lines
@@ -47,7 +59,7 @@ def test_all_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("typed", "says"),
     [
         (["docter"], "there is no command 'docter'; did you mean doctor?"),
-        (["xyz"], "commands: doctor, "),
+        (["xyz"], "commands: hello, run, doctor, "),
         ([], "usage: "),
     ],
 )
@@ -68,14 +80,25 @@ def test_other_commands_are_refused(typed: list[str], says: str, capsys: pytest.
         ("bench -b 8 -e 4", "-e 4 is below -b 8"),
         ("bench -b 8 -e 1G -i 8", "more than 200 sizes; try -f 2"),
         ("bench -b 8 -e 16 -f 1", "-f 1 gives no larger size"),
-        ("bench -g 1", "at least 2 ranks"),
+        ("bench -g 1", "a group to measure has 2 to 128"),
         ("bench -r 2", "ranks are 0 to 1"),
         ("bench --against glo", "no side 'glo'; did you mean gloo?"),
         ("bench --plot out.gif", "the name ends in one of .png, .svg"),
         ("bench --csv nowhere/out.csv", "there is no folder nowhere"),
-        ("bench -n 0", "-n is at least 1"),
+        ("bench -n 0", "'0' is not a whole number from 1"),
         ("tune --largest 8x", "not a size"),
         ("check --ops all_reduc", "no collective 'all_reduc'; did you mean all_reduce?"),
+        *((f"{option}={value}", f"'{value}' is not a number above 0") for option in SECONDS for value in ODD),
+        *((f"{option}={value}", f"'{value}' is not a whole number") for option in COUNTS for value in (*ODD, "1.5")),
+        *(
+            (f"{option}={value}", f"'{value}' is not a whole number")
+            for option in WHOLE
+            for value in ODD
+            if value != "0"
+        ),
+        *((f"bench -g={value}", f"'{value}' is not a number of ranks") for value in (*ODD, "1", "129")),
+        *((f"{option}={value}", "not a size") for option in SIZES for value in ("²", "9999999999G", *ODD)),
+        ("tune --ranks 129 --device cpu", "at most 128"),
         ("check --ranks 1", "groups of 2 to 8 ranks"),
         ("check --ranks two", "'two' are no numbers of ranks"),
     ],
@@ -116,6 +139,99 @@ def test_traces_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     parser = trace.parser()
     assert trace.run(parser, parser.parse(["--json", path])) == 0
     assert "groups" in json.loads(capsys.readouterr().out)
+
+
+def test_one_corrupt_trace_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {
+        "format": "torch-symm trace", "version": 1, "host": "here", "boot_id": "b", "pid": 1, "written_ns": 1,
+        "calls_made": 1, "calls_kept": 1, "groups": [], "calls": [],
+    }  # fmt: skip
+    text = json.dumps(good)
+    odd = [text.replace('"written_ns": 1', f'"written_ns": {value}') for value in ("1e999", "NaN", "1" + "0" * 400)]
+    odd += [text[:40], "[" * 100_000, "7", text.replace('"groups": []', '"groups": {"a": 1}')]
+    (tmp_path / "trace-1-rank0.json").write_text(text)
+    for number, content in enumerate(odd, 2):
+        (tmp_path / f"trace-{number}-rank0.json").write_text(content)
+    assert entry.main(["trace", str(tmp_path), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"groups": []}
+    assert all(f"trace-{number}-rank0.json: " in said.err for number in range(2, 2 + len(odd))), said.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        *((f"--ranks=2,{value}", f"'{value}' is not a number of ranks") for value in (*ODD, "", "²")),
+        *((f"--sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
+        *((f"--beside={value}", "neither a number of processes up to 9999 nor") for value in ("10000", "-1", "x", "²")),
+        ("--ranks=1", "2 to 128"),
+        ("--ranks=2,129", "2 to 128"),
+    ],
+)
+def test_bench_all_refuses_odd_numbers(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.options_from([typed])
+    assert says in capsys.readouterr().err
+
+
+#: What a file may hold in place of a run, a check or a profile.
+NOT_THAT = (
+    b"",
+    b"7",
+    b"[1]",
+    b'{"rows": [',
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b'{"groups": []}',
+    b'{"rows": [1], "points": [1]}',
+)
+
+
+def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file.json"
+    for content in NOT_THAT:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"--draw: .*file\.json holds no run"):
+            plot.read(path)
+        with pytest.raises(SystemExit):
+            entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])
+        assert f"--draw: {path} holds no check" in capsys.readouterr().err
+        # The next profile takes the place of a faulty one.
+        assert profile.known(path) == profile.between_hosts(path) == {}
+        assert capsys.readouterr().err.count(f"profile {path} is faulty and will be replaced: ") == 2
+    assert profile.known(tmp_path / "none") == {} and capsys.readouterr().err == ""
+
+
+def test_numbers_of_a_drawn_run_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file.json"
+    cell = {"op": "all_reduce", "dtype": "f32", "world": 2, "size": 8, "bytes": 8}
+    figures = ("median_us", "p99_us", "mean_us", "min_us", "iterations", "algbw", "busbw")
+    row = dict.fromkeys(("peer", "ratio", "target", "met", "floor_us", "staged_us"))
+    tested = {"backend": "symm", **dict.fromkeys(figures, 1.0), "median_us": 777}
+    run = {
+        "machine": {"date": "2026-11-27", "cpu": "a CPU", "cores": 2, "torch": "2.15"},
+        "rows": [{**row, "cell": cell, "tested": tested, "other_cores": 0.0}],
+    }
+    point = {"ranks": 2, "op": "all_reduce", "bytes": 8, "algorithm": "inline"}
+    check = {"origin": "a profile", "points": [{**point, "measured": 777, "predicted": 1, "links": 1, "torch": 1}]}
+    path.write_text(json.dumps(run))
+    assert len(plot.read(path)[0]) == 1
+    for value in ("NaN", "1e999", "-1", '"1"', "null", "[]", "1" + "0" * 400):
+        path.write_text(json.dumps(run).replace("777", value))
+        with pytest.raises(ValueError, match="is not a number from 0"):
+            plot.read(path)
+        path.write_text(json.dumps(check).replace("777", value))
+        with pytest.raises(SystemExit):
+            entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])
+        assert "is not a number from 0" in capsys.readouterr().err
+
+
+def test_top_skips_files_of_no_process(tmp_path: Path) -> None:
+    (tmp_path / "stats-².json").touch()
+    (tmp_path / "stats-x.json").touch()
+    assert files.newest(tmp_path) is None
 
 
 def test_help_shows_every_public_name() -> None:
@@ -179,6 +295,17 @@ def test_errors_are_json_where_all_is(typed: str, capsys: pytest.CaptureFixture[
     assert found["example"].startswith(f"{entry.PROGRAM} {typed.split()[0]}")
 
 
+@pytest.mark.parametrize("ranks", ["0", "1", "2,-1", "2,x", "2,nan", "", "2,129"])
+def test_ranks_by_commas_are_numbers_of_ranks(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from torch_symm.bench.__main__ import options_from
+
+    with pytest.raises(SystemExit) as ended:
+        options_from(["--quick", "--ranks", ranks])
+    odd = next(each for each in ranks.split(",") if each != "2")
+    assert ended.value.code == 2
+    assert f"--ranks: '{odd}' is not a number of ranks: a group to measure has 2 to 128" in capsys.readouterr().err
+
+
 def test_a_measurement_that_fails_is_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,12 +331,13 @@ def test_warnings_have_categories_of_their_own() -> None:
     assert issubclass(torch_symm.SymmFallbackWarning, torch_symm.SymmWarning)
     assert issubclass(torch_symm.SymmWarning, UserWarning)
     given = [
-        (path.name, ast.unparse(node.args[1]) if len(node.args) > 1 else "")
+        (path.name, ast.unparse(node.args[1] if len(node.args) > 1 else node.args[0]))
         for path in (ROOT / "python/torch_symm").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
     ]
-    assert given and all(re.fullmatch(r"Symm\w*Warning", category) for _, category in given), given
+    own_or_pytest = re.compile(r"Symm\w*Warning\b|pytest\.Pytest\w+Warning\(")
+    assert given and all(own_or_pytest.match(category) for _, category in given), given
 
 
 def shown(rank: int, world: int) -> list[str]:

@@ -122,6 +122,60 @@ def test_a_graph_is_changed_where_rows_are_served() -> None:
     run_ranks(traced, 2)
 
 
+def near_misses(rank: int, world: int) -> None:
+    """Graphs that compute something other than the operator, each by one argument of one node."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    torch_symm.stats()
+    name = dist.group.WORLD.group_name
+    collectives = torch.ops._c10d_functional
+
+    def summed(x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        result: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x, operation, name))
+        return result
+
+    def mean(a: torch.Tensor) -> torch.Tensor:
+        return a.pow(2).mean(-1, keepdim=True)
+
+    def normed(a: torch.Tensor, under_root: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (a * torch.rsqrt(under_root) * w).to(a.dtype), a
+
+    def of(under_root: Any, add: Any = lambda x, r: summed(x) + r) -> Any:
+        def layer(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a = add(x, r)
+            return normed(a, under_root(a), w)
+
+        return layer
+
+    wide = torch.float64
+    cases: dict[str, tuple[Any, int]] = {
+        "the pattern": (of(lambda a: mean(a) + EPS), 1),
+        "alpha of eps": (of(lambda a: torch.add(mean(a), 0.5, alpha=4)), 0),
+        "alpha of eps, by position": (of(lambda a: torch.ops.aten.add.Scalar(mean(a), 0.5, 4)), 0),
+        "dtype of the mean": (of(lambda a: a.pow(2).mean(-1, keepdim=True, dtype=wide) + 1e-50), 0),
+        "another dimension": (of(lambda a: a.pow(2).mean(0, keepdim=True) + EPS), 0),
+        "all dimensions": (of(lambda a: a.pow(2).mean((0, 1), keepdim=True) + EPS), 0),
+        "no dimension kept": (of(lambda a: a.pow(2).mean(-1) + EPS), 0),
+        "another power": (of(lambda a: a.pow(4).mean(-1, keepdim=True) + EPS), 0),
+        "alpha of the residual": (of(lambda a: mean(a) + EPS, lambda x, r: torch.add(summed(x), r, alpha=2)), 0),
+        "another reduction": (of(lambda a: mean(a) + EPS, lambda x, r: summed(x, "max") + r), 0),
+    }
+    operator = torch.ops.symm.all_reduce_add_rms_norm.default
+    single = torch.float32
+    given = (numbers(rank, 64, 64, dtype=single), numbers(10, 64, 64, dtype=single), numbers(11, 64, dtype=single))
+    for case, (layer, wanted) in cases.items():
+        graph = make_fx(layer, tracing_mode="fake")(*given)
+        SymmPass()(graph.graph)
+        graph.recompile()
+        assert len(graph.graph.find_nodes(op="call_function", target=operator)) == wanted, (case, graph.code)
+        for one, other in zip(graph(*given), layer(*given), strict=True):
+            assert torch.allclose(one, other, rtol=1e-4, atol=1e-5), case
+
+
+def test_what_computes_something_else_is_left_alone() -> None:
+    run_ranks(near_misses, 2)
+
+
 def test_it_is_enabled_beside_passes_of_the_user_and_disabled_alone() -> None:
     config = torch._inductor.config
     assert config.post_grad_custom_pre_pass is None

@@ -59,17 +59,19 @@ def torchs_numbers(rank: int, world: int) -> None:
             assert mine.mesh_dim_latency == theirs.mesh_dim_latency
             for size, dim in itertools.product(SIZES, range(mesh.ndim)):
                 gb = size / 1024 / 1024 / 1024
-                assert ours.allgather_cost(size, mine, dim) == torchs.allgather_cost(gb, theirs, dim)
-                assert ours.allreduce_cost(size, mine, dim) == torchs.allreduce_cost(gb, theirs, dim)
-                assert ours.reduce_scatter_cost(size, mine, dim) == torchs.reduce_scatter_cost(gb, theirs, dim)
-                assert ours.all_to_all_cost(size, mine, dim) == torchs.allgather_cost(gb, theirs, dim) + 1.0
-                assert ours.broadcast_cost(size, mine, dim) >= torchs.allgather_cost(gb, theirs, dim) or size == 0
+                assert ours.allgather_cost(gb, mine, dim) == torchs.allgather_cost(gb, theirs, dim)
+                assert ours.allreduce_cost(gb, mine, dim) == torchs.allreduce_cost(gb, theirs, dim)
+                assert ours.reduce_scatter_cost(gb, mine, dim) == torchs.reduce_scatter_cost(gb, theirs, dim)
+                assert ours.all_to_all_cost(gb, mine, dim) == torchs.allgather_cost(gb, theirs, dim) + 1.0
+                assert ours.broadcast_cost(gb, mine, dim) >= torchs.allgather_cost(gb, theirs, dim) or size == 0
         torchs.MeshTopoInfo.build_from_mesh.cache_clear()
         # torch's formula over links of one's own.
         given = [123.4] * mesh.ndim, [0.7] * mesh.ndim
         theirs = torchs.MeshTopoInfo(mesh, list(shape), *given)
         mine = ours.MeshTopoInfo(mesh, list(shape), *given, basis="torch")
-        assert ours.allreduce_cost(10**7, mine, -1) == torchs.allreduce_cost(10**7 / 1024**3, theirs, mesh.ndim - 1)
+        assert ours.allreduce_cost(10**7 / 1024**3, mine, -1) == torchs.allreduce_cost(
+            10**7 / 1024**3, theirs, mesh.ndim - 1
+        )
 
 
 def test_torchs_constants_give_torchs_numbers() -> None:
@@ -114,10 +116,10 @@ def our_rules(rank: int, world: int) -> None:
     assert "impossible" in str(ours.explain_redistribute(rows, partial))
     assert ours.redistribute_cost(rows, rows) == ours.redistribute_cost(full, rows) == 0.0
     # A rank holds half of 1 MiB.
-    assert ours.redistribute_cost(rows, columns, topo) == ours.all_to_all_cost(1 << 19, topo, 0)
-    assert ours.redistribute_cost(rows, full, topo) == ours.allgather_cost(1 << 20, topo, 0)
-    assert ours.redistribute_cost(partial, full, topo) == ours.allreduce_cost(1 << 20, topo, 0)
-    assert ours.redistribute_cost(partial, columns, topo) == ours.reduce_scatter_cost(1 << 20, topo, 0)
+    assert ours.redistribute_cost(rows, columns, topo) == ours.all_to_all_cost(2**-11, topo, 0)
+    assert ours.redistribute_cost(rows, full, topo) == ours.allgather_cost(2**-10, topo, 0)
+    assert ours.redistribute_cost(partial, full, topo) == ours.allreduce_cost(2**-10, topo, 0)
+    assert ours.redistribute_cost(partial, columns, topo) == ours.reduce_scatter_cost(2**-10, topo, 0)
     explained = ours.explain_redistribute(rows, specs(mesh, (Shard(1), Shard(0)), size))
     text = str(explained)
     assert explained.us == sum(step.us for step in explained.steps) and "all_to_all" in text and "µs" in text

@@ -1,4 +1,4 @@
-"""The documents: short lines, and every path, link, setting, command, symbol and word in them is one of this tree."""
+"""The documents: short lines, and every path, link, setting, command and symbol in them is one of this tree."""
 
 from __future__ import annotations
 
@@ -225,51 +225,6 @@ def test_symbols_exist() -> None:
             if name not in known
         ]
     )
-
-
-# The words that a document does not use, and those that it does.
-REPLACED = {
-    r"boards?": "control block",
-    r"planes?": "communicator",
-    r"ledgers?": "launch log",
-    r"gates?|gated|ungated|\w+_gated|gated_\w+": "zero-copy handshake, zero-copy",
-    r"start words?": "handshake word",
-    r"marked (?:slots?|units?|kernels?)|\w+_marked|marked_\w+": "sentinel slots",
-    r"low-latency lines?": "LL lines",
-    r"two[_-]stage|all_reduce_staged|spread": "rsag_staged",
-    r"casualt(?:y|ies)": "dead rank",
-    r"epitaphs?": "last look, failure notice",
-    r"inscriptions?": "text of a call site",
-    r"bury|buried": "release what a dead rank had",
-    r"patients?": "late rank",
-    r"parcels?": "message",
-    r"crowds?": "load generator",
-    r"punishers?": "soak test",
-    r"strangers?(?!'s process)": "hostile peer, unidentified peer",
-    r"(?:CI|loom|fuzz|sanitizer|SIMD|vector) lanes?": "job, check, element: a lane is a block for each role",
-}
-# The same of names in code, where English needs the word.
-REPLACED_IN_CODE = {
-    r"Plane|Ledger|Gate|Gated|Marked|Board|Inscription|Parcel": "its new name (docs/glossary.md)",
-    r"Turns|Room|Done|Site|Facts|Places?": "its new name (docs/glossary.md)",
-    r"told|heard|asked|said": "message, request, acknowledgement",
-}
-# A row of the fault matrix.
-ALLOWED = re.compile("silent stranger")
-
-
-def test_replaced_words_stay_out() -> None:
-    problems = []
-    for path in documents():
-        for number, line, _ in lines(path):
-            # Paths and names of tests are what they are.
-            text = ALLOWED.sub("", re.sub(r"`[^`]*(?:/|::|\.py)[^`]*`|\([^)\s]*\)", "", line))
-            looked = [(text, REPLACED, re.I)] + [(span, REPLACED_IN_CODE, re.NOFLAG) for span in CODE.findall(text)]
-            for where, table, flags in looked:
-                for pattern, instead in table.items():
-                    if found := re.search(rf"(?<!\w)(?:{pattern})(?!\w)", where, flags):
-                        problems.append((path, number, f"{found[0]!r} is a word of the past; write: {instead}"))
-    complain(problems)
 
 
 def test_the_page_of_settings_is_complete() -> None:

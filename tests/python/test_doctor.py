@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 import torch_symm
+from ranks import run_ranks
+from sandbox import NUMBERS, deny, needs_seccomp
 from torch_symm import _native
 from torch_symm._version import TORCH_VERSIONS
-from torch_symm.doctor import cgroup, devices, gpus, library, limits, trial
+from torch_symm.doctor import calls, cgroup, command, devices, gpus, host, library, limits, trial
 from torch_symm.doctor.child import Child, Ended, run, sentence
 from torch_symm.doctor.probed import Probed, probe
 from torch_symm.doctor.report import Problem, Section, as_json, render, verdict
@@ -48,15 +52,27 @@ def copied(folder: Path, *, native: bool) -> str:
     return str(folder)
 
 
+@pytest.mark.timed
 def test_all_is_said_and_two_ranks_meet() -> None:
     status, output = doctor("--json", SYMM_LOGS="1", SYMM_BLOCKING_WAIT="1", SYMM_JOB_SECRET="hidden")
     found = json.loads(output)
     assert status == 0 and found["ok"], output
-    sections = {"system", "versions", "native", "cores", "memory", "descriptors", "namespaces", "traces", "settings"}
+    sections = {
+        "system",
+        "calls",
+        "versions",
+        "native",
+        "cores",
+        "memory",
+        "descriptors",
+        "namespaces",
+        "traces",
+        "settings",
+    }
     assert sections | {"gpus", "cpu", "trial_cpu", "problems"} <= set(found)
     assert found["versions"]["torch_symm"] == torch_symm.__version__
     assert found["native"]["file"].startswith(str(PACKAGE))
-    assert found["memory"]["shared_memory"] == found["descriptors"]["pidfd"] == "ok"
+    assert found["calls"] == {"tried": 17, "refused": {}}
     assert found["trial_cpu"]["ok"] and 0 < found["trial_cpu"]["seconds"] < 60
     assert found["cpu"]["algorithms"]["all_reduce"]["8"] == "inline"
     assert found["settings"]["set"]["SYMM_BLOCKING_WAIT"] == "1" and "hidden" not in output
@@ -64,10 +80,38 @@ def test_all_is_said_and_two_ranks_meet() -> None:
     assert unknown["text"].endswith("did you mean SYMM_LOG?") and unknown["remedy"] and not unknown["fatal"]
 
 
+def denied(_rank: int, _world: int, call: str) -> tuple[list[Problem], int]:
+    deny(call, errno.EPERM)
+    section = calls.calls()
+    return list(section.problems), section.found["tried"]
+
+
+@needs_seccomp
+@pytest.mark.parametrize("call", sorted({*NUMBERS} - {"process_vm_readv"}))
+def test_each_system_call_that_is_denied_is_named(call: str) -> None:
+    ((found, tried),) = run_ranks(denied, 1, call, backend=None)
+    assert tried == 17
+    (problem,) = found
+    assert problem.fatal and call in problem.text.partition(" fails: ")[0] and "seccomp" in problem.remedy
+    assert "Operation not permitted" in problem.text
+
+
+def test_the_library_the_doctor_and_the_guide_know_the_same_system_calls() -> None:
+    table = (ROOT / "src/sys/required.rs").read_text()
+    names = re.findall(r'^    [A-Z]\w+: "(.+)", ".+";$', table, re.MULTILINE)
+    assert len(names) == 17 == calls.calls().found["tried"]
+    guide = (ROOT / "docs/guide/errors.md").read_text()
+    tried = (PACKAGE / "doctor/calls.py").read_text()
+    for name in names:
+        assert f'"{name}": ' in tried, name
+        for call in re.split(", | or ", name):
+            assert f"`{call}`" in guide, call
+
+
 def test_a_missing_native_part_is_a_sentence(tmp_path: Path) -> None:
     status, output = doctor("--quick", PYTHONPATH=copied(tmp_path, native=False))
     assert status == 1 and "FAILS: torch_symm has no native part for Python" in output, output
-    assert "remedy: build it with" in output and output.endswith("1 would fail\n")
+    assert "remedy: build it with" in output and "\n1 would fail" in output
 
 
 def test_another_torch_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +239,16 @@ def test_a_trial_names_what_failed_first(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(trial, "run", lambda children, seconds: list(ended))
         return trial.trial("cpu")
 
-    good = Ended([{"ok": True, "seconds": 0.5}], "[INFO  symm::group] direct reads of peers' memory: true", 0)
+    good = Ended(
+        [{"ok": True, "seconds": 0.5}], "[INFO  symm::group rank 0] it reads long messages from the sender's memory", 0
+    )
     worked = ends_as(good, good)
     assert worked.found == {"ok": True, "ranks": 2, "seconds": 0.5, "direct_reads": True} and texts(worked) == []
     refused = Ended([{"error": "SymmConfigError: no", "step": "init_process_group"}], "", 1)
     expected = (True, "2 ranks on cpu failed: rank 1: init_process_group: SymmConfigError: no")
     assert texts(ends_as(Ended([], "", -9), refused)) == [expected]
     assert texts(ends_as(good, Ended([], "", None))) == [(True, "2 ranks on cpu failed: rank 1: did not end in time")]
-    pieces = Ended([{"ok": True, "seconds": 0.5}], "direct reads of peers' memory: false", 0)
+    pieces = Ended([{"ok": True, "seconds": 0.5}], "it receives long messages in pieces", 0)
     ((fatal, text),) = texts(ends_as(pieces, pieces))
     assert not fatal and "process_vm_readv" in text
 
@@ -252,6 +298,47 @@ def test_the_end_of_the_screen_counts() -> None:
     assert verdict([bad, poor]).endswith("1 would fail, 1 warning")
     assert render(section) == "part         one\n             two"
     assert as_json([section])["problems"][0] == {"text": "a is broken", "remedy": "mend a", "fatal": True}
+
+
+def test_traces_go_where_groups_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SYMM_TRACE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "stats").write_text("")
+    found = host.folders()
+    assert found.found == {"folder": str(tmp_path / f"torch-symm-{os.geteuid()}"), "writable": True}
+    assert found.found["folder"] in found.lines[0] and not found.problems
+    code = "from torch_symm._native import load; print(load()._keep_trace(b'', 'trace-1-rank0.json', b'{}'))"
+    written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert str(Path(written.stdout.strip()).parent) == found.found["folder"]
+    (link := tmp_path / "link").symlink_to(tmp_path)
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
+    for unfit, why in ((link, "is a symbolic link"), (tmp_path / "stats", "no folder"), (shared, "written by others")):
+        monkeypatch.setenv("SYMM_TRACE_DIR", str(unfit))
+        (problem,) = host.folders().problems
+        assert why in problem.text and "SYMM_TRACE_DIR" in problem.remedy
+
+
+def test_an_overloaded_machine_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(os, "getloadavg", lambda: (cores + 1.0, 0.0, 0.0))
+    (problem,) = [one for one in host.cores(1).problems if "load average" in one.text]
+    assert f"load average {cores + 1}.0 on {cores} cores" in problem.text and not problem.fatal
+    monkeypatch.setattr(os, "getloadavg", lambda: (float(cores), 0.0, 0.0))
+    assert not host.cores(1).problems
+
+
+def test_waits_are_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    def tried(device: str) -> Section:
+        seen.append(capsys.readouterr().out)
+        return Section(f"trial_{device}", {}, ["works"])
+
+    monkeypatch.setattr(command, "trial", tried)
+    assert command.run(command.parser(), command.parser().parse([])) == 0
+    assert seen[0].endswith("             starting 2 ranks on cpu, which end after 60 s at the latest …\n")
+    assert "loading torch and the native part …\n" in seen[0]
 
 
 def test_limits_are_those_of_the_core() -> None:

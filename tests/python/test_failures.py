@@ -91,6 +91,7 @@ def killed(rank: int, world: int, kind: str) -> str:
     return text
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ("sync", "async", "barrier", "recv", "send"))
 def test_a_killed_rank(kind: str) -> None:
     results = run_ranks(killed, 3, kind, expect_killed=(2,))
@@ -148,7 +149,7 @@ def late(rank: int, world: int, kind: str) -> None:
         else:
             dist.barrier()
     taken = time.monotonic() - start
-    assert 1.0 < taken < 3.0, taken
+    assert 1.0 < taken < 15, taken
     text = str(error.value)
     call = "barrier" if kind == "barrier" else "all_reduce"
     parts = ("rank 2", call, "#2", "pid", "alive", "finished all_reduce #1 and began nothing since")
@@ -158,6 +159,7 @@ def late(rank: int, world: int, kind: str) -> None:
     meet("given up", rank, world)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ("sync", "async", "barrier"))
 def test_a_rank_that_never_arrives(kind: str) -> None:
     run_ranks(late, 3, kind, group_timeout=1.5)
@@ -170,6 +172,7 @@ def late_message(rank: int, world: int) -> None:
     meet("given up", rank, world)
 
 
+@pytest.mark.timed
 def test_a_message_that_never_comes() -> None:
     run_ranks(late_message, 2, group_timeout=1)
 
@@ -200,6 +203,7 @@ def aborted(rank: int, world: int, kind: str) -> None:
     thread.join()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ("sync", "async", "recv"))
 def test_abort_from_another_thread(kind: str) -> None:
     run_ranks(aborted, 2, kind)
@@ -215,6 +219,7 @@ def abort_and_again(rank: int, world: int) -> None:
     dist.all_reduce(zeros(3))
 
 
+@pytest.mark.timed
 def test_abort_process_group_and_a_new_one() -> None:
     run_ranks(abort_and_again, 2)
 
@@ -229,6 +234,7 @@ def leaving(rank: int, world: int) -> None:
         dist.all_reduce(zeros(3))
 
 
+@pytest.mark.timed
 def test_a_rank_that_leaves() -> None:
     run_ranks(leaving, 2)
 
@@ -334,6 +340,7 @@ EXITS = {
 }
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", EXITS)
 def test_exit_is_quick_and_quiet(name: str, tmp_path: Path) -> None:
     for process in script(EXITS[name], tmp_path):
@@ -407,5 +414,6 @@ def set_timeout(rank: int, world: int) -> None:
     meet("given up", rank, world)
 
 
+@pytest.mark.timed
 def test_a_changed_timeout() -> None:
     run_ranks(set_timeout, 2)

@@ -255,3 +255,29 @@ def refuse(rank: int, world: int) -> None:
 
 def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
     run_ranks(refuse, 2)
+
+
+def whole_graph(rank: int, world: int) -> None:
+    left, right = matrices(3, torch.float32, (8, 16), (16, 24))
+    shard, factor = left[0], right[0]
+    for call in (
+        lambda a, b: gather(a, [b, b * 2])[1],
+        lambda a, b: [gather(a, [b], return_gathered=False)[1][0]],
+        lambda a, b: [scatter(a, b)],
+    ):
+        made = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for one, other in zip(made(shard, factor), call(shard, factor), strict=True):
+            assert torch.equal(one, other)
+    on_meta = shard.to("meta"), factor.to("meta")
+    gathered, (product,) = gather(on_meta[0], [on_meta[1]])
+    assert (gathered.shape, product.shape) == ((8 * world, 16), (8 * world, 24))
+    assert scatter(*on_meta).shape == (8 // world, 24)
+    for a, b in ((shard, on_meta[1]), (on_meta[0], factor)):
+        with pytest.raises(ValueError, match=r"B is on (cpu|meta), A_shard on (cpu|meta)"):
+            gather(a, [b])
+        with pytest.raises(ValueError, match=r"B is on (cpu|meta), A on (cpu|meta)"):
+            scatter(a, b)
+
+
+def test_a_whole_graph_and_tensors_without_memory() -> None:
+    run_ranks(whole_graph, 2)

@@ -157,7 +157,7 @@ def monitored_failure(rank: int, world: int, absent: tuple[int, ...], wait_all: 
         start = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             dist.group.WORLD.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=wait_all)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
         text = str(error.value)
         for peer in absent if wait_all else absent[:1]:
             assert f"rank {peer}: pid" in text, text
@@ -171,6 +171,7 @@ def monitored_failure(rank: int, world: int, absent: tuple[int, ...], wait_all: 
     meet("given up", rank, world)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("wait_all", (False, True))
 @pytest.mark.parametrize("absent", ((1,), (1, 3), (0, 2)))
 def test_monitored_barrier_names_who_is_missing(absent: tuple[int, ...], wait_all: bool) -> None:

@@ -55,6 +55,19 @@ def subsets(rank: int, world: int) -> None:
     assert len(groups) == 2
 
 
+def other_members(rank: int, world: int) -> None:
+    if rank in (0, 3):
+        with pytest.raises(torch_symm.SymmConfigError) as refused:
+            dist.new_group([0, 1] if rank == 0 else [2, 3], timeout=timedelta(seconds=60))
+        for word in ("disagree on the members of group", "its rank 0 lists [0, 1]", "its rank 1 [2, 3]"):
+            assert word in str(refused.value)
+    check_group()
+
+
+def test_ranks_that_list_other_members_are_refused() -> None:
+    run_ranks(other_members, 4)
+
+
 def test_new_group_of_subsets() -> None:
     run_ranks(subsets, 4)
 
@@ -70,6 +83,19 @@ def mesh(rank: int, world: int) -> None:
 
 def test_device_mesh() -> None:
     run_ranks(mesh, 4)
+
+
+def shrink(rank: int, world: int) -> None:
+    with (
+        pytest.raises(TypeError, match="does not support shrinking"),
+        pytest.warns(torch_symm.SymmWarning, match=r"symm does not serve shrink_group\. .*dist\.new_group\(ranks\)"),
+    ):
+        dist.shrink_group([1 - rank])
+    check_group()
+
+
+def test_shrink_group_says_what_serves_instead() -> None:
+    run_ranks(shrink, 2)
 
 
 def resources() -> Counter[str]:
@@ -93,7 +119,7 @@ def resident() -> int:
 
 def assert_nothing_left(before: Counter[str]) -> None:
     """Fails unless all that was not there before is gone once threads that are ending have ended."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while (more := resources() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not more
@@ -126,8 +152,11 @@ def many_groups(rank: int, world: int) -> None:
         check_group(group)
     for group in groups:
         dist.destroy_process_group(group)
-    del groups, group
+    # Also while the program still refers to them.
     assert_nothing_left(before)
+    with pytest.raises(RuntimeError, match="was destroyed"):
+        groups[0].allreduce([torch.ones(3)]).wait()
+    del groups, group
 
 
 def test_200_groups_at_once() -> None:
@@ -298,6 +327,7 @@ def duplicates(rank: int, world: int) -> str:
     return "refused"
 
 
+@pytest.mark.timed
 def test_a_rank_that_joins_twice_is_named() -> None:
     assert sorted(run_ranks(duplicates, 2, backend=None)) == ["refused", "waited"]
 
@@ -323,7 +353,7 @@ def late_duplicate(rank: int, world: int, how: str, port: int) -> int:
             torch_symm.SymmConfigError, match=rf"rank 1 of .*claimed twice: by pid \d+ and by pid {os.getpid()}$"
         ):
             join(1)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 10
     meet("refused", rank, world)
     if not late:
         check_group()
@@ -345,7 +375,7 @@ def missing(rank: int, world: int) -> None:
     start = time.monotonic()
     with pytest.raises((torch_symm.SymmTimeout, torch_symm.SymmConfigError), match="rank 2"):
         init(rank, world, timeout=2)
-    assert 1.5 < time.monotonic() - start < 5
+    assert 1.5 < time.monotonic() - start < 20
 
 
 def test_a_rank_that_never_joins_is_named() -> None:
@@ -361,6 +391,7 @@ def outside(rank: int, world: int) -> None:
         assert time.monotonic() - start < 1
 
 
+@pytest.mark.timed
 def test_a_rank_outside_the_world_is_refused() -> None:
     run_ranks(outside, 1, backend=None)
 

@@ -52,7 +52,7 @@ def after_a_death(rank: int, world: int) -> None:
             continue
         with pytest.raises(torch_symm.SymmPeerError, match=r"rank 2 .*has ended \(killed by signal 9"):
             dist.new_group(members, timeout=timedelta(seconds=40))
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 10
 
 
 def test_a_new_group_with_a_rank_that_is_known_to_be_dead_fails_at_once() -> None:
@@ -67,5 +67,6 @@ def late(rank: int, world: int, port: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.timed
 def test_a_rank_that_comes_a_little_later_is_nothing_to_warn_of() -> None:
     assert run_ranks(late, 2, free_port(), backend=None).logs == ["", ""]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import expected
@@ -176,6 +179,58 @@ def test_overlapping_memory_is_refused() -> None:
 
     for message in run_ranks(body, 2):
         assert "share memory" in message, message
+
+
+def mapped(name: str, access: int) -> torch.Tensor:
+    """Ones, in a file that is mapped."""
+    path = ranks.scratch / name
+    path.write_bytes(torch.ones(4096).numpy().tobytes())
+    with path.open("r+b") as file, warnings.catch_warnings():
+        # Torch says that writing to it would be undefined.
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, prot=access), dtype=torch.float32)
+
+
+def read_only_is_for_inputs(rank: int, world: int) -> None:
+    fixed, free = mapped(f"fixed-{rank}", mmap.PROT_READ), mapped(f"free-{rank}", mmap.PROT_READ | mmap.PROT_WRITE)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    outputs: dict[str, Callable[[torch.Tensor], object]] = {
+        "all_reduce": dist.all_reduce,
+        "columns": lambda out: dist.all_reduce(out.view(64, 64)[:, 1:3]),
+        "asynchronous": lambda out: dist.all_reduce(out, async_op=True),
+        "coalesced": lambda out: dist.all_reduce_coalesced([torch.ones(3), out]),
+        "broadcast": lambda out: dist.broadcast(out, 1 - rank),
+        "gather": lambda out: backend.allgather([[torch.ones(4096), out]], [torch.ones(4096)]),
+        "pieces": lambda out: dist.all_to_all_single(out, torch.ones(4096)),
+        "recv": lambda out: dist.recv(out, 1 - rank),
+        "irecv": lambda out: dist.irecv(out, 1 - rank),
+        "from any": lambda out: dist.recv(out),
+    }
+    for name, call in outputs.items():
+        with pytest.raises(ValueError, match=r"memory that may not be written, .* clone"):
+            call(fixed)
+            pytest.fail(name)
+    # The group lives, since all ranks refused, and what is only read may be anywhere.
+    parts = [torch.zeros(4096) for _ in range(world)]
+    dist.all_gather(parts, fixed)
+    dist.broadcast(fixed if rank == 0 else parts[0], 0)
+    dist.reduce(parts[1] if rank == 0 else fixed, 0)
+    works = [dist.isend(fixed, 1 - rank), dist.irecv(free, 1 - rank)]
+    for work in works:
+        work.wait()
+    for _ in range(2):
+        dist.all_reduce(free)
+    assert bool((free == 4).all()) and bool((fixed == 1).all()) and bool((parts[0] == 1).all())
+    # A storage that takes the place of one that was looked at is looked at itself.
+    del free
+    for turn in range(20):
+        with pytest.raises(ValueError, match="may not be written"):
+            dist.all_reduce(mapped(f"fixed-{rank}-{turn}", mmap.PROT_READ))
+        dist.all_reduce(mapped(f"free-{rank}-{turn}", mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def test_p8_memory_that_is_mapped_read_only_is_refused_as_output() -> None:
+    run_ranks(read_only_is_for_inputs, 2)
 
 
 def test_more_ranks_than_cores() -> None:

@@ -67,6 +67,27 @@ def test_lines_come_with_name_level_and_time(kept: Kept, capfd: pytest.CaptureFi
     assert "one line" not in capfd.readouterr().err
 
 
+def test_a_line_names_the_rank_or_the_process() -> None:
+    code = "from torch_symm._native import load; load()._inform('one line')"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SYMM_", "RANK"))}
+    environment |= {"SYMM_LOG": "info", "SYMM_SPIN": "9"}
+
+    def said(**more: str) -> tuple[list[str], int]:
+        with subprocess.Popen(
+            [sys.executable, "-c", code], env=environment | more, stderr=subprocess.PIPE, text=True
+        ) as process:
+            _, text = process.communicate(timeout=60)
+        return text.splitlines(), process.pid
+
+    settings, line = said(RANK="3")[0]
+    assert (
+        settings == "[INFO  symm::config rank 3] settings: SYMM_LOG=info, SYMM_SPIN=9; all others have their defaults"
+    )
+    assert line == "[INFO  symm::bridge::inform rank 3] one line"
+    lines, pid = said()
+    assert lines[1] == f"[INFO  symm::bridge::inform pid {pid}] one line"
+
+
 def test_levels_are_those_of_logging() -> None:
     names = ["", "trace", "trace", "debug", "info", "info", "warn", "error", "off", "off"]
     levels = [None, 0, "NOTSET", "debug", logging.INFO, 11, "warning", logging.ERROR, logging.CRITICAL, "off"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
-import platform
 import re
 import resource
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from ranks import meet, run_ranks
+from sandbox import deny, needs_seccomp
 from test_point_to_point import numbers
 
 
@@ -66,6 +65,7 @@ def a_third_rank_dies(rank: int, world: int, name: str) -> tuple[float, str]:
     return time.time() - float((ranks.scratch / "killed").read_text()), str(error.value)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", WAITS)
 def test_p2_the_death_of_a_third_rank_ends_what_two_ranks_wait_in(name: str) -> None:
     received = run_ranks(a_third_rank_dies, 3, name, expect_killed=(2,))[:2]
@@ -109,6 +109,7 @@ def after_a_death(rank: int, world: int, name: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", LATER)
 def test_p2_what_had_come_from_the_dead_is_delivered_and_no_later_message_is(name: str) -> None:
     for text in run_ranks(after_a_death, 3, name, expect_killed=(2,))[:2]:
@@ -182,21 +183,6 @@ def test_what_cannot_start_is_not_posted(send: bool) -> None:
     run_ranks(cannot_start, 2, send)
 
 
-def forbid(number: int) -> None:
-    """From now on the system call fails with EPERM on all threads of this process (seccomp)."""
-
-    class Program(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
-
-    # Load the number; if it is this one, EPERM; else allow. 317: seccomp(SET_MODE_FILTER, TSYNC).
-    steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x0005_0001), (0x06, 0, 0, 0x7FFF_0000))
-    code = b"".join(struct.pack("HBBI", *step) for step in steps)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0, "no new privileges"
-    program = Program(len(steps), code)
-    assert libc.syscall(317, 1, 1, ctypes.byref(program)) == 0, os.strerror(ctypes.get_errno())
-
-
 def reads_are_forbidden_later(rank: int, world: int) -> str:
     count = 2 << 20
     for turn in range(3):
@@ -208,7 +194,7 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
             work.wait()
             continue
         if turn == 1:
-            forbid(310)
+            deny("process_vm_readv", errno.EPERM)
         got = torch.zeros(count, dtype=torch.int32)
         dist.recv(got, 1, tag=turn)
         assert torch.equal(got, numbers(count, turn))
@@ -223,7 +209,8 @@ def reads_are_forbidden_later(rank: int, world: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of process_vm_readv is that of x86-64")
+@pytest.mark.timed
+@needs_seccomp
 def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
     """A hardening agent may do so. The message comes in pieces; where that fails too, the error says which message."""
     results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
@@ -231,3 +218,63 @@ def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
         r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]
     ), results[0]
     assert results.logs[0].count("come in pieces from now on") == 1, results.logs[0]
+
+
+def a_read_is_cut_short(rank: int, world: int, how: str) -> str:
+    """Rank 0 reads the memory of rank 1, which computes meanwhile."""
+    tensor = torch.full((256 << 20,), rank, dtype=torch.uint8)
+    abort = dist.group.WORLD._get_backend(torch.device("cpu")).abort
+    begun = ranks.scratch / "begun"
+    dist.barrier()
+    if rank == 1:
+        work = dist.isend(tensor, 0)
+        while not begun.exists():
+            time.sleep(0.001)
+        if how == "the sender dies":
+            die()
+        if how == "the sender aborts":
+            abort()
+        if how == "the sender leaves":
+            dist.destroy_process_group()
+        while not work.is_completed():
+            time.sleep(0.001)
+        tensor.fill_(7)
+        return ""
+
+    def watch() -> None:
+        nonlocal cut
+        while tensor[0] == 0:
+            pass
+        begun.touch()
+        cut = time.monotonic()
+        if how == "the receiver aborts":
+            abort()
+
+    cut = float("inf")
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        dist.recv(tensor, 1)
+        ended = time.monotonic()
+    except dist.DistBackendError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        watching.join()
+    # On a busy machine the read may be over before it is cut short.
+    assert bool((tensor == 1).all()) and (how != "the receiver aborts" or ended < cut), "the receive succeeded"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("the sender aborts", r"SymmPeerError: rank 1 \(pid \d+\) aborted"),
+        ("the sender leaves", r"SymmPeerError: rank 1 \(pid \d+\) left the group.*in recv\(268435456 bytes, tag 0\)"),
+        ("the receiver aborts", r"SymmAborted: rank 0 \(pid \d+\) aborted"),
+        ("the sender dies", r"SymmPeerError: rank 1 \(pid \d+\) has ended.*in recv\(268435456 bytes, tag 0\)"),
+    ],
+)
+def test_p2_a_read_that_is_cut_short_does_not_succeed(how: str, error: str) -> None:
+    results = run_ranks(a_read_is_cut_short, 2, how, expect_killed=(1,) if how == "the sender dies" else ())
+    assert not results[0] or re.match(error, results[0]), results[0]
+    assert "in pieces" not in results.logs[0], results.logs[0]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+import torch_symm
+from ranks import file_store, meet, run_ranks
 
 WORLD = 3
 
@@ -156,3 +159,119 @@ def mixed(rank: int, world: int, _: str) -> None:
 def test_beside_backends_of_torch(body: Callable[..., None]) -> None:
     """In 2.14 torch's own backends became plug-ins, as this one is."""
     run_ranks(body, WORLD, "gloo")
+
+
+def seconds(work: Any) -> float:
+    return float(work.timeout.total_seconds())
+
+
+def timeouts(rank: int, world: int) -> None:
+    group: Any = dist.new_group(timeout=timedelta(seconds=60))
+    backend = group._get_backend(torch.device("cpu"))
+    other = 1 - rank
+
+    def posted() -> Any:
+        return dist.irecv(torch.zeros(2), other, group=group)
+
+    def call() -> float:
+        work: Any = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        work.wait()
+        return seconds(work)
+
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=5)
+    stated = group.barrier(options)
+    stated.wait()
+    assert seconds(stated) == 5
+    first = posted()
+    backend.set_timeout(timedelta(seconds=50))
+    batch = dist.batch_isend_irecv(
+        [dist.P2POp(call, torch.zeros(2), other, group=group) for call in (dist.isend, dist.irecv)]
+    )
+    assert (seconds(first), seconds(batch[0]), call()) == (60, 50, 50)
+    first.wait()
+    dist.isend(torch.zeros(2), other, group=group).wait()
+    batch[0].wait()
+
+    # An extension ends with the first work after it; several add up.
+    group._add_ephemeral_timeout(timedelta(seconds=10))
+    works = [posted(), posted()]
+    group._add_ephemeral_timeout(timedelta(seconds=3))
+    works.append(posted())
+    assert list(map(seconds, works)) == [60, 60, 63]
+    meet("three are posted", rank, world)
+    dist.isend(torch.zeros(2), other, group=group).wait()
+    works[0].wait()
+    works.append(posted())
+    assert seconds(works[-1]) == 53
+    meet("four are posted", rank, world)
+    for _ in range(3):
+        dist.isend(torch.zeros(2), other, group=group).wait()
+    for work in works:
+        work.wait()
+    assert call() == 50
+    group._add_ephemeral_timeout(timedelta(seconds=10))
+    dist.barrier(group=group)
+    assert call() == 50
+    with pytest.raises(ValueError, match="by 0 ms or more"):
+        group._add_ephemeral_timeout(timedelta(seconds=-1))
+    both: Any = dist.new_group(backend="cpu:symm,cuda:symm", timeout=timedelta(seconds=60))
+    both._add_ephemeral_timeout(timedelta(seconds=10))
+    assert seconds(both.barrier()) == 70
+
+    # Each call takes longer than the group's timeout, and not longer than the extended one.
+    backend.set_timeout(timedelta(seconds=1))
+    for late in (lambda: dist.all_reduce(torch.ones(2), group=group), lambda: messages(group)):
+        group._add_ephemeral_timeout(timedelta(seconds=60))
+        if rank == 1:
+            time.sleep(1.5)
+        late()
+
+
+def messages(group: Any) -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(2), 1, group=group)
+    else:
+        dist.send(torch.zeros(2), 0, group=group)
+
+
+@pytest.mark.timed
+@needs("timeout", torch._C._distributed_c10d.Work)
+def test_timeouts_of_works_and_their_extensions() -> None:
+    run_ranks(timeouts, 2)
+
+
+def not_offered(rank: int, world: int) -> None:
+    group: Any = dist.group.WORLD
+    backend: Any = group._get_backend(torch.device("cpu"))
+    for holder in (group, backend):
+        assert not holder.supports_abort_hooks
+        with pytest.raises(RuntimeError, match="Backend symm does not support registerAbortHook"):
+            holder.register_abort_hook(1, lambda: None)
+    assert not backend.supports_reconfigure and not backend.supports_window
+    with pytest.raises(RuntimeError, match="Backend symm does not support get_reconfigure_handle"):
+        backend.get_reconfigure_handle()
+    # Every way to ask for a group that could be reconfigured.
+    options: Any = torch_symm.Options(timedelta(seconds=20))
+    options.enable_reconfigure = True
+    match = "members of a group of symm never change"
+    with pytest.raises(torch_symm.SymmConfigError, match=match):
+        dist.new_group(pg_options=options)
+    with pytest.raises(torch_symm.SymmConfigError, match=match):
+        torch_symm.ProcessGroupSymm(file_store("by hand", world), rank, world, options)
+    with pytest.raises(torch_symm.SymmConfigError, match=match):
+        backend.split(file_store("split", world), [0, 1], options)
+    meet("refused", rank, world)
+    dist.destroy_process_group()
+    with pytest.raises(torch_symm.SymmConfigError, match=match):
+        dist.init_process_group(
+            "symm", store=file_store("again", world), rank=rank, world_size=world, enable_reconfigure=True
+        )
+    assert not dist.is_initialized()
+    dist.init_process_group("symm", store=file_store("again", world), rank=rank, world_size=world)
+    dist.barrier()
+
+
+@needs("supports_abort_hooks", dist.ProcessGroup)
+def test_what_is_not_offered_raises_by_name() -> None:
+    run_ranks(not_offered, 2)

@@ -33,6 +33,33 @@ def python(code: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
+def test_a_silent_command_is_heard_of_until_it_ends(tmp_path: Path) -> None:
+    """The command ends after two lines, so that no machine is too slow for it."""
+    code = "import runpy, sys; progress = runpy.run_path(sys.argv[1])\n"
+    code += "with progress['running']('compiling', 0.05): sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(ROOT / "packaging" / "progress.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdin is not None
+        said = [process.stderr.readline() for _ in range(3)]
+        process.stdin.close()
+        said += process.stderr.readlines()
+    assert said[:2] == ["torch-symm: compiling …\n", "torch-symm: compiling: 0 s so far\n"]
+    assert said[2].endswith(" s so far\n") and said[-1].startswith("torch-symm: compiling took ")
+    command = [sys.executable, str(ROOT / "packaging" / "progress.py"), "one", sys.executable, "-c", "exit(3)"]
+    assert subprocess.run(command, check=False).returncode == 3
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 2), (2, 2), (3, 3), (64, 4)])
+def test_the_demo_has_as_many_ranks_as_cores(cores: int, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
+    (tmp_path / "nproc").chmod(0o700)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.run(
+        ["make", "-n", "demo"], capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PATH": path}, check=True
+    )
+    assert f"--nproc-per-node {ranks} examples/01_ddp_digits.py" in said.stdout
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the sources. Only cargo, which knows what changed, takes up what was built before."""
@@ -181,6 +208,7 @@ assert "symm" in dist.Backend.backend_list
     python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
+@pytest.mark.timed
 def test_autoload_takes_less_than_a_millisecond() -> None:
     code = """
 import time, torch, torch.distributed as dist

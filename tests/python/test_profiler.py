@@ -17,7 +17,6 @@ import torch_symm
 from ranks import meet, run_ranks
 from torch.profiler import ProfilerActivity, profile
 from torch_symm import __main__ as entry
-from torch_symm._trace import annotate
 
 LATE = 0.03
 
@@ -55,6 +54,7 @@ def traced(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_event_has_algorithm_bytes_bandwidth_and_who_was_waited_for(world: int) -> None:
     results = run_ranks(traced, world)
@@ -160,4 +160,4 @@ def test_sizes_are_those_of_nccl_tests() -> None:
     from torch_symm._trace.dump import _call
 
     one = _call(call(1, 5, op="gather"))
-    assert (annotate._size(one, 4), annotate._size(_call(call(1, 5)), 4)) == (64, 16)
+    assert (one.size(4), _call(call(1, 5)).size(4)) == (64, 16)

@@ -41,6 +41,7 @@ def outlived(rank: int, world: int, kind: str) -> list[float]:
     return received
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ("collective", "message"))
 def test_p2_a_death_is_heard_within_100_ms(kind: str) -> None:
     received = run_ranks(outlived, RUNS + 1, kind, backend=None, expect_killed=range(1, RUNS + 1))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from ranks import meet, run_ranks
+from test_layouts import mapped
 
 REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
@@ -59,6 +61,11 @@ CASES: dict[str, tuple[Callable[[], object], Callable[[], object], str]] = {
         "all_reduce",
     ),
     "freed memory": (lambda: dist.broadcast(freed(), 0), lambda: dist.broadcast(torch.zeros(10), 0), "broadcast"),
+    "memory that is mapped read-only": (
+        lambda: summed(mapped("fixed", mmap.PROT_READ)),
+        lambda: summed(torch.zeros(4096)),
+        "all_reduce",
+    ),
     "dtype that nothing serves": (
         lambda: summed(torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)),
         lambda: summed(torch.zeros(3)),
@@ -87,6 +94,7 @@ def refused_on_rank_1(rank: int, world: int, name: str) -> tuple[str, float, str
     return str(error.value), took, str(after.value)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", CASES)
 def test_a_wrong_argument_on_one_rank_is_told_to_the_other(name: str) -> None:
     results = run_ranks(refused_on_rank_1, 2, name)
@@ -134,6 +142,7 @@ def refused_before_others_come(rank: int, world: int) -> tuple[str, float]:
     return str(reported.value), took
 
 
+@pytest.mark.timed
 def test_a_rank_that_comes_late_is_told_too() -> None:
     reported, took = run_ranks(refused_before_others_come, 2)[0]
     assert "rank 1 (pid" in reported and took < 1, (reported, took)
@@ -252,6 +261,7 @@ def refused_message(rank: int, world: int, name: str) -> tuple[str, float]:
     return str(error.value), took
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", MESSAGES)
 def test_p9_a_refused_message_is_told_to_the_rank_that_waits_for_it(name: str) -> None:
     (reported, took), (refusal, _) = run_ranks(refused_message, 2, name)
@@ -280,5 +290,6 @@ def refused_and_sent(rank: int, world: int) -> None:
             assert bool((got == turn).all())
 
 
+@pytest.mark.timed
 def test_p9_a_message_that_is_repeated_rightly_disturbs_nobody() -> None:
     run_ranks(refused_and_sent, 2)

@@ -181,8 +181,9 @@ def _server_stops(rank: int, world_size: int) -> tuple[str, float]:
         server.kill()
 
 
+@pytest.mark.timed
 def test_a_stopped_server_of_torchs_store_is_named_at_the_deadline() -> None:
     [(message, seconds)] = run_ranks(_server_stops, 1, backend=None)
     assert "the store (c10d::TCPStore) at 127.0.0.1:" in message
     assert "did not answer Check within" in message
-    assert 1 <= seconds < 2.2
+    assert 1 <= seconds < 10

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
+import resource
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +19,9 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from ranks import file_store, init, meet, run_ranks
+from sandbox import deny, mask, needs_seccomp
 from torch.nn.parallel import DistributedDataParallel
-from torch_symm import _autoload, _native
+from torch_symm import _autoload, _native, testing
 
 CPU = torch.device("cpu")
 
@@ -214,15 +221,33 @@ def refused_by_both(rank: int, world: int) -> None:
     backend = dist.group.WORLD._get_backend(CPU)
     one, wide = torch.ones(3), torch.ones(3, dtype=torch.float64)
     for tensors in ([one, wide], [one, torch.ones(4)], [one, torch.eye(3).to_sparse()]):
-        with pytest.raises(ValueError, match="ProcessGroupSymm::allreduce"):
-            backend.allreduce(tensors)
+        # Programs written for Gloo catch a RuntimeError, those for symm a ValueError or TypeError.
+        for kind in (ValueError, RuntimeError):
+            with pytest.raises(kind, match="ProcessGroupSymm::allreduce"):
+                backend.allreduce(tensors)
+    refused: list[tuple[Any, Callable[[], object]]] = [
+        (ValueError, lambda: dist.all_gather_into_tensor(torch.ones(5), one)),
+        (ValueError, lambda: dist.all_reduce(torch.ones(1).expand(4), async_op=True)),
+        (ValueError, lambda: dist.send(one, 1 - rank, tag=-1)),
+        (TypeError, lambda: backend._allgather_base(torch.ones(6), wide)),
+    ]
+    for own, call in refused:
+        for kind in (own, RuntimeError):
+            with pytest.raises(kind) as caught:
+                call()
+            assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
     with pytest.raises(NotImplementedError, match="PRODUCT is not defined for complex32; use SUM"):
         dist.reduce(torch.zeros(3, dtype=torch.complex32), 0, dist.ReduceOp.PRODUCT)
     with pytest.raises(TypeError, match="not served"):
         options = dist.AllreduceOptions()
         backend.allreduce([torch.zeros(3, dtype=torch.uint8).view(torch.float8_e8m0fnu)], options)
     sums()
-    split = dist.split_group(split_ranks=[list(range(world))])
+    try:
+        split = dist.split_group(split_ranks=[list(range(world))])
+    except RuntimeError as error:
+        # torch 2.11 and 2.12 refuse it for any group without a GPU.
+        assert "No device associated" in str(error)
+        split = None
     if split is not None:
         backend = split._get_backend(CPU)
         backend.allreduce([one, other := torch.ones(3)]).wait()
@@ -271,6 +296,29 @@ def test_the_setting_needs_no_import(value: str, expected: str) -> None:
     assert expected in result.stdout, result.stdout
 
 
+def looks_like_gloo(rank: int, world: int) -> None:
+    """Clients reach devices and options through the backend and through its class."""
+    torch_symm.replace("gloo")
+    init(rank, world, "gloo")
+    backend = dist.group.WORLD._get_backend(CPU)
+    named = (name for name in dir(torch._C._distributed_c10d.ProcessGroupGloo) if name != "mem_allocator")
+    assert [name for name in named if not hasattr(backend, name)] == []
+    for holder in (backend, type(backend)):
+        assert isinstance(holder.create_device(interface="lo"), dist.ProcessGroupGloo.Device)
+        assert holder.create_default_device(lazy_init=True) is not None
+        options = holder._Options()
+        options._devices = [holder.create_device(hostname="127.0.0.1")]
+    store = dist.PrefixStore("own", file_store("own", world))
+    options._timeout = timedelta(seconds=20)
+    own = dist.ProcessGroupGloo(store, rank, world, options)
+    own.allreduce([one := torch.ones(2)]).wait()
+    assert (one == world).all()
+
+
+def test_the_backend_has_the_names_of_gloos() -> None:
+    run_ranks(looks_like_gloo, 2, backend=None)
+
+
 def made_by_hand(rank: int, world: int) -> None:
     store = dist.PrefixStore("by hand", file_store("hand", world))
     group = dist.ProcessGroup(store, rank, world)
@@ -298,3 +346,63 @@ def test_a_group_made_by_hand() -> None:
 def test_a_group_made_by_hand_checks_its_timeout() -> None:
     with pytest.raises(ValueError, match="timeout must be from 0"):
         torch_symm.ProcessGroupSymm(dist.HashStore(), 0, 1, timeout=-1)
+
+
+#: System calls that a container may deny, the errno, on which ranks, what symm says, and whether Gloo works without.
+DENIED: list[tuple[str, int, tuple[int, ...], str, bool]] = [
+    ("getrandom", errno.ENOSYS, (0, 1), "getrandom failed, for random names: Function not", True),
+    ("memfd_create", errno.EPERM, (0,), "memfd_create failed, for shared memory: Operation not", True),
+    ("ftruncate", errno.EACCES, (0,), "ftruncate failed, for the size of shared memory: Permission", True),
+    ("fallocate", errno.EOPNOTSUPP, (0,), "fallocate failed, for pages of shared memory: Operation", True),
+    ("pidfd_open", errno.ENOSYS, (0, 1), "pidfd_open failed, for watching a peer's process: Function", True),
+    ("pidfd_open", errno.EPERM, (1,), "pidfd_open failed, for watching a peer's process: Operation", True),
+    ("eventfd2", errno.EPERM, (0, 1), "eventfd2 failed, for waking its threads: Operation not", True),
+    ("eventfd2", errno.EPERM, (1,), "eventfd2 failed, for waking its threads: Operation not", True),
+    ("sendmsg", errno.EPERM, (0,), "sendmsg failed, for a descriptor for a peer: Operation not", True),
+    ("sendmsg", errno.EPERM, (1,), "sendmsg failed, for a descriptor for a peer: Operation not", True),
+    ("accept4", errno.EPERM, (0,), "accept4 failed, for the connection of a peer: Operation not", True),
+    ("recvmsg", errno.EPERM, (0,), "recvmsg failed, for a descriptor from a peer: Operation not", False),
+    ("recvmsg", errno.EPERM, (1,), "recvmsg failed, for a descriptor from a peer: Operation not", False),
+    ("getsockopt", errno.EPERM, (0,), "getsockopt failed, for the identity of a peer: Operation not", False),
+    ("getsockopt", errno.EPERM, (1,), "getsockopt failed, for the identity of a peer: Operation not", False),
+    ("listen", errno.EPERM, (0,), "socket, bind or listen failed, for a Unix socket for its peers", False),
+]
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+
+def forbidden(rank: int, world: int, forbid: Callable[[], None], ranks: tuple[int, ...], text: str, gloo: bool) -> None:
+    def make(backend: str) -> None:
+        # Torch's: a store of symm is not what is tried here.
+        store = dist.FileStore(str(testing.shared_folder() / backend), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+
+    if rank in ranks:
+        forbid()
+    began = time.monotonic()
+    with pytest.raises(torch_symm.SymmConfigError, match=r'join group "default" of 2 ranks') as caught:
+        make("symm")
+    # The other rank raises the cause, and does not wait until its timeout of 30 s.
+    assert time.monotonic() - began < 15
+    message = str(caught.value)
+    assert text in message and "out of memory" not in message, message
+    assert any(f"rank {rank} (pid " in message for rank in ranks), message
+    # A rank that ends before the others start to join looks like one that never started.
+    meet("refused", rank, world)
+    if gloo:
+        torch_symm.replace("gloo")
+        make("gloo")
+        assert served_by() == "gloo"
+        sums()
+
+
+@needs_seccomp
+def test_what_a_machine_forbids_is_named_on_all_ranks_and_gloo_serves() -> None:
+    for call, code, ranks, text, gloo in DENIED:
+        run_ranks(forbidden, 2, partial(deny, call, code), ranks, text, gloo, backend=None)
+    run_ranks(forbidden, 2, limit_files, (0, 1), "RLIMIT_FSIZE is 1048576 and limits", True, backend=None)
+    if os.geteuid() == 0:
+        text = "/proc/sys/kernel/random/boot_id cannot be read: No such file"
+        run_ranks(forbidden, 2, partial(mask, "/proc/sys"), (0, 1), text, True, backend=None)

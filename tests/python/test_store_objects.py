@@ -62,6 +62,7 @@ def test_bad_arguments_of_a_file_store(tmp_path: Path) -> None:
         FileStore(str(tmp_path / "no" / "such" / "place"), 1)
 
 
+@pytest.mark.timed
 def test_opening_waits_for_the_lock_until_the_timeout_and_names_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "store"
     kept = FileStore(path, 2)

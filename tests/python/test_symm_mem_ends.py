@@ -15,6 +15,7 @@ from ranks import Results, meet, run_ranks
 from test_symm_mem_engine import cpu, handle_of
 
 
+@pytest.mark.timed
 def test_after_the_end_of_its_group() -> None:
     """What is mapped stays so; signals fail at once."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as torchs
 import torch_symm.symm_mem as symm_mem
 from ranks import run_ranks
-from torch_symm.symm_mem import _gather, _scatter
+from torch_symm.symm_mem import _gather, _operators, _scatter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WORLDS = (2, 4)
@@ -50,6 +52,53 @@ def test_what_need_not_be_copied_has_the_dimension_outermost() -> None:
                 assert restride(moved, dim).data_ptr() == moved.data_ptr(), "again"
 
 
+def test_strides_for_a_permutation_are_those_of_torch() -> None:
+    given = torch.arange(120.0).view(2, 3, 4, 5)
+    for perm in itertools.permutations(range(given.dim())):
+        ours = symm_mem.make_contiguous_for_perm(given, list(perm))
+        theirs = torchs.make_contiguous_for_perm(given, list(perm))
+        assert torch.equal(ours, given) and ours.stride() == theirs.stride(), perm
+
+
+def test_the_names_of_torchs_module_take_what_torchs_take() -> None:
+    for operator in _operators.OPERATORS:
+        ours, theirs = (
+            inspect.signature(getattr(module, f"_{operator.name}_fallback")).parameters for module in (symm_mem, torchs)
+        )
+        assert list(ours) == list(theirs), operator.name
+    given = torch.arange(120.0).view(2, 3, 4, 5)
+    for dim in (*range(4), -1):
+        moved = symm_mem.outermost(given, dim)
+        assert torch.equal(moved, given) and moved.movedim(dim, 0).is_contiguous()
+
+
+def test_tensors_of_several_devices_are_refused_by_name() -> None:
+    """With one of them on the meta device PyTorch takes the kernel without memory."""
+    one, rest = torch.ones(4, 4), ([None], [None], [torch.float32], [False])
+    calls: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
+        "fused_all_gather_matmul": ({"A": one, "Bs": [one, one]}, (0, "none")),
+        "fused_all_gather_scaled_matmul": (
+            {"A": one, "Bs": [one], "A_scale": one, "B_scales": [one]},
+            (0, "none", *rest),
+        ),
+        "fused_matmul_reduce_scatter": ({"A": one, "B": one}, ("sum", 0, "none")),
+        "fused_scaled_matmul_reduce_scatter": (
+            {"A": one, "B": one, "A_scale": one, "B_scale": one},
+            ("sum", 0, 0, "none", [4, 4]),
+        ),
+    }
+    assert calls.keys() == {operator.name for operator in _operators.OPERATORS}
+    for (name, (tensors, others)), odd in itertools.product(calls.items(), range(4)):
+        if odd >= len(tensors):
+            continue
+        odd_name, value = list(tensors.items())[odd]
+        moved = [each.to("meta") for each in value] if isinstance(value, list) else one.to("meta")
+        call = getattr(torch.ops.symm, name)
+        with pytest.raises(ValueError, match=rf"{name}: \w+ is on (cpu|meta), A on (cpu|meta); move") as error:
+            call(*{**tensors, odd_name: moved}.values(), *others)
+        assert odd == 0 or f": {odd_name} is on meta" in str(error.value)
+
+
 def gather_everything(rank: int, world: int) -> None:
     name = dist.group.WORLD.group_name
     for dtype, shape in itertools.product(FLOATS, ((3, 5), (1, 2), (2, 3, 5), (2, 1, 3, 4))):
@@ -62,7 +111,7 @@ def gather_everything(rank: int, world: int) -> None:
             for given in layouts(mine):
                 where = (dtype, shape, gather_dim, widths, given.stride())
                 got_A, got = symm_mem.fused_all_gather_matmul(given, Bs, gather_dim, name)
-                wanted_A, wanted = _gather.fallback(given, Bs, gather_dim, name)
+                wanted_A, wanted = symm_mem._fused_all_gather_matmul_fallback(given, Bs, gather_dim, name)
                 assert got_A is not None and wanted_A is not None
                 assert torch.equal(got_A, A), where
                 assert_same(got_A, wanted_A, where)
@@ -95,7 +144,9 @@ def scatter_everything(rank: int, world: int) -> None:
                 where = (dtype, shape, scatter_dim, width, op, given.stride())
                 got = symm_mem.fused_matmul_reduce_scatter(given, Bs[rank], op, scatter_dim, name)
                 assert torch.equal(got.double(), total.chunk(world, scatter_dim)[rank]), where
-                assert_same(got, _scatter.fallback(given, Bs[rank], op, scatter_dim, name), where)
+                assert_same(
+                    got, symm_mem._fused_matmul_reduce_scatter_fallback(given, Bs[rank], op, scatter_dim, name), where
+                )
                 assert got.is_contiguous()
 
 

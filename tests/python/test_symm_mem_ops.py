@@ -292,6 +292,7 @@ def test_arguments_are_checked_as_torch_does() -> None:
     run_ranks(body, 2)
 
 
+@pytest.mark.timed
 def test_a_rank_that_does_not_come_is_named() -> None:
     def body(rank: int, world: int) -> None:
         tensor = cpu(64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import meet, run_ranks
+from test_layouts import mapped
 from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem
@@ -53,6 +55,12 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         lambda t, n: ops.two_shot_all_reduce_out(t, "sum", WORLD, torch.empty(5)),
         lambda t, n: ops.two_shot_all_reduce_out(t, "sum", WORLD, t.clone()),
         "input/output size mismatch",
+        BARRIER,
+    ),
+    "mapped read-only": (
+        lambda t, n: reduced(t, mapped("fixed", mmap.PROT_READ)[: ELEMENTS // n]),
+        lambda t, n: reduced(t, torch.empty(ELEMENTS // n)),
+        "memory that may not be written",
         BARRIER,
     ),
     "reduce op": (
@@ -114,6 +122,7 @@ def refused_on_rank_1(rank: int, world: int, name: str) -> tuple[str, float]:
     return str(error.value), took
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_p9_a_refused_operator_is_told_to_the_ranks_that_wait_for_it(name: str, world: int) -> None:
@@ -123,7 +132,7 @@ def test_p9_a_refused_operator_is_told_to_the_ranks_that_wait_for_it(name: str, 
     for rank in set(range(world)) - {1}:
         reported, took = results[rank]
         assert took < 1
-        for word in ("rank 1 (pid", "refused a call and made no other", f"for it in {call}", refusal):
+        for word in ("rank 1 (pid", "refused a call and has not made it since", f"for it in {call}", refusal):
             assert word in reported, (word, reported)
 
 
@@ -150,6 +159,7 @@ def repeated_rightly(rank: int, world: int) -> float:
     return pause
 
 
+@pytest.mark.timed
 def test_an_operator_that_is_repeated_rightly_disturbs_nobody() -> None:
     run_ranks(repeated_rightly, 3)
 

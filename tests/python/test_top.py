@@ -19,7 +19,7 @@ from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._trace.dump import Dump, parse
 from torch_symm._trace.report import merge
-from torch_symm.top import files, live, table
+from torch_symm.top import files, live, summary, table
 
 WORLD = 2
 
@@ -89,6 +89,21 @@ def printed(rank: int, world: int) -> str:
     return str(counted)
 
 
+def sized(rank: int, world: int) -> dict[str, int]:
+    dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
+    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(8))
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(world)] if rank == 0 else None)
+    dist.scatter(torch.empty(4), [torch.ones(4) for _ in range(world)] if rank == 0 else None)
+    dist.all_to_all_single(torch.empty(8), torch.ones(8))
+    dist.all_reduce(torch.ones(8))
+    return {line.op: line.size for line in table.lines(merge([parse(torch_symm.trace(), "this process")]))}
+
+
+def test_sizes_are_those_of_the_benchmark() -> None:
+    ops = ("all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "all_reduce")
+    assert run_ranks(sized, WORLD) == [dict.fromkeys(ops, 32)] * WORLD
+
+
 def test_statistics_are_a_table_when_printed() -> None:
     for said in run_ranks(printed, WORLD):
         heading, names, *rows = said.splitlines()
@@ -150,6 +165,59 @@ def test_what_is_missing_is_said(
     assert says in capsys.readouterr().err
 
 
+#: More than a trace keeps; each rank is a program that ends as any does.
+COUNTED = """
+import torch, torch.distributed as dist
+dist.init_process_group("symm")
+tensor = torch.ones(1000)
+for _ in range(2100):
+    dist.all_reduce(tensor)
+parts = [torch.empty(1000) for _ in range(2)] if dist.get_rank() == 0 else None
+dist.gather(tensor, parts)
+dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_ends_with_the_counts_of_all_its_calls(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(COUNTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    environment = {**os.environ, "SYMM_STATS": "3600", "SYMM_TRACE_DIR": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    said = result.stderr.splitlines()
+    (head,) = [number for number, line in enumerate(said) if "calls of rank" in line]
+    assert said[head].startswith("all 2102 calls of rank 0 (pid ")
+    assert said[head + 1].split("  ")[0] == "collective"
+    found = {line.split()[0]: line.split() for line in said[head + 2 : head + 5]}
+    assert found["all_reduce"][1:6] == ["4", "KiB", "cpu", "2100", "8.01"]
+    assert found["gather"][1:6] == ["8", "KiB", "cpu", "1", "7.81"]
+    assert found["send"][1:6] == ["4", "KiB", "cpu", "1", "3.91"]
+    *_, total, mean, longest, rate = found["all_reduce"]
+    assert 0 < float(mean) <= float(longest) and float(total) > 0 and float(rate) > 0
+
+
+def test_counts_without_times_have_none() -> None:
+    line = {"op": "all_reduce", "device": "cuda", "size": 8, "calls": 3, "bytes": 24, "timed": 0, "ns": 0}
+    short = {
+        **line,
+        "op": "barrier",
+        "device": "cpu",
+        "size": 0,
+        "bytes": 0,
+        "timed": 2,
+        "ns": 3000,
+        "longest_ns": 2000,
+    }
+    totals = {"since_ns": 0, "lines": [{**line, "longest_ns": 0}, short]}
+    text = summary.render({"totals": totals, "written_ns": 2 * 10**9, "pid": 7, "host": "here"}, 4)
+    assert [" ".join(line.split()) for line in text.splitlines()] == [
+        "all 6 calls of rank 4 (pid 7) on here, 2.0 s",
+        "collective size device calls total total ms mean µs longest µs GB/s",
+        "barrier 0 B cpu 3 0 B 0.0 1.5 2.0 -",
+        "all_reduce 8 B cuda 3 24 B - - - -",
+    ]
+
+
 @pytest.mark.slow
 def test_a_file_is_removed_at_the_end_of_its_process(tmp_path: Path) -> None:
     code = "import torch_symm; from torch_symm.top import live; from torch_symm._native import load;"
@@ -174,3 +242,37 @@ def test_the_folder_is_that_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_first_rank_prints() -> None:
     assert live._first(dump(0, []))
     assert not live._first(dump(1, []))
+
+
+def test_only_private_folders_and_files_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, name = tmp_path / "traces", files.name(os.getpid())
+    folder.mkdir(mode=0o700)
+    file = folder / name
+    head = {"format": "torch-symm trace", "version": 1, "host": "here", "boot_id": "b", "pid": os.getpid()}
+    file.write_text(json.dumps({**head, "calls_made": 0, "calls_kept": 1, "written_ns": 1, "groups": [], "calls": []}))
+    file.chmod(0o600)
+
+    def top(place: Path) -> str:
+        status = entry.main(["top", str(os.getpid()), "--once", "--dir", str(place)])
+        said = capsys.readouterr()
+        assert status == (2 if said.err else 0)
+        return said.out + said.err
+
+    assert "no call has been made" in top(folder)
+    (tmp_path / "link").symlink_to(folder)
+    assert "link" in top(tmp_path / "link") and "no call" not in top(tmp_path / "link")
+    folder.chmod(0o777)
+    assert "traces can be written by others (mode 777)" in top(folder)
+    folder.chmod(0o700)
+    file.chmod(0o622)
+    assert f"{name} can be written by others (mode 622)" in top(folder)
+    file.rename(folder / "moved")
+    (folder / "moved").chmod(0o600)
+    file.symlink_to("moved")
+    assert name in top(folder) and "no call" not in top(folder)
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert "is not a regular file" in top(folder)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        assert "traces belongs to user 12345, this process to 0" in top(folder)

@@ -135,6 +135,20 @@ def test_a_described_host_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert '"gpu-0"' in path.read_text()
 
 
+def test_a_host_without_gpus_shows_ranks_cores_and_shared_caches(tmp_path: Path, system: Path) -> None:
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
+    path = tmp_path / "host.svg"
+    plot.draw(cpu.section(4, system).found, [], [], path)
+    root = ElementTree.parse(path).getroot()
+    ids = {element.get("id", "") for element in root.iter()}
+    # Threads 0 and 4 are one core; thread 7 may not be used, which 3 may.
+    assert ids >= {f"{what}-{number}" for what in ("core", "L1d", "rank") for number in range(4)}
+    assert ids >= {"L3-0", "L3-2", "node-0", "node-1"} and not ids & {"core-4", "L3-1", "rank-4"}
+    said = "".join(root.itertext())
+    assert "L3 16M" in said and "rank 3" in said and "0,4" in said
+    assert "4 ranks, each on any of the hardware threads 0-6: nothing pins them" in said
+
+
 def test_the_host_is_drawn(tmp_path: Path, system: Path) -> None:
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
     path = tmp_path / "host.svg"

@@ -191,7 +191,7 @@ def futures(rank: int) -> None:
     # Lists.
     lists = [[torch.zeros(2) for _ in range(WORLD)]]
     value = dist.group.WORLD.allgather(lists, [torch.full((2,), float(rank))]).get_future().wait()
-    assert [float(t[0]) for t in value[0]] == [0.0, 1.0, 2.0]
+    assert [float(t[0]) for t in value] == [0.0, 1.0, 2.0]
     # A coalesced block is one work.
     ops = [dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % WORLD)]
     got = torch.zeros(3)

@@ -230,6 +230,7 @@ def dumps_fail(kind: str, tmp_path: Path) -> None:
     assert list(real.iterdir()) == [] and results.dumps == [[], []]
 
 
+@pytest.mark.timed
 def test_a_dump_that_cannot_be_written_is_a_line_in_the_log(tmp_path: Path) -> None:
     """In a process that has not read its configuration, which its ranks would have from it."""
     for kind in ("link", "read only", "full"):

@@ -206,6 +206,7 @@ def test_average_and_factor_of_reduce_scatter() -> None:
     run_ranks(body, 3)
 
 
+@pytest.mark.timed
 def test_unset_timeout_means_the_group_timeout() -> None:
     """Nearly every call carries -1 ms: it must not time out at once, nor never."""
 
@@ -222,6 +223,7 @@ def test_unset_timeout_means_the_group_timeout() -> None:
     run_ranks(body, 2, backend=None)
 
 
+@pytest.mark.timed
 def test_timeout_of_a_call_and_of_the_group_later() -> None:
     """Options of a call, ``_set_default_timeout`` and ``pg.set_timeout`` are all kept."""
 

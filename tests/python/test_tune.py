@@ -86,6 +86,7 @@ def priced_afresh(env: dict[str, str]) -> list[list[list[object]]]:
     return answers
 
 
+@pytest.mark.timed
 @pytest.mark.slow
 def test_what_is_measured_is_what_the_model_says(tmp_path: Path) -> None:
     path = tmp_path / "mine" / "profile.json"

@@ -22,6 +22,7 @@ import draw
 import faults
 from report import Report
 from supervisor import Supervisor, Violation
+from torch_symm._command import count, positive
 
 
 def main() -> int:
@@ -62,14 +63,14 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--minutes", type=positive, default=5)
     parser.add_argument("--seed", type=int, help="default: a random one, printed at the end")
     parser.add_argument("--round", type=int, help="this round alone")
-    parser.add_argument("--times", type=int, default=1, help="how often to play --round")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--times", type=count, default=1, help="how often to play --round")
+    parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", choices=list(draw.FAULTS), help="this fault in every round")
-    parser.add_argument("--limit", type=float, default=faults.LIMIT, help="seconds in which a failure must be heard")
+    parser.add_argument("--limit", type=positive, default=faults.LIMIT, help="seconds in which a failure must be heard")
     parser.add_argument("--report", help="a file for the figures, as JSON")
     return parser.parse_args()
 

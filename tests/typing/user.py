@@ -42,7 +42,7 @@ def stores() -> None:
     assert_type(tcp.port, int)
     assert_type(tcp.host, str)
     tcp.set("key", "value")
-    tcp.barrier("here", 0, 2, timedelta(seconds=1))
+    tcp.rank_barrier("here", 0, 2, timedelta(seconds=1))
     file = torch_symm.FileStore(Path("store"), 2)
     assert_type(file.path, str)
     assert_type(file.timeout, timedelta)
@@ -89,7 +89,7 @@ def memory() -> None:
 
 def prices(mesh: DeviceMesh, shard: torch.Tensor) -> None:
     topo = tensor.MeshTopoInfo.build_from_mesh(mesh)
-    assert_type(tensor.allreduce_cost(1e6, topo, 0), float)
+    assert_type(tensor.allreduce_cost(1e-3, topo, 0), float)
     assert_type(topo.price("all_reduce", 1e6, 0), tuple[float, str, str])
     assert_type(tensor.shard_dim_alltoall(shard, 0, 1, mesh, 0), torch.Tensor)
     tensor.install_cost_model(wire=(10.0, 20.0))

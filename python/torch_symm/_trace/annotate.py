@@ -66,7 +66,7 @@ def annotate_trace(path: str | os.PathLike[str], dumps: Sequence[str | os.PathLi
         try:
             trace = json.load(source)
             events = _events(trace)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{file}: it is no trace of torch.profiler: {type(error).__name__}: {error}") from error
     try:
         kept = [read(Path(dump)) for dump in dumps] or [parse(json.loads(load()._trace()), "this process")]
@@ -108,7 +108,7 @@ def _match(dump: Dump, events: Sequence[Event]) -> None:
 def _arguments(event: Event) -> dict[str, Any]:
     views, calls = zip(*event.calls, strict=True)
     view, first = views[0], calls[0]
-    size = sum(_size(call, len(view.members)) for call in calls)
+    size = sum(call.size(len(view.members)) for call in calls)
     found: dict[str, Any] = {
         "call": first.text if len(calls) == 1 else f"{first.text} and {len(calls) - 1} more",
         "sequence": first.sequence,
@@ -131,9 +131,3 @@ def _arguments(event: Event) -> dict[str, Any]:
             found["waited_us"] = sum(ns for ns, _ in waits) / 1e3
             found["waited_for"] = max(waits, key=lambda wait: wait[0])[1]
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _size(call: Call, world: int) -> int:
-    """The size of nccl-tests: of a gather and a scatter all shards."""
-    size = call.elements * call.itemsize
-    return size * world if call.op in ("gather", "scatter") and call.even else size

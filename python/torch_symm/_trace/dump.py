@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,11 @@ class Call:
     def message(self) -> bool:
         return self.op in ("send", "recv")
 
+    def size(self, world: int) -> int:
+        """Bytes as nccl-tests counts them, among ``world`` ranks: of the whole tensor that is gathered or divided."""
+        size = self.elements * self.itemsize
+        return size * world if self.op in ("gather", "scatter") and self.even else size
+
 
 @dataclass(frozen=True)
 class Member:
@@ -133,19 +140,55 @@ class Dump:
     views: list[View]
 
 
-def read(path: Path) -> Dump:
-    """Reads the dump in ``path``.
+def foreign(status: os.stat_result) -> str:
+    """Returns why a file or folder with this status cannot be trusted, as ``src/sys/private.rs``; empty if it can."""
+    user = os.geteuid()
+    if status.st_uid not in (user, 0):
+        return f"belongs to user {status.st_uid}, this process to {user}"
+    if status.st_mode & 0o022:
+        return f"can be written by others (mode {status.st_mode & 0o7777:o}): chmod go-w makes it usable"
+    return ""
+
+
+def read(path: Path, private: bool = False) -> Dump:
+    """Reads the dump in ``path``. With ``private`` only a file that other users cannot have made or changed.
 
     Raises:
-        NotADump: it is none, is of another version, or ends too early.
+        NotADump: it is not a dump, is of another version, ends too early, or is not private.
     """
     try:
+        if private:
+            return _parsed(_private(path), path)
         if not path.is_file():
             raise NotADump(f"{path}: there is no such file")
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
     except OSError as error:
         raise NotADump(f"{path}: {error.strerror}") from error
+    return _parsed(content, path)
+
+
+def _private(path: Path) -> bytes:
+    # Neither the folder nor the file may be a link, and what is checked is what is open.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(path.parent, flags | os.O_DIRECTORY)
+    try:
+        if reason := foreign(os.fstat(folder)):
+            raise NotADump(f"{path.parent} {reason}")
+        # A pipe without a writer would block.
+        descriptor = os.open(path.name, flags | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if reason := foreign(status):
+            raise NotADump(f"{path} {reason}")
+        if not stat.S_ISREG(status.st_mode):
+            raise NotADump(f"{path} is not a regular file")
+        return file.read(LARGEST + 1)
+
+
+def _parsed(content: bytes, path: Path) -> Dump:
     if len(content) > LARGEST:
         raise NotADump(f"{path}: it has more than {LARGEST >> 20} MiB, which no dump has")
     try:
@@ -166,61 +209,61 @@ def parse(data: Any, name: str) -> Dump:
         raise NotADump(f"{name}: it is of version {data.get('version')!r}; this torch_symm reads version {VERSION}")
     try:
         return _dump(data)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise NotADump(f"{name}: a field is missing or wrong: {type(error).__name__}: {error}") from error
 
 
 def _dump(data: dict[str, Any]) -> Dump:
-    complete = int(data["calls_made"]) <= int(data["calls_kept"])
-    written = int(data["written_ns"])
+    complete = _int(data["calls_made"]) <= _int(data["calls_kept"])
+    written = _int(data["written_ns"])
     views = {}
     for group in data["groups"]:
         failure = group["failure"]
-        members = [Member(int(m["rank"]), int(m["global_rank"]), int(m["pid"])) for m in group["members"]]
+        members = [Member(_int(m["rank"]), _int(m["global_rank"]), _int(m["pid"])) for m in group["members"]]
         view = View(
-            key=(str(data["boot_id"]), int(group["memory"])),
+            key=(str(data["boot_id"]), _int(group["memory"])),
             name=_plain(group["name"]),
-            rank=int(group["rank"]),
+            rank=_int(group["rank"]),
             members=members,
             other_hosts=_plain(others) if (others := group.get("other_hosts")) else None,
-            joined_ns=int(group["joined_ns"]),
+            joined_ns=_int(group["joined_ns"]),
             left_ns=_number(group["left_ns"]),
-            begun=int(group["begun"]),
+            begun=_int(group["begun"]),
             launched=_number(group["launched"]),
-            failure=failure and Failure(_plain(failure["kind"]), _plain(failure["message"]), int(failure["seen_ns"])),
+            failure=failure and Failure(_plain(failure["kind"]), _plain(failure["message"]), _int(failure["seen_ns"])),
             peers=[_peer(peer) for peer in group["peers"]],
             written_ns=written,
             complete=complete,
         )
         if not 0 <= view.rank < len(members) or [member.rank for member in members] != list(range(len(members))):
             raise ValueError(f"group {view.name} has no rank {view.rank}")
-        views[int(group["id"])] = view
+        views[_int(group["id"])] = view
     for call in data["calls"]:
-        views[int(call["group"])].calls.append(_call(call))
-    return Dump(_plain(data["host"]), int(data["pid"]), written, list(views.values()))
+        views[_int(call["group"])].calls.append(_call(call))
+    return Dump(_plain(data["host"]), _int(data["pid"]), written, list(views.values()))
 
 
 def _peer(data: dict[str, Any]) -> Peer:
     process, absence = data["process"], data["absence"]
     return Peer(
-        rank=int(data["rank"]),
+        rank=_int(data["rank"]),
         process=None if process is None else _plain(process),
-        begun=int(data["begun"]),
+        begun=_int(data["begun"]),
         launched=_number(data["launched"]),
         absence=None if absence is None else _plain(absence),
     )
 
 
 def _call(data: dict[str, Any]) -> Call:
-    elements, bytes_in, bytes_out = int(data["elements"]), int(data["bytes_in"]), int(data["bytes_out"])
+    elements, bytes_in, bytes_out = _int(data["elements"]), _int(data["bytes_in"]), _int(data["bytes_out"])
     return Call(
-        number=int(data["number"]),
+        number=_int(data["number"]),
         op=_plain(data["op"]),
         text=_plain(data["call"]),
         sequence=_number(data["sequence"]),
         dtype=_plain(data["dtype"]),
         elements=elements,
-        itemsize=max(1, int(data["itemsize"])),
+        itemsize=max(1, _int(data["itemsize"])),
         peer=_number(data["peer"]),
         far=bool(data.get("far")),
         inside=bool(data.get("inside")),
@@ -228,8 +271,8 @@ def _call(data: dict[str, Any]) -> Call:
         bytes_in=bytes_in,
         bytes_out=bytes_out,
         cuda=str(data["device"]).startswith("cuda"),
-        timeout_ms=int(data["timeout_ms"]),
-        created_ns=int(data["created_ns"]),
+        timeout_ms=_int(data["timeout_ms"]),
+        created_ns=_int(data["created_ns"]),
         started_ns=_number(data["started_ns"]),
         ended_ns=_number(data["ended_ns"]),
         state=_plain(data["state"]),
@@ -243,7 +286,14 @@ def _call(data: dict[str, Any]) -> Call:
 
 
 def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return None if value is None else _int(value)
+
+
+def _int(value: Any) -> int:
+    """Returns ``value`` as a number of 64 bits, so that everything computed from it is finite."""
+    if abs(found := int(value)) >> 64:
+        raise ValueError(f"{str(value)[:30]} does not fit into 64 bits")
+    return found
 
 
 def _plain(value: Any) -> str:

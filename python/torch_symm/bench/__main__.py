@@ -13,6 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from torch_symm._command import overloaded, positive, ranks
+
 from . import machine, plot
 from .beside import Beside
 from .launch import CopyRate, Options, cells, measure
@@ -55,7 +57,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
         help="busy processes beside the ranks, or loader: one per core streams memory",
     )
     parser.add_argument("--quick", action="store_true", help="few sizes and calls, less than a minute")
-    parser.add_argument("--seconds", type=float, help="time to spend, about (default: 480; 35 with --quick)")
+    parser.add_argument("--seconds", type=positive, help="time to spend, about (default: 480; 35 with --quick)")
     parser.add_argument("--json", type=Path, default=Path("out/bench.json"), help="where to write all figures")
     parser.add_argument("--no-json", action="store_true", help="write no file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times as curves (needs matplotlib)")
@@ -68,12 +70,12 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Outputs]:
     try:
         listed = given.sizes or (QUICK_SIZES if given.quick else FULL_SIZES)
         sizes = tuple(parse_size(size) for size in listed.split(","))
-        worlds = tuple(int(world) for world in given.ranks.split(","))
+        worlds = tuple(ranks(world) for world in given.ranks.split(","))
         beside = Beside.parse(given.beside)
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--ranks: {error}")
     except ValueError as error:
         parser.error(str(error))
-    if min(worlds) < 2:
-        parser.error("--ranks: a group to measure has at least 2 ranks")
     for flag, backend in (("--backend", given.backend), ("--peer", given.peer)):
         if (complaint := unusable(backend)) and (flag, backend) != ("--peer", "none"):
             parser.error(f"{flag}: {complaint}")
@@ -126,6 +128,8 @@ def main(arguments: Sequence[str]) -> int:
     total = sum(len(cells(options, world)) for world in options.worlds)
     load = f"load {here.loadavg[0]}"
     print(f"{here.date}  {here.cpu}, {here.cores} cores, {load}, torch {here.torch}, commit {here.commit}", flush=True)
+    if busy := overloaded():
+        print(f"warning: {busy}, so these times say little", flush=True)
     if max(options.worlds) > here.cores:
         print(f"note: {max(options.worlds)} ranks on {here.cores} cores wait for each other's time slices", flush=True)
     if options.beside.count:

@@ -39,8 +39,8 @@ class Beside:
         """
         if text == "loader":
             return cls(usable_cores(), loaders=True)
-        if not text.isdecimal():
-            raise ValueError(f"{text!r} is neither a number of processes nor 'loader'")
+        if not (text.isascii() and text.isdigit() and len(text) < 5):
+            raise ValueError(f"--beside: {text!r} is neither a number of processes up to 9999 nor 'loader'")
         return cls(int(text))
 
     def __str__(self) -> str:

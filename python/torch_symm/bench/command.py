@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_symm._command import Parser, closest
+from torch_symm._command import Parser, closest, count, overloaded, positive, ranks, whole
 
 from .units import format_size, parse_size
 
@@ -49,28 +49,28 @@ def parser() -> Parser:
     )
     made.add_argument("-b", "--minbytes", default="32M", help="smallest size, as 8, 64K, 32M, 1G (default: 32M)")
     made.add_argument("-e", "--maxbytes", help="largest size (default: -b)")
-    made.add_argument("-f", "--stepfactor", type=float, help="each size is so many times the one before")
+    made.add_argument("-f", "--stepfactor", type=positive, help="each size is so many times the one before")
     made.add_argument("-i", "--stepbytes", help="each size is so much larger than the one before (default: 1M)")
     made.add_argument(
         "-g",
         "--ngpus",
         "--ranks",
         dest="ranks",
-        type=int,
+        type=ranks,
         help=f"ranks (default: all GPUs; on CPU {CPU_RANKS})",
     )
-    made.add_argument("-n", "--iters", type=int, default=20, help="timed calls (default: 20)")
-    made.add_argument("-w", "--warmup_iters", type=int, default=5, help="untimed calls before (default: 5)")
-    made.add_argument("-c", "--check", type=int, default=1, help="calls whose result is compared (default: 1)")
+    made.add_argument("-n", "--iters", type=count, default=20, help="timed calls (default: 20)")
+    made.add_argument("-w", "--warmup_iters", type=whole, default=5, help="untimed calls before (default: 5)")
+    made.add_argument("-c", "--check", type=whole, default=1, help="calls whose result is compared (default: 1)")
     made.add_argument("-o", "--op", default="sum", help="sum, prod, min, max, avg, several, or all")
     made.add_argument("-d", "--datatype", default="float", help="float or f32, bf16, half, …, several, or all")
-    made.add_argument("-r", "--root", default="0", help="a rank, or all (default: 0)")
-    made.add_argument("-G", "--cudagraph", type=int, default=0, help="not 0: time of a call in a CUDA graph")
+    made.add_argument("-r", "--root", type=_root, default="0", help="a rank, or all (default: 0)")
+    made.add_argument("-G", "--cudagraph", type=whole, default=0, help="not 0: time of a call in a CUDA graph")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
     made.add_argument("--backend", default="symm", help="the tested backend, on CPU (default: symm)")
     made.add_argument(
         "--limit",
-        type=float,
+        type=positive,
         default=LIMIT_S,
         metavar="SECONDS",
         help=f"end a run whose ranks do not get on for so long (default: {LIMIT_S:.0f})",
@@ -85,6 +85,10 @@ def parser() -> Parser:
         help="draw a .png, .svg, .pdf or .html (needs matplotlib)",
     )
     return made
+
+
+def _root(text: str) -> int | None:
+    return None if text == "all" else whole(text)
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
             rows.append(message)
             if message.wanted.op != shown:
                 shown = message.wanted.op
-                say("\n".join(["#", f"# {shown}", *columns.headings(several)]))
+                say("\n".join(columns.opening(shown, several)))
             say("\n".join(columns.lines(message, several)))
         _progress(plan, len(rows))
     for line in columns.closing(rows, given.check > 0):
@@ -178,12 +182,6 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
     world = given.ranks if given.ranks is not None else gpus if device == "cuda" else CPU_RANKS
     if device == "cuda" and not 2 <= world <= gpus:
         parser.error(f"-g {world}: from 2 ranks on, each with a GPU; torch finds {gpus} here (--device cpu needs none)")
-    if world < 2:
-        parser.error(f"-g {world}: a group to measure has at least 2 ranks")
-    if given.iters < 1 or given.warmup_iters < 0 or given.check < 0:
-        parser.error("-n is at least 1, -w and -c are at least 0")
-    if given.limit <= 0:
-        parser.error(f"--limit {given.limit:g}: seconds, more than 0")
     against = [name for name in (given.against or "").lower().split(",") if name]
     for name in against:
         if name not in AGAINST:
@@ -195,7 +193,7 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
         most = parse_size(given.maxbytes) if given.maxbytes else least
         step = parse_size(given.stepbytes) if given.stepbytes else None
         sizes = request.sizes(least, most, given.stepfactor, step or (None if given.stepfactor else 1 << 20))
-        roots = list(range(world)) if given.root == "all" else [int(given.root)]
+        roots = list(range(world)) if given.root is None else [given.root]
         if not all(0 <= root < world for root in roots):
             raise ValueError(f"-r {given.root}: ranks are 0 to {world - 1}")
         rows = request.rows(
@@ -220,6 +218,8 @@ def _heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[s
         f"validation: {given.check} graph: {given.cudagraph}"
     )
     yield "time: median of the calls, each its slowest rank's; busbw: factors of nccl-tests' PERFORMANCE.md"
+    if busy := overloaded():
+        yield f"warning: {busy}, so these times say little"
     if plan.device == "cpu" and plan.world > here.cores:
         yield f"{plan.world} ranks on {here.cores} cores wait for each other's time slices"
 
@@ -298,6 +298,7 @@ def _write(
         Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
     if given.csv:
         columns.write_csv(rows, given.csv)
-    if given.plot and rows:
-        plot.draw(rows, heading, given.plot, "the slowest link" if device == "cuda" else "memory")
-    return [str(path) for path in (given.json if given.json != "-" else None, given.csv, given.plot) if path]
+    drawn = given.plot if any(any(found.sides.values()) for found in rows) else None
+    if drawn:
+        plot.draw(rows, heading, drawn, "the slowest link" if device == "cuda" else "memory")
+    return [str(path) for path in (given.json if given.json != "-" else None, given.csv, drawn) if path]

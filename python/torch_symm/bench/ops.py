@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+
+from torch_symm.symm_mem._groups import is_symm
 
 from .pattern import Pattern, check_parts, pieces
 
@@ -125,6 +128,27 @@ def _functional_all_reduce(shape: Shape) -> Work:
         results[0] = funcol.wait_tensor(funcol.all_reduce(tensor, name, group))  # type: ignore[no-untyped-call]
 
     return Work(lambda: own.fill(tensor), call, lambda _calls: total.check(results[0], "functional all_reduce"))
+
+
+def _all_reduce_out_of_place(shape: Shape) -> Work:
+    """On a group of symm its own operator, ``torch.ops.symm.all_reduce``; on others the functional collective."""
+    own = shape.pattern([shape.rank], 0, shape.count)
+    total = shape.pattern(range(shape.world), 0, shape.count)
+    tensor, results = shape.empty(shape.count), [shape.empty(0)]
+    name = "product" if shape.redop == "prod" else shape.redop
+    operators: dict[dist.ProcessGroup, Callable[[], torch.Tensor]] = {}
+
+    def chosen(group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+        if is_symm(group, tensor.device.type):
+            return partial(torch.ops.symm.all_reduce, tensor, name, group.group_name)
+        return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, name, group))  # type: ignore[no-untyped-call]
+
+    def call(group: dist.ProcessGroup) -> None:
+        if group not in operators:
+            operators[group] = chosen(group)
+        results[0] = operators[group]()
+
+    return Work(lambda: own.fill(tensor), call, lambda _calls: total.check(results[0], "all_reduce out of place"))
 
 
 def _all_gather(shape: Shape) -> Work:
@@ -316,7 +340,7 @@ OPS: dict[str, Op] = {
 
 #: How each operation of nccl-tests is called into other tensors, and in place; ``None`` where torch has no such call.
 PLACEMENTS: dict[str, tuple[Callable[[Shape], Work] | None, Callable[[Shape], Work] | None]] = {
-    "all_reduce": (_functional_all_reduce, _all_reduce),
+    "all_reduce": (_all_reduce_out_of_place, _all_reduce),
     "all_gather": (_all_gather, _all_gather_in_place),
     "reduce_scatter": (_reduce_scatter, _reduce_scatter_in_place),
     "all_to_all": (_all_to_all, None),

@@ -34,6 +34,7 @@ from rich.table import Table
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 import torch_symm
+from torch_symm._command import counts
 
 from . import machine
 
@@ -65,14 +66,17 @@ def torch_tcp(_: Path, port: int | None) -> Store:
 
 
 def symm_tcp(_: Path, port: int | None) -> Store:
+    """A client of torch_symm's TCPStore, or without ``port`` the server."""
     return torch_symm.TCPStore("127.0.0.1", port or 0, None, port is None, PATIENCE, wait_for_workers=False)
 
 
 def torch_file(folder: Path, _: int | None) -> Store:
+    """A user of torch's FileStore in ``folder``."""
     return FileStore(str(folder / "torch"), -1)
 
 
 def symm_file(folder: Path, _: int | None) -> Store:
+    """A user of torch_symm's FileStore in ``folder``."""
     return torch_symm.FileStore(folder / "symm", 1)
 
 
@@ -168,9 +172,12 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m torch_symm.bench.stores", description="Measures stores against torch's."
     )
     parser.add_argument("--stores", default="tcp,file", help="comma-separated, of: tcp, file")
-    parser.add_argument("--clients", default="1,16,256", help="comma-separated numbers of clients")
+    parser.add_argument("--clients", type=counts, default="1,16,256", help="comma-separated numbers of clients")
     parser.add_argument(
-        "--ranks", default="4,16,256,1024", help="comma-separated sizes of the rendezvous; empty for none"
+        "--ranks",
+        type=lambda text: counts(text) if text else (),
+        default="4,16,256,1024",
+        help="comma-separated sizes of the rendezvous; empty for none",
     )
     parser.add_argument("--json", type=Path, default=Path("out/bench-stores.json"), help="where to write all figures")
     given = parser.parse_args(arguments)
@@ -180,18 +187,15 @@ def main(arguments: Sequence[str]) -> int:
     )
     figures: list[Figure] = []
     for kind in given.stores.split(","):
-        for clients in given.clients.split(","):
-            for figure in measure(kind, int(clients), WORKS):
+        for clients in given.clients:
+            for figure in measure(kind, clients, WORKS):
                 figures.append(figure)
                 print(
                     f"{kind} {clients} {figure.work}: {figure.torch_us / figure.symm_us:.2f} times as fast", flush=True
                 )
     # Every user of a file reads what all others write: a thousand take minutes, on either side.
     meetings = [
-        (kind, ranks)
-        for kind in given.stores.split(",")
-        for ranks in map(int, filter(None, given.ranks.split(",")))
-        if kind == "tcp" or ranks <= 256
+        (kind, ranks) for kind in given.stores.split(",") for ranks in given.ranks if kind == "tcp" or ranks <= 256
     ]
     for kind, ranks in meetings:
         for figure in rendezvous(kind, ranks):

@@ -14,9 +14,10 @@ def parse_size(text: str) -> int:
     body = text.strip().upper().removesuffix("B").removesuffix("I").rstrip()
     suffix = body[-1:] if body[-1:] in _FACTORS else ""
     digits = body.removesuffix(suffix).strip()
-    if not digits.isdigit() or int(digits) == 0:
+    size = int(digits) * _FACTORS[suffix] if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
+    if not 0 < size < 1 << 63:
         raise ValueError(f"not a size: {text!r} (examples: 8, 64K, 16MB)")
-    return int(digits) * _FACTORS[suffix]
+    return size
 
 
 def format_size(size: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,6 +52,38 @@ class Case:
         redop = f" {self.redop}" if self.redop else ""
         how = " asynchronous" * self.asynchronous + " misaligned" * self.offset
         return f"{self.op}{redop} {str(self.dtype).removeprefix('torch.')} × {self.count}{how}"
+
+
+@dataclass
+class Covered:
+    """The types, reductions, lengths and manners of some calls."""
+
+    dtypes: set[str] = field(default_factory=set)
+    redops: set[str] = field(default_factory=set)
+    counts: set[int] = field(default_factory=set)
+    alignments: set[str] = field(default_factory=set)
+    manners: set[str] = field(default_factory=set)
+
+    def add(self, case: Case) -> None:
+        """Adds a call. A barrier has neither a type nor a length."""
+        self.manners.add("asynchronous" if case.asynchronous else "blocking")
+        if case.op == "barrier":
+            return
+        self.dtypes.add(str(case.dtype).removeprefix("torch."))
+        self.redops |= {case.redop} - {""}
+        self.counts.add(case.count)
+        self.alignments.add("misaligned" if case.offset else "aligned")
+
+    def __str__(self) -> str:
+        parts = [_number(len(self.dtypes), "type"), _number(len(self.redops), "reduction")]
+        if self.counts:
+            parts.append(f"{min(self.counts)} to {max(self.counts)} elements a rank")
+        parts += [" and ".join(sorted(self.alignments)), " and ".join(sorted(self.manners, reverse=True))]
+        return ", ".join(filter(None, parts))
+
+
+def _number(count: int, of: str) -> str:
+    return f"{count} {of}{'s' * (count > 1)}" if count else ""
 
 
 def blocks(ops: tuple[str, ...], quick: bool) -> list[list[Case]]:

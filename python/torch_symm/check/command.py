@@ -12,15 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_symm._command import Parser, named
+from torch_symm._command import Parser, named, positive
+from torch_symm.doctor.report import counted
 
 if TYPE_CHECKING:
+    from .cases import Covered
     from .faults import Seen
     from .rank import Done
 
 #: For all cases together; what is left then is said.
 SECONDS = 45.0
 WORLDS = "2,3"
+#: Exit status of a run that found nothing wrong, but did not make all calls.
+UNFINISHED = 3
 
 
 def parser() -> Parser:
@@ -28,7 +32,8 @@ def parser() -> Parser:
     made = Parser(
         "check",
         "Compares every collective, type, reduction and odd length with a reference, bit for bit, on this machine. For "
-        "a new machine or driver, or with a report of a bug. Exit status 1 if something is wrong.",
+        "a new machine or driver, or with a report of a bug. Exit status 1 if something is wrong, 3 "
+        "if the time was over before all calls were made.",
         [
             ("", "all collectives on CPU tensors, in less than a minute"),
             ("--faults", "also what ranks are told when one dies, is late or calls something else"),
@@ -41,7 +46,7 @@ def parser() -> Parser:
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
     made.add_argument("--faults", action="store_true", help="also let ranks fail, and see what the others are told")
     made.add_argument("--quick", action="store_true", help="few lengths")
-    made.add_argument("--seconds", type=float, default=SECONDS, help=f"limit for all calls (default: {SECONDS:.0f})")
+    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"limit for all calls (default: {SECONDS:.0f})")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
@@ -52,28 +57,35 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     started = time.monotonic()
     if not given.json:
         where = f"groups of {' and '.join(map(str, worlds))} ranks, {given.device} tensors"
-        print(f"checking {len(ops)} collectives, {where} …", flush=True)
+        print(f"checking {counted(len(ops), 'collective')}, {where} …", flush=True)
     done, failure = _check(given, worlds, ops)
     calls = sum((one.calls for one in done if one.rank == 0), Counter[tuple[str, int]]())
     findings = [finding for one in done for finding in one.findings] + ([failure] if failure else [])
     left = max((one.left for one in done), default=0)
+    covered = next((one.covered for one in done if one.rank == 0), {})
     if not given.json:
-        _say(calls, ops, worlds, findings, left)
+        _say(calls, covered, worlds, findings, left)
+        for op in ops:
+            if op not in covered:
+                print(f"  {op:<18} NOT CHECKED")
     seen = _faults(given) if given.faults else []
     wrong = len(findings) + sum(not one.right for one in seen)
+    # A run without a call has checked nothing, whatever the reason.
+    unfinished = left > 0 or not calls
     found = {
-        "ok": wrong == 0,
+        "ok": wrong == 0 and not unfinished,
         "machine": _machine(),
         "device": given.device,
         "quick": given.quick,
         "calls": [{"op": op, "ranks": world, "calls": number} for (op, world), number in calls.items()],
+        "covered": {op: {name: sorted(part) for name, part in asdict(one).items()} for op, one in covered.items()},
         "left": left,
         "findings": findings,
         "faults": [{**asdict(one.fault), "right": one.right, "seen": one.text} for one in seen],
         "seconds": round(time.monotonic() - started, 1),
     }
-    print(json.dumps(found, indent=1) if given.json else _verdict(found, calls, wrong))
-    return int(wrong > 0)
+    print(json.dumps(found, indent=1) if given.json else _verdict(found, calls, wrong, len(ops)))
+    return 1 if wrong else UNFINISHED if unfinished else 0
 
 
 def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -142,12 +154,15 @@ def _faults(given: argparse.Namespace) -> list[Seen]:
 
 
 def _say(
-    calls: Counter[tuple[str, int]], ops: tuple[str, ...], worlds: tuple[int, ...], findings: list[str], left: int
+    calls: Counter[tuple[str, int]],
+    covered: dict[str, Covered],
+    worlds: tuple[int, ...],
+    findings: list[str],
+    left: int,
 ) -> None:
-    for op in ops:
+    for op, what in covered.items():
         each = ", ".join(f"{calls[op, world]} of {world} ranks" for world in worlds if calls[op, world])
-        if each:
-            print(f"  {op:<18} calls: {each}")
+        print(f"  {op:<18} calls: {each}: {what}")
     if left:
         print(f"  {left} calls were left out, since the time was over (--seconds)")
     for finding in findings:
@@ -166,15 +181,18 @@ def _version() -> str:
     return str(__version__)
 
 
-def _verdict(found: dict[str, Any], calls: Counter[tuple[str, int]], wrong: int) -> str:
-    from .cases import LENGTHS, LONG_LENGTHS, QUICK_LENGTHS
-    from .reference import DTYPES, REDOPS
+def _verdict(found: dict[str, Any], calls: Counter[tuple[str, int]], wrong: int, asked: int) -> str:
+    from .cases import Covered
 
     here = found["machine"]
-    longest = max(QUICK_LENGTHS if found["quick"] else (*LENGTHS, *LONG_LENGTHS))
+    everything = Covered()
+    for one in found["covered"].values():
+        for name, part in one.items():
+            getattr(everything, name).update(part)
     lines = [
-        f"what I checked: {len(DTYPES)} types, {len(REDOPS)} reductions where they are defined, 0 to {longest} "
-        "elements a rank, aligned and not, blocking and asynchronous, bit for bit",
+        f"what I checked: {len(found['covered'])} of {asked} collectives, {everything}, bit for bit"
+        if calls
+        else "what I checked: nothing",
         f"where: {here['date']}, {here['cpu']}, {here['cores']} cores, {here['system']}, torch {here['torch']}, "
         f"torch-symm {here['torch_symm']}",
     ]
@@ -182,6 +200,10 @@ def _verdict(found: dict[str, Any], calls: Counter[tuple[str, int]], wrong: int)
     if wrong:
         lines.append(
             f"{wrong} of {total} calls and faults WRONG: report this, with the output of torch-symm doctor --json"
+        )
+    elif found["left"] or not total:
+        lines.append(
+            f"NOT FINISHED: {total} calls right, {found['left']} not made for want of time: --seconds sets the limit"
         )
     else:
         faults = f" and {len(found['faults'])} faults" if found["faults"] else ""

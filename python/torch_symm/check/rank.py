@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torch_symm._torch import new_group
 
-from .cases import Case, blocks
+from .cases import Case, Covered, blocks
 from .exercise import Exercise
 
 GROUP_TIMEOUT = timedelta(seconds=20)
@@ -42,6 +42,8 @@ class Done:
 
     rank: int
     calls: Counter[tuple[str, int]] = field(default_factory=Counter)
+    #: The distinct parts of the cases of these calls, by operation.
+    covered: dict[str, Covered] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)
     left: int = 0
     failed: bool = False
@@ -94,6 +96,7 @@ def _make(done: Done, block: list[Case], world: int, group: dist.ProcessGroup, d
         except Exception as error:
             finding = _sentence(error)
         done.calls[case.op, world] += 1
+        done.covered.setdefault(case.op, Covered()).add(case)
         if finding and len(done.findings) < MOST:
             done.findings.append(f"{case}, rank {done.rank} of {world}: {finding}")
 

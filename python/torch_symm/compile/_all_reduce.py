@@ -27,6 +27,8 @@ def replace_copied(graph: Graph) -> None:
         if (tensor := value(node)) is not None:
             sharers[_storage(tensor)].append(node)
     for reduce in graph.find_nodes(op="call_function", target=collectives.all_reduce.default):
+        if not calls(reduce, collectives.all_reduce.default):
+            continue
         given, reduction, group = reduce.args
         tensor, waits = value(given), list(reduce.users)
         if tensor is None or len(waits) != 1 or not calls(waits[0], collectives.wait_tensor.default):

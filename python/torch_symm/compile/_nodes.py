@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 from typing import Any
 
@@ -14,9 +15,57 @@ aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
 
 
+#: The arguments of each operator that the matchers read, by position. All others must have their default values.
+READ: dict[Any, tuple[str, ...]] = {
+    aten.abs.default: ("self",),
+    aten.add.Scalar: ("self", "other"),
+    aten.add.Tensor: ("self", "other"),
+    aten.amax.default: ("self", "dim", "keepdim"),
+    aten.clamp_max.default: ("self", "max"),
+    aten.clamp_min.default: ("self", "min"),
+    aten.copy_.default: ("self", "src"),
+    aten.div.Tensor: ("self", "other"),
+    aten.max.dim: ("self", "dim", "keepdim"),
+    aten.mean.dim: ("self", "dim", "keepdim"),
+    aten.mul.Tensor: ("self", "other"),
+    aten.pow.Tensor_Scalar: ("self", "exponent"),
+    aten.reciprocal.default: ("self",),
+    aten.rsqrt.default: ("self",),
+    aten.unsqueeze.default: ("self", "dim"),
+    collectives.all_reduce.default: ("input", "reduce_op", "group_name"),
+    collectives.wait_tensor.default: ("tensor",),
+    operator.getitem: ("a", "b"),
+}
+
+
+#: The conversions, and those of their arguments that show in their results.
+CASTS: dict[Any, tuple[str, ...]] = {
+    aten._to_copy.default: ("self", "dtype", "device"),
+    torch.ops.prims.convert_element_type.default: ("a", "dtype"),
+}
+
+
 def calls(node: Any, *targets: Any) -> bool:
-    """Whether it is a call of one of ``targets``."""
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+    """Whether it is a call of one of ``targets`` whose arguments outside :data:`READ` all have their defaults."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets and _is_read_whole(node)
+
+
+def _is_read_whole(node: Node) -> bool:
+    read = READ[node.target]
+    if not hasattr(node.target, "_schema"):
+        return not node.kwargs and len(node.args) == len(read)
+    return not any(name in node.kwargs for name in read) and _has_defaults(node, read)
+
+
+def _has_defaults(node: Node, but: tuple[str, ...]) -> bool:
+    """Whether each argument that is not named in ``but`` is absent or equal to its default value."""
+    target: Any = node.target
+    for place, argument in enumerate(target._schema.arguments):
+        default = argument.default_value
+        given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, default)
+        if argument.name not in but and (type(given) is not type(default) or given != default):
+            return False
+    return True
 
 
 def users(node: Node, *targets: Any) -> list[Node]:
@@ -37,12 +86,13 @@ def value(node: Any) -> torch.Tensor | None:
 
 
 def is_cast(node: Any, dtype: torch.dtype) -> bool:
-    """Whether it converts to ``dtype``."""
-    return (
-        calls(node, torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-        and (result := value(node)) is not None
-        and result.dtype == dtype
-    )
+    """Whether it converts to ``dtype`` and changes neither the device nor the memory format."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.target not in CASTS:
+        return False
+    given, result = value(node.args[0]), value(node)
+    if given is None or result is None or result.dtype != dtype or result.device != given.device:
+        return False
+    return _has_defaults(node, CASTS[node.target])
 
 
 def uncast(node: Any) -> Any:

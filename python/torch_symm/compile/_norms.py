@@ -48,7 +48,7 @@ def replace_norms(graph: Graph) -> None:
 
 def _find(wait: Node, order: dict[Node, int]) -> Found | None:
     reduce = wait.args[0]
-    if not calls(reduce, collectives.all_reduce.default, collectives.all_reduce_.default):
+    if not calls(wait, collectives.wait_tensor.default) or not calls(reduce, collectives.all_reduce.default):
         return None
     assert isinstance(reduce, Node)
     given, operation, group = reduce.args
@@ -59,7 +59,7 @@ def _find(wait: Node, order: dict[Node, int]) -> Found | None:
         residual = other(added, wait)
         theirs, sum_ = value(residual), value(added)
         alike = theirs is not None and sum_ is not None and (theirs.shape, theirs.dtype) == (summed.shape, summed.dtype)
-        if len(wait.users) > 1 or added.kwargs or not alike or residual is wait:
+        if len(wait.users) > 1 or not alike or residual is wait:
             continue
         if not _comes_before(residual, added, order):
             continue

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from torch_symm._command import Parser
+from torch_symm._command import Parser, count
 
-from . import devices, host, library
+from . import calls, devices, host, library
 from .probed import Probed, probe
-from .report import Section, as_json, problems, render, verdict
-from .trial import trial
+from .report import NAMES, Section, as_json, problems, render, verdict
+from .trial import RANKS, SECONDS, trial
 
 #: Variables in which launchers say how many ranks a host has.
 LAUNCHED = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -26,22 +26,21 @@ def parser() -> Parser:
         "with a remedy for each problem. Exit status 1 if something would fail.",
         [("", "everything, in some seconds"), ("--ranks 8 --quick", "whether 8 ranks fit, without starting any")],
     )
-    made.add_argument("--ranks", type=_count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
+    made.add_argument("--ranks", type=count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
     made.add_argument("--quick", action="store_true", help="leave out the trial with real ranks")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
-    return int(text)
-
-
 def run(_parser: Parser, given: argparse.Namespace) -> int:
     """Prints section by section; 1 if something would fail."""
     sections = []
-    for section in _sections(given.ranks or _launched(), given.quick):
+
+    def say(line: str) -> None:
+        if not given.json:
+            print(f"{'':<{NAMES}} {line} …", flush=True)
+
+    for section in _sections(given.ranks or _launched(), given.quick, say):
         sections.append(section)
         if not given.json:
             print(render(section), flush=True)
@@ -53,13 +52,16 @@ def run(_parser: Parser, given: argparse.Namespace) -> int:
 def _launched() -> int:
     """Ranks that a launcher started on this host; 0 if none says so."""
     numbers = (os.environ.get(name, "") for name in LAUNCHED)
-    return next((int(number) for number in numbers if number.isdigit()), 0)
+    return next((int(number) for number in numbers if number.isdecimal()), 0)
 
 
-def _sections(ranks: int, quick: bool) -> Iterator[Section]:
+def _sections(ranks: int, quick: bool, say: Callable[[str], None]) -> Iterator[Section]:
+    """The sections as they are found; ``say`` takes what takes seconds before it begins."""
     yield (system := host.system())
     if system.found["system"] != "Linux":
         return
+    yield calls.calls()
+    say("loading torch and the native part")
     probed = probe(ranks)
     ranks = ranks or max(2, probed.gpus)
     yield library.versions(probed)
@@ -70,12 +72,12 @@ def _sections(ranks: int, quick: bool) -> Iterator[Section]:
     yield from (section for section in (devices.links(probed), devices.kernels(probed)) if section)
     yield from library.collectives(probed)
     if not quick:
-        yield from _trials(probed)
+        yield from _trials(probed, say)
 
 
-def _trials(probed: Probed) -> Iterator[Section]:
+def _trials(probed: Probed, say: Callable[[str], None]) -> Iterator[Section]:
     if not probed.works:
         return
-    yield trial("cpu")
-    if probed.gpus > 1:
-        yield trial("cuda")
+    for device in ("cpu", "cuda") if probed.gpus > 1 else ("cpu",):
+        say(f"starting {RANKS} ranks on {device}, which end after {SECONDS:.0f} s at the latest")
+        yield trial(device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import resource
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch_symm._command import overloaded
+from torch_symm.top import files
 
 from . import cgroup
 from .child import sentence
@@ -18,6 +21,8 @@ from .report import Problem, Section, counted
 
 #: Oldest kernel that has what is used.
 KERNEL = (5, 3)
+#: By which ranks know that they are on one machine.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: Descriptors below which stores and symmetric memory of some ranks may find none.
 DESCRIPTORS = 1024
 #: What a process with torch's store holds besides: it counted 15 on 2026-11-23, torch 2.11.
@@ -40,6 +45,9 @@ def system() -> Section:
         problems.append(Problem(f"Linux {release} is too old", f"Linux {oldest} or newer is needed", fatal=True))
     elif not Path("/proc/self/stat").exists():
         problems.append(Problem("/proc is not mounted", "mount -t proc proc /proc", fatal=True))
+    elif refused := _tried(BOOT_ID.read_bytes):
+        text = f"{BOOT_ID} cannot be read: {refused}"
+        problems.append(Problem(text, "mount all of /proc, and leave this path unmasked", fatal=True))
     if machine != "x86_64":
         problems.append(Problem(f"{machine} is not supported", "run it on x86-64"))
     return Section("system", found, [f"{platform.system()} {release}, {machine}"], problems)
@@ -60,6 +68,8 @@ def cores(ranks: int) -> Section:
     if ranks > usable:
         remedy = f"start at most {max(1, int(usable))}; more work, but slowly, since whoever waits gives its core away"
         problems.append(Problem(f"{ranks} ranks would share {usable:g} cores", remedy))
+    if busy := overloaded():
+        problems.append(Problem(busy, "end them, or wait: until then collectives are slow and times say little"))
     if ranks > CPU_RANKS:
         problems.append(Problem(f"a group has at most {CPU_RANKS} ranks, not {ranks}", "start fewer", fatal=True))
     return Section(
@@ -68,40 +78,24 @@ def cores(ranks: int) -> Section:
 
 
 def memory() -> Section:
-    """Memory that is free, shared memory tried, and a limit on addresses."""
+    """Memory that is free, and limits on addresses and files."""
     free, problems = cgroup.memory_free(), []
-    refused = _tried(_share)
-    if refused:
-        remedy = "allow memfd_create in the container's seccomp profile, and sealed files in vm.memfd_noexec"
-        problems.append(Problem(f"memory cannot be shared: {refused}", remedy, fatal=True))
     if free is not None and free[0] < MEMORY:
         text = f"only {_shown(free[0])} of memory are free {free[1]}"
         problems.append(Problem(text, "free some, or raise the container's memory limit"))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    addresses = None if limit == resource.RLIM_INFINITY else limit
-    if addresses is not None:
-        text = f"RLIMIT_AS lets a process have {_shown(addresses)} of addresses; groups may not get enough"
-        problems.append(Problem(text, "ulimit -v unlimited"))
-    found = {
-        "free_bytes": free and free[0],
-        "limited_by": free and free[1],
-        "shared_memory": refused or "ok",
-        "address_space_bytes": addresses,
-    }
+    found: dict[str, Any] = {"free_bytes": free and free[0], "limited_by": free and free[1]}
+    # Shared memory is a file.
+    for key, number, name, what, option in (
+        ("address_space_bytes", resource.RLIMIT_AS, "RLIMIT_AS", "a process have {} of addresses", "-v"),
+        ("file_bytes", resource.RLIMIT_FSIZE, "RLIMIT_FSIZE", "a file, shared memory too, have {}", "-f"),
+    ):
+        limit = resource.getrlimit(number)[0]
+        found[key] = None if limit == resource.RLIM_INFINITY else limit
+        if limit != resource.RLIM_INFINITY:
+            text = f"{name} lets {what.format(_shown(limit))}; groups may not get enough"
+            problems.append(Problem(text, f"ulimit {option} unlimited"))
     line = "unknown" if free is None else f"{_shown(free[0])} free {free[1]}"
-    shared = "fails" if refused else "works"
-    return Section("memory", found, [line, f"shared memory (memfd) {shared}; /dev/shm is not used"], problems)
-
-
-def _share() -> None:
-    """Makes, sizes, maps and writes shared memory, as a group does."""
-    descriptor = os.memfd_create("symm-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        with mmap.mmap(descriptor, mmap.PAGESIZE) as mapped:
-            mapped[:1] = b"1"
-    finally:
-        os.close(descriptor)
+    return Section("memory", found, [line, "/dev/shm is not used"], problems)
 
 
 def descriptors(ranks: int) -> Section:
@@ -124,11 +118,6 @@ def descriptors(ranks: int) -> Section:
     elif soft < DESCRIPTORS:
         text = f"RLIMIT_NOFILE {soft} is low: stores, GPUs and symmetric memory need descriptors, too"
         problems.append(Problem(text, f"ulimit -n {DESCRIPTORS}"))
-    refused = _tried(lambda: os.close(os.pidfd_open(os.getpid())))
-    found["pidfd"] = refused or "ok"
-    if refused:
-        remedy = "allow pidfd_open in the container's seccomp profile"
-        problems.append(Problem(f"processes cannot be watched: {refused}", remedy, fatal=True))
     return Section("descriptors", found, [line], problems)
 
 
@@ -150,15 +139,27 @@ def namespaces() -> Section:
 
 def folders() -> Section:
     """Where the last calls of groups that failed are kept."""
-    temporary = os.environ.get("TMPDIR", "")
-    named = os.environ.get("SYMM_TRACE_DIR", "").strip()
-    folder = Path(named if named.startswith("/") else temporary if temporary.startswith("/") else "/tmp")
-    usable = writable(folder)
+    folder = files.folder()
+    unfit = _unfit(folder)
     problems = []
-    if not usable:
-        text = f"{folder} cannot be written to: groups that fail leave no trace of their last calls"
-        problems.append(Problem(text, "set SYMM_TRACE_DIR to a folder that can be"))
-    return Section("traces", {"folder": str(folder), "writable": usable}, [f"go to {folder}"], problems)
+    if unfit:
+        text = f"{folder} {unfit}: groups that fail leave no trace of their last calls"
+        problems.append(Problem(text, "set SYMM_TRACE_DIR to a folder of this user's to which no other user may write"))
+    return Section("traces", {"folder": str(folder), "writable": not unfit}, [f"go to {folder}"], problems)
+
+
+def _unfit(folder: Path) -> str:
+    """Why groups do not write to ``folder``; empty if they do. The same checks as the core's."""
+    if not folder.is_symlink() and not folder.exists():
+        return "" if writable(folder) else "cannot be made"
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "is a symbolic link or no folder"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by others"
+    return "" if writable(folder) else "cannot be written to"
 
 
 def writable(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from typing import Any
 
 from torch_symm import _version
@@ -13,8 +14,8 @@ from torch_symm.bench.units import format_size
 from .probed import MISSING, Probed
 from .report import Problem, Section, counted
 
-#: How warnings about settings begin in the log.
-COMPLAINT = "[WARN  symm::config] "
+#: Warnings about settings in the log.
+COMPLAINT = re.compile(r"\[WARN  symm::config [^]]*\] (.*)")
 #: Settings of others that matter.
 OTHERS = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_SYMMMEM", "TMPDIR")
 
@@ -89,8 +90,7 @@ def settings(probed: Probed) -> Section:
     """Variables that are set, and those of them that do nothing."""
     own = {name: _shown(name, value) for name, value in sorted(os.environ.items()) if name.startswith("SYMM_")}
     others = {name: os.environ[name] for name in OTHERS if name in os.environ}
-    lines = probed.log.splitlines()
-    complaints = [line.removeprefix(COMPLAINT) for line in lines if line.startswith(COMPLAINT)]
+    complaints = [found[1] for found in map(COMPLAINT.match, probed.log.splitlines()) if found]
     found: dict[str, Any] = {"set": own, "others": others, "ignored": complaints}
     problems = [Problem(text, "docs/guide/settings.md has all settings") for text in complaints]
     shown = [f"{name}={value}" for name, value in {**own, **others}.items()]

@@ -9,9 +9,12 @@ handle that :func:`rendezvous` returns is torch's ``_SymmetricMemory``. What dif
 from __future__ import annotations
 
 from torch_symm._native import load
+from torch_symm.symm_mem import _gather, _scatter
 from torch_symm.symm_mem._groups import _test_mode, enable_symm_mem_for_group, is_symm_mem_enabled_for_group
 from torch_symm.symm_mem._install import install, uninstall
 from torch_symm.symm_mem._layout import (
+    make_contiguous_for_perm,
+    outermost,
     restride_A_for_fused_matmul_reduce_scatter,
     restride_A_shard_for_fused_all_gather_matmul,
 )
@@ -41,6 +44,12 @@ from torch_symm.symm_mem._pipeline import (
 )
 from torch_symm.symm_mem._workspace import get_symm_mem_workspace
 
+# The names of torch's module.
+_fused_all_gather_matmul_fallback = _gather.fallback
+_fused_all_gather_scaled_matmul_fallback = _gather.fallback_scaled
+_fused_matmul_reduce_scatter_fallback = _scatter.fallback
+_fused_scaled_matmul_reduce_scatter_fallback = _scatter.fallback_scaled
+
 load()  # it makes the allocators known to torch
 
 __all__ = [
@@ -62,6 +71,8 @@ __all__ = [
     "install",
     "is_nvshmem_available",
     "is_symm_mem_enabled_for_group",
+    "make_contiguous_for_perm",
+    "outermost",
     "put_signal",
     "rendezvous",
     "restride_A_for_fused_matmul_reduce_scatter",

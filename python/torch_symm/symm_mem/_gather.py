@@ -39,12 +39,12 @@ def check_dtypes(A: torch.Tensor, Bs: list[torch.Tensor]) -> None:
 
 
 def fallback(
-    A: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
+    A_shard: torch.Tensor, Bs: list[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """``fused_all_gather_matmul`` by a collective."""
-    check(A, Bs, gather_dim, resolve(group_name).size())
-    check_dtypes(A, Bs)
-    return _fallbacks.all_gather_matmul(A, Bs, gather_dim, group_name, return_A)
+    check(A_shard, Bs, gather_dim, resolve(group_name).size())
+    check_dtypes(A_shard, Bs)
+    return _fallbacks.all_gather_matmul(A_shard, Bs, gather_dim, group_name, return_A)
 
 
 def fused(
@@ -131,7 +131,7 @@ def _scaled_matmuls(
 
 
 def fallback_scaled(
-    A: torch.Tensor,
+    A_shard: torch.Tensor,
     Bs: list[torch.Tensor],
     A_scale: torch.Tensor,
     B_scales: list[torch.Tensor],
@@ -145,9 +145,9 @@ def fallback_scaled(
     """``fused_all_gather_scaled_matmul`` by collectives."""
     matmuls = _scaled_matmuls(Bs, B_scales, biases, result_scales, out_dtypes, use_fast_accum)
     ranks = resolve(group_name).size()
-    check_scaled(A, matmuls, gather_dim, ranks)
-    mode = gather_mode(A, A_scale, gather_dim, ranks)
-    return _fallbacks.all_gather_scaled_matmul(A, A_scale, matmuls, gather_dim, group_name, mode)
+    check_scaled(A_shard, matmuls, gather_dim, ranks)
+    mode = gather_mode(A_shard, A_scale, gather_dim, ranks)
+    return _fallbacks.all_gather_scaled_matmul(A_shard, A_scale, matmuls, gather_dim, group_name, mode)
 
 
 def fused_scaled(

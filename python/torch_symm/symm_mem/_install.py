@@ -34,7 +34,8 @@ def install() -> None:
     library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that torch's kernel is overridden
-        for name, operator in OPERATORS.items():
+        for operator in OPERATORS:
+            name = operator.name
             theirs, fallback = getattr(torchs, f"_{name}"), getattr(torchs, f"_{name}_fallback")
             library.impl(name, _for_symm_groups(operator.run, theirs, "cuda"), "CUDA", allow_override=True)
             library.impl(name, _for_symm_groups(operator.run, fallback, "cpu"), "CPU")

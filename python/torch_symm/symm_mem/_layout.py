@@ -15,8 +15,24 @@ def restride_A_for_fused_matmul_reduce_scatter(t: torch.Tensor, scatter_dim: int
     return outermost(t, scatter_dim)
 
 
+def make_contiguous_for_perm(t: torch.Tensor, perm: list[int]) -> torch.Tensor:
+    """Returns ``t`` with strides such that ``t.permute(perm)`` is contiguous; a copy unless it is so already.
+
+    Args:
+        t: any tensor.
+        perm: its dimensions in the order in which they are to lie in memory, the outermost first.
+    """
+    inverse = sorted(range(len(perm)), key=perm.__getitem__)
+    return t.permute(perm).contiguous().permute(inverse)
+
+
 def outermost(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """``t`` such that ``t.movedim(dim, 0)`` is contiguous."""
+    """Returns ``t`` with strides such that ``t.movedim(dim, 0)`` is contiguous; a copy unless it is so already.
+
+    Args:
+        t: any tensor with a dimension ``dim``.
+        dim: which dimension is to be the outermost in memory; negative ones count from the last.
+    """
     return t.movedim(dim, 0).contiguous().movedim(0, dim)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,50 +15,79 @@ from torch_symm.symm_mem._groups import in_test_mode
 class Operator(NamedTuple):
     """One fused operator: what it takes, and the functions that compute it."""
 
+    name: str
     arguments: str
     fused: Callable[..., Any]
     fallback: Callable[..., Any]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the operator gives; under ``_test_mode()`` by its fallback."""
+        self._check_devices(args, kwargs)
         return (self.fallback if in_test_mode() else self.fused)(*args, **kwargs)
 
+    def shapes(self, *args: Any, **kwargs: Any) -> Any:
+        """What the operator gives for tensors without memory."""
+        self._check_devices(args, kwargs)
+        return self.fallback(*args, **kwargs)
 
-OPERATORS = {
-    "fused_all_gather_matmul": Operator(
+    def _check_devices(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` for tensors of several devices: PyTorch runs the kernel of one, which may be meta."""
+        first: tuple[str, torch.device] | None = None
+        for name, value in (*zip(_names(self.arguments), args, strict=False), *kwargs.items()):
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                first = first or (name, tensor.device)
+                if tensor.device != first[1]:
+                    raise ValueError(
+                        f"{self.name}: {name} is on {tensor.device}, {first[0]} on {first[1]}; move them to one device"
+                    )
+
+
+@functools.cache
+def _names(arguments: str) -> list[str]:
+    return [argument.name for argument in torch._C.parse_schema(f"_{arguments}").arguments]
+
+
+OPERATORS = (
+    Operator(
+        "fused_all_gather_matmul",
         "(Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
         _gather.fused,
         _gather.fallback,
     ),
-    "fused_all_gather_scaled_matmul": Operator(
+    Operator(
+        "fused_all_gather_scaled_matmul",
         "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, str group_name, "
         "Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, bool[] use_fast_accum) "
         "-> (Tensor, Tensor[])",
         _gather.fused_scaled,
         _gather.fallback_scaled,
     ),
-    "fused_matmul_reduce_scatter": Operator(
+    Operator(
+        "fused_matmul_reduce_scatter",
         "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name) -> Tensor",
         _scatter.fused,
         _scatter.fallback,
     ),
-    "fused_scaled_matmul_reduce_scatter": Operator(
+    Operator(
+        "fused_scaled_matmul_reduce_scatter",
         "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, int orig_scatter_dim, "
         "int scatter_dim_after_maybe_reshape, str group_name, SymInt[]? output_shape, Tensor? bias=None, "
         "Tensor? result_scale=None, ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor",
         _scatter.fused_scaled,
         _scatter.fallback_scaled,
     ),
-}
+)
 
 # A fragment: the native operators are of this namespace, too.
 _library = torch.library.Library("symm", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name, _operator in OPERATORS.items():
+for _operator in OPERATORS:
     # Inputs keep the order of memory that they were given in, which is a matter of a copy more or less.
-    _library.define(_name + _operator.arguments, tags=[torch.Tag.needs_fixed_stride_order])  # type: ignore[no-untyped-call]
-    _library.impl(_name, _operator.run, "CPU")  # type: ignore[no-untyped-call]
-    _library.impl(_name, _operator.run, "CUDA")  # type: ignore[no-untyped-call]
-    _library.impl(_name, _operator.fallback, "Meta")  # type: ignore[no-untyped-call]
+    _library.define(_operator.name + _operator.arguments, tags=[torch.Tag.needs_fixed_stride_order])  # type: ignore[no-untyped-call]
+    _library.impl(_operator.name, _operator.run, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(_operator.name, _operator.run, "CUDA")  # type: ignore[no-untyped-call]
+    _library.impl(_operator.name, _operator.shapes, "Meta")  # type: ignore[no-untyped-call]
 
 
 def fused_all_gather_matmul(

@@ -180,7 +180,7 @@ def job_ranks() -> int:
     """Ranks of this job on this host: torchrun's number, else all of them."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(world, int(local)) if local.isdigit() and int(local) > 0 else world
+    return min(world, int(local)) if local.isdecimal() and int(local) > 0 else world
 
 
 def devices_per_host(device_type: str) -> int:
@@ -192,50 +192,54 @@ def devices_per_host(device_type: str) -> int:
     return max(1, job_ranks())
 
 
-def allgather_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """Returns the µs of an all-gather that returns ``bytes`` on every rank.
+#: The unit of ``bytes_gb``, in bytes.
+GIB = 1 << 30
+
+
+def allgather_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """Returns the µs of an all-gather that returns ``bytes_gb`` GiB on every rank.
 
     The formulas are those of ``docs/design/cost-model.md``, with ``basis="torch"`` torch's; so are the others'.
 
     Args:
-        bytes: of the whole tensor.
+        bytes_gb: the whole tensor, in units of 2^30 bytes, as in ``torch.distributed.tensor._collective_utils``.
         mesh_topo: prices of the mesh.
         mesh_dim: the dimension of the mesh along which ranks are a group.
 
     Raises:
-        ValueError: ``bytes`` cannot be moved, or the mesh has no such dimension; so do the others.
+        ValueError: ``bytes_gb`` cannot be moved, or the mesh has no such dimension; so do the others.
     """
-    return mesh_topo.price("all_gather", bytes, mesh_dim)[0]
+    return mesh_topo.price("all_gather", bytes_gb * GIB, mesh_dim)[0]
 
 
-def allreduce_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """Returns the µs of an all-reduce of ``bytes`` on every rank, among those along ``mesh_dim`` of ``mesh_topo``.
+def allreduce_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """Returns the µs of an all-reduce of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
     Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
     """
-    return mesh_topo.price("all_reduce", bytes, mesh_dim)[0]
+    return mesh_topo.price("all_reduce", bytes_gb * GIB, mesh_dim)[0]
 
 
-def reduce_scatter_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """Returns the µs of a reduce-scatter that takes ``bytes`` from every rank along ``mesh_dim`` of ``mesh_topo``.
+def reduce_scatter_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """Returns the µs of a reduce-scatter of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
     Formula and errors are as of :func:`allgather_cost` (``docs/design/cost-model.md``).
     """
-    return mesh_topo.price("reduce_scatter", bytes, mesh_dim)[0]
+    return mesh_topo.price("reduce_scatter", bytes_gb * GIB, mesh_dim)[0]
 
 
-def all_to_all_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """Returns the µs of an all-to-all of ``bytes`` on every rank along ``mesh_dim`` of ``mesh_topo``.
+def all_to_all_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """Returns the µs of an all-to-all of ``bytes_gb`` GiB on every rank along ``mesh_dim`` of ``mesh_topo``.
 
-    torch has none: with its constants this is what it takes in its place, an all-gather of ``bytes`` and 1 µs
+    torch has none: with its constants this is what it takes in its place, an all-gather of as much and 1 µs
     (``docs/design/cost-model.md``).
     """
-    return mesh_topo.price("all_to_all", bytes, mesh_dim)[0]
+    return mesh_topo.price("all_to_all", bytes_gb * GIB, mesh_dim)[0]
 
 
-def broadcast_cost(bytes: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
-    """Returns the µs of a broadcast of ``bytes`` to all ranks along ``mesh_dim`` of ``mesh_topo``.
+def broadcast_cost(bytes_gb: float, mesh_topo: MeshTopoInfo, mesh_dim: int) -> float:
+    """Returns the µs of a broadcast of ``bytes_gb`` GiB to all ranks along ``mesh_dim`` of ``mesh_topo``.
 
     torch has none: its constants are used for a pipeline along the ring (``docs/design/cost-model.md``).
     """
-    return mesh_topo.price("broadcast", bytes, mesh_dim)[0]
+    return mesh_topo.price("broadcast", bytes_gb * GIB, mesh_dim)[0]

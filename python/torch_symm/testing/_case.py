@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import unittest
+import warnings
 from typing import Any
 
 import pytest
@@ -28,7 +30,19 @@ def run(
     body, node, config = item.obj, item, item.config
 
     def on_rank(rank: int, world_size: int) -> None:
-        body(**{name: rank if isinstance(value, placeholder) else value for name, value in arguments.items()})
+        subtests = _Subtests(config)
+        try:
+            result = body(**{n: rank if isinstance(value, placeholder) else value for n, value in arguments.items()})
+        except (unittest.SkipTest, pytest.skip.Exception, pytest.xfail.Exception):
+            subtests.check()
+            raise
+        subtests.check()
+        if hasattr(result, "__await__") or hasattr(result, "__aiter__"):
+            reason = f"@pytest.mark.ranks cannot run a coroutine: call asyncio.run in {item.nodeid}"
+            raise pytest.fail.Exception(reason, pytrace=False)
+        if result is not None:
+            reason = f"test functions should return None, but {item.nodeid} returned {type(result)!r}"
+            warnings.warn(pytest.PytestReturnNotNoneWarning(reason), stacklevel=1)
 
     def text(error: BaseException) -> str:
         return str(node.repr_failure(pytest.ExceptionInfo.from_exception(error)))
@@ -55,6 +69,29 @@ def run(
         if log := DUMPED.sub("", ending.log):
             item.add_report_section("call", f"rank {ending.rank}", log)
     _conclude(endings)
+
+
+class _Subtests:
+    """The failed subtests of one rank, which pytest's fixture reports through a hook."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._failed: list[pytest.TestReport] = []
+        # The other receivers are copies of those in pytest's own process: a rank must not write to their files.
+        for receiver in config.hook.pytest_runtest_logreport.get_hookimpls():
+            config.pluginmanager.unregister(receiver.plugin)
+        config.pluginmanager.register(self)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps the report of a subtest that failed."""
+        if report.failed:
+            self._failed.append(report)
+
+    def check(self) -> None:
+        """Fails the test if a subtest has failed."""
+        if self._failed:
+            texts = [f"{report.head_line}\n{report.longreprtext}" for report in self._failed]
+            count = f"{len(texts)} failed subtest{'s' * (len(texts) > 1)}"
+            raise pytest.fail.Exception("\n\n".join([f"contains {count}", *texts]), pytrace=False)
 
 
 def _conclude(endings: list[Ending]) -> None:

@@ -153,6 +153,8 @@ class _Ranks:
         self.status: dict[int, int] = {}
         self.waited = 0.0
         self._files: dict[int, int] = {}
+        #: Ranks that have ended and are not reaped, because processes that they started still run.
+        self._unreaped: list[int] = []
         self._poll = select.poll()
         self._start = time.monotonic()
 
@@ -194,7 +196,15 @@ class _Ranks:
         rank = self._files.pop(file)
         self._poll.unregister(file)
         os.close(file)
-        self.status[rank] = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+        pid = self.pids[rank]
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        self.status[rank] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        # The system may reuse the number of a reaped process. Keep it while other members of the process group run.
+        if _members(pid) - {pid}:
+            self._unreaped.append(pid)
+        else:
+            os.waitpid(pid, 0)
         return rank
 
     def kill(self) -> None:
@@ -206,17 +216,29 @@ class _Ranks:
         memory = {path for _, rank in left for path in _shared_memory(self.pids[rank])}
         for file, rank in left:
             os.kill(self.pids[rank], signal.SIGKILL)
-            os.waitpid(self.pids[rank], 0)
             os.close(file)
         self._files = {}
-        for pid in self.pids:
-            # The number cannot be anybody else's while a member of this process group lives.
+        for pid in [*self._unreaped, *(self.pids[rank] for _, rank in left)]:
+            # Not reaped yet, so no other process group can have this number.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._unreaped = []
         for path in memory:
             with contextlib.suppress(OSError):
                 if path.stat().st_ctime >= time.time() - (time.monotonic() - self._start) - 1:
                     path.unlink()
+
+
+def _members(group: int) -> set[int]:
+    """Returns the processes of a process group."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            # The command's name may contain spaces and parentheses; state, parent and process group follow it.
+            if int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[2]) == group:
+                found.add(int(name))
+    return found
 
 
 def _shared_memory(pid: int) -> Iterable[Path]:

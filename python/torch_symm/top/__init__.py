@@ -2,7 +2,9 @@
 
 With ``SYMM_STATS=seconds`` each rank writes its last 2000 calls, what a dump of `torch_symm.trace` holds, every so many
 seconds as ``stats-<pid>.json`` to the folder of traces, and removes the file at its end; the first rank prints the
-table. ``torch-symm top PID`` reads the same files. Nothing else is recorded, and nothing on the path of a call.
+table. ``torch-symm top PID`` reads the same files.
 
-Modules, from leaf to root: `table`, `files`, `live`, `command`.
+When the first rank ends, it prints the counts of all calls that it made, however many.
+
+Modules, from leaf to root: `table`, `summary`, `files`, `live`, `command`.
 """

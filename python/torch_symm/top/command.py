@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from torch_symm._command import PROGRAM, Parser
+from torch_symm._command import PROGRAM, Parser, positive
 from torch_symm._trace.dump import Dump, NotADump, read
 from torch_symm._trace.report import merge
 
@@ -31,7 +31,7 @@ def parser() -> Parser:
     )
     made.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the job (default: who wrote last)")
     made.add_argument("--once", action="store_true", help="print the table once")
-    made.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between two tables (default: 2)")
+    made.add_argument("--every", type=positive, default=2.0, metavar="SECONDS", help="between two tables (default: 2)")
     made.add_argument(
         "--dir", type=Path, default=None, help="where the job's traces go (default: as torch-symm has it)"
     )
@@ -51,7 +51,7 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         parser.error(f"process {pid} leaves no statistics in {place}: {HOW}")
     while True:
         try:
-            dumps = files.job(read(place / files.name(pid)), place)
+            dumps = files.job(read(place / files.name(pid), private=True), place)
         except NotADump as error:
             if not files.running(pid):
                 print(f"process {pid} has ended", file=sys.stderr)

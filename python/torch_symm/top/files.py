@@ -30,7 +30,7 @@ def job(of: Dump, place: Path) -> list[Dump]:
     for pid in sorted(pids - {of.pid}):
         # Of an earlier process with this number, or half way gone.
         with suppress(NotADump):
-            one = read(place / name(pid))
+            one = read(place / name(pid), private=True)
             if {view.key for view in one.views} & {view.key for view in of.views}:
                 found[pid] = one
     return [found[pid] for pid in sorted(found)]
@@ -42,7 +42,7 @@ def newest(place: Path) -> int | None:
     for path in place.glob("stats-*.json"):
         number = path.stem.partition("-")[2]
         with suppress(OSError):
-            if number.isdigit() and running(int(number)):
+            if number.isdecimal() and running(int(number)):
                 written.append((path.stat().st_mtime_ns, int(number)))
     return max(written)[1] if written else None
 

@@ -1,4 +1,7 @@
-"""``SYMM_STATS``: a thread that writes this process's last calls, and in the first rank prints those of all."""
+"""``SYMM_STATS``: a thread that writes this process's last calls, and in the first rank prints those of all.
+
+When the first rank ends, it prints the counts of all its calls.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from multiprocessing import parent_process, util
 from pathlib import Path
 from typing import Any
 
 from torch_symm._trace.dump import Dump, parse
 
-from . import files, table
+from . import files, summary, table
 
 #: Of the process whose thread runs.
 _started: int | None = None
@@ -26,7 +30,10 @@ def start(native: Any) -> None:
     if seconds and _started != os.getpid():
         _started = os.getpid()
         ended = threading.Event()
-        atexit.register(ended.set)
+        atexit.register(_end, native, ended)
+        if parent_process() is not None:
+            # Such a process ends without atexit.
+            util.Finalize(None, _end, (native, ended), exitpriority=-3)
         threading.Thread(target=_run, args=(native, seconds, ended), name="symm-stats", daemon=True).start()
 
 
@@ -41,6 +48,26 @@ def _run(native: Any, seconds: int, ended: threading.Event) -> None:
             # Others write at the same time.
             ended.wait(min(0.5, seconds / 2))
             print(table.render(files.job(own, path.parent)), file=sys.stderr, flush=True)
+
+
+def _end(native: Any, ended: threading.Event) -> None:
+    """Ends the thread; the first rank prints what it has counted."""
+    if ended.is_set():
+        return
+    ended.set()
+    try:
+        trace = json.loads(native._trace())
+        rank = _rank(parse(trace, "this process"))
+        if rank is not None and trace["totals"]["lines"]:
+            print(summary.render(trace, rank), file=sys.stderr, flush=True)
+    except Exception as error:  # A failure to tell must not change how the process ends
+        print(f"SYMM_STATS: no summary: {error}", file=sys.stderr, flush=True)
+
+
+def _rank(own: Dump) -> int | None:
+    """The rank of this process if it is the first of this host in all groups that are known, those it has left, too."""
+    here = {member.global_rank: member.pid for view in own.views for member in view.members}
+    return min(here) if here and here[min(here)] == own.pid else None
 
 
 def write(native: Any) -> tuple[Dump, Path]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch_symm._trace.dump import Call, Dump
 from torch_symm._trace.report import Group, merge
+from torch_symm.doctor.report import counted
 
 #: Lateness below which a rank was not waited for: two clocks of one host agree so far, and waking takes as long.
 LATE_NS = 20_000
@@ -17,7 +18,7 @@ HEADINGS = ("collective", "bytes", "calls", "total", "µs", "p99", "waiting", "l
 
 @dataclass
 class Line:
-    """Calls of one operation and size, of a rank's share rounded up to a power of two.
+    """Calls of one operation and size, which is counted as by nccl-tests and rounded up to a power of two.
 
     ``us``: of each call that has ended, of every rank. ``waited`` of ``spent``: nanoseconds that ranks spent in calls
     before the last rank had begun, where all ranks' calls are known. ``last``: how often each rank began last, late.
@@ -64,7 +65,8 @@ def lines(groups: Iterable[Group]) -> list[Line]:
     for group in groups:
         for view in group.views.values():
             for call in view.calls:
-                line = found.setdefault((call.op, _size(call)), Line(call.op, _size(call)))
+                size = _size(call, len(group.members))
+                line = found.setdefault((call.op, size), Line(call.op, size))
                 line.calls += 1
                 line.total += max(call.bytes_in, call.bytes_out)
                 if call.started_ns and call.ended_ns and call.state == "completed":
@@ -84,7 +86,8 @@ def _together(group: Group, found: dict[tuple[str, int], Line]) -> Iterable[tupl
     for calls in kept.values():
         if len(calls) == len(group.members) > 1:
             first = calls[min(calls)]
-            yield found[first.op, _size(first)], {group.members[rank].global_rank: one for rank, one in calls.items()}
+            line = found[first.op, _size(first, len(group.members))]
+            yield line, {group.members[rank].global_rank: one for rank, one in calls.items()}
 
 
 def _compare(line: Line, calls: dict[int, Call]) -> None:
@@ -99,9 +102,9 @@ def _compare(line: Line, calls: dict[int, Call]) -> None:
             line.spent += call.ended_ns - call.started_ns
 
 
-def _size(call: Call) -> int:
-    share = call.elements * call.itemsize
-    return 1 << (share - 1).bit_length() if share > 1 else share
+def _size(call: Call, world: int) -> int:
+    size = call.size(world)
+    return 1 << (size - 1).bit_length() if size > 1 else size
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -114,16 +117,21 @@ def render(dumps: Sequence[Dump]) -> str:
     found = lines(groups)
     if not found:
         return "no call has been made"
-    rows = [HEADINGS, *(_fields(line) for line in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    text = []
-    for row in rows:
-        cells = [
-            f"{row[0]:<{widths[0]}}",
-            *(f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:], strict=False)),
-        ]
-        text.append("  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join([heading(dumps, groups), *text])
+    *rows, last = zip(HEADINGS, *(_fields(line) for line in found), strict=True)
+    text = aligned(list(zip(*rows, strict=True)))
+    told = (f"{line}  {straggler}".rstrip() for line, straggler in zip(text, last, strict=True))
+    return "\n".join([heading(dumps, groups), *told])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns of equal width: the first aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [f"{row[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
 
 
 def heading(dumps: Sequence[Dump], groups: Sequence[Group]) -> str:
@@ -131,16 +139,16 @@ def heading(dumps: Sequence[Dump], groups: Sequence[Group]) -> str:
     calls = [call for group in groups for view in group.views.values() for call in view.calls]
     seconds = (max(dump.written_ns for dump in dumps) - min((call.created_ns for call in calls), default=0)) / 1e9
     processes = f"{len(dumps)} processes" if len(dumps) > 1 else "this process"
-    return f"the last {len(calls)} calls of {processes} on {dumps[0].host}, {seconds:.1f} s"
+    return f"the last {counted(len(calls), 'call')} of {processes} on {dumps[0].host}, {seconds:.1f} s"
 
 
 def _fields(line: Line) -> tuple[str, ...]:
     straggler = line.straggler
     return (
         line.op,
-        _bytes(line.size),
+        shown_bytes(line.size),
         str(line.calls),
-        _bytes(line.total),
+        shown_bytes(line.total),
         f"{statistics.median(line.us):.1f}" if line.us else "-",
         f"{_p99(line.us):.1f}" if line.us else "-",
         "-" if line.waiting is None else f"{line.waiting:.0%}",
@@ -148,7 +156,8 @@ def _fields(line: Line) -> tuple[str, ...]:
     )
 
 
-def _bytes(count: int) -> str:
+def shown_bytes(count: int) -> str:
+    """``3.91 KiB``."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_symm._command import Parser
+from torch_symm._command import Parser, count
 from torch_symm.doctor import devices, library
 from torch_symm.doctor.probed import Probed, probe
 from torch_symm.doctor.report import Section, render
@@ -30,7 +30,7 @@ def parser() -> Parser:
             ("--plot host.svg", "with a drawing"),
         ],
     )
-    made.add_argument("--ranks", type=int, default=0, help="ranks that will be started (default: GPUs, or 2)")
+    made.add_argument("--ranks", type=count, default=0, help="ranks that will be started (default: GPUs, or 2)")
     made.add_argument("--measure", action="store_true", help="measure the bandwidth of pairs")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf (needs matplotlib)")
     made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -39,8 +39,6 @@ def parser() -> Parser:
 
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Prints section by section; 1 if torch or the native part cannot be loaded."""
-    if given.ranks < 0:
-        parser.error(f"--ranks {given.ranks}: at least 1")
     if given.plot and given.plot.suffix not in plot.ENDINGS:
         parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
     if given.plot and not given.plot.absolute().parent.is_dir():

@@ -40,12 +40,14 @@ def section(ranks: int, system: Path = SYSTEM) -> Section:
     allowed = cgroup.cores_allowed()
     nodes = _nodes(system) or {0: usable}
     caches = _caches(system, usable)
-    physical = {_text(system / f"cpu/cpu{core}/topology/core_cpus_list") or str(core) for core in usable}
+    physical = {tuple(numbers(_text(system / f"cpu/cpu{core}/topology/core_cpus_list"))) or (core,) for core in usable}
     sockets = {_text(system / f"cpu/cpu{core}/topology/physical_package_id") or "0" for core in usable}
     found: dict[str, Any] = {
         "model": cpu_model(),
         "usable": usable,
         "cores": len(physical),
+        "threads": [list(core) for core in sorted(physical)],
+        "ranks": ranks,
         "sockets": len(sockets),
         "limit": allowed,
         "nodes": {str(node): cores for node, cores in nodes.items()},
@@ -83,7 +85,7 @@ def _caches(system: Path, usable: Iterable[int]) -> list[dict[str, Any]]:
     for core in usable:
         for index in sorted((system / f"cpu/cpu{core}/cache").glob("index[0-9]*")):
             level, kind = _text(index / "level"), _text(index / "type")
-            if kind != "Instruction" and level.isdigit():
+            if kind != "Instruction" and level.isdecimal():
                 group = tuple(numbers(_text(index / "shared_cpu_list"))) or (core,)
                 found.setdefault((int(level), _text(index / "size")), set()).add(group)
     return [

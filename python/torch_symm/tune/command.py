@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_symm._command import Parser
+from torch_symm._command import MOST_RANKS, Parser, check_figures, count, positive
 from torch_symm.bench.units import parse_size
 
 from . import points as sizes
@@ -56,14 +56,14 @@ def parser() -> Parser:
         ],
     )
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
-    made.add_argument("--ranks", type=int, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
-    made.add_argument("--seconds", type=float, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
+    made.add_argument("--ranks", type=count, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
+    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
     made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
     made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
     made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
     made.add_argument("--hosts", action="store_true", help="measure what is between the hosts of a job of torchrun")
     made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
-    made.add_argument("--plans", type=int, metavar="N", help="time all ways of N random redistributions")
+    made.add_argument("--plans", type=count, metavar="N", help="time all ways of N random redistributions")
     made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
     made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
     made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
@@ -98,6 +98,8 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
     world = given.ranks or (gpus if device == "cuda" else CPU_RANKS)
+    if world > MOST_RANKS:
+        parser.error(f"--ranks {world}: at most {MOST_RANKS}")
     if device == "cuda" and gpus < 2:
         parser.error(f"--device cuda: needs at least 2 GPUs, and torch finds {gpus} here; --device cpu needs none")
     if world < 2 or (device == "cuda" and world > gpus):
@@ -287,8 +289,9 @@ def _draw(parser: Parser, given: argparse.Namespace) -> int:
     try:
         read = json.loads(given.draw.read_text())
         compared = [Compared(**point) for point in read["points"]]
+        check_figures(value for one in compared for name, value in vars(one).items() if name not in ("op", "algorithm"))
         title = str(read["origin"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         parser.error(f"--draw: {given.draw} holds no check: {error}")
     _need_matplotlib(parser)
     draw(compared, title, given.plot)

@@ -7,7 +7,6 @@ turns.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -282,18 +281,9 @@ def write(found: Mapping[str, Any], output: Path | None, device: str) -> Path | 
     here = profile.key(device, len(own))
     path = output or profile.own_path(here)
     if path is not None and (dist.get_rank() == 0 if output else placed.local == 0):
-        kept = _known(path) or profile.bare(here, {})
+        kept = profile.known(path) or profile.bare(here, {})
         profile.write(path, {**kept, "between_hosts": dict(found)})
     return path
-
-
-def _known(path: Path) -> dict[str, Any] | None:
-    """The profile that is there, if it can be read."""
-    try:
-        known: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return known if isinstance(known, dict) and known.get("groups") is not None else None
 
 
 def run(seconds: float, output: Path | None, device: str) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,13 +128,23 @@ def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) ->
     ]
 
 
+def known(path: Path) -> dict[str, Any]:
+    """Returns the profile that is at ``path``; empty without a valid one. Standard error names a faulty one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        _validate(path, found)
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, load().SymmConfigError) as error:
+        print(f"profile {path} is faulty and will be replaced: {error}", file=sys.stderr, flush=True)
+        return {}
+
+
 def between_hosts(path: Path) -> dict[str, Any]:
     """What the profile that is at ``path`` now says of the network between hosts, to be kept in the next one."""
-    try:
-        known = json.loads(path.read_text())
-        return {"between_hosts": known["between_hosts"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    found = known(path)
+    return {"between_hosts": found["between_hosts"]} if "between_hosts" in found else {}
 
 
 def own_path(here: Key) -> Path | None:
@@ -153,14 +164,18 @@ def write(path: Path, profile: Mapping[str, Any]) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(_text(profile))
-        hardware = profile["hardware"]
-        ranks = profile["groups"][0]["ranks"] if profile["groups"] else 1
-        prices(hardware["device"], ranks, hardware["ranks"], "measured", Path(name))
+        _validate(Path(name), profile)
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _validate(path: Path, profile: Mapping[str, Any]) -> None:
+    hardware = profile["hardware"]
+    ranks = profile["groups"][0]["ranks"] if profile["groups"] else 1
+    prices(hardware["device"], ranks, hardware["ranks"], "measured", path)
 
 
 def _text(profile: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_symm._command import count, positive
+
 from ..units import parse_size
 from . import host
 from .calls import OPS, USUAL
@@ -31,7 +33,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         prog="python -m torch_symm.bench.gpu",
         description="Measures the collectives of GPUs against NCCL and torch's symmetric memory, in one run.",
     )
-    parser.add_argument("--ranks", type=int, help=f"number of GPUs (default: all, at most {MAX_RANKS})")
+    parser.add_argument("--ranks", type=count, help=f"number of GPUs (default: all, at most {MAX_RANKS})")
     parser.add_argument("--sizes", help=f"comma-separated total sizes (default: {SIZES}; --quick: {QUICK_SIZES})")
     parser.add_argument("--full", action="store_true", help="1 GB as well")
     parser.add_argument("--ops", default=",".join(USUAL), help="comma-separated, of: " + ", ".join(OPS))
@@ -43,7 +45,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive,
         help=f"time to spend: few turns where the run is behind, and no further cell after it "
         f"(default: {SECONDS:.0f}; --quick: {QUICK_SECONDS:.0f})",
     )

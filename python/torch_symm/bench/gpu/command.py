@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from torch_symm._command import overloaded
+
 from .. import machine
 from ..progress import StandsStill
 from .launch import POLL_S
@@ -41,6 +43,8 @@ def begin(world: int, device: str, settings: dict[str, str]) -> tuple[machine.Ma
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     here, gpus = machine.describe(), machine.describe_gpus(world if device == "cuda" else 0)
     print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    if busy := overloaded():
+        print(f"warning: {busy}, so these times say little", flush=True)
     return here, gpus
 
 

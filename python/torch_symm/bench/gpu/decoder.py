@@ -32,6 +32,8 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
+from torch_symm._command import count, counts
+
 from ..progress import end
 from ..units import format_size
 from . import decoder_rank
@@ -82,11 +84,13 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
     parser = argparse.ArgumentParser(
         prog="python -m torch_symm.bench.gpu.decoder", description=(__doc__ or "").split("\n")[0].partition(": ")[2]
     )
-    parser.add_argument("--ranks", type=int, help="number of GPUs (default: all, at most 8)")
-    parser.add_argument("--batches", default=BATCHES, help=f"comma-separated rows of a step (default: {BATCHES})")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"default: {LAYERS}")
+    parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
+    parser.add_argument(
+        "--batches", type=counts, default=BATCHES, help=f"comma-separated rows of a step (default: {BATCHES})"
+    )
+    parser.add_argument("--layers", type=count, default=LAYERS, help=f"default: {LAYERS}")
     parser.add_argument("--sides", help=f"comma-separated, of: {WITHOUT}, symm, nccl, {FUSED} (default: all)")
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"at most {MAX_TURNS} (default: {TURNS})")
+    parser.add_argument("--turns", type=count, default=TURNS, help=f"at most {MAX_TURNS} (default: {TURNS})")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns")
     parser.add_argument("--json", type=Path, default=Path("out/bench-decoder.json"), help="where to write all figures")
     parser.add_argument(
@@ -101,11 +105,10 @@ def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
     unknown = [side for side in sides if side not in known]
     if unknown:
         parser.error(f"--sides: no {unknown[0]!r}; there are {', '.join(known)}")
-    batches = [int(batch) for batch in given.batches.split(",") if batch.isdigit()]
     turns = QUICK_TURNS if given.quick else given.turns
-    if len(batches) != len(given.batches.split(",")) or min(*batches, given.layers, turns) < 1 or turns > MAX_TURNS:
-        parser.error(f"--batches, --layers and --turns are positive numbers, turns at most {MAX_TURNS}")
-    return Task(world, given.device, tuple(batches), given.layers, tuple(sides), turns, ""), given.json
+    if turns > MAX_TURNS:
+        parser.error(f"--turns is at most {MAX_TURNS}")
+    return Task(world, given.device, given.batches, given.layers, tuple(sides), turns, ""), given.json
 
 
 def main(arguments: Sequence[str]) -> int:

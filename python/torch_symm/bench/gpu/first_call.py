@@ -32,6 +32,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
+from torch_symm._command import count
+
 from ..progress import StandsStill, end
 from .command import FAILURES, begin, ranks
 from .launch import POLL_S
@@ -162,8 +164,8 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m torch_symm.bench.gpu.first_call",
         description="Measures how long a job takes until its first collectives are done.",
     )
-    parser.add_argument("--ranks", type=int, help="number of GPUs (default: all, at most 8)")
-    parser.add_argument("--starts", type=int, default=3, help="starts of each kind (default: 3)")
+    parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
+    parser.add_argument("--starts", type=count, default=3, help="starts of each kind (default: 3)")
     parser.add_argument("--kinds", help="comma-separated, of: " + ", ".join(KINDS["cuda"]))
     parser.add_argument(
         "--json", type=Path, default=Path("out/bench-first-call.json"), help="where to write all figures"

@@ -25,6 +25,8 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import spawn
 
+from torch_symm._command import count, whole
+
 from ..progress import end
 from . import fused_rank
 from .command import FAILURES, begin, collect, ranks
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torch_symm.bench.gpu.fused", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--ranks", type=int, help="number of GPUs (default: all, at most 8)")
+    parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
     parser.add_argument("--engines", help="comma-separated, of: " + ", ".join(engines("cuda")))
     parser.add_argument("--shapes", help="comma-separated numbers of the table's lines, from 0 (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns instead of {TURNS}")
@@ -115,8 +117,9 @@ def main(arguments: Sequence[str]) -> int:
     names = given.engines.split(",") if given.engines else list(known)
     everything = shapes(world) if given.device == "cuda" else list(SMALL)
     try:
-        chosen = [everything[int(number)] for number in given.shapes.split(",")] if given.shapes else everything
-    except (ValueError, IndexError):
+        numbers = map(whole, given.shapes.split(",")) if given.shapes else range(len(everything))
+        chosen = [everything[number] for number in numbers]
+    except (argparse.ArgumentTypeError, IndexError):
         parser.error(f"--shapes {given.shapes}: there are 0 to {len(everything) - 1}")
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -12,6 +12,11 @@ from .request import NCCL_TYPES
 _NAMES = ("size", "count", "type", "redop", "root")
 _WIDTHS = (12, 14, 9, 8, 7)
 _FIGURES = 34
+#: The out-of-place calls of operations that ``dist`` has only in place.
+_OTHER_CALLS = {
+    "all_reduce": "torch.ops.symm.all_reduce on symm, torch's functional all_reduce on others; which allocate",
+    "broadcast": "torch's functional broadcast, which allocates",
+}
 
 
 def headings(several: bool) -> list[str]:
@@ -24,6 +29,22 @@ def headings(several: bool) -> list[str]:
     placed = f"{'out-of-place':^{_FIGURES}}{'in-place':^{_FIGURES}}"
     lines = [head + placed, names + figures + figures + behind, below + units + units]
     return [f"#{line[1:]}".rstrip() for line in lines]
+
+
+def table(rows: Sequence[Found]) -> list[str]:
+    """All of it, each operation below its name and headings."""
+    several, shown, text = any(len(found.sides) > 1 for found in rows), "", []
+    for found in rows:
+        text += [] if found.wanted.op == shown else opening(found.wanted.op, several)
+        text += lines(found, several)
+        shown = found.wanted.op
+    return text
+
+
+def opening(op: str, several: bool) -> list[str]:
+    """The lines above the first row of an operation."""
+    note = [f"# out-of-place: {_OTHER_CALLS[op]}"] if op in _OTHER_CALLS else []
+    return ["#", f"# {op}", *note, *headings(several)]
 
 
 def lines(found: Found, several: bool) -> list[str]:

@@ -8,47 +8,60 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import axes
 from ..units import format_size
-from .columns import headings, lines
+from . import columns
 from .record import Figure, Found
 
 #: Formats by the ending of the file.
 ENDINGS = (".png", ".svg", ".pdf", ".html")
-_COLORS = ("#0b6e4f", "#8a8a8a", "#b5541c", "#3b5b92", "#7a4b94", "#a08000")
+TIME, BANDWIDTH = "µs per call", "bus bandwidth, GB/s"
 
 
 def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory") -> None:
     """Writes a figure of ``rows`` to ``path``: a row of two plots for each operation, type, reduction and root.
 
-    ``bound``: what sets the limit that is drawn. ``.html`` has figure and table in one file that needs no other.
+    Operations with one size each share a row, as bars. ``bound``: what sets the limit that is drawn. ``.html`` has
+    figure and table in one file that needs no other.
 
     Raises:
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
+        ValueError: no row has a figure.
     """
-    import matplotlib  # type: ignore[import-not-found, unused-ignore]
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "torch-symm", "svg.fonttype": "none"})
-    from matplotlib import pyplot  # type: ignore[import-not-found, unused-ignore]
-
-    kinds = list(dict.fromkeys(_kind(found) for found in rows))
-    figure, axes = pyplot.subplots(len(kinds), 2, figsize=(12.8, 3.9 * len(kinds)), squeeze=False)
-    for (left, right), kind in zip(axes, kinds, strict=True):
-        part = [found for found in rows if _kind(found) == kind]
-        _curves(left, part, "µs per call", lambda found, one: one.median_us)
-        _curves(right, part, "bus bandwidth, GB/s", Found.busbw)
+    pyplot = axes.pyplot()
+    measured = [found for found in rows if any(found.sides.values())]
+    if not measured:
+        raise ValueError("--plot: nothing was measured")
+    kinds = list(dict.fromkeys(_kind(found) for found in measured))
+    parts = [[found for found in measured if _kind(found) == kind] for kind in kinds]
+    curves = [part for part in parts if len(part) > 1]
+    single = [found for part in parts if len(part) == 1 for found in part]
+    heights = [3.9] * len(curves)
+    if single:
+        heights.append(1.4 + 0.35 * len(single) + 0.18 * sum(len(_bars(found, "median_us")) for found in single))
+    figure, panels = pyplot.subplots(
+        len(heights), 2, figsize=(12.8, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for (left, right), part in zip(panels, curves, strict=False):
+        _curves(left, part, TIME, "median_us")
+        _curves(right, part, BANDWIDTH, "busbw")
         # The bytes that must move grow with the size, and so the rate is one.
         limits = [
             found.wanted.size / found.limit_us / 1e3 * found.wanted.bus_factor for found in part if found.limit_us
         ]
         if limits:
             right.axhline(max(limits), linestyle=":", color="#c0392b", label=f"limit of {bound}")
-        left.set_yscale("log")
+        shown = [us for found in part for us in _bars(found, "median_us").values()]
+        axes.times(left, min(shown), max(shown))
         right.set_ylim(bottom=0)
         for axis in (left, right):
-            axis.set_title(", ".join(filter(None, kind)) + f", {part[0].wanted.world} ranks", fontsize=10)
+            axis.set_title(f"{_name(part[0])}, {part[0].wanted.world} ranks", fontsize=10)
             axis.legend(fontsize=8)
+    if single:
+        for axis, label, value in zip(panels[-1], (TIME, BANDWIDTH), ("median_us", "busbw"), strict=True):
+            groups = [(f"{_name(found)}\n{format_size(found.wanted.size)}", _bars(found, value)) for found in single]
+            axes.bars(axis, groups, f"{label}; {single[0].wanted.world} ranks")
     figure.text(0.5, 0.005, heading, fontsize=8, ha="center")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     if path.suffix == ".html":
@@ -66,32 +79,42 @@ def _kind(found: Found) -> tuple[str, ...]:
     return (wanted.op, wanted.dtype, redop, f"root {wanted.root}" if wanted.root > 0 else "")
 
 
-def _curves(axis: Any, part: Sequence[Found], label: str, value: Any) -> None:
+def _name(found: Found) -> str:
+    return ", ".join(filter(None, _kind(found)))
+
+
+def _value(found: Found, figure: Figure, value: str) -> float:
+    return found.busbw(figure) if value == "busbw" else figure.median_us
+
+
+def _bars(found: Found, value: str) -> dict[str, float]:
+    """Values of all sides, by side and placement."""
+    return {
+        f"{side}, {placement.replace('_', '-')}": _value(found, figure, value)
+        for side, placed in found.sides.items()
+        for placement, figure in placed.items()
+    }
+
+
+def _curves(axis: Any, part: Sequence[Found], label: str, value: str) -> None:
     sides = list(dict.fromkeys(side for found in part for side in found.sides))
-    for color, side in zip(_COLORS * len(sides), sides, strict=False):
+    for color, side in zip(axes.COLORS * len(sides), sides, strict=False):
         for placement, style in (("in_place", "o-"), ("out_of_place", "s--")):
-            points: list[tuple[int, Figure, Found]] = [
-                (found.wanted.size, one, found)
+            points: list[tuple[int, float]] = [
+                (found.wanted.size, _value(found, one, value))
                 for found in part
                 if (one := found.sides.get(side, {}).get(placement)) is not None
             ]
             if points:
                 name = f"{side}, {placement.replace('_', '-')}"
-                values = [value(found, one) for _, one, found in points]
-                axis.plot([size for size, _, _ in points], values, style, color=color, label=name, markersize=4)
-    sizes = [found.wanted.size for found in part]
-    axis.set_xscale("log", base=2)
-    shown = sizes[:: max(1, len(sizes) // 8)]
-    axis.set_xticks(shown, [format_size(size) for size in shown], fontsize=8)
-    axis.minorticks_off()
+                axis.plot(*zip(*points, strict=True), style, color=color, label=name, markersize=4)
+    axes.sizes(axis, [found.wanted.size for found in part])
     axis.set_xlabel("size")
     axis.set_ylabel(label)
-    axis.grid(True, which="major", linewidth=0.4, alpha=0.5)
 
 
 def _page(rows: Sequence[Found], heading: str, drawn: str) -> str:
-    several = any(len(found.sides) > 1 for found in rows)
-    table = "\n".join([*headings(several), *(line for found in rows for line in lines(found, several))])
+    table = "\n".join(columns.table(rows))
     svg = drawn[drawn.index("<svg") :]
     title = html.escape(heading)
     return (

@@ -1,0 +1,132 @@
+"""Ctrl-C, and whatever a signal's handler raises, ends a wait in a group; the other ranks are told."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_symm
+from ranks import init, meet, run_ranks
+
+Group = dist.ProcessGroup
+
+
+def behind_another(group: Group) -> None:
+    """The worker is in the first one while this thread waits for the second."""
+    work = dist.all_reduce(torch.ones(1 << 18), group=group, async_op=True)
+    time.sleep(0.05)
+    dist.all_reduce(torch.ones(3), group=group)
+    work.wait()
+
+
+def begun(group: Group, wait: Callable[[dist.Work], object]) -> None:
+    wait(dist.all_reduce(torch.ones(3), group=group, async_op=True))
+
+
+#: What ranks 0 and 1 wait in, since rank 2 does not come to it.
+WAITS: dict[str, Callable[[Group], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group),
+    "long all_reduce": lambda group: dist.all_reduce(torch.ones(1 << 18), group=group),
+    "barrier": lambda group: dist.barrier(group=group),
+    "asynchronous": lambda group: begun(group, lambda work: work.wait()),
+    "with a limit": lambda group: begun(group, lambda work: work.wait(timedelta(seconds=50))),
+    "behind another": behind_another,
+    "recv": lambda group: dist.recv(torch.empty(3), 2, group=group),
+    "long send": lambda group: dist.send(torch.ones(1 << 20), 2, group=group),
+    "from any": lambda group: dist.irecv(torch.empty(3), group=group).wait(),
+}
+
+
+def once_blocked(number: signal.Signals) -> None:
+    """Sends this process a signal once its main thread has slept for 100 ms at one place: longer than a call above."""
+
+    def where() -> tuple[object, ...]:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        state = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[0]
+        return id(frame), frame.f_lasti, state
+
+    def watch() -> None:
+        same, last = 0, None
+        while same < 5:
+            time.sleep(0.02)
+            now = where()
+            same, last = (same + 1 if now == last and now[2] == "S" else 0), now
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def interrupted(rank: int, world: int, hosts: bool) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hosts:
+        os.environ.update(SYMM_TEST_HOST=str(rank // 2), SYMM_HOSTS="gloo")
+    init(rank, world)
+    for name, call in WAITS.items():
+        group = dist.new_group()
+        if rank < 2:
+            if rank == 1:
+                once_blocked(signal.SIGINT)
+            began = time.monotonic()
+            # Not a hang until the timeout of 60 s.
+            with pytest.raises(KeyboardInterrupt if rank == 1 else torch_symm.SymmPeerError) as caught:
+                call(group)
+            assert time.monotonic() - began < 20, name
+            told = str(caught.value)
+            assert rank == 1 or re.match(r"rank 1 \(.*pid \d+\) was interrupted by a signal in", told), told
+        meet(name, rank, world)
+        with pytest.raises(
+            (torch_symm.SymmAborted, torch_symm.SymmPeerError), match=r"rank 1 .* was interrupted by a signal in"
+        ):
+            dist.barrier(group=group)
+    # Other groups live, and nothing of the interrupts is left.
+    dist.all_reduce(tensor := torch.ones(3))
+    assert bool((tensor == world).all())
+
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "two hosts"])
+def test_an_interrupted_wait_fails_the_group_on_all_ranks(hosts: bool) -> None:
+    run_ranks(interrupted, 3, hosts, backend=None)
+
+
+def handled(rank: int, world: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: meet("handled", 0, 1))
+    if rank == 0:
+        once_blocked(signal.SIGUSR1)
+        dist.all_reduce(tensor := torch.ones(3))
+        assert bool((tensor == world).all())
+    else:
+        # While rank 0 waits its handler runs, and nothing else ends the wait.
+        meet("handled", 1, 2)
+        dist.all_reduce(torch.ones(3))
+
+    def nested(_number: int, _frame: FrameType | None) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    signal.signal(signal.SIGUSR1, nested)
+    group = dist.new_group()
+    if rank == 0:
+        # Of another group it may.
+        once_blocked(signal.SIGUSR1)
+        dist.all_reduce(torch.ones(3), group=group)
+        once_blocked(signal.SIGUSR1)
+        with pytest.raises(torch_symm.SymmConfigError, match=r"cannot wait for a collective .* set a flag"):
+            dist.all_reduce(torch.ones(3))
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(3), group=group)
+    meet("ended", rank, world)
+
+
+def test_a_handler_that_returns_disturbs_no_call() -> None:
+    run_ranks(handled, 2)

@@ -1,0 +1,114 @@
+"""``torch-symm hello`` and ``torch-symm run``: real ranks, and what is left to torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch_symm
+from torch.distributed import run as torchrun
+from torch_symm import __main__ as entry
+from torch_symm.doctor.child import Child, Ended
+from torch_symm.launch import hello
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group(sys.argv[1])
+number = torch.ones(1)
+dist.all_reduce(number)
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+print(f"{number.item():g} {type(backend).__name__} {sys.argv[2:]}\\n", end="", flush=True)
+dist.destroy_process_group()
+sys.exit(int(os.environ.get("STATUS", "0")))
+"""
+
+
+def typed(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_symm", *words]
+    full = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=full, check=False)
+
+
+def test_hello_says_what_was_used_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["hello", "--ranks", "3", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["ranks"], found["sum"]) == ("cpu", 3, 6.0)
+    assert found["torch_symm"] == torch_symm.__version__ and found["transport"].startswith("shared memory; ")
+    assert set(found["us"]) == {"8", "1048576"} and all(us > 0 for us in found["us"].values())
+    assert entry.main(["hello", "--device", "cpu", "--ranks", "2"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "starting 2 ranks on cpu …" and "2 ranks formed a group in " in said[2]
+    assert any(line.startswith("all_reduce takes ") and "µs for 8 B" in line and "µs for 1 MB" in line for line in said)
+
+
+def test_hello_has_as_many_ranks_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, allowed, ranks in ((1, None, 2), (3, None, 3), (64, None, 8), (64, 4.5, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(hello.cgroup, "cores_allowed", lambda allowed=allowed: allowed)
+        assert hello.ranks_here("cpu") == ("cpu", ranks)
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = [Ended([], "", -9), Ended([{"step": "all_reduce", "error": "SymmPeerError: rank 0 has ended"}], "", 1)]
+
+    def run(children: list[Child], seconds: float) -> list[Ended]:
+        assert len(children) == 2 and [one.environment["RANK"] for one in children] == ["0", "1"]
+        return ended
+
+    monkeypatch.setattr("torch_symm.doctor.child.run", run)
+    assert entry.main(["hello", "--device", "cpu", "--ranks", "2"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("2 ranks on cpu failed: rank 1: all_reduce: SymmPeerError: rank 0 has ended\n")
+    assert "torch_symm doctor" in said or "torch-symm doctor" in said
+
+
+def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(PROGRAM)
+    options = ["--nproc-per-node", "2", "--replace", "gloo"]
+    done = typed("run", *options, str(program), "gloo", "--replace", "--nproc-per-node")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split("\n")
+    assert [line for line in said if line] == ["2 _SymmForGloo ['--replace', '--nproc-per-node']"] * 2
+    failed = typed("run", "--nproc-per-node=1", str(program), "symm", STATUS="3")
+    assert failed.returncode == 1 and "exitcode  : 3" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "passed"),
+    [
+        (["p.py"], ["--standalone", "--nproc-per-node=2", "p.py"]),
+        (["-m", "p", "--nnodes", "3"], ["--standalone", "--nproc-per-node=2", "-m", "p", "--nnodes", "3"]),
+        (["--replace=gloo", "--nproc_per_node=5", "p.py"], ["--standalone", "--nproc_per_node=5", "p.py"]),
+        (["--nnodes=2", "--nproc-per-node", "1", "p.py"], ["--nnodes=2", "--nproc-per-node", "1", "p.py"]),
+        (["--rdzv-endpoint=a:1", "p.py", "-x"], ["--nproc-per-node=2", "--rdzv-endpoint=a:1", "p.py", "-x"]),
+    ],
+)
+def test_options_are_torchruns(words: list[str], passed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(torchrun, "main", seen.append)
+    monkeypatch.setattr("torch_symm.launch.run.ranks_here", lambda: ("cpu", 2))
+    monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
+    monkeypatch.setenv("SYMM_REPLACES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert entry.main(["run", *words]) == 0
+    assert seen == [passed]
+    assert os.environ["SYMM_REPLACES"] == ("gloo" if words[0] == "--replace=gloo" else "")
+
+
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
+        (["run"], "name a program to run"),
+        (["run", "--replace", "nccl", "p.py"], "invalid choice: 'nccl'"),
+        (["hello", "--ranks", "1", "--device", "cpu"], "--ranks 1: 2 to 8"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            entry.main(words)
+        assert ended.value.code == 2 and says in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        entry.main(["run", "--help"])
+    assert ended.value.code == 0 and "[options of torchrun] PROGRAM" in capsys.readouterr().out
