@@ -7,20 +7,32 @@ TORCH := 2.15.0
 # Wherever cargo may have been installed without the shell knowing.
 export PATH := $(PATH):$(HOME)/.cargo/bin
 PYTEST_FLAGS ?= -q
+# A folder for JUnit reports, one a goal; none if it is empty.
+REPORTS ?=
+PYTEST = $(BIN)/python -m pytest $(PYTEST_FLAGS) $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
+# Workers of pytest: 2 are faster on two quiet cores, but limits inside tests' kits were reached beside other work.
+PYTEST_WORKERS ?= 0
+PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
+# Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
+ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-slow bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+# As many ranks as cores, 2 to 4.
+DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/01_ddp_digits.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(DEMO_RANKS) examples/01_ddp_digits.py
 
-# What every change runs, in at most 25 minutes; the rest: programs, benchmarks and compilers as a whole.
+# What every change runs, in at most 30 minutes; the rest: programs, benchmarks and compilers as a whole.
 test: test-rust test-python
 
 test-slow: test-kernels test-python-slow
 
 # Besides, kernels for every number of ranks, and all of torch's own tests on two hosts.
 test-all: export KERNELS_COMPILE_ALL = 1
-test-all: test test-slow
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m everything tests/torch
+test-all: test test-slow test-torch-all
+
+test-torch-all: build
+	$(PYTEST) $(PARALLEL) -m everything tests/torch
 
 # A failure in one file must not hide the tests of the others.
 test-rust: tools
@@ -32,12 +44,25 @@ test-kernels: build
 	SYMM_NVRTC=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC && \
 		cargo test --quiet --lib nvrtc && cargo test --quiet --test kernels_compile --test one_gpu --test one_gpu_signals
 
-# tests/cuda is skipped without two GPUs.
-test-python: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not slow and not everything" tests/python tests/hosts tests/torch tests/cuda
+test-python: test-python-parallel test-python-timed test-cuda
 
-test-python-slow: build
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m slow tests/python tests/hosts
+test-python-parallel: build
+	$(PYTEST) $(PARALLEL) -m "not slow and not everything and not timed" tests/python tests/hosts tests/torch
+
+test-python-timed: build
+	$(PYTEST) $(ALONE) -m "timed and not slow and not everything" tests/python tests/hosts tests/torch
+
+# Skipped without two GPUs, which two tests cannot share.
+test-cuda: build
+	$(PYTEST) -m "not slow and not everything" tests/cuda
+
+test-python-slow: test-python-slow-others test-python-slow-timed
+
+test-python-slow-others: build
+	$(PYTEST) -m "slow and not timed" tests/python tests/hosts
+
+test-python-slow-timed: build
+	$(PYTEST) $(ALONE) -m "slow and timed" tests/python tests/hosts
 
 # Accelerate, transformers, ignite, Lightning Fabric with torchmetrics, and torchft, each against Gloo. In an environment
 # of its own upon $(VENV), into which pip installs them. CLIENTS=all: DeepSpeed, which compiles with the ninja of $(VENV),
@@ -46,7 +71,7 @@ CLIENTS_VENV ?= .venv-clients
 CLIENTS ?=
 export CLIENTS
 test-clients: build $(CLIENTS_VENV)/.ready $(if $(filter all,$(CLIENTS)),$(CLIENTS_VENV)/.all)
-	PATH="$(abspath $(BIN)):$$PATH" $(CLIENTS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/clients
+	PATH="$(abspath $(BIN)):$$PATH" $(CLIENTS_VENV)/bin/python $(wordlist 2,99,$(PYTEST)) tests/clients
 
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 $(CLIENTS_VENV)/.ready: $(VENV)/.ready
@@ -157,12 +182,11 @@ asan: build
 	tests/asan $(BIN)/python $(ASAN_TESTS)
 
 # The CUDA kernels, emulated by threads of the host, under the same two: what they load and store beside tensors. By hand: it takes ten minutes.
-ASAN_KERNELS ?= $(patsubst tests/%.rs,%,$(wildcard tests/emulated_*.rs))
 ASAN_RUNNER = ["env", "LD_PRELOAD=$(foreach library,libasan.so libubsan.so,$(shell $(CXX) -print-file-name=$(library)))"]
 asan-kernels: tools
 	SYMM_EMULATED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer" \
 		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 \
-		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' $(addprefix --test ,$(ASAN_KERNELS))
+		cargo test --quiet --config 'target.$(HOST).runner = $(ASAN_RUNNER)' --test emulated
 
 # Which changes of the protocols' code no unit test notices; fails if fewer than MUTANTS_FLOOR of 100 are caught. By hand: it takes a quarter of an hour.
 MUTANTS_FLOOR ?= 99
@@ -214,9 +238,9 @@ $(VENV)/.installed: $(VENV)/.ready setup.py pyproject.toml python/torch_symm/_ve
 
 $(VENV)/.ready: | tools
 	$(PYTHON) -m venv $(VENV)
-	@echo "torch-symm: downloading torch $(TORCH), 3 GB with what it needs, and tools"
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off torch==$(TORCH) torchvision numpy "setuptools>=77" cmake ninja wheel \
-		pytest pytest-timeout pytest-xdist expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
+	@$(PYTHON) packaging/progress.py "downloading torch $(TORCH), 3 GB with what it needs, and tools" \
+		$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off torch==$(TORCH) \
+		torchvision numpy "setuptools>=77" cmake ninja wheel pytest pytest-timeout pytest-xdist pytest-rerunfailures expecttest rich ruff==0.14.* mypy==1.18.* scikit-learn
 	@touch $@
 
 tools:

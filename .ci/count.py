@@ -1,0 +1,52 @@
+"""Counts what the steps of a run told: ``count.py LOG REPORTS``.
+
+LOG is the output of all steps. REPORTS holds a folder for each step that runs pytest, named in the step's command, with
+the JUnit reports that pytest wrote. The last line is ``N passed, M failed, K skipped``; the status is 1 if M is not 0.
+"""
+
+import re
+import sys
+import xml.etree.ElementTree as tree
+from pathlib import Path
+
+log, reports = map(Path, sys.argv[1:])
+passed = failed = skipped = 0
+#: Seconds and name of each test in Python.
+times: list[tuple[float, str]] = []
+#: By folder, which the step that wrote it names.
+failed_in_python: dict[str, int] = {}
+for report in sorted(reports.glob("*/*.xml")):
+    here = failed_in_python.setdefault(str(report.parent), 0)
+    try:
+        suites = list(tree.parse(report).getroot().iter("testsuite"))
+    except tree.ParseError:
+        suites, here = [], here + 1
+    for suite in suites:
+        count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+        here += count["failures"] + count["errors"]
+        passed += count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+        skipped += count["skipped"]
+        for case in suite.iter("testcase"):
+            times.append((float(case.get("time", 0)), f"{case.get('classname')}.{case.get('name')}"))
+    failed_in_python[str(report.parent)] = here
+failed = sum(failed_in_python.values())
+#: Of the step at hand: one that fails without a failed test (a linter, a sanitizer, a build) counts as one.
+failed_here = 0
+for line in log.open(errors="replace"):
+    if match := re.search(r"test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", line):
+        good, bad, ignored = map(int, match.groups())
+        passed, failed, skipped, failed_here = passed + good, failed + bad, skipped + ignored, failed_here + bad
+    elif told := line.count("skipped: "):
+        # A test that could not look says so past its harness, which counts it as passed.
+        passed, skipped = passed - told, skipped + told
+    elif line.startswith("== failed ("):
+        failed, failed_here = failed + (not failed_here), 1
+    elif line.startswith("== took ") or re.match(r"RERUN ", line):
+        print(line, end="")
+    elif line.startswith("== "):
+        failed_here = sum(count for folder, count in failed_in_python.items() if folder in line)
+print("the 30 slowest tests in Python:")
+for seconds, name in sorted(times, reverse=True)[:30]:
+    print(f"{seconds:7.1f} s  {name}")
+print(f"{passed} passed, {failed} failed, {skipped} skipped")
+sys.exit(1 if failed else 0)
