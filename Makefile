@@ -42,7 +42,7 @@ test-rust: tools
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])
 test-kernels: build
 	SYMM_NVRTC=$$($(BIN)/python -c '$(NVRTC)') && export SYMM_NVRTC && \
-		cargo test --quiet --lib nvrtc && cargo test --quiet --test kernels_compile --test one_gpu --test one_gpu_signals
+		cargo test --quiet --lib nvrtc && cargo test --quiet --test gpu
 
 test-python: test-python-parallel test-python-timed test-cuda
 

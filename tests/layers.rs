@@ -1,8 +1,6 @@
 //! The module tree has a direction, which `src/lib.rs` draws, and no two modules import each other.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-mod tree;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -25,13 +23,28 @@ fn height(module: &str) -> u32 {
     }
 }
 
-fn root() -> PathBuf {
-    tree::root().join("src")
+/// A folder, named from the root of the repository.
+fn folder(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+/// All files in and below `folder` that have one of these extensions.
+fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(files(&path, extensions));
+        } else if path.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known)) {
+            found.push(path);
+        }
+    }
+    found
 }
 
 /// Path of the module in a source file: `coll::cuda::plan`.
 fn module(file: &Path) -> Vec<String> {
-    let inside = file.strip_prefix(root()).unwrap().with_extension("");
+    let inside = file.strip_prefix(folder("src")).unwrap().with_extension("");
     let mut parts: Vec<String> = inside.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
     if parts.last().is_some_and(|last| last == "mod" || last == "lib") {
         parts.pop();
@@ -85,7 +98,7 @@ fn imports(module: &[String], text: &str, all: &BTreeSet<Vec<String>>) -> BTreeS
 
 #[test]
 fn no_two_modules_import_each_other() {
-    let files = tree::files("src", &["rs"]);
+    let files = files(&folder("src"), &["rs"]);
     let texts: BTreeMap<Vec<String>, String> =
         files.iter().map(|file| (module(file), std::fs::read_to_string(file).unwrap())).filter(|(module, _)| !module.is_empty()).collect();
     let all: BTreeSet<Vec<String>> = texts.keys().cloned().collect();
@@ -119,7 +132,7 @@ fn no_two_modules_import_each_other() {
 #[test]
 fn files_are_short() {
     let folders = ["src", "torch_backend", "python/torch_symm"];
-    let files: Vec<_> = folders.iter().flat_map(|folder| tree::files(folder, &["rs", "cpp", "hpp", "cu", "cuh", "py"])).collect();
+    let files: Vec<_> = folders.iter().flat_map(|name| files(&folder(name), &["rs", "cpp", "hpp", "cu", "cuh", "py"])).collect();
     let lengths: Vec<(usize, &PathBuf)> = files.iter().map(|file| (std::fs::read_to_string(file).unwrap().lines().count(), file)).collect();
     let mean = lengths.iter().map(|(lines, _)| lines).sum::<usize>() / lengths.len();
     assert!(mean <= 250, "a file has {mean} lines on average; 250 are enough");
@@ -129,8 +142,8 @@ fn files_are_short() {
 
 #[test]
 fn no_module_looks_up() {
-    let root = root();
-    let files = tree::files("src", &["rs"]);
+    let root = folder("src");
+    let files = files(&folder("src"), &["rs"]);
     for file in files {
         let place = file.strip_prefix(&root).unwrap();
         let module = place.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_owned();

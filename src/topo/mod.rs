@@ -130,4 +130,6 @@ fn stand_in(gpu: usize) -> Gpu {
 }
 
 #[cfg(test)]
+mod machines;
+#[cfg(test)]
 mod tests;

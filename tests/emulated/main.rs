@@ -3,7 +3,6 @@
 //! One test program, so that every test shares the kernels that are already compiled (`program::Program`).
 #![allow(missing_docs, clippy::unwrap_used)]
 
-#[path = "../calls/mod.rs"]
 mod calls;
 mod heap;
 mod host;

@@ -1,4 +1,4 @@
-"""Deaths, at the 100 ms that are promised: the median of several. Deadlines and refusals: ``tests/deadlines.rs``."""
+"""Deaths, at the promised 100 ms: the median of several. Deadlines and refusals: ``tests/deadlines/calls.rs``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ordinary collectives on CPU tensors in symmetric memory: served directly where they can be, right in any case.
 
-tests/direct_collectives.rs has every dtype, reduce op, size and place.
+tests/ranks/collectives.rs has every dtype, reduce op, size and place.
 """
 
 from __future__ import annotations

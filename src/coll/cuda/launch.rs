@@ -221,7 +221,7 @@ impl LaunchContext<'_> {
     fn lane_threads(&self, program: Program, lanes: u32) -> u32 {
         let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
-        // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/kernels_compile.rs).
+        // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/gpu/compile.rs).
         let many = if adds { wide } else { program != Program::Transfers };
         if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }

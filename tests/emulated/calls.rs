@@ -1,0 +1,154 @@
+//! Collectives on all ranks of a group at once: what each gives, and what it must get.
+#![allow(dead_code, reason = "each program uses its part")]
+
+use symm::coll::call::{Call, Op, Span};
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cpu::{self, Source, Store};
+use symm::rank::Rank;
+
+/// xorshift.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) as usize % end
+    }
+
+    pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
+        choices[self.below(choices.len())]
+    }
+
+    /// Mostly short.
+    pub(crate) fn bytes(&mut self, unit: usize) -> usize {
+        let end = self.of(&[1, 40, 40, 700, 700, 6000, 20_000, 60_000]);
+        self.below(end) / unit * unit
+    }
+}
+
+/// What one rank gives and gets in one call, at odd addresses if `shift` is.
+pub(crate) struct Tensors {
+    pub(crate) inputs: Vec<Vec<u8>>,
+    pub(crate) outputs: Vec<Vec<u8>>,
+    pub(crate) shift: usize,
+    pub(crate) in_place: bool,
+}
+
+impl Tensors {
+    pub(crate) fn new(inputs: &[usize], outputs: &[usize], shift: usize, seed: u64) -> Self {
+        let mut state = seed | 1;
+        let mut byte = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            // Small floats of either sign in every format, no NaN: half of them positive.
+            (state >> 33) as u8
+        };
+        let mut fill = |bytes: usize| {
+            let mut data = vec![0u8; shift + bytes];
+            data[shift..].fill_with(&mut byte);
+            data
+        };
+        let inputs = inputs.iter().map(|&bytes| fill(bytes)).collect();
+        let outputs = outputs.iter().map(|&bytes| vec![0xEE; shift + bytes]).collect();
+        Self { inputs, outputs, shift, in_place: false }
+    }
+
+    pub(crate) fn spans(&self, data: &[Vec<u8>]) -> Vec<Span> {
+        data.iter().map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift }).collect()
+    }
+
+    pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Call {
+        let inputs = self.spans(&self.inputs);
+        let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
+        Call { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs, outputs, call_site: None }
+    }
+
+    pub(crate) fn input(&self, i: usize) -> &[u8] {
+        &self.inputs[i][self.shift..]
+    }
+
+    pub(crate) fn output(&self, i: usize) -> &[u8] {
+        &self.outputs[i][self.shift..]
+    }
+}
+
+/// What `rank` multiplies by under PREMUL_SUM.
+pub(crate) fn factor(rank: usize) -> f64 {
+    0.5 + rank as f64 / 4.0
+}
+
+/// One collective on all ranks.
+pub(crate) struct Case {
+    pub(crate) op: Op,
+    pub(crate) dtype: DType,
+    pub(crate) reduce_op: ReduceOp,
+    pub(crate) root: usize,
+    /// Element counts: of the message, or of each pair's.
+    pub(crate) count: usize,
+    pub(crate) uneven: bool,
+    pub(crate) shift: usize,
+}
+
+impl Case {
+    pub(crate) fn bytes(&self, from: usize, to: usize) -> usize {
+        let count = if self.uneven { self.count * ((from * 3 + to * 5) % 4) / 2 } else { self.count };
+        count * self.dtype.size()
+    }
+
+    /// Lengths of what `me` of `n` gives and gets.
+    pub(crate) fn lengths(&self, me: usize, n: usize) -> (Vec<usize>, Vec<usize>) {
+        let one = self.count * self.dtype.size();
+        let root = me == self.root;
+        let when = |yes: bool, list: Vec<usize>| if yes { list } else { Vec::new() };
+        match self.op {
+            Op::Barrier => (vec![], vec![]),
+            Op::Broadcast => (when(root, vec![one]), when(!root, vec![one])),
+            Op::AllReduce => (vec![one], vec![one]),
+            Op::Reduce => (vec![one], when(root, vec![one])),
+            Op::AllGather => (vec![self.bytes(me, 0)], (0..n).map(|r| self.bytes(r, 0)).collect()),
+            Op::Gather => (vec![one], when(root, vec![one; n])),
+            Op::Scatter => (when(root, vec![one; n]), vec![one]),
+            Op::ReduceScatter => ((0..n).map(|r| self.bytes(0, r)).collect(), vec![self.bytes(0, me)]),
+            Op::AllToAll => ((0..n).map(|r| self.bytes(me, r)).collect(), (0..n).map(|r| self.bytes(r, me)).collect()),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+        }
+    }
+
+    pub(crate) fn reduced(&self, pieces: &[&[u8]]) -> Vec<u8> {
+        let mut result = vec![0u8; pieces[0].len()];
+        let sources: Vec<Source> =
+            pieces.iter().enumerate().map(|(rank, piece)| Source { ptr: piece.as_ptr(), factor: factor(rank) }).collect();
+        let count = result.len() / self.dtype.size();
+        // SAFETY: all pieces and the result are `count` elements long.
+        unsafe { cpu::reduce(self.reduce_op, self.dtype, result.as_mut_ptr(), &sources, count, Store::Cached) };
+        result
+    }
+
+    /// What `me` must have got from everybody's tensors.
+    pub(crate) fn expected(&self, me: usize, all: &[Tensors]) -> Vec<Vec<u8>> {
+        let root = me == self.root;
+        let column = |i: usize| all.iter().map(|t| t.input(i)).collect::<Vec<_>>();
+        match self.op {
+            Op::Barrier => vec![],
+            Op::Broadcast if root => vec![],
+            Op::Broadcast => vec![all[self.root].input(0).to_vec()],
+            Op::AllReduce => vec![self.reduced(&column(0))],
+            Op::Reduce if root => vec![self.reduced(&column(0))],
+            Op::Gather if !root => vec![],
+            Op::Reduce => vec![],
+            Op::AllGather | Op::Gather => column(0).iter().map(|piece| piece.to_vec()).collect(),
+            Op::Scatter => vec![all[self.root].input(me).to_vec()],
+            Op::ReduceScatter => vec![self.reduced(&column(me))],
+            Op::AllToAll => column(me).iter().map(|piece| piece.to_vec()).collect(),
+            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
+        }
+    }
+}
+
+/// A sum, or a message, of `count` elements.
+pub(crate) fn case(op: Op, dtype: DType, count: usize) -> Case {
+    Case { op, dtype, reduce_op: ReduceOp::Sum, root: count % 2, count, uneven: false, shift: 0 }
+}

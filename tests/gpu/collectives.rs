@@ -1,0 +1,266 @@
+//! Every kernel for groups of 2 to 8 ranks as a GPU runs it, on a single GPU: all ranks' kernels run at the same time, each on a stream
+//! of its own. What it cannot show: links between GPUs.
+
+use crate::calls::{Case, Tensors, case};
+use crate::on_a_gpu;
+use std::collections::HashMap;
+use symm::coll::call::{Call, Op, Span};
+use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
+use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Program, Symmetric};
+use symm::coll::cuda::plan::{self, Conditions, Tuning};
+use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
+use symm::dtype::{DType, ReduceOp};
+use symm::kernels::cuda::compile::{Arch, Variant, cubin};
+use symm::kernels::cuda::driver::{Device, Kernel, OwnStream};
+use symm::mem::pinned::Words;
+use symm::mem::vmm::{Mapping, Physical, granularity};
+use symm::topo::graph::CubeMesh;
+
+/// Bytes for the tensors of one rank in one call.
+const ARENA: usize = 64 << 20;
+
+/// A program, zero-copy or not, and what it is compiled for if it looks at elements.
+type Key = (Program, bool, Option<(DType, ReduceOp)>);
+
+struct Rank {
+    memory: Mapping,
+    arena: Mapping,
+    stream: OwnStream,
+    report: Words,
+    kernels: HashMap<Key, Kernel>,
+}
+
+struct Group<'a> {
+    device: &'a Device,
+    n: usize,
+    layout: Layout,
+    tuning: Tuning,
+    stop: Words,
+    cube_mesh: Option<CubeMesh>,
+    /// The ranks (a bit each) whose tensors are symmetric memory, where calls are zero-copy.
+    symmetric: Option<u32>,
+    ranks: Vec<Rank>,
+}
+
+impl<'a> Group<'a> {
+    fn new(device: &'a Device, n: usize) -> Self {
+        let layout = Layout::new(n, 128 << 20).unwrap();
+        // All ranks' blocks must be on the GPU together.
+        let tuning = Tuning {
+            one_shot_bytes: 8 << 10,
+            two_shot_bytes: 64 << 10,
+            zero_copy_bytes: 1,
+            low_latency_bytes: 16 << 10,
+            blocks: 4,
+            lanes: 4,
+            ..Tuning::of(n)
+        };
+        let map = |bytes: usize| {
+            let bytes = bytes.next_multiple_of(granularity(device).unwrap());
+            Physical::create(device, bytes).unwrap().map(device).unwrap()
+        };
+        let rank = |_| {
+            let (memory, arena, stream) = (map(layout.channel_bytes()), map(ARENA), OwnStream::new().unwrap());
+            stream.stream().fill(memory.address(), 0, layout.channel_bytes()).unwrap();
+            stream.stream().fill(memory.address() + layout.sentinel() as u64, 0xFF, layout.sentinel_bytes()).unwrap();
+            stream.stream().synchronize().unwrap();
+            Rank { memory, arena, stream, report: Words::new(REPORT_WORDS).unwrap(), kernels: HashMap::new() }
+        };
+        Self {
+            device,
+            n,
+            layout,
+            tuning,
+            stop: Words::new(1).unwrap(),
+            cube_mesh: None,
+            symmetric: None,
+            ranks: (0..n).map(rank).collect(),
+        }
+    }
+
+    /// The kernel for `launch`, loaded.
+    fn kernel(&mut self, me: usize, launch: &Launch, case: &Case) -> Kernel {
+        let (major, minor) = self.device.capability;
+        let key = (launch.program, launch.zero_copy, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
+        let (program, symbol) = launch.program.names();
+        let (dtype, op) = key.2.unzip();
+        let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, zero_copy: launch.zero_copy };
+        let load = || Kernel::load(&cubin(&variant, Arch { major, minor }).unwrap(), symbol).unwrap();
+        *self.ranks[me].kernels.entry(key).or_insert_with(load)
+    }
+
+    fn launch(&self, me: usize, kernel: Kernel, launch: &Launch) {
+        kernel.launch(self.ranks[me].stream.stream(), launch.grid, false, launch.args.bytes()).unwrap();
+    }
+
+    /// `call` with its tensors moved to the GPU: inputs, then outputs, each as far from a 16-byte boundary as it was.
+    fn moved(&self, me: usize, call: &Call) -> Call {
+        let mut next = self.ranks[me].arena.address() as usize;
+        let mut place = |span: &Span| {
+            let at = next + span.addr % 16;
+            next = (at + span.bytes).next_multiple_of(512);
+            Span { addr: at, bytes: span.bytes }
+        };
+        Call {
+            inputs: call.inputs.iter().map(&mut place).collect(),
+            outputs: call.outputs.iter().map(&mut place).collect(),
+            ..call.clone()
+        }
+    }
+
+    /// Kernels of a rank that moved something between tensors.
+    fn direct(&self, me: usize) -> u32 {
+        self.ranks[me].report.get()[DIRECT_WORD].load(std::sync::atomic::Ordering::Relaxed)
+    }
+
+    fn run(&mut self, case: &Case, seed: u64) -> &'static str {
+        let of = |me: usize| {
+            let (inputs, outputs) = case.lengths(me, self.n);
+            Tensors::new(&inputs, &outputs, case.shift, seed * 64 + me as u64)
+        };
+        let tensors: Vec<Tensors> = (0..self.n).map(of).collect();
+        let call = |me: usize| tensors[me].call(case.op, case.dtype, case.reduce_op, case.root as u32);
+        let mut peer = [0; MAX_RANKS];
+        peer.iter_mut().zip(&self.ranks).for_each(|(address, rank)| *address = rank.memory.address());
+        let mut name = "";
+        let copy = |group: &Self, me: usize, to: &Span, from: &Span| {
+            group.ranks[me].stream.stream().copy(to.addr as u64, from.addr as u64, to.bytes).unwrap();
+        };
+        let device: Vec<Call> = (0..self.n).map(|me| self.moved(me, &call(me))).collect();
+        for (me, device) in device.iter().enumerate() {
+            call(me).inputs.iter().zip(&device.inputs).for_each(|(from, to)| copy(self, me, to, from));
+            self.ranks[me].stream.stream().synchronize().unwrap();
+        }
+        let layout = self.layout;
+        let zero_copy = self.symmetric.is_some();
+        let mut heap = [0; MAX_RANKS];
+        heap.iter_mut().zip(&self.ranks).for_each(|(begins, rank)| *begins = rank.arena.address());
+        let before: Vec<u32> = (0..self.n).map(|me| self.direct(me)).collect();
+        let launches: Vec<_> = (0..self.n)
+            .map(|me| {
+                let cube_mesh = self.cube_mesh.is_some();
+                let zero_copy = zero_copy && plan::worth_zero_copy(&device[me], me, self.n, &self.tuning);
+                let plan =
+                    plan::choose(&device[me], &Conditions { me, n: self.n, layout: &layout, tuning: &self.tuning, cube_mesh, zero_copy });
+                name = plan.served_as(zero_copy);
+                let report = self.ranks[me].report.device();
+                let common = Common { peer, stop: self.stop.device(), report, timeout: 10_000_000_000, call: 1 };
+                let edges = self.cube_mesh.as_ref().map(|mesh| Edges { mesh, peer });
+                let here = self.symmetric.is_some_and(|ranks| ranks >> me & 1 == 1);
+                let reachable = move |_: Span| here;
+                let symmetric = zero_copy.then_some(Symmetric { heap, count: 0, least: 1, reachable: &reachable });
+                LaunchContext { me, n: self.n, layout: &layout, threads: 128, edges, common, symmetric }.prepare(&device[me], plan)
+            })
+            .collect();
+        // Loading may wait for all that runs, which waits for the kernel that is being loaded: all are loaded first.
+        let kernels: Vec<_> = launches.iter().enumerate().map(|(me, launch)| launch.map(|launch| self.kernel(me, &launch, case))).collect();
+        for (me, (kernel, launch)) in kernels.iter().zip(&launches).enumerate() {
+            if let (Some(kernel), Some(launch)) = (kernel, launch) {
+                self.launch(me, *kernel, launch);
+            }
+        }
+        for (me, device) in device.iter().enumerate() {
+            self.ranks[me].stream.stream().synchronize().unwrap();
+            call(me).outputs.iter().zip(&device.outputs).for_each(|(to, from)| copy(self, me, to, from));
+            self.ranks[me].stream.stream().synchronize().unwrap();
+            let report: Vec<u32> = self.ranks[me].report.get().iter().map(|w| w.load(std::sync::atomic::Ordering::Relaxed)).collect();
+            assert!(report[..DIRECT_WORD].iter().all(|&word| word == 0), "rank {me} of {} gave up in {name}: {report:?}", self.n);
+        }
+        let all = self.symmetric == Some((1 << self.n) - 1) && case.shift == 0 && case.op != Op::AllToAll;
+        for (me, before) in before.into_iter().enumerate() {
+            let direct = self.direct(me) - before;
+            // The root of a broadcast gives all through staging, unless a single other rank gets it.
+            let gives = case.op == Op::Broadcast && self.n > 2 && call(me).root.index() == me;
+            let moves = name.ends_with("_zero_copy") && !gives;
+            assert!(direct <= 1 && (!all || direct == u32::from(moves)), "rank {me} in {name}: {direct} kernels");
+            for (i, expected) in case.expected(me, &tensors).iter().enumerate() {
+                let wrong = tensors[me].output(i).iter().zip(expected).position(|(a, b)| a != b);
+                let (op, count, dtype, n) = (case.op, case.count, case.dtype.name(), self.n);
+                assert_eq!(wrong, None, "{op:?} of {count} × {dtype} by {name} on rank {me} of {n}, output {i}");
+            }
+        }
+        name
+    }
+}
+
+const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
+
+/// Compiles what the ranks will need, side by side, so that it is cached.
+fn compile_all(device: &Device, n: usize) {
+    use Program::{Broadcast, Exchange, ExchangeLowLatency, OneShot, ReduceLowLatency, ReduceStaged, RsagStaged, TwoShot};
+    let (major, minor) = device.capability;
+    let compile = |rank: u32, program: Program, dtype: Option<DType>| {
+        let can_be_zero_copy = matches!(program, Exchange | Broadcast | ReduceStaged | RsagStaged);
+        for zero_copy in [false, true].into_iter().filter(|&zero_copy| !zero_copy || can_be_zero_copy) {
+            let op = dtype.map(|_| ReduceOp::Sum);
+            let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op, zero_copy };
+            cubin(&variant, Arch { major, minor }).unwrap();
+        }
+    };
+    std::thread::scope(|scope| {
+        for rank in 0..n as u32 {
+            let compile = &compile;
+            scope.spawn(move || [Exchange, ExchangeLowLatency, Broadcast].into_iter().for_each(|program| compile(rank, program, None)));
+            for dtype in DTYPES {
+                scope.spawn(move || {
+                    let sentinel: &[Program] = if dtype == DType::BF16 { &[OneShot, TwoShot] } else { &[] };
+                    let programs = [ReduceLowLatency, ReduceStaged, RsagStaged].iter().chain(sentinel);
+                    programs.for_each(|&program| compile(rank, program, Some(dtype)));
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn every_kernel_for_every_number_of_ranks() {
+    on_a_gpu(every_kernel);
+}
+
+fn every_kernel(device: &Device) {
+    // Under a sanitizer fewer are enough.
+    let most = std::env::var("SYMM_TEST_RANKS").map_or(8, |ranks| ranks.parse().expect("a number of ranks"));
+    for n in 2..=most {
+        compile_all(device, n);
+        let mut group = Group::new(device, n);
+        let mut served = HashMap::<&str, u32>::new();
+        let mut seed = 1;
+        for dtype in DTYPES {
+            for count in [1, 37, 1500, 9000, 70_001] {
+                for &op in Op::C10D {
+                    for shift in [0, dtype.size() % 16] {
+                        seed += 1;
+                        let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
+                        *served.entry(name).or_insert(0) += 1;
+                    }
+                }
+            }
+        }
+        // All ranks' tensors are symmetric memory, none's, or every other's.
+        for ranks in [(1 << n) - 1, 0, 0b1010_1010] {
+            group.symmetric = Some(ranks);
+            for dtype in DTYPES {
+                for count in [1500, 9000, 70_001] {
+                    for &op in Op::C10D {
+                        for shift in [0, dtype.size() % 16] {
+                            seed += 1;
+                            let name = group.run(&Case { shift, ..case(op, dtype, count) }, seed);
+                            *served.entry(name).or_insert(0) += 1;
+                        }
+                    }
+                }
+            }
+        }
+        group.symmetric = None;
+        if n == 8 {
+            // Integers: floats are added up in another order there.
+            group.cube_mesh = Some(CubeMesh { quad: [[0, 1, 2, 3], [4, 5, 6, 7]], relay: [5, 4, 7, 6, 1, 0, 3, 2] });
+            for count in [1, 37, 1500, 9000] {
+                let name = group.run(&case(Op::AllReduce, DType::I32, count), seed + count as u64);
+                *served.entry(name).or_insert(0) += 1;
+            }
+        }
+        eprintln!("{n} ranks: {served:?}");
+        assert!(served.len() >= 11, "{n} ranks: {served:?}");
+    }
+}

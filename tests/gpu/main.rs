@@ -1,0 +1,29 @@
+//! CUDA kernels as their compiler and a GPU take them. Skipped without NVRTC, which `make test-kernels` names; what runs a kernel needs a GPU.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
+
+#[path = "../emulated/calls.rs"]
+mod calls;
+#[path = "../process/mod.rs"]
+mod process;
+
+mod collectives;
+mod compile;
+mod signals;
+
+use std::io::Write;
+use std::sync::{Mutex, PoisonError};
+use symm::kernels::cuda::driver::Device;
+use symm::kernels::cuda::nvrtc::nvrtc;
+
+/// Runs `test` on the first GPU, one test at a time: kernels that wait for each other need the whole GPU. It reports a GPU that cannot be opened as a skipped test.
+fn on_a_gpu(test: impl FnOnce(&Device)) {
+    static GPU: Mutex<()> = Mutex::new(());
+    let _alone = GPU.lock().unwrap_or_else(PoisonError::into_inner);
+    match nvrtc().and_then(|_| Device::open(0)) {
+        Ok(device) => {
+            let _entered = device.enter().unwrap();
+            test(&device);
+        }
+        Err(error) => drop(writeln!(std::io::stderr(), "skipped: {error}")),
+    }
+}

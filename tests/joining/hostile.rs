@@ -1,0 +1,273 @@
+//! Joining among those who mean no good or do not know what they do: other users, and a rank 0 that hands over what it should not.
+
+use crate::process::alone;
+use crate::stores;
+use crate::threads::{self, LONG, connect, hello, token};
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+use serde_json::Value;
+use std::io::{IoSlice, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+use symm::boot::{JoinSpec, join};
+use symm::error::Kind;
+use symm::store::Store;
+use symm::store::memory::MemoryStore;
+use symm::sys::required;
+
+const BYTES: u64 = 8192;
+/// A user that owns nothing: "nobody".
+const OTHER_USER: u32 = 65534;
+
+fn spec(rank: u32, timeout: Duration) -> JoinSpec<'static> {
+    threads::spec("g", rank, 2, timeout)
+}
+
+/// Rank 0's record, as it publishes it.
+fn record(store: &MemoryStore) -> Value {
+    serde_json::from_slice(&store.get("symm/g/0/0", Some(LONG)).unwrap()).unwrap()
+}
+
+/// What rank 0 says when all is well, as `src/boot/wire.rs` writes it.
+fn answer(token: &[u8]) -> Vec<u8> {
+    [b"symm", token, &[0]].concat()
+}
+
+fn send(socket: &OwnedFd, message: &[u8], fd: Option<BorrowedFd<'_>>) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if let Some(fd) = &fd {
+        control.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(fd)));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+fn memory(bytes: u64, seals: SealFlags) -> OwnedFd {
+    let file = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    rustix::fs::fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+/// Lets rank 1 join a group whose rank 0 is the test, and says `message` with `fd` to it; returns why it did not join.
+fn handed(number: u32, message: impl Fn(&[u8]) -> Vec<u8>, fd: Option<BorrowedFd<'_>>) -> symm::error::Error {
+    let store = MemoryStore::new();
+    // A record of a rank 0 of this process, which has given up; another listens in its place.
+    join(&store, &spec(0, Duration::from_millis(1))).expect_err("alone");
+    let mut forged = record(&store);
+    let name = format!("symm-test-{}-{number}", std::process::id());
+    let listener = threads::socket(SocketFlags::empty());
+    rustix::net::bind(&listener, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    rustix::net::listen(&listener, 4).unwrap();
+    forged["socket"] = name.into();
+    forged["failure"] = Value::Null;
+    store.set("symm/g/0/0", &serde_json::to_vec(&forged).unwrap()).unwrap();
+    thread::scope(|scope| {
+        let joining = scope.spawn(|| join(&store, &spec(1, LONG)));
+        let connection = rustix::net::accept(&listener).unwrap();
+        send(&connection, &message(&token(&forged)), fd);
+        joining.join().unwrap().map(drop).expect_err("this is no memory of the group")
+    })
+}
+
+#[test]
+fn p20_only_sealed_memory_of_the_right_size_is_taken() {
+    if !alone() {
+        return;
+    }
+    let before = required::descriptors().1;
+    {
+        let all = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        let (unsealed, growing) = (memory(BYTES, SealFlags::empty()), memory(BYTES, SealFlags::GROW));
+        let (short, long) = (memory(4096, all), memory(1 << 20, all));
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        let file: OwnedFd = tempfile::tempfile().unwrap().into();
+        let folder: OwnedFd = std::fs::File::open("/").unwrap().into();
+        let cases: [(&OwnedFd, &str); 7] = [
+            (&unsealed, "not sealed memory"),
+            (&growing, "not sealed memory"),
+            (&short, "4096 bytes of memory, not 8192"),
+            (&long, "1048576 bytes of memory, not 8192"),
+            (&pipe, "not sealed memory"),
+            (&file, "not sealed memory"),
+            (&folder, "not sealed memory"),
+        ];
+        for (number, (fd, expected)) in cases.into_iter().enumerate() {
+            let error = handed(number as u32, answer, Some(fd.as_fd()));
+            assert!(error.kind == Kind::Internal && error.message.contains(expected), "{expected}: {error}");
+            assert!(error.message.contains("rank 0") && error.message.contains("rank 1"), "{error}");
+        }
+        let good = memory(BYTES, all);
+        let error = handed(10, answer, None);
+        assert!(error.message.contains("no memory of this group"), "{error}");
+        let error = handed(11, |_| answer(&[0; 16]), Some(good.as_fd()));
+        assert!(error.message.contains("no memory of this group"), "{error}");
+        let error = handed(12, |_| vec![7; 3000], Some(good.as_fd()));
+        assert!(error.message.contains("not of this protocol"), "{error}");
+    }
+    assert_eq!(required::descriptors().1, before, "what came with a message is closed");
+}
+
+#[test]
+fn p20_received_descriptors_are_closed_on_exec() {
+    if !alone() {
+        return;
+    }
+    let store = MemoryStore::new();
+    thread::scope(|scope| {
+        let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
+        let joined = join(&store, &spec(1, LONG)).unwrap();
+        leader.join().unwrap().unwrap();
+        assert!(rustix::io::fcntl_getfd(&joined.segment).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+        let seals = rustix::fs::fcntl_get_seals(&joined.segment).unwrap();
+        assert!(seals.contains(SealFlags::SHRINK | SealFlags::SEAL), "{seals:?}");
+    });
+}
+
+/// Runs `body`, which may only make system calls, in a process of another user; `None` where this user may not become another.
+/// True: `body` was.
+fn as_unidentified(body: impl FnOnce() -> bool) -> Option<bool> {
+    if !rustix::process::geteuid().is_root() {
+        let _ = writeln!(std::io::stderr(), "skipped: only root can become another user");
+        return None;
+    }
+    // SAFETY: the child makes system calls alone and ends by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: plain system calls on values.
+        unsafe {
+            if libc::setgroups(0, std::ptr::null()) != 0 || libc::setresgid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
+                libc::_exit(9);
+            }
+            if libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) != 0 {
+                libc::_exit(9);
+            }
+            libc::_exit(i32::from(!body()));
+        }
+    }
+    let mut status = 0;
+    // SAFETY: `status` is valid for a write; `child` is our own.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_ne!(libc::WEXITSTATUS(status), 9, "root cannot become another user here");
+    Some(status == 0)
+}
+
+/// Whether the other end of `socket` closes it, without a word, within some seconds.
+fn is_turned_away(socket: &OwnedFd) -> bool {
+    let mut buffer = [0u8; 4096];
+    let mut ready = libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one structure, and a buffer of the length given.
+    unsafe {
+        libc::poll(&raw mut ready, 1, 10_000) == 1 && libc::recv(socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) <= 0
+    }
+}
+
+#[test]
+fn p19_another_user_is_not_let_into_a_group_even_with_the_right_words() {
+    if !alone() {
+        return;
+    }
+    let store = MemoryStore::new();
+    thread::scope(|scope| {
+        let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
+        let record = record(&store);
+        let address = SocketAddrUnix::new_abstract_name(record["socket"].as_str().unwrap().as_bytes()).unwrap();
+        let hello = hello(1, 2, std::process::id(), BYTES, &token(&record));
+        let unidentified = scope.spawn(move || {
+            as_unidentified(|| {
+                let socket = threads::socket(SocketFlags::empty());
+                rustix::net::connect(&socket, &address).is_ok()
+                    && (rustix::net::send(&socket, &hello, SendFlags::NOSIGNAL).is_err() || is_turned_away(&socket))
+            })
+        });
+        // Rank 0 listens once all records are there.
+        thread::sleep(Duration::from_millis(100));
+        let joined = join(&store, &spec(1, LONG));
+        assert!(unidentified.join().unwrap().unwrap_or(true), "an unidentified peer was answered");
+        assert!(joined.is_ok() && leader.join().unwrap().is_ok(), "nobody else is disturbed");
+    });
+}
+
+/// Counts the lines about connections that were turned away.
+struct Lines(AtomicUsize);
+
+static LINES: Lines = Lines(AtomicUsize::new(0));
+
+impl log::Log for Lines {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if record.args().to_string().contains("turned a connection away") {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn who_knocks_again_and_again_does_not_fill_the_log() {
+    if !alone() {
+        return;
+    }
+    // Before the library sets up its own.
+    log::set_logger(&LINES).unwrap();
+    log::set_max_level(log::LevelFilter::Warn);
+    let store = MemoryStore::new();
+    thread::scope(|scope| {
+        let leader = scope.spawn(|| join(&store, &spec(0, LONG)));
+        let mut member = record(&store);
+        let name = member["socket"].as_str().unwrap().to_owned();
+        // A rank 1 that is said to be here and does not connect.
+        member["rank"] = 1.into();
+        store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
+        for _ in 0..500 {
+            let socket = connect(&name);
+            rustix::net::send(&socket, b"let me in", SendFlags::NOSIGNAL).unwrap();
+            assert!(rustix::net::recv(&socket, &mut [0u8; 4096], rustix::net::RecvFlags::empty()).unwrap().0 > 0, "it hears why");
+        }
+        member["failure"] = serde_json::json!({"kind": 0, "message": "enough"});
+        store.set("symm/g/0/1", &serde_json::to_vec(&member).unwrap()).unwrap();
+        leader.join().unwrap().map(drop).expect_err("rank 1 never came");
+    });
+    let lines = LINES.0.load(Ordering::Relaxed);
+    assert!((1..100).contains(&lines), "{lines} lines for 500 knocks");
+}
+
+#[test]
+fn p19_another_user_is_not_served_by_a_store_and_cannot_open_its_file() {
+    if !alone() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    // The folder is no obstacle here: the socket and the file keep others out by themselves.
+    std::fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let path = folder.path().join("socket");
+    let named = stores::master(&format!("unix:{}", path.display()), None);
+    let hidden = format!("symm-test-store-{}", std::process::id());
+    let abstract_one = stores::master(&format!("unix:@{hidden}"), None);
+    let connect = |address: SocketAddrUnix| {
+        as_unidentified(move || {
+            let kind = SocketType::STREAM;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+            rustix::net::connect(&socket, &address).is_err() || is_turned_away(&socket)
+        })
+    };
+    assert!(connect(SocketAddrUnix::new(path.as_path()).unwrap()).unwrap_or(true), "served at a path");
+    assert!(connect(SocketAddrUnix::new_abstract_name(hidden.as_bytes()).unwrap()).unwrap_or(true), "served at a name");
+    let file = folder.path().join("file");
+    let _open = symm::store::file::FileStore::open(&file, 1).unwrap();
+    let name = std::ffi::CString::new(file.to_str().unwrap()).unwrap();
+    // SAFETY: a path that ends with a zero.
+    let refused = as_unidentified(|| unsafe { libc::open(name.as_ptr(), libc::O_RDONLY) < 0 });
+    assert!(refused.unwrap_or(true), "another user reads the store");
+    for store in [&named, &abstract_one] {
+        store.add("honest", 1).unwrap();
+    }
+}

@@ -1,0 +1,331 @@
+//! Joining with threads as ranks: what they share, what is said where it fails, and what is left behind.
+
+use crate::threads::{Doctored, Flat, LONG, SHORT, SOON, error, sleeper, spec, threads};
+use std::collections::BTreeSet;
+use std::os::fd::AsFd;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::boot::{Found, JoinSpec, Joined, Member, find, join};
+use symm::error::{Error, Kind, Result};
+use symm::store::Store;
+use symm::store::file::FileStore;
+use symm::store::memory::MemoryStore;
+use symm::store::request::Request;
+use symm::store::table::Reply;
+use symm::store::worker::Worker;
+use symm::sys::lock::{Mode, try_lock};
+use symm::sys::process::{self, ProcessId};
+use symm::watch::watch;
+
+#[test]
+fn all_ranks_share_memory_token_and_members() {
+    let Some(_flat) = Flat::start() else { return };
+    for size in 1..=8 {
+        let store = MemoryStore::new();
+        let all: Vec<Joined> =
+            threads(0..size, |rank| join(&store, &spec("g", rank, size, LONG))).into_iter().map(|outcome| outcome.unwrap()).collect();
+        assert!(store.is_empty());
+        rustix::io::pwrite(&all[0].segment, b"hello", 100).unwrap();
+        for joined in &all {
+            let mut bytes = [0; 5];
+            rustix::io::pread(&joined.segment, &mut bytes, 100).unwrap();
+            assert_eq!(&bytes, b"hello");
+            assert_eq!(rustix::fs::fstat(&joined.segment).unwrap().st_size, 8192);
+            assert!(rustix::fs::ftruncate(&joined.segment, 4096).is_err());
+            assert!(rustix::fs::ftruncate(&joined.segment, 1 << 20).is_err());
+            let flags = rustix::io::fcntl_getfd(&joined.segment).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+            assert_eq!(joined.token, all[0].token);
+            assert_eq!(joined.members.len(), size as usize);
+            for member in &joined.members {
+                assert_eq!(member.pid, std::process::id());
+                assert!(member.pidfd.is_none());
+            }
+        }
+    }
+}
+
+/// Notes how often each operation is asked for.
+#[derive(Default)]
+struct Counted {
+    inner: MemoryStore,
+    keys: Mutex<BTreeSet<String>>,
+}
+
+impl Store for Counted {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        self.keys.lock().unwrap().insert(format!("{:?} {:?}", request.op, request.keys));
+        self.inner.call(request, limit)
+    }
+}
+
+#[test]
+fn ranks_of_one_host_say_no_more_where_hosts_may_be_connected() {
+    let Some(_flat) = Flat::start() else { return };
+    let [strict, open] = [false, true].map(|several| {
+        let store = Counted::default();
+        threads(0..4, |rank| {
+            let spec = spec("g", rank, 4, LONG);
+            match if several { find(&store, &spec) } else { join(&store, &spec).map(Found::Together) }.unwrap() {
+                Found::Together(joined) => assert_eq!(joined.members.len(), 4),
+                Found::Apart(apart) => panic!("on one host: {apart:?}"),
+            }
+        });
+        assert!(store.inner.is_empty());
+        store.keys.into_inner().unwrap()
+    });
+    assert_eq!(strict, open);
+}
+
+#[test]
+fn more_ranks_than_one_host_can_have_are_refused_once_they_are_known_to_be_on_one() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    for outcome in threads(0..129, |rank| find(&store, &JoinSpec { segment_bytes: 0, reserved_bytes: 0, ..spec("g", rank, 129, LONG) })) {
+        let error = outcome.err().unwrap();
+        assert_eq!(
+            (error.kind, error.message.contains("129 ranks is larger than torch-symm supports on one host (128)")),
+            (Kind::Config, true),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn ranks_that_do_not_exist_are_refused() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let outcome = join(&store, &spec("g", 4, 4, LONG));
+    assert_eq!(*error(&outcome), Error::value("rank 4 does not exist in group \"g\" of 4 ranks"));
+    assert_eq!(error(&join(&store, &spec("g", 0, 0, LONG))).kind, Kind::Value);
+    assert_eq!(error(&join(&store, &spec("g", 0, 129, LONG))).kind, Kind::Config);
+    assert!(store.is_empty());
+}
+
+#[test]
+fn missing_ranks_are_named_by_all() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let started = Instant::now();
+    let outcomes = threads([0, 1], |rank| join(&store, &spec("g", rank, 4, SHORT)));
+    assert!(started.elapsed() < SOON);
+    for outcome in &outcomes {
+        let error = error(outcome);
+        assert_eq!(error.kind, Kind::Timeout);
+        assert!(error.message.contains("waited 0.4 s for ranks 2 and 3 to join group \"g\" of 4 ranks"), "{error}");
+    }
+    // Each leaves its record, with the cause, which is in the way of no group of another name.
+    let keys = ["symm/g/0/0", "symm/g/0/1"];
+    let stands = |key: &str| String::from_utf8(store.get(key, None).unwrap().to_vec()).unwrap().contains("for ranks 2 and 3 to join");
+    assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
+    assert!(threads(0..2, |rank| join(&store, &spec("h", rank, 2, LONG)).is_ok()).iter().all(|joined| *joined));
+    assert!(keys.into_iter().all(stands) && store.num_keys() == Ok(2));
+    // The next attempt of all of them works, with what the failed one has left.
+    let outcomes = threads(0..4, |rank| join(&store, &spec("g", rank, 4, LONG)).map(|joined| joined.token));
+    assert!(outcomes.iter().all(|outcome| outcome.is_ok() && *outcome == outcomes[0]), "{outcomes:?}");
+    assert!(store.is_empty());
+}
+
+#[test]
+fn a_name_that_torch_derives_from_other_groups_is_explained_to_who_waits() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    for (group, explained) in [("0123456789abcdef0123456789abcdef01234567", true), ("g", false)] {
+        let outcome = join(&store, &spec(group, 0, 2, SHORT));
+        let Error { kind, message } = error(&outcome);
+        assert_eq!(*kind, Kind::Timeout);
+        assert!(message.contains("for rank 1 to join") && message.contains("joins under another name") == explained, "{message}");
+    }
+}
+
+#[test]
+fn members_that_ranks_list_differently_are_named_to_all() {
+    let Some(_flat) = Flat::start() else { return };
+    let lists: [&[i32]; 3] = [&[0, 1, 2], &[], &[3, 4, 2]];
+    let store = MemoryStore::new();
+    let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { global_ranks: lists[rank as usize], ..spec("g", rank, 3, LONG) }));
+    for outcome in &outcomes {
+        let Error { kind, message } = error(outcome);
+        assert_eq!(*kind, Kind::Config);
+        assert!(message.contains("its rank 0 lists [0, 1, 2], its rank 2 [3, 4, 2]"), "{message}");
+    }
+}
+
+#[test]
+fn a_late_rank_learns_why_the_others_left() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    error(&join(&store, &spec("g", 0, 2, Duration::from_millis(1))));
+    let started = Instant::now();
+    let outcome = join(&store, &spec("g", 1, 2, LONG));
+    assert!(started.elapsed() < SOON);
+    assert_eq!(error(&outcome).kind, Kind::Timeout);
+    assert!(error(&outcome).message.contains("for rank 1 to join"), "{outcome:?}");
+}
+
+/// Does not answer what would write, whatever the limit, until it is let go.
+struct Stopped {
+    inner: MemoryStore,
+    go: Mutex<Receiver<()>>,
+}
+
+impl Store for Stopped {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        if request.op.writes() {
+            let _ = self.go.lock().unwrap().recv();
+        }
+        self.inner.call(request, limit)
+    }
+}
+
+#[test]
+fn a_store_that_does_not_answer_is_named_at_the_deadline() {
+    let Some(_flat) = Flat::start() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let file = FileStore::open(&path, 2).unwrap();
+    let lock = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+    assert!(try_lock(lock.as_fd(), 1 << 62, Mode::Exclusive).unwrap());
+    let (go, stopped) = channel();
+    let worker = Worker::new(Arc::new(Stopped { inner: MemoryStore::new(), go: Mutex::new(stopped) }), "the store at x:1".into()).unwrap();
+    let holder = format!("is held by process {} (alive, ", std::process::id());
+    let cases: [(&dyn Store, &str); 2] = [(&file, &holder), (&worker, "the store at x:1 did not answer CompareSet within ")];
+    for (store, expected) in cases {
+        let started = Instant::now();
+        let outcome = join(store, &spec("g", 1, 2, SHORT));
+        assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
+        let Error { kind, message } = error(&outcome);
+        assert_eq!(*kind, Kind::Timeout);
+        let begin =
+            format!("rank 1 (pid {}) could not join group \"g\" of 2 ranks: CompareSet of \"symm/g/0/1\" was not", std::process::id());
+        assert!(message.starts_with(&begin) && message.contains(expected), "{message}");
+    }
+    drop((go, worker, lock));
+    drop(file);
+}
+
+#[test]
+fn disagreeing_ranks_all_raise_the_same() {
+    let Some(_flat) = Flat::start() else { return };
+    let version = format!("\"version\":\"{}\"", env!("TORCH_SYMM_VERSION"));
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let uid = format!("\"uid\":{}", rustix::process::geteuid().as_raw());
+    let cases = [
+        (version.as_str(), "\"version\":\"9.9.9\"", "ranks 0 and 2 run different versions of torch-symm"),
+        ("\"protocol\":2", "\"protocol\":77", "ranks 0 and 2 run different versions of torch-symm"),
+        (boot.trim(), "another-kernel", "ranks 0 and 2 run on different hosts"),
+        (uid.as_str(), "\"uid\":54321", "ranks 0 and 2 run as different users"),
+        ("\"segment_bytes\":8192", "\"segment_bytes\":1", "ranks 0 and 2 disagree on the shared memory"),
+        ("\"size\":3", "\"size\":5", "ranks 0 and 2 disagree on the size"),
+    ];
+    for (from, to, expected) in cases {
+        let store = MemoryStore::new();
+        let started = Instant::now();
+        let outcomes = threads(0..3, |rank| {
+            let doctored = Doctored { inner: &store, from, to };
+            let store: &dyn Store = if rank == 2 { &doctored } else { &store };
+            join(store, &spec("g", rank, 3, LONG))
+        });
+        assert!(started.elapsed() < SOON);
+        for outcome in &outcomes {
+            assert_eq!(error(outcome).kind, Kind::Config);
+            assert!(error(outcome).message.contains(expected), "{outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn ranks_told_different_sizes_do_not_wait_for_their_deadline() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let started = Instant::now();
+    // Rank 1 waits for ranks 2 and 3, who will never come.
+    let outcomes = threads(0..2, |rank| join(&store, &spec("g", rank, if rank == 0 { 2 } else { 4 }, LONG)));
+    assert!(started.elapsed() < SOON);
+    for outcome in &outcomes {
+        assert!(error(outcome).message.contains("rank 0 says 2 ranks, rank 1 4"), "{outcome:?}");
+    }
+}
+
+#[test]
+fn memory_that_rank_0_cannot_have_is_told_to_all_with_what_is_free() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let started = Instant::now();
+    let outcomes = threads(0..3, |rank| join(&store, &JoinSpec { reserved_bytes: 1 << 60, ..spec("g", rank, 3, LONG) }));
+    assert!(started.elapsed() < SOON);
+    let expected =
+        format!("out of memory: rank 0 (pid {}), to join group \"g\" of 3 ranks, needs {} bytes, ", std::process::id(), 1u64 << 60);
+    for outcome in &outcomes {
+        let error = error(outcome);
+        assert!(error.kind == Kind::Config && error.message.starts_with(&expected) && error.message.contains(" are free "), "{error}");
+    }
+}
+
+#[test]
+fn two_hundred_groups_at_once_leave_nothing() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let (groups, size) = (200, 3);
+    let started = Instant::now();
+    let outcomes = threads(0..groups * size, |index| {
+        let group = format!("group-{}", index / size);
+        join(&store, &spec(&group, index % size, size, LONG))
+    });
+    eprintln!("{groups} groups of {size} threads at once: {:?}", started.elapsed());
+    assert!(outcomes.iter().all(Result::is_ok));
+    assert!(store.is_empty());
+}
+
+#[test]
+fn a_thousand_groups_of_one_name_leave_nothing() {
+    let Some(_flat) = Flat::start() else { return };
+    let store = MemoryStore::new();
+    let (cycles, size) = (1000, 4);
+    let started = Instant::now();
+    let tokens = threads(0..size, |rank| {
+        let cycle = |_| join(&store, &spec("g", rank, size, LONG)).unwrap().token;
+        (0..cycles).map(cycle).collect::<Vec<_>>()
+    });
+    eprintln!("{cycles} joins of {size} threads: {:?} each", started.elapsed() / cycles);
+    assert!(tokens.iter().all(|others| *others == tokens[0]));
+    assert!(store.is_empty());
+}
+
+/// Threads of this process that watch.
+fn watchers() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+    names.filter(|name| name.as_ref().is_ok_and(|name| name.trim() == "symm-watch")).count()
+}
+
+#[test]
+fn one_watcher_serves_all_groups_and_ends_with_the_last() {
+    let Some(_flat) = Flat::start() else { return };
+    let (mut child, start_time) = sleeper();
+    let pid = child.id();
+    let pidfd = process::open(ProcessId { pid, start_time }).unwrap();
+    let member = Member { pid, start_time, pidfd };
+    for cycle in 0..100 {
+        let groups = if cycle == 0 { 200 } else { 1 };
+        let watches: Vec<_> = (0..groups).map(|_| watch(std::slice::from_ref(&member), Arc::new(|_, _| ())).unwrap()).collect();
+        if cycle == 0 {
+            // It gives itself its name, a moment after it starts.
+            let started = Instant::now();
+            while watchers() != 1 {
+                assert!(started.elapsed() < SOON, "{} watchers", watchers());
+            }
+        }
+        drop(watches);
+    }
+    let started = Instant::now();
+    while watchers() > 0 {
+        assert!(started.elapsed() < SOON, "a watcher thread is left");
+        thread::sleep(Duration::from_millis(1));
+    }
+    drop(member);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}

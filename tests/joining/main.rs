@@ -1,0 +1,16 @@
+//! Joining: ranks as threads and as processes, two claims of one rank, deaths at every step, and peers that lie.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr)]
+
+#[path = "../process/mod.rs"]
+mod process;
+#[path = "../stores/clients.rs"]
+mod stores;
+
+mod fault_points;
+mod threads;
+
+mod claims;
+mod hostile;
+mod join;
+mod killed;
+mod processes;

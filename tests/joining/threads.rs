@@ -1,0 +1,148 @@
+//! Ranks that join as threads, and records that stand for others.
+
+use crate::process::alone;
+use rustix::fd::OwnedFd;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use serde_json::Value;
+use std::process::{Child, Command};
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::boot::{JoinSpec, Joined, join};
+use symm::error::{Error, Result};
+use symm::rank::Rank;
+use symm::store::Store;
+use symm::store::memory::MemoryStore;
+use symm::store::request::{Op, Request};
+use symm::store::table::Reply;
+use symm::sys::required;
+
+pub(crate) const SHORT: Duration = Duration::from_millis(400);
+pub(crate) const LONG: Duration = Duration::from_secs(20);
+/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+pub(crate) const SOON: Duration = Duration::from_secs(5);
+
+/// Fails at its end if more descriptors are open than at its start.
+pub(crate) struct Flat {
+    open: usize,
+}
+
+impl Flat {
+    /// In a process that runs only this test; `None` elsewhere, once that process has succeeded.
+    pub(crate) fn start() -> Option<Self> {
+        alone().then(|| Self { open: required::descriptors().1 })
+    }
+}
+
+impl Drop for Flat {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            // A watcher that has not yet taken its name is not seen to end, and ends in a moment.
+            let give_up = Instant::now() + Duration::from_secs(1);
+            while required::descriptors().1 != self.open && Instant::now() < give_up {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(required::descriptors().1, self.open, "descriptors leaked");
+        }
+    }
+}
+
+pub(crate) fn spec(group: &str, rank: u32, size: u32, timeout: Duration) -> JoinSpec<'_> {
+    JoinSpec {
+        group,
+        rank: Rank(rank),
+        size,
+        restart: "0",
+        timeout,
+        segment_bytes: 8192,
+        reserved_bytes: 4096,
+        keep_membership: false,
+        global_ranks: &[],
+        known: None,
+    }
+}
+
+/// The outcomes of `ranks` threads, in their order, each given its number.
+pub(crate) fn threads<T: Send>(ranks: impl IntoIterator<Item = u32>, body: impl Fn(u32) -> T + Sync) -> Vec<T> {
+    let body = &body;
+    thread::scope(|scope| {
+        let all: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || body(rank))).collect();
+        all.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub(crate) fn error(outcome: &Result<Joined>) -> &Error {
+    outcome.as_ref().expect_err("must not join")
+}
+
+/// A store through which one rank shows a changed record to the others, and sees its own as it wrote it.
+pub(crate) struct Doctored<'a> {
+    pub(crate) inner: &'a MemoryStore,
+    pub(crate) from: &'a str,
+    pub(crate) to: &'a str,
+}
+
+fn replace(bytes: &[u8], from: &str, to: &str) -> Vec<u8> {
+    String::from_utf8(bytes.to_vec()).unwrap().replace(from, to).into_bytes()
+}
+
+impl Store for Doctored<'_> {
+    fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
+        let values: Vec<Vec<u8>> = request.values.iter().map(|value| replace(value, self.from, self.to)).collect();
+        let changed = Request { values: values.iter().map(Vec::as_slice).collect(), ..request.clone() };
+        let reply = self.inner.call(&changed, limit)?;
+        if request.op == Op::CompareSet
+            && let Reply::Value(standing) = &reply
+        {
+            return Ok(Reply::Value(replace(standing, self.to, self.from).into()));
+        }
+        Ok(reply)
+    }
+}
+
+/// A record as the rank `rank` of group "g" publishes it, by letting it fail to find the others.
+pub(crate) fn record_of(rank: u32, size: u32) -> Value {
+    let store = MemoryStore::new();
+    join(&store, &spec("g", rank, size, Duration::from_millis(1))).expect_err("alone");
+    let bytes = store.get(&format!("symm/g/0/{rank}"), None).unwrap();
+    let mut record: Value = serde_json::from_slice(&bytes).unwrap();
+    record["failure"] = Value::Null;
+    record
+}
+
+pub(crate) fn put(store: &MemoryStore, rank: u32, record: &Value) {
+    let bytes = serde_json::to_vec(record).unwrap();
+    store.compare_set(&format!("symm/g/0/{rank}"), b"", &bytes).unwrap();
+}
+
+pub(crate) fn sleeper() -> (Child, u64) {
+    let child = Command::new("sleep").arg("60").spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let start = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap();
+    (child, start.parse().unwrap())
+}
+
+/// The token of the group whose rank published `record`.
+pub(crate) fn token(record: &Value) -> Vec<u8> {
+    record["nonce"].as_array().unwrap().iter().map(|byte| byte.as_u64().unwrap() as u8).collect()
+}
+
+/// The first message of a rank to rank 0, as `src/boot/wire.rs` writes it.
+pub(crate) fn hello(rank: u32, size: u32, pid: u32, bytes: u64, token: &[u8]) -> Vec<u8> {
+    let mut message = Vec::from(*b"symm");
+    for word in [2, rank, size, pid] {
+        message.extend(u32::to_le_bytes(word));
+    }
+    message.extend(bytes.to_le_bytes());
+    message.extend(token);
+    message
+}
+
+pub(crate) fn socket(flags: SocketFlags) -> OwnedFd {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags | SocketFlags::CLOEXEC, None).unwrap()
+}
+
+pub(crate) fn connect(name: &str) -> OwnedFd {
+    let socket = socket(SocketFlags::empty());
+    rustix::net::connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    socket
+}

@@ -1,0 +1,323 @@
+//! Every collective × dtype × reduce op × odd sizes × 1 to 8 ranks × algorithm, against the definition: on private memory, and on symmetric
+//! memory of some ranks or of all. Ranks as processes: `tests/python/test_symm_mem_direct.py`.
+//!
+//! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks against an f64
+//! reference: so every algorithm, size and place of tensors gives the same bits on every rank.
+
+use crate::threads::{call, input, reduced, span, with_ranks};
+use std::time::Instant;
+use symm::coll::call::{Call, Op, Span};
+use symm::dtype::{DType, ReduceOp};
+use symm::group::Group;
+use symm::kernels::cpu;
+use symm::rank::Rank;
+use symm::symm_mem::HOST;
+use symm::window::allocations;
+
+const PAD: usize = 9216;
+
+/// Memory of a rank, in which tensors follow each other: aligned, or at odd distances.
+struct Arena {
+    address: usize,
+    used: usize,
+    bytes: usize,
+    aligned: bool,
+    /// The memory, unless it is symmetric.
+    private: Option<Vec<u8>>,
+}
+
+impl Arena {
+    fn new(symmetric: bool, aligned: bool) -> Self {
+        let bytes = if aligned { 13 << 20 } else { 6 << 20 };
+        let mut private = (!symmetric).then(|| vec![0; bytes]);
+        let address = match &mut private {
+            Some(memory) => memory.as_mut_ptr() as usize,
+            None => allocations::allocate(HOST, bytes).unwrap() as usize,
+        };
+        Self { address, used: 0, bytes, aligned, private }
+    }
+
+    /// New tensors of these lengths, one behind the other, `before` bytes behind the last one.
+    fn take(&mut self, before: usize, lengths: &[usize]) -> Vec<Span> {
+        self.used += before;
+        let place = |&bytes: &usize| {
+            self.used = if self.aligned { self.used.next_multiple_of(16) } else { self.used };
+            let span = Span { addr: self.address + self.used, bytes };
+            self.used += bytes;
+            span
+        };
+        let spans = lengths.iter().map(place).collect();
+        assert!(self.used <= self.bytes, "{} bytes", self.used);
+        spans
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        if self.private.is_none() {
+            allocations::free(self.address as u64).unwrap();
+        }
+    }
+}
+
+fn bytes_of(span: Span) -> &'static mut [u8] {
+    unsafe { std::slice::from_raw_parts_mut(span.ptr(), span.bytes) }
+}
+
+/// One rank of a test: its inputs and outputs lie in memory of its own kind, at places of its own.
+struct Member<'a> {
+    group: &'a Group,
+    rank: u32,
+    n: u32,
+    given: Arena,
+    taken: Arena,
+}
+
+impl Member<'_> {
+    /// Runs a call, whose tensors are the last before others take their place.
+    fn run(&mut self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
+        let factor = f64::from(self.rank) + 0.5;
+        let call = Call { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
+        self.group.run(vec![call], None).unwrap();
+        (self.given.used, self.taken.used) = (0, 0);
+    }
+
+    /// What rank `from` gives to others, one behind the other, at a place that differs by rank.
+    fn give(&mut self, dtype: DType, from: u32, lengths: &[usize]) -> Vec<Span> {
+        let spans = self.given.take(7 + 5 * self.rank as usize, lengths);
+        for (to, span) in (0..).zip(&spans) {
+            bytes_of(*span).copy_from_slice(&input(dtype, from, to, span.bytes));
+        }
+        spans
+    }
+
+    /// Room for what this rank gets.
+    fn blank(&mut self, lengths: &[usize]) -> Vec<Span> {
+        let spans = self.taken.take(3 + self.rank as usize, lengths);
+        spans.iter().for_each(|span| bytes_of(*span).fill(0xee));
+        spans
+    }
+
+    fn all_reduce(&mut self, dtype: DType, op: ReduceOp, bytes: usize) {
+        let what = format!("{} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {}", self.n, self.rank);
+        let all = (0..self.n).map(|from| input(dtype, from, 0, bytes)).collect::<Vec<_>>();
+        let expected = reduced(dtype, op, &all);
+        let spans = self.give(dtype, self.rank, &[bytes]);
+        self.run(Op::AllReduce, dtype, op, 0, spans.clone(), spans.clone());
+        assert!(*bytes_of(spans[0]) == expected, "all_reduce in place, {what}");
+        // Not in place: nobody's input changes.
+        let (spans, outputs) = (self.give(dtype, self.rank, &[bytes]), self.blank(&[bytes]));
+        self.run(Op::AllReduce, dtype, op, 0, spans.clone(), outputs.clone());
+        assert!(*bytes_of(outputs[0]) == expected && *bytes_of(spans[0]) == all[self.rank as usize], "all_reduce, {what}");
+        let (root, spans) = (self.n - 1, self.give(dtype, self.rank, &[bytes]));
+        let outputs = if self.rank == root { self.blank(&[bytes]) } else { vec![] };
+        self.run(Op::Reduce, dtype, op, root, spans, outputs.clone());
+        assert!(outputs.iter().all(|output| *bytes_of(*output) == expected), "reduce, {what}");
+    }
+
+    /// Rank r gets `longer` times r elements more.
+    fn reduce_scatter(&mut self, dtype: DType, op: ReduceOp, bytes: usize, longer: usize) {
+        let lengths: Vec<usize> = (0..self.n as usize).map(|r| if bytes == 0 { 0 } else { bytes + longer * r * dtype.size() }).collect();
+        let own = self.rank as usize;
+        let expected = reduced(dtype, op, &(0..self.n).map(|from| input(dtype, from, self.rank, lengths[own])).collect::<Vec<_>>());
+        for in_place in [false, true] {
+            let inputs = self.give(dtype, self.rank, &lengths);
+            let output = if in_place { inputs[own] } else { self.blank(&lengths[own..=own])[0] };
+            self.run(Op::ReduceScatter, dtype, op, 0, inputs.clone(), vec![output]);
+            assert!(*bytes_of(output) == expected, "reduce_scatter of {} ranks, {dtype:?}, {op:?}, {bytes} bytes, rank {own}", self.n);
+            for (to, span) in (0..).zip(inputs).filter(|(to, _)| *to != self.rank) {
+                assert!(*bytes_of(span) == input(dtype, self.rank, to, span.bytes), "an input has changed");
+            }
+        }
+    }
+
+    fn movements(&mut self, bytes: usize) {
+        let (dtype, sum, n, rank) = (DType::U8, ReduceOp::Sum, self.n, self.rank);
+        let (own, root, others) = (rank as usize, n / 2, 0..n);
+        let what = |op| format!("{op} of {bytes} bytes to rank {rank} of {n}");
+        let uneven = |from: u32| if bytes == 0 { 0 } else { bytes + from as usize };
+
+        let inputs = if rank == root { self.give(dtype, rank, &[bytes]) } else { vec![] };
+        let outputs = if rank == root { vec![] } else { self.blank(&[bytes]) };
+        self.run(Op::Broadcast, dtype, sum, root, inputs, outputs.clone());
+        assert!(outputs.iter().all(|span| *bytes_of(*span) == input(dtype, root, 0, bytes)), "{}", what("broadcast"));
+
+        let lengths: Vec<usize> = others.clone().map(uneven).collect();
+        let gathered = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, 0, span.bytes));
+        let (inputs, outputs) = (self.give(dtype, rank, &lengths[own..=own]), self.blank(&lengths));
+        self.run(Op::AllGather, dtype, sum, 0, inputs, outputs.clone());
+        assert!(gathered(&outputs), "{}", what("all_gather"));
+        // In place: what this rank gives lies where it would receive it.
+        let outputs = self.given.take(own, &lengths);
+        outputs.iter().for_each(|span| bytes_of(*span).fill(0xee));
+        bytes_of(outputs[own]).copy_from_slice(&input(dtype, rank, 0, lengths[own]));
+        self.run(Op::AllGather, dtype, sum, 0, vec![outputs[own]], outputs.clone());
+        assert!(gathered(&outputs), "{}", what("all_gather in place"));
+
+        let outputs = if rank == root { self.blank(&vec![bytes; n as usize]) } else { vec![] };
+        let inputs = self.give(dtype, rank, &[bytes]);
+        self.run(Op::Gather, dtype, sum, root, inputs, outputs.clone());
+        assert!(gathered(&outputs), "{}", what("gather"));
+
+        let inputs = if rank == root { self.give(dtype, rank, &vec![bytes; n as usize]) } else { vec![] };
+        let outputs = self.blank(&[bytes]);
+        self.run(Op::Scatter, dtype, sum, root, inputs, outputs.clone());
+        assert!(*bytes_of(outputs[0]) == input(dtype, root, rank, bytes), "{}", what("scatter"));
+
+        // Every pair has a length of its own; one is zero.
+        let pair = |from: u32, to: u32| if (from, to) == (0, n - 1) { 0 } else { uneven(2 * from + to) };
+        let sent: Vec<usize> = others.clone().map(|to| pair(rank, to)).collect();
+        let got: Vec<usize> = others.map(|from| pair(from, rank)).collect();
+        let (inputs, outputs) = (self.give(dtype, rank, &sent), self.blank(&got));
+        self.run(Op::AllToAll, dtype, sum, 0, inputs, outputs.clone());
+        let exchanged = |outputs: &[Span]| (0..).zip(outputs).all(|(r, span)| *bytes_of(*span) == input(dtype, r, rank, span.bytes));
+        assert!(exchanged(&outputs), "{}", what("all_to_all"));
+        // In place: peers would read what this rank overwrites, so they must not.
+        let spans = self.give(dtype, rank, &vec![bytes; n as usize]);
+        self.run(Op::AllToAll, dtype, sum, 0, spans.clone(), spans.clone());
+        assert!(exchanged(&spans), "{}", what("all_to_all in place"));
+    }
+}
+
+/// Ranks whose memory is symmetric.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Symmetric {
+    /// Not of any rank: tensors lie in aligned private memory.
+    None,
+    All,
+    /// All but the last one.
+    Most,
+    /// All of what they give, nothing of what they take.
+    Given,
+}
+
+fn with_members(n: u32, symmetric: Symmetric, body: impl Fn(&mut Member<'_>) + Sync) {
+    with_ranks(n, |group, rank| {
+        let (given, taken) = match symmetric {
+            Symmetric::None => (false, false),
+            Symmetric::All => (true, true),
+            Symmetric::Most => (rank + 1 < n, rank + 1 < n),
+            Symmetric::Given => (true, false),
+        };
+        let aligned = symmetric == Symmetric::None;
+        // Any rendezvous links the ranks; what lies in its window matters to nobody.
+        let window = (!aligned).then(|| {
+            let address = allocations::allocate(HOST, 64).unwrap();
+            (group.rendezvous(HOST, address, PAD, None).unwrap(), address)
+        });
+        body(&mut Member { group, rank, n, given: Arena::new(given, aligned), taken: Arena::new(taken, aligned) });
+        if let Some((window, address)) = window {
+            drop(window);
+            allocations::free(address).unwrap();
+        }
+    });
+}
+
+/// Elements: nothing, odd counts next to a flag, staged in one chunk, in many.
+const COUNTS: [usize; 6] = [0, 1, 17, 1001, 9_999, 150_001];
+
+#[test]
+fn movements_of_every_size_and_algorithm() {
+    for n in 1..=8 {
+        with_members(n, Symmetric::None, |member| COUNTS.into_iter().chain([600_001, 1_500_000]).for_each(|bytes| member.movements(bytes)));
+    }
+}
+
+#[test]
+fn reductions_of_every_dtype_and_op() {
+    let private = (1..=8).map(|n| (n, Symmetric::None, &[0, 1, 17, 1001][..]));
+    let symmetric = [1, 2, 3, 5].map(|n| (n, Symmetric::All, &[9001][..]));
+    for (n, symmetric, counts) in private.chain(symmetric) {
+        with_members(n, symmetric, |member| {
+            for &dtype in DType::ALL {
+                for &op in ReduceOp::ALL.iter().filter(|op| cpu::supports(**op, dtype).is_ok()) {
+                    for count in counts {
+                        member.all_reduce(dtype, op, count * dtype.size());
+                        member.reduce_scatter(dtype, op, count * dtype.size(), usize::from(symmetric == Symmetric::All));
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn reductions_of_every_size() {
+    for n in [2, 3, 4, 7] {
+        with_members(n, Symmetric::None, |member| {
+            for dtype in [DType::F32, DType::BF16, DType::F8E4M3FN, DType::I64] {
+                for count in COUNTS {
+                    member.all_reduce(dtype, ReduceOp::Sum, count * dtype.size());
+                    for longer in [0, 1] {
+                        member.reduce_scatter(dtype, ReduceOp::Sum, count * dtype.size(), longer);
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn every_size_whoever_has_symmetric_memory() {
+    for symmetric in [Symmetric::All, Symmetric::Most, Symmetric::Given] {
+        for n in [2, 4, 7] {
+            with_members(n, symmetric, |member| {
+                for count in [0, 1, 1001, 2040, 2041, 9_999, 100_003] {
+                    member.all_reduce(DType::F32, ReduceOp::Sum, count * 4);
+                    member.reduce_scatter(DType::BF16, ReduceOp::Sum, count * 2, 1);
+                    member.movements(count);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn no_rank_returns_while_another_reads_its_tensor() {
+    with_members(4, Symmetric::All, |member| {
+        let n = member.n;
+        for turn in 0..200u32 {
+            let spans = member.given.take(0, &[40_000]);
+            bytes_of(spans[0]).fill((turn + member.rank) as u8);
+            if turn % 2 == 0 {
+                member.run(Op::AllReduce, DType::U8, ReduceOp::Sum, 0, spans.clone(), spans.clone());
+                let sum = (0..n).fold(0u8, |sum, rank| sum.wrapping_add((turn + rank) as u8));
+                assert!(bytes_of(spans[0]).iter().all(|&byte| byte == sum), "turn {turn}");
+            } else {
+                let outputs = member.taken.take(0, &vec![40_000; n as usize]);
+                member.run(Op::AllGather, DType::U8, ReduceOp::Sum, 0, spans.clone(), outputs.clone());
+                bytes_of(spans[0]).fill(0xaa);
+                for (rank, span) in (0..).zip(&outputs) {
+                    assert!(bytes_of(*span).iter().all(|&byte| byte == (turn + rank) as u8), "turn {turn}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn many_small_calls_of_mixed_kinds_keep_their_order() {
+    with_ranks(4, |group, rank| {
+        for i in 0..2000u32 {
+            let bytes = [4, 64, 12_000, 100][i as usize % 4];
+            let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
+            let span = vec![span(&mut data)];
+            group.run(vec![call(Op::AllReduce, DType::I32, span.clone(), span)], None).expect("all_reduce");
+            assert!(data.iter().all(|&value| value == i.wrapping_mul(10)), "call {i}");
+        }
+    });
+}
+
+#[test]
+fn more_ranks_than_cores_do_not_collapse() {
+    let begin = Instant::now();
+    with_ranks(16, |group, _| {
+        for _ in 0..50 {
+            let mut data = vec![1i32; 5000];
+            let span = vec![span(&mut data)];
+            group.run(vec![call(Op::AllReduce, DType::I32, span.clone(), span)], None).expect("all_reduce");
+            assert!(data.iter().all(|&value| value == 16));
+        }
+    });
+    assert!(begin.elapsed().as_secs() < 30, "50 calls of 16 ranks took {:?}", begin.elapsed());
+}

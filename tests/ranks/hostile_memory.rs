@@ -1,0 +1,499 @@
+//! What a buggy rank may leave in the shared memory: whoever reads it raises, or computes nonsense, and touches only its own tensors.
+
+use crate::threads::{call, span};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::coll::call::{Op, Span};
+use symm::completion::Completion;
+use symm::control::Identity;
+use symm::dtype::DType;
+use symm::error::{Error, Kind, Result};
+use symm::group::{Group, Tuning};
+use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
+use symm::mem::shm::Segment;
+use symm::p2p::Message;
+use symm::rank::Rank;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The memory of a group of `n`, and a mapping of it that belongs to no rank.
+fn memory(n: usize) -> (OwnedFd, Segment) {
+    let bytes = Layout::new(n).total_bytes();
+    let file = Segment::create(bytes).unwrap();
+    let forger = Segment::map(file.try_clone().unwrap(), bytes).unwrap();
+    (file, forger)
+}
+
+fn assemble(file: &OwnedFd, rank: u32, n: u32, direct: bool) -> Group {
+    let segment = Segment::map(file.try_clone().unwrap(), Layout::new(n as usize).total_bytes()).unwrap();
+    let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+    let tuning = Tuning { direct, ..Tuning::default() };
+    Group::assemble(segment, "test", Rank(rank), members, PATIENCE, tuning).unwrap()
+}
+
+/// Both ranks of a group of two. `timeout` is for their calls; a busy machine may need longer to start two threads.
+fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
+    let groups = thread::scope(|scope| {
+        let other = scope.spawn(|| assemble(file, 1, 2, direct));
+        [assemble(file, 0, 2, direct), other.join().unwrap()]
+    });
+    groups.iter().for_each(|group| group.set_timeout(timeout));
+    groups
+}
+
+fn message(peer: u32, tag: i32, span: Span) -> Message {
+    Message { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }
+}
+
+/// Where the outcome of a send or receive will stand.
+fn received() -> (Completion, impl Fn() -> Option<Result<()>>) {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let done = Completion::new(move |outcome, _| sender.send(outcome).unwrap_or(()));
+    (done, move || receiver.try_recv().ok())
+}
+
+fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Memory whose use after its end is a fault, not luck.
+struct Pages {
+    base: *mut std::ffi::c_void,
+    bytes: usize,
+}
+
+impl Pages {
+    fn new(bytes: usize) -> Self {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        Self { base: base.unwrap(), bytes }
+    }
+
+    fn span(&self) -> Span {
+        Span { addr: self.base as usize, bytes: self.bytes }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`; whoever was given the span has said that it is done with it.
+        unsafe { rustix::mm::munmap(self.base, self.bytes) }.unwrap();
+    }
+}
+
+/// The ring through which rank 1 sends to rank 0, written by the forger.
+struct Ring<'a> {
+    forger: &'a Segment,
+    tail: u64,
+}
+
+impl Ring<'_> {
+    /// Puts four words where the next frame belongs, and says that `bytes` bytes have come.
+    fn say(&mut self, words: [u64; 4], bytes: u64) {
+        let base = Layout::new(2).ring(Rank(1), Rank(0));
+        let place = base + RING_HEAD + (self.tail % Layout::new(2).ring_data_bytes() as u64) as usize;
+        for (index, word) in words.into_iter().enumerate() {
+            // SAFETY: atomics; frames are words of a ring.
+            unsafe { self.forger.at::<AtomicU64>(place + 8 * index) }.store(word, Ordering::Relaxed);
+        }
+        self.tail += bytes;
+        // SAFETY: the first word of a ring is its tail.
+        unsafe { self.forger.at::<AtomicU64>(base) }.store(self.tail, Ordering::Release);
+    }
+
+    /// Bytes that rank 0 has read.
+    fn read(&self) -> u64 {
+        let base = Layout::new(2).ring(Rank(1), Rank(0));
+        // SAFETY: the second counter of a ring is its head.
+        unsafe { self.forger.at::<AtomicU64>(base + LINE_PAIR) }.load(Ordering::Acquire)
+    }
+}
+
+#[test]
+fn memory_of_a_send_that_has_failed_is_not_read_again() {
+    let (file, _forger) = memory(2);
+    let [sender, receiver] = pair(&file, PATIENCE, false);
+    // More than the ring holds, so that some wait for room.
+    let fit = (Layout::new(2).ring_data_bytes() / (60 << 10)) as i32;
+    let sent: Vec<(Pages, _)> = (0..fit + 12)
+        .map(|tag| {
+            let (pages, (done, outcome)) = (Pages::new(60 << 10), received());
+            sender.send(message(1, tag, pages.span()), done).unwrap();
+            (pages, outcome)
+        })
+        .collect();
+    sender.abort();
+    // The progress thread may be the one that hears of it and tells the outcomes.
+    let failed = sent.iter().filter(|(_, outcome)| until("an outcome of every send", outcome).is_err()).count();
+    assert!(failed > 5, "{failed} were waiting");
+    drop(sent);
+    // Makes room, into which nothing may be written any more.
+    for _ in 0..5 {
+        receiver.progress();
+        sender.progress();
+    }
+}
+
+#[test]
+fn forged_frames_end_no_transfer_of_others_and_stretch_none() {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    // A long message is offered, and asked for twice: it must not be read again once it has been sent.
+    let pages = Pages::new(2 << 20);
+    let (done, outcome) = received();
+    let ticket = victim.send(message(1, 7, pages.span()), done).unwrap();
+    for _ in 0..2 {
+        ring.say([3, ticket, 0, 0], 32);
+    }
+    let error = until("an outcome", || {
+        victim.progress();
+        outcome()
+    })
+    .expect_err("nobody asks twice");
+    assert_eq!(error.kind, Kind::Internal, "{error}");
+    assert!(error.message.contains("rank 1") && error.message.contains("makes no sense"), "{error}");
+    drop(pages);
+    victim.progress();
+}
+
+#[test]
+fn a_frame_that_makes_no_sense_is_an_error_that_names_its_sender() {
+    let eager = |bytes: u64| [1, 1, bytes, 0];
+    let cases: [(&str, [u64; 4], u64); 5] = [
+        ("an unknown kind", [9, 0, 0, 0], 32),
+        ("longer than any short message", eager(1 << 40), 32),
+        ("a piece behind the end", [4, 1, 100, 100], 32),
+        ("a piece of nothing", [4, 1, 0, 0], 32),
+        ("an offset past all numbers", [4, 1, 100, u64::MAX], 32),
+    ];
+    for (what, words, bytes) in cases {
+        let (file, forger) = memory(2);
+        let [victim, _silent] = pair(&file, PATIENCE, false);
+        let mut room = [0u8; 16];
+        let (done, outcome) = received();
+        victim.recv(message(1, 3, span(&mut room)), done).unwrap();
+        Ring { forger: &forger, tail: 0 }.say(words, bytes);
+        let error = until(what, || {
+            victim.progress();
+            outcome()
+        })
+        .expect_err(what);
+        assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{what}: {error}");
+        assert_eq!(room, [0; 16], "{what}");
+    }
+}
+
+#[test]
+fn messages_that_nobody_asks_for_are_left_to_their_sender_until_somebody_does() {
+    const CAP: u64 = 64 << 20;
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let mut numbers = 1u64..;
+    let mut number = || numbers.next().unwrap();
+    let mut flood = |ring: &mut Ring<'_>, frames: u64| {
+        let begun = ring.read();
+        for _ in 0..frames {
+            if ring.tail - ring.read() > 256 << 10 {
+                victim.progress();
+                if ring.tail - ring.read() > 256 << 10 {
+                    break;
+                }
+            }
+            ring.say([2 | 5 << 32, number(), 1, 0], 32);
+        }
+        (ring.read() - begun) / 32
+    };
+    // An offer takes no fewer bytes here than in the ring.
+    let taken = flood(&mut ring, 2 * CAP / 32);
+    assert!((100_000..CAP / 32).contains(&taken), "{taken} offers");
+    assert_eq!(flood(&mut ring, 1), 0, "it is not heard");
+    // A receive of another tag has to look behind all of them.
+    let mut room = [0u8; 16];
+    let (done, outcome) = received();
+    victim.recv(message(1, 6, span(&mut room)), done).unwrap();
+    ring.say([1 | 6 << 32, u64::MAX >> 1, 16, 0], 64);
+    until("the message behind the flood", || {
+        victim.progress();
+        outcome()
+    })
+    .unwrap();
+    assert_eq!(ring.read(), ring.tail);
+    assert_eq!(flood(&mut ring, CAP), 0, "nor is it now");
+}
+
+/// What becomes of a receive of `bytes` bytes while rank 1 writes `frames`, each with the bytes that it takes in the ring; `None`: nothing at
+/// once, where nothing is `expected`.
+fn outcome_of(bytes: usize, frames: &[([u64; 4], u64)], expected: bool) -> Option<Result<()>> {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let mut room = vec![0u8; bytes];
+    let (done, outcome) = received();
+    victim.recv(message(1, 3, span(&mut room)), done).unwrap();
+    for &(words, taken) in frames {
+        ring.say(words, taken);
+        victim.progress();
+    }
+    // The progress thread may have been the one that looked, and tells a moment later.
+    let found = if expected { Some(until("an outcome", outcome)) } else { outcome() };
+    victim.abort();
+    found
+}
+
+fn accepted(bytes: usize, frames: &[([u64; 4], u64)]) {
+    assert_eq!(outcome_of(bytes, frames, true), Some(Ok(())));
+}
+
+fn refused(bytes: usize, frames: &[([u64; 4], u64)]) {
+    let error = outcome_of(bytes, frames, true).expect("an outcome").expect_err("no sender writes such frames");
+    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+}
+
+#[test]
+fn a_second_message_of_a_number_takes_nobodys_place() {
+    let offer = ([2 | 3 << 32, 77, 16, 4096], 32);
+    refused(16, &[offer, offer]);
+    refused(16, &[offer, ([2 | 3 << 32, 76, 16, 4096], 32)]);
+    let short = |number: u64| ([1 | 4 << 32, number, 16, 0], 64);
+    refused(16, &[short(77), short(77)]);
+    accepted(16, &[short(77), short(78), offer_of(79), ([4 | 3 << 32, 79, 16, 0], 64)]);
+}
+
+fn offer_of(number: u64) -> ([u64; 4], u64) {
+    ([2 | 3 << 32, number, 16, 4096], 32)
+}
+
+#[test]
+fn pieces_complete_a_message_in_order_and_once_each() {
+    const BYTES: usize = 64 << 10;
+    let offer = ([2 | 3 << 32, 77, BYTES as u64, 4096], 32);
+    let piece = |bytes: usize, from: u64| ([4 | 3 << 32, 77, bytes as u64, from], 32 + (32 << 10));
+    let half = BYTES as u64 / 2;
+    accepted(BYTES, &[offer, piece(BYTES, 0), piece(BYTES, half)]);
+    refused(BYTES, &[offer, piece(BYTES, 0), piece(BYTES, 0)]);
+    refused(BYTES, &[offer, piece(BYTES, half)]);
+    refused(BYTES, &[offer, piece(2 * BYTES, 0)]);
+    assert_eq!(outcome_of(BYTES, &[offer, piece(BYTES, 0)], false), None, "half of it has come");
+}
+
+#[test]
+fn a_message_whose_rest_does_not_come_is_no_message() {
+    const BYTES: u64 = 40 << 10;
+    let begun = ([1 | 3 << 32, 77, BYTES, 0], 32 + (16 << 10));
+    // Words of the payload in place of a head: more of the same message.
+    let more = |bytes: u64| ([u64::MAX; 4], bytes);
+    accepted(BYTES as usize, &[begun, more(8 << 10), more(16 << 10)]);
+    assert_eq!(outcome_of(BYTES as usize, &[begun, more(8 << 10)], false), None, "24 of 40 KB have come");
+    refused(BYTES as usize, &[([1 | 3 << 32, 77, BYTES, 0], 32)]);
+    let other = outcome_of(16, &[begun, more(24 << 10)], true).expect("an outcome").expect_err("it is longer than the receive");
+    assert_eq!(other.kind, Kind::Mismatch, "{other}");
+}
+
+#[test]
+fn more_short_messages_than_may_go_unasked_are_an_error_that_names_their_sender() {
+    let (file, forger) = memory(2);
+    let [victim, _silent] = pair(&file, PATIENCE, false);
+    let mut ring = Ring { forger: &forger, tail: 0 };
+    let (done, outcome) = received();
+    victim.recv(message(1, 3, span(&mut [0u8; 16])), done).unwrap();
+    for number in 1..=1024 {
+        ring.say([1, number, 0, 0], 32);
+    }
+    victim.progress();
+    assert!(outcome().is_none(), "so many an honest sender may have on their way");
+    ring.say([1, 1025, 0, 0], 32);
+    victim.progress();
+    // The progress thread may have been the one that looked.
+    let error = until("an outcome", outcome).expect_err("one too many");
+    assert!(error.kind == Kind::Internal && error.message.contains("rank 1"), "{error}");
+}
+
+/// A generator of the same numbers in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+}
+
+/// Some calls of two ranks, whose data lie in `mine`, between guards.
+fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
+    let words = room.len();
+    let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
+    assert!(words >= 8 * 1024);
+    for count in [1, 300, 1000] {
+        group.run(vec![call(Op::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)])], None)?;
+        group.run(
+            vec![call(Op::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], vec![part(2 + me, if me == 0 { count } else { 1 }); 2])],
+            None,
+        )?;
+        group.run(vec![call(Op::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)])], None)?;
+        let (done, outcome) = received();
+        let peer = 1 - me as u32;
+        let ticket = if me == 0 {
+            group.send(message(peer, 1, part(6, count)), done)?
+        } else {
+            group.recv(message(peer, 1, part(7, count)), done)?
+        };
+        group.wait(ticket, Some(Duration::from_secs(2)))?;
+        outcome().unwrap_or(Ok(()))?;
+    }
+    Ok(())
+}
+
+/// Rank 1's part of the first collective, as rank 0 has begun it: the same call, but a message to itself of `longest` bytes, and all stages done.
+fn forge_an_all_to_all(forger: &Segment, bytes: u64, longest: u64) {
+    let layout = Layout::new(2);
+    let word = |offset: usize| {
+        // SAFETY: atomics may be written anywhere within the segment.
+        unsafe { forger.at::<AtomicU64>(offset) }
+    };
+    let [real, forged] = [Rank(0), Rank(1)].map(|rank| layout.post(rank, 1));
+    until("the post of rank 0", || (word(real).load(Ordering::Acquire) == 1).then_some(()));
+    let table = |place: usize| word(forged + POST_HEAD + INLINE_BYTES + 8 * place);
+    // Behind 8 words: what it sends to each rank, then what it expects of each.
+    for (place, length) in [bytes, longest, bytes, longest].into_iter().enumerate() {
+        table(8 + place).store(length, Ordering::Relaxed);
+    }
+    word(layout.member(Rank(1))).store(u64::MAX, Ordering::Relaxed);
+    for place in [8, 16] {
+        word(forged + place).store(word(real + place).load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+    word(forged).store(1, Ordering::Release);
+}
+
+#[test]
+fn stages_without_end_end_at_the_deadline_or_with_the_group() {
+    for (timeout, aborted) in [(Duration::from_secs(2), false), (6 * PATIENCE, true)] {
+        let (file, forger) = memory(2);
+        let [victim, _silent] = pair(&file, timeout, false);
+        let mut room = vec![0u8; 4 * 4096];
+        let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
+        let (inputs, outputs) = (parts[..2].to_vec(), parts[2..].to_vec());
+        let error = thread::scope(|scope| {
+            let running = scope.spawn(|| victim.run(vec![call(Op::AllToAll, DType::I32, inputs, outputs)], None));
+            forge_an_all_to_all(&forger, 4096, 1 << 60);
+            if aborted {
+                // SAFETY: atomics; the first word of a member is its stage.
+                let stage = unsafe { forger.at::<AtomicU64>(Layout::new(2).member(Rank(0))) };
+                until("the 1000th stage of rank 0", || (stage.load(Ordering::Acquire) >= 1000).then_some(()));
+                victim.abort();
+            }
+            let waiting = Instant::now() + PATIENCE;
+            while !running.is_finished() && Instant::now() < waiting {
+                thread::sleep(Duration::from_millis(5));
+            }
+            let ended = running.is_finished();
+            victim.abort();
+            let error = running.join().unwrap().expect_err("it never ends");
+            assert!(ended, "the call outlasts its deadline or the group: {error}");
+            error
+        });
+        assert_eq!(error.kind, if aborted { Kind::Aborted } else { Kind::Timeout }, "{error}");
+        assert!(aborted || error.message.contains("until its timeout in all_to_all"), "{error}");
+    }
+}
+
+#[test]
+fn garbage_in_the_shared_memory_never_harms_a_rank() {
+    let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
+    let layout = Layout::new(2);
+    for round in 0..60 {
+        let (file, forger) = memory(2);
+        let groups = pair(&file, Duration::from_millis(150), round % 2 == 0);
+        let stop = Arc::new(AtomicBool::new(false));
+        thread::scope(|scope| {
+            let ranks: Vec<_> = groups
+                .iter()
+                .enumerate()
+                .map(|(me, group)| {
+                    scope.spawn(move || -> Error {
+                        let mut room = vec![0x5A5A_5A5Ai32; 10 * 1024];
+                        // As long as it takes: some garbage is overwritten by the next call, none may go unnoticed for ever.
+                        let error = until("an error", || calls(group, me, &mut room[1024..9 * 1024]).err());
+                        assert!(room[..1024].iter().chain(&room[9 * 1024..]).all(|&word| word == 0x5A5A_5A5A), "beside its tensors");
+                        error
+                    })
+                })
+                .collect();
+            let stopping = Arc::clone(&stop);
+            let seed = dice.next(u64::MAX) | 1;
+            let vandal = scope.spawn(move || {
+                let mut dice = Dice(seed);
+                let values = [0, 1, 8, 9, 255, 1 << 20, 1 << 40, u64::MAX, u64::MAX - 7];
+                while !stopping.load(Ordering::Relaxed) {
+                    // Mostly where the structures are: the header, the members' words, heads and tables of posts, counters of rings.
+                    let rank = Rank(dice.next(2) as u32);
+                    let areas = [
+                        (0, 4096),
+                        (layout.member(rank), 512),
+                        (layout.post(rank, 0), 32),
+                        (layout.post(rank, 1), layout.post_bytes()),
+                        (layout.ring(rank, Rank(1 - rank.0)), 4 * LINE_PAIR),
+                        (layout.ring(rank, Rank(1 - rank.0)) + RING_HEAD, 4096),
+                    ];
+                    let (offset, bytes) = areas[dice.next(areas.len() as u64) as usize];
+                    let place = offset + 8 * dice.next(bytes as u64 / 8) as usize;
+                    let value = match dice.next(3) {
+                        0 => dice.next(u64::MAX),
+                        1 => dice.next(1 << 12),
+                        _ => values[dice.next(values.len() as u64) as usize],
+                    };
+                    // SAFETY: atomics may be written anywhere within the segment.
+                    unsafe { forger.at::<AtomicU64>(place) }.store(value, Ordering::Relaxed);
+                    if dice.next(4) == 0 {
+                        thread::sleep(Duration::from_micros(dice.next(300)));
+                    }
+                }
+            });
+            let errors: Vec<_> = ranks.into_iter().map(thread::ScopedJoinHandle::join).collect();
+            stop.store(true, Ordering::Relaxed);
+            vandal.join().unwrap();
+            for error in errors {
+                let error = error.expect("no rank panics");
+                assert!(!error.message.contains("panicked"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_wait_that_panics_leaves_what_is_open_to_the_progress_thread() {
+    until("a wait that meets its message", || {
+        let (file, forger) = memory(2);
+        let [victim, silent] = pair(&file, PATIENCE, false);
+        let mut ring = Ring { forger: &forger, tail: 0 };
+        let (mut first, mut second) = ([0u8; 16], [0u8; 16]);
+        let ticket = victim.recv(message(1, 3, span(&mut first)), Completion::new(|_, _| panic!("a completion's bug"))).unwrap();
+        let (done, outcome) = received();
+        victim.recv(message(1, 4, span(&mut second)), done).unwrap();
+        let panicked = thread::scope(|scope| {
+            let waiting = scope.spawn(|| std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| victim.wait(ticket, Some(PATIENCE)))));
+            until("the wait", || silent.control().attends(Rank(0)).then_some(()));
+            ring.say([1 | 3 << 32, 1, 16, 0], 64);
+            waiting.join().unwrap().is_err()
+        });
+        // The progress thread may have been about to look when the wait began, and then it completes the message: again.
+        panicked.then(|| {
+            ring.say([1 | 4 << 32, 2, 16, 0], 64);
+            until("the second message", &outcome).unwrap();
+        })
+    });
+}

@@ -1,0 +1,13 @@
+//! Ranks as threads of one process, on memory that they share: collectives, splits, windows, and forged memory.
+#![allow(missing_docs, clippy::unwrap_used, clippy::undocumented_unsafe_blocks, clippy::print_stderr)]
+
+#[path = "../process/mod.rs"]
+mod process;
+mod threads;
+
+mod collectives;
+mod hostile_memory;
+mod memory_limit;
+mod read;
+mod splits;
+mod windows;

@@ -1,0 +1,67 @@
+//! Ranks as threads of the test process, over memory that they share.
+#![allow(dead_code, reason = "each program uses its part")]
+
+use std::time::Duration;
+use symm::coll::call::{Call, Op, Span};
+use symm::control::Identity;
+use symm::dtype::{DType, ReduceOp};
+use symm::error::Result;
+use symm::group::{Group, Tuning};
+use symm::kernels::cpu::{self, Source, Store};
+use symm::mem::layout::Layout;
+use symm::mem::shm::Segment;
+use symm::rank::Rank;
+
+/// Runs `body` on `n` ranks, each in a thread of its own.
+pub(crate) fn with_ranks(n: u32, body: impl Fn(&Group, u32) + Sync) {
+    let bytes = Layout::new(n as usize).total_bytes();
+    let file = Segment::create(bytes).expect("memfd");
+    std::thread::scope(|scope| {
+        for rank in 0..n {
+            let (file, body) = (file.try_clone().expect("dup"), &body);
+            scope.spawn(move || {
+                let segment = Segment::map(file, bytes).expect("map");
+                let members = (0..n).map(|global| Identity { pid: std::process::id(), global }).collect();
+                let group =
+                    Group::assemble(segment, "test", Rank(rank), members, Duration::from_secs(60), Tuning::default()).expect("assemble");
+                body(&group, rank);
+            });
+        }
+    });
+}
+
+/// The whole of `data`.
+pub(crate) fn span<T>(data: &mut [T]) -> Span {
+    Span { addr: data.as_mut_ptr() as usize, bytes: size_of_val(data) }
+}
+
+/// A call of root 0.
+pub(crate) fn call(op: Op, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
+    Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+}
+
+pub(crate) fn barrier(group: &Group, timeout: Option<Duration>) -> Result<()> {
+    group.run(vec![call(Op::Barrier, DType::U8, vec![], vec![])], timeout)
+}
+
+/// The input that rank `from` gives to rank `to` (`to` 0 where all get the same): any bits, but only 0 and 1 for bool.
+pub(crate) fn input(dtype: DType, from: u32, to: u32, bytes: usize) -> Vec<u8> {
+    let mut state = u64::from(from) << 32 | u64::from(to) << 8 | dtype as u64 | 1 << 63;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 24) as u8
+    };
+    (0..bytes).map(|_| if dtype == DType::Bool { next() & 1 } else { next() }).collect()
+}
+
+/// What the reduction of `inputs`, one per rank, must be.
+pub(crate) fn reduced(dtype: DType, op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let mut output = vec![0u8; inputs[0].len()];
+    let sources: Vec<Source> =
+        inputs.iter().enumerate().map(|(rank, data)| Source { ptr: data.as_ptr(), factor: rank as f64 + 0.5 }).collect();
+    // SAFETY: all buffers are of the same length, a multiple of the element size.
+    unsafe { cpu::reduce(op, dtype, output.as_mut_ptr(), &sources, output.len() / dtype.size(), Store::Cached) };
+    output
+}

@@ -1,0 +1,70 @@
+//! Servers and clients of stores.
+#![allow(dead_code, reason = "each program uses its part")]
+
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+use symm::store::tcp::address::Address;
+use symm::store::tcp::limits::Limits;
+use symm::store::tcp::listen::Listeners;
+use symm::store::tcp::server::Server;
+use symm::store::tcp::{TcpOptions, TcpStore};
+
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+pub(crate) const SHORT: Duration = Duration::from_millis(100);
+/// For what happens at once, or at SHORT: far below LONG, and enough on a busy machine.
+pub(crate) const SOON: Duration = Duration::from_secs(5);
+
+/// Options of a client; `is_master` makes it a server.
+pub(crate) fn options(host: &str, port: u16) -> TcpOptions {
+    TcpOptions {
+        host: host.into(),
+        port,
+        world_size: None,
+        is_master: false,
+        timeout: LONG,
+        wait_for_workers: false,
+        multi_tenant: false,
+        listen_fd: None,
+        secret: None,
+        same_user: false,
+    }
+}
+
+pub(crate) fn master(host: &str, secret: Option<&str>) -> TcpStore {
+    let secret = secret.map(|secret| secret.as_bytes().to_vec());
+    TcpStore::open(TcpOptions { is_master: true, secret, ..options(host, 0) }).unwrap()
+}
+
+pub(crate) fn client(of: &TcpStore, secret: Option<&str>) -> TcpStore {
+    let secret = secret.map(|secret| secret.as_bytes().to_vec());
+    TcpStore::open(TcpOptions { secret, ..options(of.host(), of.port()) }).unwrap()
+}
+
+/// A port that nobody listens at and that the kernel gives to nobody who asks for any.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    loop {
+        let offset = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (std::process::id() as u16).wrapping_mul(31).wrapping_add(offset) % 20_000;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+/// A server on loopback with limits of its own, and its port.
+pub(crate) fn server(limits: Limits, secret: Option<&str>) -> (Server, u16) {
+    let address = Address::resolve("127.0.0.1", 0, Instant::now() + LONG).unwrap();
+    let server = Server::start(Listeners::at(&address).unwrap(), secret.map(|secret| secret.as_bytes().to_vec()), limits).unwrap();
+    let port = server.address().port();
+    (server, port)
+}
+
+/// Waits until `happened` is true.
+pub(crate) fn eventually(what: &str, mut happened: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !happened() {
+        assert!(started.elapsed() < LONG, "{what} did not happen in {LONG:?}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}

@@ -1,0 +1,15 @@
+//! Stores: in a file and on a server, with clients that are honest, hostile, slow, forked or dead.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stderr, clippy::print_stdout)]
+
+#[path = "../process/mod.rs"]
+mod process;
+
+mod clients;
+mod logs;
+mod programs;
+
+mod file;
+mod file_log;
+mod file_processes;
+mod tcp;
+mod tcp_hostile;

@@ -1,0 +1,45 @@
+//! Random programs of several clients of a store.
+
+use proptest::prelude::*;
+use std::time::Duration;
+use symm::error::Kind;
+use symm::store::Store;
+use symm::store::request::{Op, Request};
+use symm::store::table::Reply;
+
+pub(crate) const KEYS: [&str; 4] = ["", "a", "b", "schlüssel/1"];
+
+/// Which client does what.
+pub(crate) type Step = (usize, Op, Vec<u8>, Vec<u8>, i64);
+
+/// Any of them.
+pub(crate) fn step() -> impl Strategy<Value = Step> {
+    let op = prop::sample::select(Op::ALL);
+    (0..3usize, op, prop::collection::vec(0..4u8, 0..4), prop::collection::vec(any::<u8>(), 0..4), -3..100i64)
+}
+
+/// The request of a step: with so few keys and values, programs meet themselves again and again.
+pub(crate) fn perform(store: &dyn Store, (_, op, names, bytes, amount): &Step) -> Result<Reply, Kind> {
+    const VALUES: [&[u8]; 5] = [b"", b"1", b"-20", b"x\0y", &[7; 5000]];
+    let many = matches!(op, Op::Check | Op::Wait | Op::MultiGet | Op::MultiSet);
+    let none = matches!(op, Op::NumKeys | Op::ListKeys);
+    let keys: Vec<&str> = match (many, none) {
+        (true, _) => names.iter().map(|&name| KEYS[name as usize]).collect(),
+        (false, true) => vec![],
+        (false, false) => vec![KEYS[names.first().map_or(0, |&name| name as usize)]],
+    };
+    let count = if *op == Op::CompareSet {
+        2
+    } else if matches!(op, Op::Set | Op::Append | Op::Push | Op::MultiSet) {
+        keys.len()
+    } else {
+        0
+    };
+    let value = |index: usize| VALUES[bytes.get(index).map_or(index, |&byte| byte as usize) % VALUES.len()];
+    let request = Request { amount: *amount, ..Request::new(*op, keys, (0..count).map(value).collect()) };
+    let mut reply = store.call(&request, Some(Duration::ZERO)).map_err(|error| error.kind);
+    if let Ok(Reply::Keys(keys)) = &mut reply {
+        keys.sort();
+    }
+    reply
+}

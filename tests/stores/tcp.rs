@@ -1,0 +1,280 @@
+//! The store on a server: what clients see of each other, of time, and of the server's end.
+
+use crate::clients::{LONG, SHORT, SOON, client, eventually, free_port, master, options};
+use crate::process::alone;
+use crate::programs::{KEYS, perform, step};
+use proptest::prelude::*;
+use std::thread;
+use std::time::{Duration, Instant};
+use symm::error::Kind;
+use symm::rank::Rank;
+use symm::store::Store;
+use symm::store::memory::MemoryStore;
+use symm::store::prefix::PrefixStore;
+use symm::store::tcp::{TcpOptions, TcpStore};
+
+#[test]
+fn all_kinds_of_addresses_serve() {
+    let path = std::env::temp_dir().join(format!("symm-tcp-{}", std::process::id()));
+    let unix = format!("unix:{}", path.display());
+    let hidden = format!("unix:@symm-tcp-{}", std::process::id());
+    for host in ["127.0.0.1", "localhost", "::1", "[::1]", &unix, &hidden] {
+        for secret in [None, Some("secret")] {
+            let store = master(host, secret);
+            let other = client(&store, secret);
+            store.set("key", b"value").unwrap();
+            assert_eq!(other.get("key", Some(LONG)).unwrap(), &b"value"[..], "{host}");
+        }
+    }
+    assert!(!path.exists());
+}
+
+#[test]
+fn at_loopback_without_a_secret_a_unix_socket_can_take_the_ports_place() {
+    let port = free_port();
+    let own = |host: &str, port| TcpOptions { same_user: true, ..options(host, port) };
+    let store = TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", port) }).unwrap();
+    assert_eq!((store.host(), store.port()), (format!("unix:@torch-symm:{port}").as_str(), 0));
+    assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_err(), "nobody listens at the port");
+    let other = TcpStore::open(own("localhost", port)).unwrap();
+    store.set("key", b"value").unwrap();
+    assert_eq!(other.get("key", Some(LONG)).unwrap(), "value");
+    let error = TcpStore::open(TcpOptions { is_master: true, ..own("::1", port) }).err().unwrap();
+    assert!(error.message.contains("in use: this process"), "{error}");
+    // Where there is a secret the port serves, and two of which each chooses its name do not meet.
+    let secret = Some(b"secret".to_vec());
+    let open = TcpStore::open(TcpOptions { is_master: true, secret, ..own("127.0.0.1", port) }).unwrap();
+    assert_eq!((open.host(), open.port()), ("127.0.0.1", port));
+    let chosen = [(); 2].map(|()| TcpStore::open(TcpOptions { is_master: true, ..own("127.0.0.1", 0) }).unwrap());
+    assert_ne!(chosen[0].host(), chosen[1].host());
+}
+
+#[test]
+fn large_values_pass_and_too_large_ones_are_refused_by_the_sender() {
+    let store = master("127.0.0.1", None);
+    let large: Vec<u8> = (0..64 << 20).map(|index: u32| (index >> 7) as u8).collect();
+    store.set("large", &large).unwrap();
+    let other = client(&store, None);
+    assert!(other.get("large", Some(LONG)).unwrap() == large);
+    let error = store.set("larger", &vec![0; 80 << 20]).unwrap_err();
+    assert_eq!(error.kind, Kind::Value, "{error}");
+    // Together they are more than one answer holds.
+    let error = other.multi_get(&["large", "large"], Some(LONG)).unwrap_err();
+    assert_eq!(error.kind, Kind::Value, "{error}");
+    for index in 0..3 {
+        store.set(&format!("more {index}"), &large[..50 << 20]).unwrap();
+    }
+    let error = store.set("last straw", &large).unwrap_err();
+    assert!(error.kind == Kind::Config && error.message.contains("full"), "{error}");
+    store.delete("large").unwrap();
+    store.set("last straw", &large).unwrap();
+}
+
+#[test]
+fn a_wait_ends_with_the_last_key_or_at_its_limit_naming_the_missing() {
+    let store = master("127.0.0.1", None);
+    let other = client(&store, None);
+    let keys: Vec<String> = (0..1000).map(|index| format!("key {index}")).collect();
+    let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| other.multi_get(&names, Some(LONG)));
+        for name in names.iter().rev().step_by(2).chain(names.iter().step_by(2)) {
+            store.set(name, name.as_bytes()).unwrap();
+        }
+        let values = waiter.join().unwrap().unwrap();
+        assert!(values.iter().zip(&names).all(|(value, name)| value == name.as_bytes()));
+    });
+    assert_eq!(store.num_keys().unwrap(), 1000);
+    let started = Instant::now();
+    let error = other.wait(&["key 1", "absent", "key 2", "gone"], Some(SHORT)).unwrap_err();
+    assert!(started.elapsed() >= SHORT && started.elapsed() < SOON);
+    assert_eq!(error.kind, Kind::Timeout);
+    for part in ["timeout after 100 ms", "2 keys of 4", "\"absent\", \"gone\"", "127.0.0.1"] {
+        assert!(error.message.contains(part), "{error}");
+    }
+    // The conversation goes on.
+    assert!(other.check(&["key 1"]).unwrap());
+}
+
+#[test]
+fn several_threads_use_one_store_while_others_wait() {
+    let store = master("127.0.0.1", Some("secret"));
+    thread::scope(|scope| {
+        let waiters: Vec<_> = (0..4)
+            .map(|index| {
+                scope.spawn({
+                    let store = &store;
+                    move || store.queue_pop(&format!("queue {}", index % 2), Some(LONG))
+                })
+            })
+            .collect();
+        let adders: Vec<_> = (0..8).map(|_| scope.spawn(|| (0..200).map(|_| store.add("sum", 1).unwrap()).max())).collect();
+        let largest = adders.into_iter().filter_map(|adder| adder.join().unwrap()).max();
+        assert_eq!(largest, Some(1600));
+        for index in 0..4 {
+            store.queue_push(&format!("queue {}", index % 2), b"item").unwrap();
+        }
+        assert!(waiters.into_iter().all(|waiter| waiter.join().unwrap().unwrap() == "item"));
+    });
+    assert_eq!(store.queue_len("queue 0").unwrap(), 0);
+}
+
+#[test]
+fn a_barrier_opens_for_all_again_and_again_and_names_who_is_missing() {
+    let store = master("127.0.0.1", None);
+    let clients: Vec<TcpStore> = (0..5).map(|_| client(&store, None)).collect();
+    thread::scope(|scope| {
+        for (rank, client) in (0..).map(Rank).zip(&clients) {
+            scope.spawn(move || {
+                for round in 1..=20 {
+                    client.add("arrived", 1).unwrap();
+                    client.barrier("b", rank, 5, Some(LONG)).unwrap();
+                    assert!(client.add("arrived", 0).unwrap() >= 5 * round);
+                }
+            });
+        }
+    });
+    assert_eq!(store.num_keys().unwrap(), 1 + 5 + 2);
+    let clients = &clients;
+    let errors: Vec<_> = thread::scope(|scope| {
+        let came = [0, 2, 4].map(|rank: u32| scope.spawn(move || clients[rank as usize].barrier("b", Rank(rank), 5, Some(SHORT))));
+        came.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
+    });
+    for error in errors {
+        assert!(error.kind == Kind::Timeout && error.message.contains("ranks 1 and 3 of 5"), "{error}");
+    }
+}
+
+#[test]
+fn a_master_waits_for_its_workers_or_says_how_many_came() {
+    let port = free_port();
+    let all = |is_master| TcpOptions { world_size: Some(3), is_master, wait_for_workers: true, ..options("127.0.0.1", port) };
+    // All stay until all have come: a worker may hear of the last one later than the master does, who takes the server with it.
+    let stores = thread::scope(|scope| {
+        let workers = [false, true, false].map(|is_master| scope.spawn(move || TcpStore::open(all(is_master)).unwrap()));
+        workers.map(|worker| worker.join().unwrap())
+    });
+    assert!(stores.iter().all(|store| store.port() == port));
+    drop(stores);
+    let error = TcpStore::open(TcpOptions { timeout: SHORT, ..all(true) }).err().unwrap();
+    assert!(error.kind == Kind::Timeout && error.message.contains("1 of 3 joined"), "{error}");
+}
+
+#[test]
+fn masters_of_one_process_share_a_server_if_they_say_so() {
+    let port = free_port();
+    let tenant = || TcpOptions { is_master: true, multi_tenant: true, ..options("127.0.0.1", port) };
+    let first = TcpStore::open(tenant()).unwrap();
+    let second = TcpStore::open(tenant()).unwrap();
+    first.set("key", b"1").unwrap();
+    drop(first);
+    assert_eq!(second.get("key", Some(LONG)).unwrap(), "1");
+    let error = TcpStore::open(TcpOptions { multi_tenant: false, ..tenant() }).err().unwrap();
+    assert!(error.kind == Kind::Network && error.message.contains("in use"), "{error}");
+    let error = TcpStore::open(TcpOptions { secret: Some(b"s".to_vec()), ..tenant() }).err().unwrap();
+    assert_eq!(error.kind, Kind::Config, "{error}");
+    drop(second);
+    // The port is free again, and the new server knows nothing of the old keys.
+    assert_eq!(TcpStore::open(tenant()).unwrap().num_keys().unwrap(), 0);
+}
+
+#[test]
+fn a_client_that_comes_before_its_server_waits_for_it() {
+    let port = free_port();
+    thread::scope(|scope| {
+        let early = scope.spawn(move || TcpStore::open(options("127.0.0.1", port)).unwrap().get("key", Some(LONG)));
+        thread::sleep(SHORT);
+        let store = TcpStore::open(TcpOptions { is_master: true, ..options("127.0.0.1", port) }).unwrap();
+        store.set("key", b"late").unwrap();
+        assert_eq!(early.join().unwrap().unwrap(), "late");
+    });
+    let started = Instant::now();
+    let error = TcpStore::open(TcpOptions { timeout: SHORT, ..options("127.0.0.1", port) }).err().unwrap();
+    assert!(error.kind == Kind::Network && error.message.contains("refused"), "{error}");
+    assert!(started.elapsed() < SOON);
+}
+
+#[test]
+fn the_end_of_the_server_ends_calls_at_once() {
+    let store = master("127.0.0.1", None);
+    let other = client(&store, None);
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let error = other.get("never", Some(LONG)).unwrap_err();
+            (error, Instant::now())
+        });
+        thread::sleep(SHORT);
+        let ended = Instant::now();
+        drop(store);
+        let (error, noticed) = waiter.join().unwrap();
+        assert!(error.kind == Kind::Network && error.message.contains("Get of key \"never\""), "{error}");
+        assert!(noticed < ended + SOON);
+    });
+    let started = Instant::now();
+    assert_eq!(other.add("key", 1).unwrap_err().kind, Kind::Network);
+    assert!(started.elapsed() < SOON);
+}
+
+#[test]
+fn any_program_of_several_clients_means_what_it_means_to_a_map() {
+    let server = master("127.0.0.1", Some("secret"));
+    let clients: Vec<TcpStore> = (0..3).map(|_| client(&server, Some("secret"))).collect();
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(300));
+    runner
+        .run(&prop::collection::vec(step(), 0..60), |program| {
+            let model = MemoryStore::new();
+            for key in server.list_keys().unwrap() {
+                server.delete(&key).unwrap();
+            }
+            for key in KEYS {
+                while server.try_queue_pop(key).is_ok() {}
+            }
+            for step in &program {
+                prop_assert_eq!(perform(&clients[step.0], step), perform(&model, step), "{:?}", step);
+            }
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn prefixes_nest_and_see_only_their_own() {
+    let store = MemoryStore::new();
+    let outer = PrefixStore::new("outer", &store);
+    let inner = PrefixStore::new("inner", &outer);
+    inner.set("key", b"1").unwrap();
+    outer.set("key", b"2").unwrap();
+    assert_eq!(store.get("outer/inner/key", None).unwrap(), "1");
+    assert_eq!(inner.list_keys().unwrap(), ["key"]);
+    assert_eq!(outer.list_keys().unwrap().len(), 2);
+    assert_eq!(inner.num_keys().unwrap(), 2);
+    let error = inner.wait(&["absent"], Some(Duration::ZERO)).unwrap_err();
+    assert!(error.message.contains("outer/inner/absent"), "{error}");
+}
+
+#[test]
+fn a_forked_child_speaks_on_connections_of_its_own() {
+    if !alone() {
+        return;
+    }
+    let store = master("127.0.0.1", None);
+    store.set("key", b"parent").unwrap();
+    // SAFETY: the child uses only the store, which takes no lock there and makes its own connection, and `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let code = match store.get("key", Some(LONG)) {
+            Ok(value) if value == "parent" => i32::from(store.set("child", b"was here").is_err()),
+            _ => 2,
+        };
+        // SAFETY: `_exit` takes any code.
+        unsafe { libc::_exit(code) };
+    }
+    for round in 0..100 {
+        assert_eq!(store.add("round", 1).unwrap(), round + 1);
+    }
+    let mut status = 0;
+    // SAFETY: `status` is valid for a write; `child` is our own.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    eventually("the child's key", || store.check(&["child"]).unwrap());
+}
