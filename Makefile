@@ -16,7 +16,7 @@ PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
 ALONE = -p no:xdist --reruns 1 -rR
 
-.PHONY: demo test test-slow test-all test-rust test-kernels test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
+.PHONY: demo test test-slow test-all test-rust test-kernels test-random test-python test-python-parallel test-python-timed test-python-slow test-python-slow-others test-python-slow-timed test-cuda test-torch-all bench bench-gpu check-gpu bench-stores bench-mpi bench-hosts lint pyright fmt docs loom fuzz fuzz-build soak faults tsan asan asan-kernels mutants test-aarch64 wheel wheels matrix test-clients build tools clean
 # As many ranks as cores, 2 to 4.
 DEMO_RANKS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 demo: build
@@ -37,6 +37,10 @@ test-torch-all: build
 # A failure in one file must not hide the tests of the others.
 test-rust: tools
 	cargo test --quiet --no-fail-fast
+
+# Random programs on emulated GPUs: SYMM_RANDOM_PROGRAMS= more of them, SYMM_RANDOM_SEED= and SYMM_EMULATED_SEED= others.
+test-random: tools
+	cargo test --quiet --test emulated random
 
 # What needs the compiler of CUDA kernels, which torch brings; one of them uses a GPU if there is one.
 NVRTC = from torch_symm._native import nvrtc_folders; print(*nvrtc_folders(None)[:1])

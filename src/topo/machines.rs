@@ -29,7 +29,7 @@ fn rows(size: usize, links: impl Fn(usize, usize) -> u32) -> Rows {
 }
 
 fn named(rows: &Rows, p2p: bool) -> Topology {
-    let mesh = NvlMesh::new(rows).unwrap();
+    let mesh = NvlMesh::new(rows).expect("symmetric");
     classify(&mesh, &Square::from_pairs(mesh.size(), |_, _| p2p))
 }
 
@@ -54,7 +54,7 @@ fn dgx_1v_out_of_what_its_gpus_report() {
     let to = |(other, links): (usize, &u32)| vec![Remote::Gpu(bus(other)); *links as usize];
     let links = |gpu: usize| Links { bus: bus(gpu), remotes: DGX_1V[gpu].iter().enumerate().flat_map(to).collect() };
     let observed = NvlMesh::observed(&(0..8).map(links).collect::<Vec<_>>());
-    assert_eq!(observed, NvlMesh::new(&dgx_1v()).unwrap());
+    assert_eq!(observed, NvlMesh::new(&dgx_1v()).expect("symmetric"));
 }
 
 /// (machine, GPUs, links of each to switches)
@@ -87,7 +87,7 @@ fn bridged_pairs_are_not_fully_connected() {
 
 #[test]
 fn one_unlinked_gpu_spoils_pcie() {
-    let mesh = NvlMesh::new(&rows(4, |_, _| 0)).unwrap();
+    let mesh = NvlMesh::new(&rows(4, |_, _| 0)).expect("symmetric");
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| (a, b) != (1, 3))), Topology::Unknown);
     // What a device has with itself does not matter.
     assert_eq!(classify(&mesh, &Square::from_pairs(4, |a, b| a != b)), Topology::Pcie);
@@ -95,7 +95,7 @@ fn one_unlinked_gpu_spoils_pcie() {
 
 #[test]
 fn quads_of_a_cube_mesh_are_fully_connected() {
-    let mesh = NvlMesh::new(&dgx_1v()).unwrap();
+    let mesh = NvlMesh::new(&dgx_1v()).expect("symmetric");
     assert_eq!(named(&mesh.select(&[3, 1, 0, 2]).rows().map(<[u32]>::to_vec).collect(), true), Topology::FullyConnected);
     assert_eq!(named(&mesh.select(&[0, 1, 4, 5]).rows().map(<[u32]>::to_vec).collect(), true), Topology::Pcie);
 }
@@ -119,7 +119,7 @@ fn a_cube_mesh_without_one_link_is_none() {
 fn an_asymmetric_mesh_is_refused() {
     let mut broken = dgx_1v();
     broken[5][1] = 1;
-    assert_eq!(NvlMesh::new(&broken).unwrap_err().message, "[1][5] is 2, but [5][1] is 1");
+    assert_eq!(NvlMesh::new(&broken).expect_err("asymmetric").message, "[1][5] is 2, but [5][1] is 1");
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn is_cube_mesh(mesh: &NvlMesh) -> bool {
 proptest! {
     #[test]
     fn labels_do_not_matter(order in Just((0_usize..8).collect::<Vec<_>>()).prop_shuffle()) {
-        let mesh = NvlMesh::new(&dgx_1v()).unwrap().select(&order);
+        let mesh = NvlMesh::new(&dgx_1v()).expect("symmetric").select(&order);
         let cube = cube(classify(&mesh, &Square::from_pairs(8, |_, _| true)));
         prop_assert!(spans(&cube, &mesh));
         prop_assert!(cube.quad.iter().all(|quad| quad.is_sorted()) && cube.quad[0][0] == 0);
@@ -190,7 +190,7 @@ proptest! {
             }
         }
         prop_assert!(links.iter().all(|row| row.iter().filter(|&&count| count > 0).count() == 4));
-        let mesh = NvlMesh::new(&links).unwrap();
+        let mesh = NvlMesh::new(&links).expect("symmetric");
         let found = CubeMesh::of(&mesh);
         prop_assert_eq!(found.is_some(), is_cube_mesh(&mesh));
         prop_assert!(found.is_none_or(|cube| spans(&cube, &mesh)));

@@ -6,7 +6,7 @@ use crate::host::{Host, Memory, THREADS};
 use crate::program::Program;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use symm::coll::call::Op;
 use symm::coll::cuda::launch::Args;
 use symm::coll::cuda::plan::{Plan, Tuning};
@@ -146,7 +146,6 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
     let mut host = Host::new(3);
     host.timeout = Duration::from_millis(300);
     for (op, count) in [(Op::AllReduce, 4), (Op::AllReduce, 1000), (Op::AllReduce, 20_000), (Op::AllGather, 3), (Op::AllGather, 9000)] {
-        let begun = Instant::now();
         std::thread::scope(|scope| {
             for me in 0..2 {
                 let host = &host;
@@ -161,7 +160,7 @@ fn a_rank_that_never_comes_ends_the_wait_and_is_named() {
                 });
             }
         });
-        assert!(begun.elapsed() < Duration::from_secs(20), "{op:?}: {:?}", begun.elapsed());
+        assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
         for memory in &host.memory[..2] {
             assert_eq!((memory.report[0], memory.report[1], memory.report[4 + 2]), (1, 77, 1), "{op:?} {count}: {:?}", memory.report);
         }

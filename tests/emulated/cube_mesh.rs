@@ -1,25 +1,17 @@
 //! The all-reduce along the edges of a hybrid cube mesh, on threads of the host: its bits, its edges, and its peace with the calls that
 //! use the same lines.
 
-use crate::program::Program;
-use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span};
-use symm::coll::cuda::arguments::{Common, REPORT_WORDS};
-use symm::coll::cuda::launch::{Edges, Launch, LaunchContext};
-use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
-use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
+use crate::calls::{Case, Random, Tensors, case};
+use crate::host::Host;
+use std::time::Duration;
+use symm::coll::call::{Call, Op};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
-use symm::kernels::cuda::driver::Grid;
 use symm::rank::Rank;
 use symm::topo::graph::CubeMesh;
 use symm::topo::mesh::NvlMesh;
 
 const N: usize = 8;
-/// Threads of a block.
-const THREADS: u32 = 8;
-/// What lies in memory that nobody may touch.
-const GUARD: u128 = 0xA5A5_5A5A_0F0F_F0F0_A5A5_5A5A_0F0F_F0F0;
 
 /// The cube mesh in which `label[i]` is the i-th GPU of a DGX-1.
 fn mesh(label: [usize; N]) -> CubeMesh {
@@ -34,64 +26,6 @@ fn mesh(label: [usize; N]) -> CubeMesh {
 
 fn straight() -> CubeMesh {
     mesh([0, 1, 2, 3, 4, 5, 6, 7])
-}
-
-/// Eight GPUs, of which each reaches its neighbours in a cube mesh alone where the plan says so. For everything else all reach all.
-struct Host {
-    mesh: CubeMesh,
-    layout: Layout,
-    tuning: Tuning,
-    memory: Vec<Vec<u128>>,
-    reports: Vec<Vec<u32>>,
-    stop: Box<u32>,
-    guard: Vec<u128>,
-    timeout: Duration,
-}
-
-impl Host {
-    fn new(mesh: CubeMesh) -> Self {
-        let layout = Layout::new(N, 64 << 20).expect("fits");
-        let mut units = vec![0u128; layout.channel_bytes() / 16];
-        units[layout.sentinel() / 16..][..layout.sentinel_bytes() / 16].fill(u128::MAX);
-        let guard = vec![GUARD; units.len()];
-        let tuning = Tuning { lanes: 2, threads: THREADS as usize, ..Tuning::of(N) };
-        let reports = vec![vec![0; REPORT_WORDS]; N];
-        let timeout = Duration::from_secs(60);
-        Self { mesh, layout, tuning, memory: vec![units; N], reports, stop: Box::new(0), guard, timeout }
-    }
-
-    fn plan(&self, me: usize, call: &Call) -> Plan {
-        plan::choose(call, &Conditions { me, n: N, layout: &self.layout, tuning: &self.tuning, cube_mesh: true, zero_copy: false })
-    }
-
-    fn launch(&self, me: usize, number: u64, call: &Call) -> Option<Launch> {
-        let mut peer = [0; MAX_RANKS];
-        let mut along = [0; MAX_RANKS];
-        for rank in 0..N {
-            peer[rank] = self.memory[rank].as_ptr() as u64;
-            let near = self.mesh.relay[me] as usize == rank || self.mesh.quad_of(me as u32).contains(&(rank as u32));
-            along[rank] = if near { peer[rank] } else { self.guard.as_ptr() as u64 };
-        }
-        let (stop, report) = (&raw const *self.stop as u64, self.reports[me].as_ptr() as u64);
-        let common = Common { peer, stop, report, timeout: self.timeout.as_nanos() as u64, call: number };
-        let edges = Some(Edges { mesh: &self.mesh, peer: along });
-        let call_site = LaunchContext { me, n: N, layout: &self.layout, edges, threads: THREADS, common, symmetric: None };
-        call_site.prepare(call, self.plan(me, call))
-    }
-
-    fn run(&self, me: usize, number: u64, call: &Call, blocks: Option<u32>) {
-        let Some(launch) = self.launch(me, number, call) else { return };
-        let (path, kernel) = launch.program.names();
-        let typed = launch.program.reduces();
-        let program = Program::build(path, N as u32, typed.then_some(call.dtype), typed.then_some(call.reduce_op));
-        // SAFETY: memory and tensors live until all ranks are done.
-        unsafe { program.launch(kernel, me as u32, Grid::new(blocks.unwrap_or(launch.grid.blocks), THREADS), launch.args.bytes()) };
-    }
-
-    fn check(&self) {
-        assert!(self.reports.iter().flatten().all(|&word| word == 0), "a kernel gave up");
-        assert!(self.guard.iter().all(|&unit| unit == GUARD), "something was written to a rank that is no neighbour");
-    }
 }
 
 fn reduced(op: ReduceOp, dtype: DType, pieces: &[&[u8]]) -> Vec<u8> {
@@ -117,33 +51,22 @@ fn expected(mesh: &CubeMesh, op: ReduceOp, dtype: DType, inputs: &[&[u8]]) -> Ve
     reduced(last, dtype, &pieces)
 }
 
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 >> 16
-    }
-}
-
 /// `count` elements: any bytes, or numbers that betray every other order of reduction.
 fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
     const FINITE: [f32; 6] = [1e30, -1e30, 1.0, 3.0e-39, -0.0, -1.000_001];
     let mut random = Random((seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    let mut number = || match random.next() {
+    let mut number = || match random.below(1 << 40) {
         // Of equal ones the first stays.
-        chance if op == ReduceOp::Min => [0.0, -0.0][chance as usize % 2],
+        chance if op == ReduceOp::Min => [0.0, -0.0][chance % 2],
         // Few, else nothing else would be seen.
-        chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance as usize / 64 % 2],
-        chance => FINITE[chance as usize % 6],
+        chance if chance.is_multiple_of(64) => [f32::NAN, f32::INFINITY][chance / 64 % 2],
+        chance => FINITE[chance % 6],
     };
     match dtype {
         DType::F64 => (0..count).flat_map(|_| f64::from(number()).to_le_bytes()).collect(),
         DType::F32 => (0..count).flat_map(|_| number().to_le_bytes()).collect(),
         DType::BF16 => (0..count).flat_map(|_| number().to_le_bytes()[2..].to_vec()).collect(),
-        DType::Bool => (0..count).map(|_| (random.next() & 1) as u8).collect(),
+        DType::Bool => (0..count).map(|_| random.below(2) as u8).collect(),
         DType::U8
         | DType::I8
         | DType::I16
@@ -158,157 +81,83 @@ fn elements(dtype: DType, op: ReduceOp, count: usize, seed: u64) -> Vec<u8> {
         | DType::F8E5M2
         | DType::F8E4M3FN
         | DType::F8E5M2FNUZ
-        | DType::F8E4M3FNUZ => (0..count * dtype.size()).map(|_| random.next() as u8).collect(),
+        | DType::F8E4M3FNUZ => (0..count * dtype.size()).map(|_| random.below(256) as u8).collect(),
     }
 }
 
 /// One call of all ranks.
-#[derive(Clone, Copy)]
-struct Case {
-    op: Op,
-    dtype: DType,
-    reduce_op: ReduceOp,
-    count: usize,
-    /// Bytes by which tensors are off an aligned address.
-    shift: usize,
+struct Step {
+    case: Case,
     in_place: bool,
     /// Fewer blocks than planned, for more rounds.
     blocks: Option<u32>,
 }
 
-impl Case {
+impl Step {
     fn all_reduce(dtype: DType, reduce_op: ReduceOp, count: usize) -> Self {
-        Case { op: Op::AllReduce, dtype, reduce_op, count, shift: 0, in_place: false, blocks: None }
+        Self { case: Case { reduce_op, ..case(Op::AllReduce, dtype, count) }, in_place: false, blocks: None }
     }
 
-    fn other(op: Op, count: usize) -> Self {
-        Case { op, ..Case::all_reduce(DType::I32, ReduceOp::Sum, count) }
-    }
-
-    /// Pieces of the input and of the output.
-    fn pieces(&self, me: usize) -> (usize, usize) {
-        match self.op {
-            Op::Barrier => (0, 0),
-            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
-            Op::AllReduce => (1, 1),
-            Op::Broadcast => {
-                if me == 0 {
-                    (1, 0)
-                } else {
-                    (0, 1)
-                }
-            }
-            Op::Reduce => {
-                if me == 0 {
-                    (1, 1)
-                } else {
-                    (1, 0)
-                }
-            }
-            Op::AllGather => (1, N),
-            Op::Gather => {
-                if me == 0 {
-                    (1, N)
-                } else {
-                    (1, 0)
-                }
-            }
-            Op::Scatter => {
-                if me == 0 {
-                    (N, 1)
-                } else {
-                    (0, 1)
-                }
-            }
-            Op::ReduceScatter => (N, 1),
-            Op::AllToAll => (N, N),
+    fn tensors(&self, me: usize, number: usize) -> Tensors {
+        let Case { dtype, reduce_op, count, shift, .. } = self.case;
+        let (inputs, outputs) = self.case.lengths(me, N);
+        let mut tensors = Tensors { in_place: self.in_place, ..Tensors::new(&inputs, &outputs, shift, 1) };
+        for (i, data) in tensors.inputs.iter_mut().enumerate() {
+            data[shift..].copy_from_slice(&elements(dtype, reduce_op, count, ((number * N + me) * 64 + i) as u64));
         }
+        tensors
     }
 
-    fn result(&self, mesh: &CubeMesh, me: usize, all: &[Tensors]) -> Vec<Vec<u8>> {
-        let column = |i: usize| -> Vec<&[u8]> { all.iter().map(|tensors| tensors.input(i)).collect() };
-        let copies = |pieces: Vec<&[u8]>| pieces.iter().map(|piece| piece.to_vec()).collect();
-        match self.op {
-            _ if self.pieces(me).1 == 0 => vec![],
-            Op::Barrier => vec![],
-            Op::AllReduceAddRmsNorm => unreachable!("not of c10d"),
-            Op::AllReduce => vec![expected(mesh, self.reduce_op, self.dtype, &column(0))],
-            Op::Reduce => vec![reduced(self.reduce_op, self.dtype, &column(0))],
-            Op::Broadcast => vec![all[0].input(0).to_vec()],
-            Op::Scatter => vec![all[0].input(me).to_vec()],
-            Op::AllGather | Op::Gather => copies(column(0)),
-            Op::ReduceScatter => vec![reduced(self.reduce_op, self.dtype, &column(me))],
-            Op::AllToAll => copies(column(me)),
+    fn call(&self, tensors: &Tensors) -> Call {
+        tensors.call(self.case.op, self.case.dtype, self.case.reduce_op, self.case.root as u32)
+    }
+
+    fn run(&self, host: &Host, me: usize, number: u64, tensors: &Tensors) {
+        let call = self.call(tensors);
+        call.validate(Rank(me as u32), N).expect("a valid call");
+        if let Some(mut launch) = host.context(me, number, Some(&call)).prepare(&call, host.plan(me, &call)) {
+            launch.grid.blocks = self.blocks.unwrap_or(launch.grid.blocks);
+            host.run(me, &launch, call.dtype, call.reduce_op);
         }
     }
 }
 
-/// What one rank gives and gets.
-struct Tensors {
-    before: Vec<Vec<u8>>,
-    inputs: Vec<Vec<u8>>,
-    outputs: Vec<Vec<u8>>,
-    case: Case,
-}
-
-impl Tensors {
-    fn new(case: Case, me: usize, seed: u64) -> Self {
-        let (inputs, outputs) = case.pieces(me);
-        let fill = |i: usize| [vec![0; case.shift], elements(case.dtype, case.reduce_op, case.count, seed * 64 + i as u64)].concat();
-        let inputs: Vec<_> = (0..inputs).map(fill).collect();
-        let outputs = vec![vec![0xEE; case.shift + case.count * case.dtype.size()]; outputs];
-        Self { before: inputs.clone(), inputs, outputs, case }
-    }
-
-    fn call(&self) -> Call {
-        let Case { op, dtype, reduce_op, shift, .. } = self.case;
-        let spans = |data: &[Vec<u8>]| data.iter().map(|d| Span { addr: d.as_ptr() as usize + shift, bytes: d.len() - shift }).collect();
-        let inputs: Vec<Span> = spans(&self.inputs);
-        let outputs = if self.case.in_place { inputs.clone() } else { spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(0), factor: 0.5, inputs, outputs, call_site: None }
-    }
-
-    fn input(&self, i: usize) -> &[u8] {
-        &self.before[i][self.case.shift..]
-    }
-
-    fn output(&self, i: usize) -> &[u8] {
-        let data = if self.case.in_place { &self.inputs } else { &self.outputs };
-        &data[i][self.case.shift..]
-    }
-}
-
-/// Runs `cases` back to back on every rank and checks each result; which algorithms served them.
-fn run(mesh: CubeMesh, cases: &[Case]) -> Vec<&'static str> {
-    let host = Host::new(mesh);
-    let tensors: Vec<Vec<Tensors>> =
-        cases.iter().enumerate().map(|(i, case)| (0..N).map(|me| Tensors::new(*case, me, (i * N + me) as u64)).collect()).collect();
+/// Runs `steps` back to back on every rank and checks each result; which algorithms served them.
+fn run(mesh: &CubeMesh, steps: &[Step]) -> Vec<&'static str> {
+    let host = Host::with_mesh(mesh.clone());
+    let made = |(i, step): (usize, &Step)| (0..N).map(|me| step.tensors(me, i)).collect();
+    let tensors: Vec<Vec<Tensors>> = steps.iter().enumerate().map(made).collect();
     std::thread::scope(|scope| {
         for me in 0..N {
             let (host, tensors) = (&host, &tensors);
-            scope.spawn(move || {
-                for (i, (case, tensors)) in cases.iter().zip(tensors).enumerate() {
-                    let call = tensors[me].call();
-                    call.validate(Rank(me as u32), N).expect("a valid call");
-                    host.run(me, i as u64, &call, case.blocks);
-                }
-            });
+            scope.spawn(move || (0..).zip(steps).zip(tensors).for_each(|((i, step), tensors)| step.run(host, me, i, &tensors[me])));
         }
     });
-    host.check();
-    for (i, (case, tensors)) in cases.iter().zip(&tensors).enumerate() {
+    assert!(host.is_well(), "a kernel gave up");
+    for (i, (step, tensors)) in steps.iter().zip(&tensors).enumerate() {
+        let given: Vec<Tensors> = made((i, step));
+        let Case { op, dtype, reduce_op, count, .. } = step.case;
+        let results = |me: usize| {
+            let places = if step.in_place { &tensors[me].inputs } else { &tensors[me].outputs };
+            places.iter().map(|place| &place[step.case.shift..]).collect::<Vec<_>>()
+        };
         for me in 0..N {
-            for (j, expected) in case.result(&host.mesh, me, tensors).iter().enumerate() {
-                let wrong = tensors[me].output(j).iter().zip(expected).position(|(a, b)| a != b);
-                let (op, count, dtype, how) = (case.op, case.count, case.dtype.name(), case.reduce_op.name());
-                assert_eq!(wrong, None, "call {i}, {op:?} {how} of {count} × {dtype} on rank {me}, output {j}; {:?}", host.mesh);
+            let wanted = if op == Op::AllReduce {
+                vec![expected(mesh, reduce_op, dtype, &given.iter().map(|tensors| tensors.input(0)).collect::<Vec<_>>())]
+            } else {
+                step.case.expected(me, &given)
+            };
+            for (j, (got, wanted)) in results(me).into_iter().zip(&wanted).enumerate() {
+                let wrong = got.iter().zip(wanted).position(|(a, b)| a != b);
+                let (dtype, how) = (dtype.name(), reduce_op.name());
+                assert_eq!(wrong, None, "call {i}, {op:?} {how} of {count} × {dtype} on rank {me}, output {j}; {mesh:?}");
             }
-            if case.op == Op::AllReduce {
-                assert_eq!(tensors[me].output(0), tensors[0].output(0), "rank {me} has other bits than rank 0");
+            if op == Op::AllReduce {
+                assert_eq!(results(me), results(0), "rank {me} has other bits than rank 0");
             }
         }
     }
-    tensors.iter().map(|tensors| host.plan(0, &tensors[0].call()).name()).collect()
+    steps.iter().zip(&tensors).map(|(step, tensors)| host.plan(0, &step.call(&tensors[0])).name()).collect()
 }
 
 const TYPES: [(DType, ReduceOp); 13] = [
@@ -329,20 +178,20 @@ const TYPES: [(DType, ReduceOp); 13] = [
 
 #[test]
 fn every_rank_gets_the_bits_of_the_documented_order() {
-    let all_reduce = |(dtype, op): (DType, ReduceOp), count| Case::all_reduce(dtype, op, count);
-    let mut cases = Vec::new();
-    for (i, of) in TYPES.into_iter().enumerate() {
-        cases.push(Case { shift: of.0.size(), ..all_reduce(of, [1, 37, 515][i % 3]) });
-        cases.push(Case { in_place: i % 2 == 0, ..all_reduce(of, 9000 / of.0.size()) });
+    let mut steps = Vec::new();
+    for (i, (dtype, op)) in TYPES.into_iter().enumerate() {
+        let short = Step::all_reduce(dtype, op, [1, 37, 515][i % 3]);
+        steps.push(Step { case: Case { shift: dtype.size(), ..short.case }, ..short });
+        steps.push(Step { in_place: i % 2 == 0, ..Step::all_reduce(dtype, op, 9000 / dtype.size()) });
     }
-    assert!(run(straight(), &cases).iter().all(|name| *name == "cube_mesh"));
+    assert!(run(&straight(), &steps).iter().all(|name| *name == "cube_mesh"));
 }
 
 #[test]
 fn messages_longer_than_the_lines_take_several_rounds() {
-    let long = |count, blocks| Case { blocks: Some(blocks), ..Case::all_reduce(DType::BF16, ReduceOp::Sum, count) };
+    let long = |count, blocks| Step { blocks: Some(blocks), ..Step::all_reduce(DType::BF16, ReduceOp::Sum, count) };
     // Rounds of 4 and 8 KiB; the last of some has nothing for its second block.
-    run(straight(), &[long(2048, 1), long(2049, 1), long(6000, 1), long(9000, 2), long(8195, 2), long(3, 2), long(6000, 1)]);
+    run(&straight(), &[long(2048, 1), long(2049, 1), long(6000, 1), long(9000, 2), long(8195, 2), long(3, 2), long(6000, 1)]);
 }
 
 #[test]
@@ -350,8 +199,8 @@ fn labels_do_not_matter() {
     let mut random = Random(77);
     for _ in 0..12 {
         let mut label = [0, 1, 2, 3, 4, 5, 6, 7];
-        (1..N).for_each(|i| label.swap(i, random.next() as usize % (i + 1)));
-        run(mesh(label), &[Case::all_reduce(DType::F32, ReduceOp::Sum, 100), Case::all_reduce(DType::BF16, ReduceOp::Avg, 70)]);
+        (1..N).for_each(|i| label.swap(i, random.below(i + 1)));
+        run(&mesh(label), &[Step::all_reduce(DType::F32, ReduceOp::Sum, 100), Step::all_reduce(DType::BF16, ReduceOp::Avg, 70)]);
     }
 }
 
@@ -359,16 +208,14 @@ fn labels_do_not_matter() {
 fn calls_that_hear_from_all_and_calls_that_hear_from_neighbours_take_turns() {
     let mut random = Random(5);
     let others = [Op::Barrier, Op::AllGather, Op::ReduceScatter, Op::Broadcast, Op::Reduce, Op::Gather, Op::Scatter, Op::AllToAll];
-    let mut cases = Vec::new();
+    let mut steps = Vec::new();
     for _ in 0..150 {
-        let count = 1 + random.next() as usize % 60;
-        let rounds = random.next().is_multiple_of(4);
-        let count = if rounds { count + 1024 } else { count };
-        let cube = Case { blocks: rounds.then_some(1), ..Case::all_reduce(DType::F32, ReduceOp::Sum, count) };
-        let other = Case::other(others[random.next() as usize % others.len()], 1 + random.next() as usize % 60);
-        cases.push(if random.next().is_multiple_of(2) { cube } else { other });
+        let (rounds, count) = (random.below(4) == 0, 1 + random.below(60));
+        let cube = Step::all_reduce(DType::F32, ReduceOp::Sum, if rounds { count + 1024 } else { count });
+        let other = Step { case: case(random.of(&others), DType::I32, 1 + random.below(60)), in_place: false, blocks: None };
+        steps.push(if random.below(2) == 0 { Step { blocks: rounds.then_some(1), ..cube } } else { other });
     }
-    let names = run(mesh([3, 0, 6, 1, 7, 2, 5, 4]), &cases);
+    let names = run(&mesh([3, 0, 6, 1, 7, 2, 5, 4]), &steps);
     for name in ["cube_mesh", "exchange_low_latency", "reduce_low_latency", "exchange_mixed"] {
         assert!(names.contains(&name), "{name} in {names:?}");
     }
@@ -379,22 +226,22 @@ fn calls_that_hear_from_all_and_calls_that_hear_from_neighbours_take_turns() {
 fn a_rank_that_never_comes_is_named_by_its_quad_and_among_its_quad_by_the_other() {
     const MISSING: usize = 6;
     for label in [[0, 1, 2, 3, 4, 5, 6, 7], [6, 0, 3, 5, 1, 2, 4, 7]] {
-        let mut host = Host::new(mesh(label));
+        let mesh = mesh(label);
+        let mut host = Host::with_mesh(mesh.clone());
         host.timeout = Duration::from_millis(400);
-        let begun = Instant::now();
         std::thread::scope(|scope| {
             for me in (0..N).filter(|&me| me != MISSING) {
                 let host = &host;
                 scope.spawn(move || {
-                    let tensors = Tensors::new(Case::all_reduce(DType::F32, ReduceOp::Sum, 50), me, 1);
-                    host.run(me, 77, &tensors.call(), None);
+                    let step = Step::all_reduce(DType::F32, ReduceOp::Sum, 50);
+                    step.run(host, me, 77, &step.tensors(me, 1));
                 });
             }
         });
-        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
-        let quad = host.mesh.quad_of(MISSING as u32);
+        assert!(host.longest() < Duration::from_secs(60), "{:?}", host.longest());
+        let quad = mesh.quad_of(MISSING as u32);
         for me in (0..N).filter(|&me| me != MISSING) {
-            let report = &host.reports[me];
+            let report = &host.memory[me].report;
             let named: Vec<u32> = (0..N as u32).filter(|&rank| report[4 + rank as usize] != 0).collect();
             let right = if quad.contains(&(me as u32)) { vec![MISSING as u32] } else { quad.to_vec() };
             assert_eq!((report[0], report[1], named), (1, 77, right), "rank {me}");

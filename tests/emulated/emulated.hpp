@@ -3,20 +3,7 @@
 // purpose: the words of a unit are stored and loaded one by one in an order that varies, with pauses between them.
 #pragma once
 
-#include <sched.h>
-#include <time.h>
-
-#include <atomic>
-#include <atomic>
-#include <barrier>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <optional>
-#include <semaphore>
-#include <thread>
-#include <vector>
+#include "standard.hpp"
 
 // Not `static inline`: it stands before member functions too.
 #define DEVICE inline

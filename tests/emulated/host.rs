@@ -2,14 +2,16 @@
 
 use crate::heap::Heap;
 use crate::program::Program;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use symm::coll::call::{Call, Span};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::launch::{Launch, LaunchContext, Symmetric};
+use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Symmetric};
 use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS, Stage};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cuda::driver::Grid;
+use symm::topo::graph::CubeMesh;
 
 /// Threads of a block: at least as many as ranks.
 pub(crate) const THREADS: u32 = 8;
@@ -42,7 +44,14 @@ pub(crate) struct Host {
     /// Each rank's symmetric memory; none: calls are not zero-copy.
     pub(crate) heaps: Vec<Heap>,
     reachable: Vec<Box<dyn Fn(Span) -> bool + Send + Sync>>,
+    /// Where there is one, launches along its edges reach neighbours only: `guard` stands for all other ranks.
+    mesh: Option<CubeMesh>,
+    guard: Vec<u128>,
+    longest: AtomicU64,
 }
+
+/// The units of memory that no rank may touch.
+const GUARD: u128 = 0xA5A5_5A5A_0F0F_F0F0_A5A5_5A5A_0F0F_F0F0;
 
 impl Host {
     pub(crate) fn new(n: usize) -> Self {
@@ -66,7 +75,37 @@ impl Host {
     pub(crate) fn with_tuning(n: usize, tuning: Tuning) -> Self {
         let layout = Layout::new(n, 64 << 20).expect("fits");
         let memory = (0..n).map(|_| Memory::new(&layout)).collect();
-        Self { n, layout, tuning, memory, timeout: Duration::from_secs(60), heaps: Vec::new(), reachable: Vec::new() }
+        Self {
+            n,
+            layout,
+            tuning,
+            memory,
+            timeout: Duration::from_secs(60),
+            heaps: Vec::new(),
+            reachable: Vec::new(),
+            mesh: None,
+            guard: vec![],
+            longest: AtomicU64::new(0),
+        }
+    }
+
+    /// Ranks that are linked as a hybrid cube mesh.
+    pub(crate) fn with_mesh(mesh: CubeMesh) -> Self {
+        let n = mesh.relay.len();
+        let host = Self::with_tuning(n, Tuning { lanes: 2, threads: THREADS as usize, ..Tuning::of(n) });
+        let guard = vec![GUARD; host.memory[0].units.len()];
+        Self { mesh: Some(mesh), guard, ..host }
+    }
+
+    fn edges(&self, me: usize) -> Option<Edges<'_>> {
+        let mesh = self.mesh.as_ref()?;
+        let mut peer = [self.guard.as_ptr() as u64; MAX_RANKS];
+        for (rank, memory) in self.memory.iter().enumerate() {
+            if mesh.relay[me] as usize == rank || mesh.quad_of(me as u32).contains(&(rank as u32)) {
+                peer[rank] = memory.units.as_ptr() as u64;
+            }
+        }
+        Some(Edges { mesh, peer })
     }
 
     /// As after some four billion calls: every count is about to begin anew.
@@ -111,8 +150,14 @@ impl Host {
         self.memory.iter().map(|memory| memory.report[DIRECT_WORD + COUNT as usize + 1]).collect()
     }
 
-    /// No kernel has given up.
+    /// The time that the longest launch took, its compilation not counted.
+    pub(crate) fn longest(&self) -> Duration {
+        Duration::from_millis(self.longest.load(Ordering::Relaxed))
+    }
+
+    /// No kernel has given up, or written to a rank that is not a neighbour.
     pub(crate) fn is_well(&self) -> bool {
+        assert!(self.guard.iter().all(|&unit| unit == GUARD), "a kernel wrote to a rank that is not a neighbour");
         self.memory.iter().all(|memory| memory.report[..DIRECT_WORD].iter().all(|&word| word == 0))
     }
 
@@ -133,12 +178,20 @@ impl Host {
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
             Symmetric { heap, count: COUNT, least: self.tuning.zero_copy_bytes as u32, reachable }
         });
-        LaunchContext { me, n: self.n, layout: &self.layout, edges: None, threads: THREADS, common: self.common(me, number), symmetric }
+        LaunchContext {
+            me,
+            n: self.n,
+            layout: &self.layout,
+            edges: self.edges(me),
+            threads: THREADS,
+            common: self.common(me, number),
+            symmetric,
+        }
     }
 
     pub(crate) fn plan(&self, me: usize, call: &Call) -> Plan {
         let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
-        plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: false, zero_copy })
+        plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: self.mesh.is_some(), zero_copy })
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
@@ -150,7 +203,9 @@ impl Host {
         }
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
         let program = Program::build_with(path, &defines);
+        let begun = Instant::now();
         // SAFETY: memory and tensors live until all ranks are done.
         unsafe { program.launch(kernel, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
+        self.longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 }

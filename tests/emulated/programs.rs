@@ -1,37 +1,15 @@
 //! Random programs of collectives on threads of the host: every kind of call on tensors of any length at any address, in symmetric memory or
 //! not, with ranks that run ahead of each other.
 
-use crate::calls::{Case, Tensors, factor};
+use crate::calls::{Case, Random, Tensors, factor};
 use crate::heap::Heap;
 use crate::host::Host;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use symm::coll::call::{Call, Op, Span};
 use symm::coll::cuda::launch::Launch;
 use symm::coll::cuda::plan::{self, Plan, Tuning};
 use symm::dtype::{DType, ReduceOp};
 use symm::rank::Rank;
-
-/// xorshift.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 20) as usize % end
-    }
-
-    fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len())]
-    }
-
-    /// Mostly short.
-    fn bytes(&mut self, unit: usize) -> usize {
-        let end = self.of(&[1, 40, 40, 700, 700, 6000, 20_000, 60_000]);
-        self.below(end) / unit * unit
-    }
-}
 
 /// More than the most that goes with flags in the data under any tuning here.
 const LONG: usize = 70_000;
@@ -315,7 +293,7 @@ const HEAP: usize = 256 << 20;
 fn random_programs(n: usize, zero_copy: bool) {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
     let seed = number("SYMM_RANDOM_SEED", 1);
-    for program in 0..number("SYMM_RANDOM_PROGRAMS", 2) {
+    for program in 0..number("SYMM_RANDOM_PROGRAMS", 1) {
         let mut random = Random((seed << 32 | program << 8 | n as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         let tuning = Tuning {
             one_shot_bytes: random.of(&[0, 700, 5000, 70_000]),
@@ -334,7 +312,8 @@ fn random_programs(n: usize, zero_copy: bool) {
         if zero_copy {
             host.handshake(HEAP);
         }
-        if program % 2 == 1 {
+        // Counts about to begin anew, on every second number of ranks, and in every second program.
+        if (program as usize + n + usize::from(zero_copy)) % 2 == 1 {
             host.age();
         }
         let scenes: Vec<Scene> = (0..40).map(|_| Scene::random(&mut random, n, &host.heaps)).collect();
@@ -480,14 +459,13 @@ fn a_rank_that_never_comes_leaves_symmetric_memory_untouched() {
         let requested = Request { op, n: 3, dtype: DType::F32, reduce_op: ReduceOp::Sum, base: 40_000 };
         let scene = Scene::collective(&mut Random(5), &host.heaps, Symmetry::All, requested);
         let before: Vec<Vec<u8>> = scene.tensors.iter().map(|(tensor, _)| tensor.all().to_vec()).collect();
-        let begun = Instant::now();
         std::thread::scope(|scope| {
             for me in 0..2 {
                 let (host, scene) = (&host, &scene);
                 scope.spawn(move || scene.run(host, me, 77));
             }
         });
-        assert!(begun.elapsed() < Duration::from_secs(20), "{op:?}: {:?}", begun.elapsed());
+        assert!(host.longest() < Duration::from_secs(60), "{op:?}: {:?}", host.longest());
         // The root of a broadcast has given all it has when slots have room.
         let needs_all = |me: &usize| !matches!(&scene.acts[*me], Act::Collective(call) if op == Op::Broadcast && call.root.index() == *me);
         for memory in (0..2).filter(needs_all).map(|me| &host.memory[me]) {

@@ -97,8 +97,9 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
             (false, false) => world == WORLDS.end(),
         };
         for world in WORLDS.filter(wanted) {
-            // The last rank where the order of visits wraps around.
-            let ranks = if thorough && FEW_WORLDS.contains(&world) { vec![0, world - 1] } else { vec![0] };
+            // The last rank, where the order of visits wraps around; of one element type, unless all numbers of ranks are wanted.
+            let wraps = thorough && FEW_WORLDS.contains(&world) && (all_worlds || variant.dtype.is_none_or(|dtype| dtype == ELEMENTS[0].0));
+            let ranks = if wraps { vec![0, world - 1] } else { vec![0] };
             let handshakes: &[bool] = if mentions(program.text, "#ifdef SYMM_ZERO_COPY") { &[false, true] } else { &[false] };
             let with = |(rank, zero_copy)| (Variant { world, rank, zero_copy, ..variant }, arch);
             all.extend(ranks.into_iter().flat_map(|rank| handshakes.iter().map(move |&zero_copy| (rank, zero_copy))).map(with));
