@@ -7,7 +7,7 @@
 
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Call, Op, Span, Spec};
 use symm::completion::Completion;
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
@@ -101,16 +101,13 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         "send_recv" => (Op::Barrier, vec![], vec![]),
         other => panic!("no operation {other}; there are {OPS:?}"),
     };
-    let call = |op, inputs: &Vec<Span>, outputs: &Vec<Span>| Call {
-        op,
-        dtype: if bf16 { DType::BF16 } else { DType::F32 },
-        reduce_op: ReduceOp::Sum,
-        root: Rank(0),
-        factor: 1.0,
-        inputs: inputs.clone(),
-        outputs: outputs.clone(),
-        call_site: None,
+    let run = |op, reduce_op, dtype, inputs: &[Span], outputs: &[Span]| {
+        let spec = Spec { op, dtype, reduce_op, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+        let (me, n) = group.place();
+        // SAFETY: the tensors are this rank's own, and outlive the call.
+        group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
     };
+    let dtype = if bf16 { DType::BF16 } else { DType::F32 };
     let out = all(output);
     let message = all(input);
     let once = || {
@@ -128,10 +125,10 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
                 _ => {}
             }
         } else {
-            group.run(vec![call(code, &inputs, &outputs)], None).unwrap();
+            run(code, ReduceOp::Sum, dtype, &inputs, &outputs);
         }
     };
-    let barrier = || group.run(vec![call(Op::Barrier, &vec![], &vec![])], None).unwrap();
+    let barrier = || group.run(&[Call::barrier(None)], None).unwrap();
     once();
     barrier();
     let expected = match op {
@@ -160,17 +157,13 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         }
         let took = start.elapsed().as_secs_f64() * 1e6 / calls as f64 / if op == "send_recv" { 2.0 } else { 1.0 };
         let mut slowest = [took as f32];
-        let max =
-            Call { reduce_op: ReduceOp::Max, ..call(Op::AllReduce, &vec![span(&mut slowest, 0, 1)], &vec![span(&mut slowest, 0, 1)]) };
-        group.run(vec![Call { dtype: DType::F32, ..max }], None).unwrap();
+        let most = [span(&mut slowest, 0, 1)];
+        run(Op::AllReduce, ReduceOp::Max, DType::F32, &most, &most);
         blocks.push(slowest[0].into());
         enough[0] = f32::from(u8::from(blocks.len() >= 5 && begin.elapsed() > Duration::from_millis(600)));
-        let root = call(
-            Op::Broadcast,
-            &if rank == 0 { vec![span(&mut enough, 0, 1)] } else { vec![] },
-            &if rank == 0 { vec![] } else { vec![span(&mut enough, 0, 1)] },
-        );
-        group.run(vec![root], None).unwrap();
+        let told = [span(&mut enough, 0, 1)];
+        let (from, to): (&[Span], &[Span]) = if rank == 0 { (&told, &[]) } else { (&[], &told) };
+        run(Op::Broadcast, ReduceOp::Sum, dtype, from, to);
     }
     blocks.sort_by(f64::total_cmp);
     blocks[blocks.len() / 2]

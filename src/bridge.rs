@@ -53,7 +53,7 @@ pub mod ffi {
         bytes: usize,
     }
 
-    /// Arguments of one collective; `coll::call::Call` has the meaning of `inputs` and `outputs`.
+    /// Arguments of one collective; `coll::call::Spec` has the meaning of `inputs` and `outputs`.
     struct CallSpec<'a> {
         op: Collective,
         /// `c10::ScalarType`.

@@ -50,11 +50,11 @@ pub trait Run: Send + 'static {
     fn inside(&self) -> bool;
     /// Begins `call`, the next to run, without waiting for anybody, if peers need nothing else of this rank; what is left is for `run`.
     /// `begins` gets the number of the call before peers see it.
-    fn post(&mut self, _call: &Call, _begins: &dyn Fn(u64)) -> bool {
+    fn post(&mut self, _call: &Call<'_>, _begins: &dyn Fn(u64)) -> bool {
         false
     }
-    /// Runs `call`, which has been validated and is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
-    fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()>;
+    /// Runs `call`, which is `entry` in the flight recorder; returns when its outputs are complete and its inputs may change.
+    fn run(&mut self, call: &Call<'_>, limit: &Limit, entry: u64) -> Result<()>;
 }
 
 impl Run for Runner {
@@ -74,11 +74,11 @@ impl Run for Runner {
         self.control().is_part()
     }
 
-    fn post(&mut self, call: &Call, begins: &dyn Fn(u64)) -> bool {
+    fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         self.post(call, begins)
     }
 
-    fn run(&mut self, call: &Call, limit: &Limit, _entry: u64) -> Result<()> {
+    fn run(&mut self, call: &Call<'_>, limit: &Limit, _entry: u64) -> Result<()> {
         self.run(call, limit)
     }
 }
@@ -159,7 +159,7 @@ impl<R: Run> Engine<R> {
     }
 
     /// Runs `calls` after everything submitted before, on this thread, and returns when they are done.
-    pub fn run(&self, calls: Vec<Call>, timeout: Duration) -> Result<()> {
+    pub fn run(&self, calls: &[Call<'_>], timeout: Duration) -> Result<()> {
         interrupt::check_outside(self.address())?;
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
         let mut state = lock(&self.state);
@@ -167,7 +167,7 @@ impl<R: Run> Engine<R> {
             state.busy = true;
             state.callers += 1;
             drop(state);
-            let outcome = self.execute(&calls, &Limit::from_first_wait(timeout), timeout, None);
+            let outcome = self.execute(calls, &Limit::from_first_wait(timeout), timeout, None);
             let mut state = lock(&self.state);
             state.callers -= 1;
             self.rest(&mut state);
@@ -176,20 +176,20 @@ impl<R: Run> Engine<R> {
         let outcome = Arc::new(Mutex::new(Err(Error::internal("the call was dropped from the queue"))));
         let slot = Arc::clone(&outcome);
         let completion = Completion::new(move |result, _| *lock(&slot) = result);
-        let number = self.recorder.schedule(&calls, timeout, false, Target::Host, self.inside);
+        let number = self.recorder.schedule(calls, timeout, false, Target::Host, self.inside);
         let ticket = state.push(Job::new(calls, number, timeout, completion));
         self.finish(state, ticket, None)?;
         lock(&outcome).clone()
     }
 
     /// Queues `calls`; `completion` gets the outcome.
-    pub fn submit(self: &Arc<Self>, calls: Vec<Call>, timeout: Duration, completion: Completion) -> Result<u64> {
+    pub fn submit(self: &Arc<Self>, calls: &[Call<'_>], timeout: Duration, completion: Completion) -> Result<u64> {
         let mut state = lock(&self.state);
         if state.ready == 0 {
             self.start_worker(&mut state)?;
         }
         self.issued.fetch_add(calls.len() as u64, Ordering::Relaxed);
-        let number = self.recorder.schedule(&calls, timeout, true, Target::Host, self.inside);
+        let number = self.recorder.schedule(calls, timeout, true, Target::Host, self.inside);
         let mut job = Job::new(calls, number, timeout, completion);
         if !state.busy && state.queue.is_empty() {
             job.posted = self.post(&job);
@@ -401,9 +401,9 @@ impl<R: Run> Engine<R> {
     }
 
     /// `queued`: the job whose calls they are, if it was scheduled before.
-    fn execute(&self, calls: &[Call], limit: &Limit, timeout: Duration, queued: Option<&Job>) -> Result<()> {
+    fn execute(&self, calls: &[Call<'_>], limit: &Limit, timeout: Duration, queued: Option<&Job>) -> Result<()> {
         let mut runner = lock(&self.runner);
-        let mut one = |(place, call): (u64, &Call)| {
+        let mut one = |(place, call): (u64, &Call<'_>)| {
             let posted = queued.is_some_and(|job| job.posted);
             let next = runner.sequence() + u64::from(!posted);
             let number = match queued {

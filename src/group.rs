@@ -212,15 +212,15 @@ impl Group {
     }
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
-    pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
-        self.check_calls(&calls)?;
+    pub fn run(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
+        self.check_open()?;
         self.check_kernels()?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.timeout()))
     }
 
     /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
-    pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, completion: Completion) -> Result<u64> {
-        self.check_calls(&calls)?;
+    pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
+        self.check_open()?;
         self.check_kernels()?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.timeout()), completion)
     }
@@ -365,6 +365,11 @@ impl Group {
         Arc::clone(&self.recorder)
     }
 
+    /// This rank, and the number of ranks.
+    pub fn place(&self) -> (Rank, usize) {
+        (self.control.rank(), self.control.size())
+    }
+
     /// Number of collectives asked for.
     pub fn sequence(&self) -> u64 {
         self.engine.sequence()
@@ -415,12 +420,6 @@ impl Group {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
         Ok(())
-    }
-
-    /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
-    fn check_calls(&self, calls: &[Call]) -> Result<()> {
-        self.check_open()?;
-        calls.iter().try_for_each(|call| call.validate(self.control.rank(), self.control.size()))
     }
 
     /// Whether a kernel of this rank has given up: only a caller that asks learns of it.

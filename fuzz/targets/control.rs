@@ -10,11 +10,10 @@ use peer::{CANARY, ME, PEER, blank, control};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Call, Op, Span, Spec};
 use symm::coll::cpu::Runner;
 use symm::coll::describe::Description;
 use symm::coll::plan::Thresholds;
-use symm::dtype::{DType, ReduceOp};
 use symm::mem::layout::{INLINE_BYTES, MEMBER_BYTES, POST_HEAD};
 use symm::rank::Rank;
 use symm::sync::flag::Flag;
@@ -59,17 +58,10 @@ fuzz_target!(|data: &[u8]| {
     };
     let mut memory: Vec<Guarded> = (0..inputs + outputs).map(|_| Guarded::new(count)).collect();
     let spans: Vec<Span> = memory.iter_mut().map(Guarded::span).collect();
-    let call = Call {
-        op,
-        dtype: DType::U8,
-        reduce_op: ReduceOp::Sum,
-        call_site: None,
-        root: Rank(root),
-        factor: 1.0,
-        inputs: spans[..inputs].to_vec(),
-        outputs: spans[inputs..].to_vec(),
-    };
-    assert_eq!(call.validate(ME, n), Ok(()));
+    let (inputs, outputs) = spans.split_at(inputs);
+    let spec = Spec { op, root: Rank(root), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+    // SAFETY: the memory lives as long as this function, which alone uses it.
+    let call = unsafe { Call::new(spec, ME, n) }.expect("it is well-formed");
     let control = Arc::new(control());
     blank(&control, 0, control.layout().control_bytes());
     let (segment, layout) = (control.segment(), control.layout());

@@ -1,7 +1,7 @@
 //! CUDA calls: what is enqueued, and where.
 
 use super::ffi::{CallSpec, Status, Transfer};
-use super::group::{GroupHandle, message, translate};
+use super::group::{GroupHandle, message, with_calls};
 use super::{guarded, milliseconds};
 use crate::config::Config;
 use crate::error::Result;
@@ -12,8 +12,11 @@ impl GroupHandle {
     pub(super) fn launch(&self, calls: &[CallSpec], device: i32, stream: usize, background: bool, timeout_ms: i64) -> Status {
         let target = CudaTarget { device, stream, background };
         guarded(|| {
-            let (calls, timeout) = (translate(calls)?, milliseconds(timeout_ms));
-            self.on_either(|group| group.launch(&calls, target, timeout), |group| group.launch(&calls, target, timeout))
+            let timeout = milliseconds(timeout_ms);
+            self.on_either(
+                |group| with_calls(calls, group.place(), |calls| group.launch(calls, target, timeout)),
+                |group| with_calls(calls, group.place(), |calls| group.launch(calls, target, timeout)),
+            )
         })
     }
 

@@ -1,11 +1,12 @@
 //! A group, as C++ holds it.
+#![allow(unsafe_code, reason = "the promise of C++ about the memory of a call")]
 
 use super::device_backends::DeviceBackends;
 use super::links::BackendLinks;
 use super::rail::{BackendRail, engines};
 use super::torch_store::TorchStore;
 use super::{ffi, from_cpp, guarded, milliseconds, started};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -19,6 +20,7 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::worker::Worker;
 use crate::sync::call_site::CallSite;
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -63,12 +65,14 @@ impl GroupHandle {
     }
 
     pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| with!(self, |group| group.run(translate(calls)?, milliseconds(timeout_ms))))
+        guarded(|| with!(self, |group| with_calls(calls, group.place(), |calls| group.run(calls, milliseconds(timeout_ms)))))
     }
 
     pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
         let completion = from_cpp(completion);
-        started(|completion| with!(self, |group| group.submit(translate(calls)?, milliseconds(timeout_ms), completion)), completion)
+        let timeout = milliseconds(timeout_ms);
+        let submit = |completion| with!(self, |group| with_calls(calls, group.place(), |calls| group.submit(calls, timeout, completion)));
+        started(submit, completion)
     }
 
     pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
@@ -243,25 +247,39 @@ pub(super) fn join(
     ffi::Joined { status, group: Box::new(GroupHandle(group)) }
 }
 
-pub(super) fn translate(calls: &[ffi::CallSpec]) -> Result<Vec<Call>> {
-    let spans = |list: &[ffi::Span]| list.iter().map(|s| Span { addr: s.addr, bytes: s.bytes }).collect();
-    calls
-        .iter()
-        .map(|call| {
-            let op = Op::from_code(call.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", call.op.repr)))?;
-            let reduce_op = ReduceOp::from_torch(call.reduce_op)?;
-            Ok(Call {
-                op,
-                dtype: if op.reduces() { DType::combined(call.dtype, reduce_op)? } else { DType::copied(call.dtype)? },
-                reduce_op,
-                root: Rank(u32::try_from(call.root).map_err(|_| Error::value(format!("root {} is negative", call.root)))?),
-                factor: call.factor,
-                inputs: spans(call.inputs),
-                outputs: spans(call.outputs),
-                call_site: CallSite::known(call.call_site),
-            })
-        })
-        .collect()
+/// Spans of C++ as the core's, which have the same layout.
+fn spans(list: &[ffi::Span]) -> &[Span] {
+    const { assert!(size_of::<ffi::Span>() == size_of::<Span>() && align_of::<ffi::Span>() == align_of::<Span>()) }
+    const { assert!(offset_of!(ffi::Span, addr) == offset_of!(Span, addr) && offset_of!(ffi::Span, bytes) == offset_of!(Span, bytes)) }
+    // SAFETY: both are `repr(C)` structs of the same fields, as the constants above have found.
+    unsafe { std::slice::from_raw_parts(list.as_ptr().cast(), list.len()) }
+}
+
+/// The call that `spec` is for rank `me` of `n`.
+fn translate<'a>(spec: &ffi::CallSpec<'a>, (me, n): (Rank, usize)) -> Result<Call<'a>> {
+    let op = Op::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
+    let reduce_op = ReduceOp::from_torch(spec.reduce_op)?;
+    let spec = Spec {
+        op,
+        dtype: if op.reduces() { DType::combined(spec.dtype, reduce_op)? } else { DType::copied(spec.dtype)? },
+        reduce_op,
+        root: Rank(u32::try_from(spec.root).map_err(|_| Error::value(format!("root {} is negative", spec.root)))?),
+        factor: spec.factor,
+        inputs: spans(spec.inputs).into(),
+        outputs: spans(spec.outputs).into(),
+        call_site: CallSite::known(spec.call_site),
+    };
+    // SAFETY: the spans are those of tensors that `Operation` owns until the call has ended; `Operation::separate` has copied inputs that
+    // overlap an output other than in place.
+    unsafe { Call::new(spec, me, n) }
+}
+
+/// Runs `body` on the calls that `specs` are for rank `me` of `n`; a single one takes no memory.
+pub(super) fn with_calls<T>(specs: &[ffi::CallSpec], place: (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
+    match specs {
+        [one] => body(&[translate(one, place)?]),
+        several => body(&several.iter().map(|spec| translate(spec, place)).collect::<Result<Vec<_>>>()?),
+    }
 }
 
 pub(super) fn message(transfer: &ffi::Transfer) -> Result<Message> {

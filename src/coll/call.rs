@@ -1,12 +1,16 @@
-//! Description of one collective call in plain values.
+//! One collective call in plain values, and the promise about its memory.
+#![allow(unsafe_code, reason = "the constructor by which callers promise memory")]
 
 use crate::dtype::{DType, ReduceOp};
+use crate::error::Result;
 pub use crate::mem::span::Span;
 pub use crate::op::Op;
 use crate::rank::Rank;
 use crate::sync::call_site::CallSite;
+use std::borrow::Cow;
+use std::ops::Deref;
 
-/// Collective call of one rank.
+/// Arguments of a collective on one rank: what it would read and write. To plan, describe or price it touches no memory.
 ///
 /// | op | `inputs` | `outputs` |
 /// |---|---|---|
@@ -23,7 +27,7 @@ use crate::sync::call_site::CallSite;
 ///
 /// An output may be the very same span as the input that it replaces (in place); any other overlap is undefined.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub struct Spec<'a> {
     /// Collective that is called.
     pub op: Op,
     /// Type of the elements.
@@ -34,26 +38,91 @@ pub struct Call {
     pub root: Rank,
     /// Factor of this rank under PREMUL_SUM, eps of a norm; ignored otherwise.
     pub factor: f64,
-    /// Memory that this rank gives.
-    pub inputs: Vec<Span>,
+    /// Memory that this rank gives. Borrowed from the caller until the call has to be queued.
+    pub inputs: Cow<'a, [Span]>,
     /// Memory that this rank receives into.
-    pub outputs: Vec<Span>,
+    pub outputs: Cow<'a, [Span]>,
     /// Call site in the user's program, if that is to be compared too.
     pub call_site: Option<&'static CallSite>,
 }
 
-impl Call {
+impl Spec<'_> {
     /// A barrier.
-    pub fn barrier(call_site: Option<&'static CallSite>) -> Self {
-        Self {
+    pub const fn barrier(call_site: Option<&'static CallSite>) -> Spec<'static> {
+        Spec {
             op: Op::Barrier,
             dtype: DType::U8,
             reduce_op: ReduceOp::Sum,
             root: Rank(0),
             factor: 1.0,
-            inputs: Vec::new(),
-            outputs: Vec::new(),
+            inputs: Cow::Borrowed(&[]),
+            outputs: Cow::Borrowed(&[]),
             call_site,
         }
+    }
+
+    /// The same arguments, with lists of their own.
+    pub fn into_owned(self) -> Spec<'static> {
+        let Self { op, dtype, reduce_op, root, factor, inputs, outputs, call_site } = self;
+        let (inputs, outputs) = (inputs.into_owned().into(), outputs.into_owned().into());
+        Spec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site }
+    }
+}
+
+/// A checked call, whose memory the caller has promised: what runs it may read the inputs and write the outputs.
+///
+/// ```
+/// use std::borrow::Cow;
+/// use symm::coll::call::{Call, Op, Span, Spec};
+/// use symm::dtype::DType;
+/// use symm::rank::Rank;
+///
+/// let mut data = [1i32, 2, 3];
+/// let span = [Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&data) }];
+/// let (inputs, outputs) = (Cow::Borrowed(&span[..]), Cow::Borrowed(&span[..]));
+/// let spec = Spec { op: Op::AllReduce, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) };
+/// // SAFETY: `data` outlives the call, and nobody else uses it meanwhile.
+/// let call = unsafe { Call::new(spec, Rank(0), 2) }?;
+/// assert_eq!(call.volume(), 12);
+/// # Ok::<(), symm::error::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Call<'a>(Spec<'a>);
+
+impl<'a> Call<'a> {
+    /// A call of rank `me` of `n`.
+    ///
+    /// # Safety
+    /// Until the call has ended (`run` has returned, the completion was called, or the stream has passed it) the inputs may be read and the
+    /// outputs written, nobody else writes either, and they overlap only in place.
+    ///
+    /// # Errors
+    /// Those of [`Spec::validate`].
+    pub unsafe fn new(spec: Spec<'a>, me: Rank, n: usize) -> Result<Self> {
+        spec.validate(me, n)?;
+        Ok(Self(spec))
+    }
+
+    /// A call on memory of the crate's own, or a part of a call that was promised and checked.
+    pub(crate) const fn inner(spec: Spec<'a>) -> Self {
+        Self(spec)
+    }
+
+    /// A barrier, which needs no promise.
+    pub const fn barrier(call_site: Option<&'static CallSite>) -> Call<'static> {
+        Call(Spec::barrier(call_site))
+    }
+
+    /// The same call, with lists of its own: what a queue keeps.
+    pub(crate) fn into_owned(self) -> Call<'static> {
+        Call(self.0.into_owned())
+    }
+}
+
+impl<'a> Deref for Call<'a> {
+    type Target = Spec<'a>;
+
+    fn deref(&self) -> &Spec<'a> {
+        &self.0
     }
 }

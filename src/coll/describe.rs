@@ -1,6 +1,6 @@
 //! Description of a call that ranks compare before they touch memory, and that messages print.
 
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::norm::Norm;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use crate::rank::Rank;
 pub struct Description {
     /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
-    /// Bytes that must agree, see [`Call::agreed_bytes`].
+    /// Bytes that must agree, see [`Spec::agreed_bytes`].
     pub bytes: u64,
     /// [`Norm::word`] of a norm; else 0.
     pub detail: u64,
@@ -22,7 +22,7 @@ const SITED: u64 = 1 << 24;
 
 impl Description {
     /// Description that `call` shows its peers.
-    pub fn of(call: &Call) -> Self {
+    pub fn of(call: &Spec) -> Self {
         let reduce_op = if call.op.reduces() { call.reduce_op as u64 } else { 0 };
         let root = if call.op.rooted() { u64::from(call.root.0) } else { 0 };
         let dtype = if call.op == Op::Barrier { DType::U8 } else { call.dtype };
@@ -33,7 +33,7 @@ impl Description {
 
     /// Fingerprint: one word that differs if descriptions of `call`, agreed lengths or call sites differ (64-bit mixing, splitmix64's
     /// finaliser).
-    pub fn fingerprint(self, call: &Call) -> u64 {
+    pub fn fingerprint(self, call: &Spec) -> u64 {
         let mut hash = mix(self.head ^ mix(self.bytes ^ mix(self.detail)));
         for span in call.agreed_lengths() {
             hash = mix(hash ^ span.bytes as u64);
@@ -89,7 +89,7 @@ impl std::fmt::Display for Description {
     }
 }
 
-impl Call {
+impl Spec<'_> {
     /// The bytes that must be equal on all ranks: of one message, or of all where each rank knows all lengths. All-to-all: of nothing.
     pub fn agreed_bytes(&self) -> u64 {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
@@ -122,12 +122,12 @@ impl Call {
 
     /// The longest single message between two ranks, as far as this rank knows.
     pub fn longest(&self) -> usize {
-        self.shared_inputs().iter().chain(&self.outputs).map(|span| span.bytes).max().unwrap_or(0)
+        self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).max().unwrap_or(0)
     }
 
     /// Bytes of all tensors of this rank.
     pub fn total(&self) -> usize {
-        self.shared_inputs().iter().chain(&self.outputs).map(|span| span.bytes).sum()
+        self.shared_inputs().iter().chain(&*self.outputs).map(|span| span.bytes).sum()
     }
 
     /// Bytes that this rank gives or receives, whichever is more.
@@ -183,7 +183,7 @@ impl Call {
             Op::Scatter => even(&self.inputs) && (!root || own(&self.inputs) == own(&self.outputs)),
         };
         let whole = |span: &Span| span.bytes.is_multiple_of(self.dtype.size());
-        if fits && self.inputs.iter().chain(&self.outputs).all(whole) {
+        if fits && self.inputs.iter().chain(&*self.outputs).all(whole) {
             return Ok(());
         }
         let lengths = |spans: &[Span]| spans.iter().map(|span| span.bytes).collect::<Vec<_>>();
@@ -201,10 +201,10 @@ mod tests {
     use super::*;
     use crate::sync::call_site::CallSite;
 
-    fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Call {
+    fn call(op: Op, root: u32, inputs: &[usize], outputs: &[usize]) -> Spec<'static> {
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect();
         let (inputs, outputs) = (spans(inputs), spans(outputs));
-        Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
+        Spec { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, inputs, outputs, call_site: None }
     }
 
     #[test]
@@ -217,18 +217,18 @@ mod tests {
 
     #[test]
     fn fingerprints_tell_calls_apart() {
-        let print = |call: &Call| Description::of(call).fingerprint(call);
+        let print = |call: &Spec| Description::of(call).fingerprint(call);
         let base = call(Op::AllGather, 0, &[4], &[4, 8]);
         assert_eq!(print(&base), print(&call(Op::AllGather, 1, &[8], &[4, 8])), "unused root, other rank's input");
         assert_ne!(print(&base), print(&call(Op::AllGather, 0, &[8], &[8, 4])), "other lengths");
-        assert_ne!(print(&base), print(&Call { dtype: DType::I32, ..base.clone() }));
+        assert_ne!(print(&base), print(&Spec { dtype: DType::I32, ..base.clone() }));
         assert_ne!(print(&call(Op::Reduce, 0, &[4], &[4])), print(&call(Op::Reduce, 1, &[4], &[])), "other root");
     }
 
     #[test]
     fn fingerprints_tell_sites_apart() {
-        let at = |text: &str| Call { call_site: CallSite::known(CallSite::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
-        let print = |call: &Call| Description::of(call).fingerprint(call);
+        let at = |text: &str| Spec { call_site: CallSite::known(CallSite::number(text)), ..call(Op::AllReduce, 0, &[4], &[4]) };
+        let print = |call: &Spec| Description::of(call).fingerprint(call);
         let plain = call(Op::AllReduce, 0, &[4], &[4]);
         assert_eq!(print(&at("a.py:1")), print(&at("a.py:1")));
         assert_ne!(print(&at("a.py:1")), print(&at("a.py:2")));
@@ -258,7 +258,7 @@ mod tests {
             assert!(error.message.contains("more than there is memory"), "{error}");
         }
         let beyond = Span { addr: usize::MAX - 3, bytes: 8 };
-        let call = Call { outputs: vec![beyond], ..call(Op::Broadcast, 1, &[], &[8]) };
+        let call = Spec { outputs: vec![beyond].into(), ..call(Op::Broadcast, 1, &[], &[8]) };
         assert!(call.validate(Rank(0), 2).is_err(), "an end that wraps");
     }
 }

@@ -3,7 +3,7 @@
 //! A call has inputs `[input, residual, weight]`, and a scale where its result is fp8 by one scale; outputs `[normed, new residual]`, and
 //! one scale for each row where these are made; eps is its factor. A row has as many elements as the weight.
 
-use crate::coll::call::{Call, Span};
+use crate::coll::call::{Call, Span, Spec};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 pub use crate::norm::{GROUP, MAX_HIDDEN, Norm, Normed};
@@ -11,7 +11,7 @@ use std::fmt;
 
 impl Norm {
     /// The norm of `call`, if it has one.
-    pub fn of(call: &Call) -> Option<Self> {
+    pub fn of(call: &Spec) -> Option<Self> {
         if call.op != crate::coll::call::Op::AllReduceAddRmsNorm {
             return None;
         }
@@ -40,7 +40,7 @@ impl Norm {
     }
 
     /// Inputs and outputs that `call` must have.
-    pub(super) fn spans(call: &Call) -> (usize, usize) {
+    pub(super) fn spans(call: &Spec) -> (usize, usize) {
         match Self::of(call).map(|norm| norm.normed) {
             Some(Normed::Static) => (4, 2),
             Some(Normed::Dynamic) => (3, 3),
@@ -49,7 +49,7 @@ impl Norm {
     }
 
     /// Refuses types, lengths and an eps that are not served. `call` has as many spans as [`Norm::spans`] says.
-    pub(super) fn validate(call: &Call) -> Result<()> {
+    pub(super) fn validate(call: &Spec) -> Result<()> {
         let Some(norm) = Self::of(call) else { return Ok(()) };
         let Self { dtype, hidden, rows, eps, .. } = norm;
         let name = call.op.name();
@@ -83,7 +83,7 @@ impl Norm {
 }
 
 /// Refuses a norm among `calls` on CUDA tensors of a group on several hosts.
-pub fn refuse_between_hosts(calls: &[Call]) -> Result<()> {
+pub fn refuse_between_hosts(calls: &[Call<'_>]) -> Result<()> {
     let Some(call) = calls.iter().find(|call| Norm::of(call).is_some()) else { return Ok(()) };
     let name = call.op.name();
     Err(Error::not_implemented(format!(
@@ -100,7 +100,7 @@ pub(crate) mod tests {
     use crate::rank::Rank;
 
     /// A call of `rows` rows without memory.
-    pub(crate) fn call(dtype: DType, rows: usize, hidden: usize, eps: f64, normed: Normed) -> Call {
+    pub(crate) fn call(dtype: DType, rows: usize, hidden: usize, eps: f64, normed: Normed) -> Spec<'static> {
         let norm = Norm { dtype, hidden, rows, eps: eps as f32, normed };
         let spans = |lengths: &[usize]| lengths.iter().map(|&bytes| Span { addr: 0, bytes }).collect::<Vec<_>>();
         let (row, all) = (norm.row_bytes(), norm.row_bytes() * rows);
@@ -108,12 +108,12 @@ pub(crate) mod tests {
         let (quantized, scales) = (norm.normed_bytes() * rows, norm.scale_bytes() * rows);
         let outputs = if normed == Normed::Dynamic { spans(&[quantized, all, scales]) } else { spans(&[quantized, all]) };
         let (op, reduce_op, root) = (Op::AllReduceAddRmsNorm, ReduceOp::Sum, Rank(0));
-        Call { op, dtype, reduce_op, root, factor: eps, inputs, outputs, call_site: None }
+        Spec { op, dtype, reduce_op, root, factor: eps, inputs: inputs.into(), outputs: outputs.into(), call_site: None }
     }
 
     #[test]
     fn what_differs_is_told_apart_and_read() {
-        let print = |call: &Call| Description::of(call).fingerprint(call);
+        let print = |call: &Spec| Description::of(call).fingerprint(call);
         let base = call(DType::BF16, 2, 4096, 1e-6, Normed::Same);
         assert_eq!(Description::of(&base).to_string(), "all_reduce_add_rms_norm(2 × 4096 × bfloat16, eps 1e-6)");
         for other in [
@@ -143,7 +143,7 @@ pub(crate) mod tests {
             assert!(error.message.contains(why), "{error}");
         }
         let mut short = call(DType::F32, 2, 64, 0.0, Normed::Same);
-        short.outputs[1].bytes -= 4;
+        short.outputs.to_mut()[1].bytes -= 4;
         assert!(short.validate(Rank(0), 2).is_err(), "a residual of another length");
     }
 }

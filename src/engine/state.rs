@@ -33,7 +33,7 @@ pub(super) struct Asleep {
 
 pub(super) struct Job {
     pub(super) ticket: u64,
-    pub(super) calls: Vec<Call>,
+    pub(super) calls: Vec<Call<'static>>,
     /// Number of the first call in the flight recorder.
     pub(super) number: u64,
     pub(super) submitted: Instant,
@@ -60,8 +60,9 @@ impl State {
 }
 
 impl Job {
-    /// A job that has no ticket yet.
-    pub(super) fn new(calls: Vec<Call>, number: u64, timeout: Duration, completion: Completion) -> Self {
+    /// A job of `calls` that has no ticket yet; it keeps lists of its own.
+    pub(super) fn new(calls: &[Call<'_>], number: u64, timeout: Duration, completion: Completion) -> Self {
+        let calls = calls.iter().cloned().map(Call::into_owned).collect();
         Self { ticket: 0, calls, number, submitted: Instant::now(), timeout, completion, posted: false, left: false }
     }
 }

@@ -1,10 +1,10 @@
 //! Calls of a group on GPUs.
 
 use super::Group;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 pub use crate::coll::cuda::communicator::CudaTarget;
 use crate::coll::cuda::communicator::{Communicator, Stage};
-use crate::dtype::{DType, ReduceOp};
+
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
 use crate::p2p::Message;
@@ -90,23 +90,15 @@ impl Group {
     pub(super) fn gather_on_host(&self, bytes: &[u8], limit: &Limit) -> Result<Vec<Vec<u8>>> {
         let mut all = vec![vec![0u8; bytes.len()]; self.control.size()];
         let outputs = all.iter_mut().map(|out| Span { addr: out.as_mut_ptr() as usize, bytes: out.len() }).collect();
-        let call = Call {
-            op: Op::AllGather,
-            dtype: DType::U8,
-            reduce_op: ReduceOp::Sum,
-            root: Rank(0),
-            factor: 1.0,
-            inputs: vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }],
-            outputs,
-            call_site: None,
-        };
-        self.engine.run(vec![call], limit.left().unwrap_or(Duration::from_millis(1)))?;
+        let inputs = vec![Span { addr: bytes.as_ptr() as usize, bytes: bytes.len() }].into();
+        let call = Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) });
+        self.engine.run(&[call], limit.left().unwrap_or(Duration::from_millis(1)))?;
         Ok(all)
     }
 
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with the peers).
-    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
-        self.check_calls(calls)?;
+    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+        self.check_open()?;
         let timeout = timeout.unwrap_or_else(|| self.timeout());
         let communicator = self.connected(target.device, timeout)?;
         self.engine.count(calls.len());

@@ -51,6 +51,6 @@ impl Group {
         monitored.check()?;
         let begun = |rank: Rank| self.control.collective(rank);
         let late = || self.control.ranks().filter(|&rank| begun(rank) < begun(monitored.me)).collect();
-        self.run(vec![Call::barrier(call_site)], Some(timeout)).map_err(|error| monitored.reworded(error, late))
+        self.run(&[Call::barrier(call_site)], Some(timeout)).map_err(|error| monitored.reworded(error, late))
     }
 }

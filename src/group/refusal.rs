@@ -184,7 +184,7 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{Call, Op, Span};
+    use crate::coll::call::{Op, Span, Spec};
     use crate::coll::cpu::Runner;
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::coll::plan::Thresholds;
@@ -210,7 +210,8 @@ mod tests {
     fn launch(refusals: &Refusals, number: u64) {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None };
+        let call =
+            Spec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None };
         launch_log::compare(&refusals.control, number, &call, Channel::Collectives).expect("all alike");
     }
 

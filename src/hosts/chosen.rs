@@ -4,7 +4,7 @@
 use super::HostsGroup;
 use super::partials::Partials;
 use crate::boot::hosts::known;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;
 use crate::coll::cost::wire::Thresholds;
@@ -87,9 +87,9 @@ impl HostsGroup {
     pub(super) fn agree_on(&self, chosen: Chosen, timeout: Option<Duration>) -> Result<()> {
         let (mut own, mut all) = (chosen.to_bytes(), vec![0u8; self.layout.size() * RECORD]);
         let whole = all.as_mut_ptr().addr();
-        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: RECORD }];
+        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: RECORD }].into();
         let outputs = (0..self.layout.size()).map(|rank| Span { addr: whole + rank * RECORD, bytes: RECORD }).collect();
-        self.run(vec![Call { op: Op::AllGather, inputs, outputs, ..Call::barrier(None) }], timeout)?;
+        self.run(&[Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) })], timeout)?;
         let first = &all[..RECORD];
         if let Some(other) = all.chunks_exact(RECORD).position(|record| record[0] != first[0]) {
             let name = |code: u8| if code == Partials::Fp32 as u8 { Partials::Fp32 } else { Partials::Tensor }.name();

@@ -153,7 +153,7 @@ impl Step<'_> {
     /// Lengths that all ranks have told each other and that fit.
     fn told_lengths(&self) -> Result<Lengths> {
         let n = self.layout.size();
-        let words = self.tell_all(self.call.inputs.iter().chain(&self.call.outputs).map(|span| span.bytes as u64).collect())?;
+        let words = self.tell_all(self.call.inputs.iter().chain(&*self.call.outputs).map(|span| span.bytes as u64).collect())?;
         let sent: Vec<usize> = words.chunks_exact(2 * n).flat_map(|row| row[..n].iter().map(|&bytes| bytes as usize)).collect();
         for (from, to) in (0..n).flat_map(|from| (0..n).map(move |to| (from, to))) {
             let (gives, takes) = (words[from * 2 * n + to], words[to * 2 * n + n + from]);

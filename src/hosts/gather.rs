@@ -3,7 +3,7 @@
 use super::rail::Transfer;
 use super::slices::{LAG, Turns, part, rails, slices};
 use super::step::{NOTHING, Scratch, Step, contiguous, copy, spread};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::error::Result;
 use crate::rank::Rank;
 use std::ops::Range;
@@ -43,7 +43,7 @@ impl Step<'_> {
                 if here {
                     let call = |piece: Span| {
                         let (inputs, outputs) = if self.rank == self.call.root { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
-                        Call { root: Rank(self.layout.local(self.call.root) as u32), ..self.inner_bytes(Op::Broadcast, inputs, outputs) }
+                        Spec { root: Rank(self.layout.local(self.call.root) as u32), ..self.inner_bytes(Op::Broadcast, inputs, outputs) }
                     };
                     self.inside(pieces(turn).into_iter().map(call).collect())?;
                 }
@@ -73,7 +73,7 @@ impl Step<'_> {
         let area = (hosts + 1) * turns.piece;
         let mut opening = self.open(rails, (LAG + 1) * area)?;
         opening.agree(rails)?;
-        self.inside(vec![self.inner_bytes(Op::AllGather, self.call.inputs.clone(), outputs(host))])?;
+        self.inside(vec![self.inner_bytes(Op::AllGather, self.call.inputs.to_vec(), outputs(host))])?;
 
         let (mut copies, mut apart) = (Vec::new(), Vec::<(Scratch, Vec<Span>)>::new());
         let own = contiguous(&outputs(host), &mut copies);

@@ -1,7 +1,7 @@
 //! Header: what ranks show each other of a call before they move its data.
 
 use crate::boot::hosts::Layout;
-use crate::coll::call::Call;
+use crate::coll::call::Spec;
 use crate::coll::describe::Description;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -18,7 +18,7 @@ impl Header {
     /// Length of a header, the same for every call: ranks that disagree on all else still exchange it in order.
     pub(super) const BYTES: usize = 48;
 
-    pub(super) fn of(call: &Call, sequence: u64) -> Self {
+    pub(super) fn of(call: &Spec, sequence: u64) -> Self {
         let description = Description::of(call);
         Self { sequence, description, fingerprint: description.fingerprint(call) }
     }
@@ -83,14 +83,14 @@ mod tests {
 
     fn header(bytes: usize, sequence: u64) -> Header {
         let span = Span { addr: 0, bytes };
-        let call = Call {
+        let call = Spec {
             op: Op::AllReduce,
             dtype: DType::F32,
             reduce_op: ReduceOp::Sum,
             root: Rank(0),
             factor: 1.0,
-            inputs: vec![span],
-            outputs: vec![span],
+            inputs: vec![span].into(),
+            outputs: vec![span].into(),
             call_site: None,
         };
         Header::of(&call, sequence)

@@ -17,7 +17,7 @@ use super::step::{GRACE, HEAR};
 use super::traffic::{Counted, Traffic};
 use super::{HostsGroup, Runner, Twofold};
 use crate::boot::{self, hosts::Layout};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::wire::Thresholds;
 use crate::config::{Config, Engines};
@@ -29,6 +29,7 @@ use crate::rank::Rank;
 use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
 use crate::sync::limit::Limit;
 use crate::sys::thread;
+use std::borrow::Cow;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, OnceLock};
@@ -236,11 +237,11 @@ fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: Told, limit: 
     }
     let (first, mut bytes) = (layout.local(rank) == 0, [&told.life.to_bytes()[..], told.engines.as_bytes()].concat());
     bytes.resize(Life::BYTES + NAMES, 0);
-    let mut span = || vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }];
-    let (inputs, outputs) = if first { (span(), vec![]) } else { (vec![], span()) };
+    let mut span = || Cow::Owned(vec![Span { addr: bytes.as_mut_ptr().addr(), bytes: Life::BYTES + NAMES }]);
+    let (inputs, outputs) = if first { (span(), Cow::default()) } else { (Cow::default(), span()) };
     // Those that meet other hosts know more at the end of their time.
     let left = limit.left().unwrap_or_default() + GRACE;
-    inner.run(vec![Call { op: Op::Broadcast, inputs, outputs, ..Call::barrier(None) }], Some(left))?;
+    inner.run(&[Call::inner(Spec { op: Op::Broadcast, inputs, outputs, ..Spec::barrier(None) })], Some(left))?;
     let (life, names) = bytes.split_first_chunk().ok_or_else(|| Error::internal("the first rank sent too few bytes"))?;
     Ok(Told { engines: String::from_utf8_lossy(names).trim_end_matches('\0').to_owned(), life: Life::from_bytes(*life) })
 }

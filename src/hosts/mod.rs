@@ -133,7 +133,7 @@ impl Run for Runner {
         false
     }
 
-    fn run(&mut self, call: &Call, limit: &Limit, entry: u64) -> Result<()> {
+    fn run(&mut self, call: &Call<'_>, limit: &Limit, entry: u64) -> Result<()> {
         if let Some(failure) = self.control().failure() {
             return Err(failure);
         }
@@ -168,21 +168,20 @@ impl HostsGroup {
     }
 
     /// Runs `calls` in order behind everything submitted before, and returns when they are done.
-    pub fn run(&self, calls: Vec<Call>, timeout: Option<Duration>) -> Result<()> {
-        self.check(&calls)?;
+    pub fn run(&self, calls: &[Call<'_>], timeout: Option<Duration>) -> Result<()> {
+        self.check()?;
         self.engine.run(calls, timeout.unwrap_or_else(|| self.inner.timeout()))
     }
 
     /// Queues `calls`; `completion` gets the outcome. The ticket is for `wait`.
-    pub fn submit(&self, calls: Vec<Call>, timeout: Option<Duration>, completion: Completion) -> Result<u64> {
-        self.check(&calls)?;
+    pub fn submit(&self, calls: &[Call<'_>], timeout: Option<Duration>, completion: Completion) -> Result<u64> {
+        self.check()?;
         self.engine.submit(calls, timeout.unwrap_or_else(|| self.inner.timeout()), completion)
     }
 
-    /// Refuses what is wrong on this rank alone, before any of `calls` is exchanged.
-    fn check(&self, calls: &[Call]) -> Result<()> {
+    /// Refuses a group that this process may not use any more.
+    fn check(&self) -> Result<()> {
         self.inner.check_open()?;
-        calls.iter().try_for_each(|call| call.validate(self.rank, self.layout.size()))?;
         self.refusals.make_up();
         Ok(())
     }
@@ -367,6 +366,11 @@ impl HostsGroup {
             self.shared.tell(&failure);
         }
         self.shared.release(&self.inner.control().departure(Rank(self.layout.local(self.rank) as u32)).unwrap_or_default());
+    }
+
+    /// This rank, and the number of ranks.
+    pub fn place(&self) -> (Rank, usize) {
+        (self.rank, self.layout.size())
     }
 
     /// Number of collectives asked for.

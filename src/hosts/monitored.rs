@@ -27,7 +27,7 @@ impl HostsGroup {
             // Without it the failure names hosts, or the ranks of this one.
             let _ = store.set(&self.monitored_key(number, self.rank), b"1");
         }
-        let outcome = self.run(vec![Call::barrier(call_site)], Some(timeout));
+        let outcome = self.run(&[Call::barrier(call_site)], Some(timeout));
         let came = |rank: &Rank| store.is_none_or(|store| store.check(&[&self.monitored_key(number, *rank)]).unwrap_or(true));
         let late = || (0..self.layout.size() as u32).map(Rank).filter(|rank| !came(rank)).collect();
         outcome.map_err(|error| monitored.reworded(error, late))?;

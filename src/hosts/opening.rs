@@ -4,7 +4,7 @@ use super::header::Header;
 use super::rail::Transfer;
 use super::slices::part;
 use super::step::{Between, Scratch, Step, copy};
-use crate::coll::call::{Op, Span};
+use crate::coll::call::{Call, Op, Span};
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::trace::Phase;
@@ -74,8 +74,8 @@ impl Step<'_> {
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
             self.begin(Phase::Inside);
             // Who does not come now is missing: nobody knows more.
-            let show = self.inner_bytes(Op::AllGather, vec![own], outputs);
-            self.inner.run(vec![show], Some(self.limit.left().unwrap_or_default()))?;
+            let show = Call::inner(self.inner_bytes(Op::AllGather, vec![own], outputs));
+            self.inner.run(&[show], Some(self.limit.left().unwrap_or_default()))?;
         }
         let here = self.layout.members(self.host());
         let even = Header::agree(shown.bytes(), SLOT, here, self.layout, self.inner.control().name())?;
@@ -110,7 +110,7 @@ impl Step<'_> {
     fn record(&self, slot: &mut [u8]) {
         slot[..FACTOR].copy_from_slice(&self.call.factor.to_bits().to_le_bytes());
         let mut at = slot.as_mut_ptr().addr() + FACTOR;
-        for &input in &self.call.inputs {
+        for &input in &*self.call.inputs {
             copy(input, Span { addr: at, ..input });
             at += input.bytes;
         }
@@ -119,7 +119,7 @@ impl Step<'_> {
     /// Length of everything that this rank gives any rank, and takes from any, in an all_to_all; `None` where there are several.
     fn even(&self) -> Option<usize> {
         let first = self.call.inputs.first().filter(|_| self.call.op == Op::AllToAll)?.bytes;
-        self.call.inputs.iter().chain(&self.call.outputs).all(|span| span.bytes == first).then_some(first)
+        self.call.inputs.iter().chain(&*self.call.outputs).all(|span| span.bytes == first).then_some(first)
     }
 }
 

@@ -9,7 +9,7 @@
 use super::rail::Transfer;
 use super::slices::{LAG, Levels, Turns, overlap, part, rails, ranges, shifted, slices};
 use super::step::{Between, NOTHING, Scratch, Step, contiguous, copy};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source};
 use std::ops::Range;
@@ -27,10 +27,10 @@ impl Step<'_> {
     }
 
     /// A reduction of the ranks of this host to its partial result; copies of `inputs` in another type are in `kept`.
-    fn inner_reduction(&self, inputs: Vec<Span>, output: Span, kept: &mut Vec<Scratch>) -> Call {
+    fn inner_reduction(&self, inputs: Vec<Span>, output: Span, kept: &mut Vec<Scratch>) -> Spec<'static> {
         let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
         let inputs = self.padded(self.widened(inputs, kept));
-        Call { dtype: self.partial_type(), reduce_op: levels.inner, ..self.inner_call(Op::ReduceScatter, inputs, vec![output]) }
+        Spec { dtype: self.partial_type(), reduce_op: levels.inner, ..self.inner_call(Op::ReduceScatter, inputs, vec![output]) }
     }
 
     /// One span for each rank of this host: `spans`, and nothing for the others.

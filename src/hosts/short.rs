@@ -40,7 +40,7 @@ impl Step<'_> {
 
     /// Calls `take` for each output and the rank that fills it.
     fn each(&self, take: impl Fn(Rank, Span)) {
-        (0..).map(Rank).zip(&self.call.outputs).for_each(|(from, &output)| take(from, output));
+        (0..).map(Rank).zip(&*self.call.outputs).for_each(|(from, &output)| take(from, output));
     }
 
     /// What all ranks give from place `skipped` on, combined in two levels into `output`.

@@ -6,7 +6,7 @@ use super::rail::Transfer;
 use super::traffic::Path;
 use super::{Shared, slices};
 use crate::boot::hosts::Layout;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
@@ -34,9 +34,9 @@ pub(super) struct Step<'a> {
     pub(super) layout: &'a Layout,
     pub(super) shared: &'a Shared,
     pub(super) rank: Rank,
-    pub(super) call: &'a Call,
+    pub(super) call: &'a Call<'a>,
     /// Call of the user, of which `call` may be a part.
-    pub(super) asked: &'a Call,
+    pub(super) asked: &'a Call<'a>,
     pub(super) limit: &'a Limit,
     pub(super) sequence: u64,
     /// Number of the call in the flight recorder.
@@ -136,20 +136,22 @@ impl Step<'_> {
     }
 
     /// A collective of the ranks of this host on elements of the call's type, with its operation.
-    pub(super) fn inner_call(&self, op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-        Call { op, root: Rank(0), inputs, outputs, call_site: None, ..*self.call }
+    pub(super) fn inner_call(&self, op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Spec<'static> {
+        let Spec { dtype, reduce_op, factor, .. } = **self.call;
+        let (inputs, outputs) = (inputs.into(), outputs.into());
+        Spec { op, dtype, reduce_op, root: Rank(0), factor, inputs, outputs, call_site: None }
     }
 
     /// A collective of the ranks of this host that moves bytes.
-    pub(super) fn inner_bytes(&self, op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-        Call { dtype: DType::U8, reduce_op: ReduceOp::Sum, ..self.inner_call(op, inputs, outputs) }
+    pub(super) fn inner_bytes(&self, op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Spec<'static> {
+        Spec { dtype: DType::U8, reduce_op: ReduceOp::Sum, ..self.inner_call(op, inputs, outputs) }
     }
 
-    /// Runs collectives of the ranks of this host.
-    pub(super) fn inside(&self, calls: Vec<Call>) -> Result<()> {
+    /// Runs collectives of the ranks of this host, on staging and on parts of what the call names.
+    pub(super) fn inside(&self, calls: Vec<Spec<'static>>) -> Result<()> {
         self.begin(Phase::Inside);
         let left = self.limit.left().unwrap_or_default() + GRACE;
-        self.inner.run(calls, Some(left))
+        self.inner.run(&calls.into_iter().map(Call::inner).collect::<Vec<_>>(), Some(left))
     }
 
     /// Notes in the flight recorder that `phase` begins.

@@ -6,7 +6,7 @@ use super::rail::{Rail, Transfer};
 use super::shared::{Current, Inner};
 use super::{HostsGroup, Layout};
 use crate::boot::hosts::Placement;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::config::Engines;
 use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
@@ -217,9 +217,9 @@ fn spans(buffers: &mut [Vec<u8>]) -> Vec<Span> {
     buffers.iter_mut().map(|buffer| Span { addr: buffer.as_mut_ptr().addr(), bytes: buffer.len() }).collect()
 }
 
-fn call(op: Op, dtype: DType, root: usize, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]) -> Call {
+fn call(op: Op, dtype: DType, root: usize, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]) -> Call<'static> {
     let (inputs, outputs) = (spans(inputs), spans(outputs));
-    Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(root as u32), factor: 1.0, inputs, outputs, call_site: None }
+    Call::inner(Spec { op, dtype, root: Rank(root as u32), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) })
 }
 
 /// The sum of `inputs`, in order.
@@ -251,20 +251,20 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
             for bytes in [0, 2, 34, 65_536, 65_538, 1_700_002, 17_000_002] {
                 let inputs: Vec<Vec<u8>> = (0..n).map(|from| data(from, bytes)).collect();
                 let (mut input, mut output) = ([inputs[rank].clone()], [vec![0xee; bytes]]);
-                group.run(vec![call(Op::AllReduce, dtype, 0, &mut input, &mut output)], None).expect("all_reduce");
+                group.run(&[call(Op::AllReduce, dtype, 0, &mut input, &mut output)], None).expect("all_reduce");
                 let wanted = two_level(dtype, hosts, &inputs);
                 assert!(output[0] == wanted, "all_reduce of {bytes} bytes on {hosts:?}, rank {rank}");
                 let root = n - 1;
                 let outputs = if rank == root { &mut output[..] } else { &mut [] };
                 outputs.iter_mut().for_each(|output| output.fill(0xee));
-                group.run(vec![call(Op::Reduce, dtype, root, &mut input, outputs)], None).expect("reduce");
+                group.run(&[call(Op::Reduce, dtype, root, &mut input, outputs)], None).expect("reduce");
                 assert!(output[0] == wanted, "reduce of {bytes} bytes on {hosts:?}, rank {rank}");
                 if bytes > 2_000_000 {
                     continue;
                 }
                 let give = |from: usize| -> Vec<Vec<u8>> { (0..n).map(|to| data(from * n + to, bytes + 2 * to)).collect() };
                 let mut output = [vec![0xee; bytes + 2 * rank]];
-                group.run(vec![call(Op::ReduceScatter, dtype, 0, &mut give(rank), &mut output)], None).expect("reduce_scatter");
+                group.run(&[call(Op::ReduceScatter, dtype, 0, &mut give(rank), &mut output)], None).expect("reduce_scatter");
                 let given: Vec<Vec<u8>> = (0..n).map(|from| give(from).swap_remove(rank)).collect();
                 assert!(output[0] == two_level(dtype, hosts, &given), "reduce_scatter of {bytes} bytes on {hosts:?}, rank {rank}");
             }
@@ -278,7 +278,7 @@ fn movements_bring_everything_where_it_belongs() {
         let n = hosts.len();
         on_hosts(hosts, |group, rank| {
             let run = |op, root, inputs: &mut [Vec<u8>], outputs: &mut [Vec<u8>]| {
-                group.run(vec![call(op, DType::U8, root, inputs, outputs)], None).unwrap_or_else(|error| panic!("{op:?}: {error}"));
+                group.run(&[call(op, DType::U8, root, inputs, outputs)], None).unwrap_or_else(|error| panic!("{op:?}: {error}"));
             };
             for bytes in [0, 1, 999, 70_001] {
                 let about = |op: Op| format!("{} of {bytes} bytes on {hosts:?}, rank {rank}", op.name());
@@ -314,8 +314,9 @@ fn movements_bring_everything_where_it_belongs() {
                 let right: Vec<Vec<u8>> = (0..n).map(|from| data(from * n + rank, bytes)).collect();
                 assert!(take == right, "all_to_all of {bytes} bytes each on {hosts:?}, rank {rank}");
                 let same = spans(&mut give);
-                let in_place = Call { inputs: same.clone(), outputs: same, ..call(Op::AllToAll, DType::U8, 0, &mut [], &mut []) };
-                group.run(vec![in_place], None).expect("all_to_all in place");
+                let in_place =
+                    Call::inner(Spec { op: Op::AllToAll, inputs: same.clone().into(), outputs: same.into(), ..Spec::barrier(None) });
+                group.run(&[in_place], None).expect("all_to_all in place");
                 assert!(give == right, "all_to_all of {bytes} bytes each in place on {hosts:?}, rank {rank}");
             }
         });
@@ -332,12 +333,12 @@ fn unequal_lengths_of_all_to_all_fit_or_are_a_mismatch() {
             let length = |from: usize, to: usize| if (from, to) == (n - 1, 0) { 90_000 } else { 3 };
             let mut give: Vec<Vec<u8>> = (0..n).map(|to| data(rank * n + to, length(rank, to))).collect();
             let mut take: Vec<Vec<u8>> = (0..n).map(|from| vec![0xee; length(from, rank)]).collect();
-            group.run(vec![call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect("all_to_all");
+            group.run(&[call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect("all_to_all");
             assert!((0..n).all(|from| take[from] == data(from * n + rank, length(from, rank))), "{hosts:?}, rank {rank}");
             // Each rank has one length for all, and the last has another than the others.
             let bytes = if rank == n - 1 { 8 } else { 16 };
             let (mut give, mut take) = (vec![vec![1; bytes]; n], vec![vec![0xee; bytes]; n]);
-            let error = group.run(vec![call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect_err("they disagree");
+            let error = group.run(&[call(Op::AllToAll, DType::U8, 0, &mut give, &mut take)], None).expect_err("they disagree");
             assert_eq!(error.kind, Kind::Mismatch, "{error}");
             assert!(error.message.contains("bytes to rank"), "{error}");
             assert!(take.iter().flatten().all(|&byte| byte == 0xee), "nothing was written");
@@ -354,7 +355,7 @@ fn a_rail_that_stops_within_a_call_is_a_timeout_everywhere() {
             let n = hosts.len();
             let (mut input, mut output) = ([data(rank, 3_000_000)], [vec![0xee; 3_000_000]]);
             let begun = Instant::now();
-            let run = |call: Call| group.run(vec![call], Some(Duration::from_millis(400)));
+            let run = |call: Call<'_>| group.run(&[call], Some(Duration::from_millis(400)));
             let first = run(call(Op::AllReduce, DType::F32, 0, &mut input, &mut output));
             let took = begun.elapsed();
             let second = run(Call::barrier(None));
@@ -384,7 +385,7 @@ fn an_abort_within_calls_ends_them_on_all_hosts() {
                 let (mut inputs, mut outputs) = (vec![data(rank, 1_000_000); count], vec![vec![0; 1_000_000]; count]);
                 let begun = Instant::now();
                 let error = loop {
-                    if let Err(error) = group.run(vec![call(op, DType::U8, 0, &mut inputs, &mut outputs)], None) {
+                    if let Err(error) = group.run(&[call(op, DType::U8, 0, &mut inputs, &mut outputs)], None) {
                         break error;
                     }
                 };
@@ -407,7 +408,7 @@ fn a_rank_that_waits_on_its_rail_sees_a_failure_on_its_own_host() {
                 });
             }
             let begun = Instant::now();
-            let error = (0..2).find_map(|_| group.run(vec![Call::barrier(None)], None).err()).expect("the second does not end");
+            let error = (0..2).find_map(|_| group.run(&[Call::barrier(None)], None).err()).expect("the second does not end");
             assert!(error.message.contains("aborted group \"test\""), "{error}");
             assert!(begun.elapsed() < Duration::from_secs(20), "rank {rank}");
         });
@@ -421,11 +422,11 @@ fn ranks_that_disagree_get_a_mismatch_on_all_hosts() {
             on_hosts(hosts, |group, rank| {
                 let bytes = if rank == culprit { 300_000 } else { 8 };
                 let (mut input, mut output) = ([data(rank, bytes)], [vec![0xee; bytes]]);
-                let error = group.run(vec![call(Op::AllReduce, DType::F32, 0, &mut input, &mut output)], None).expect_err("they disagree");
+                let error = group.run(&[call(Op::AllReduce, DType::F32, 0, &mut input, &mut output)], None).expect_err("they disagree");
                 assert_eq!(error.kind, Kind::Mismatch, "{error}");
                 assert!(error.message.contains("75000 × float32"), "{error}");
                 assert!(output[0].iter().all(|&byte| byte == 0xee), "nothing was written");
-                let again = group.run(vec![Call::barrier(None)], None).expect_err("it has failed");
+                let again = group.run(&[Call::barrier(None)], None).expect_err("it has failed");
                 assert_eq!(again, error);
             });
         }
@@ -440,7 +441,7 @@ fn a_late_host_is_named_at_the_deadline() {
             return;
         }
         let begun = Instant::now();
-        let error = group.run(vec![Call::barrier(None)], Some(Duration::from_millis(200))).expect_err("nobody comes");
+        let error = group.run(&[Call::barrier(None)], Some(Duration::from_millis(200))).expect_err("nobody comes");
         assert_eq!(error.kind, Kind::Timeout, "{error}");
         assert!(error.message.contains("on rail 0 for host \"node1\" (ranks 2 and 3)"), "{error}");
         assert!(begun.elapsed() < Duration::from_millis(800));

@@ -2,6 +2,7 @@
 
 /// A contiguous piece of a tensor's memory: address and length in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Span {
     /// First byte; any alignment; ignored when `bytes` is 0.
     pub addr: usize,

@@ -1,6 +1,6 @@
 //! Entry that is kept of a call.
 
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Kind, Result};
@@ -128,7 +128,7 @@ impl Entry {
 
     /// Entry of `call` when it is asked for. Inlined, as all on its way to its slot: each copy of it takes as long as a third of an arrival.
     #[inline(always)]
-    pub(super) fn of_call(call: &Call) -> Self {
+    pub(super) fn of_call(call: &Spec) -> Self {
         let sum = |spans: &[Span]| spans.iter().map(|span| span.bytes as u64).sum();
         let lengths = call.agreed_lengths();
         let even = lengths.iter().all(|span| span.bytes == lengths[0].bytes);

@@ -15,7 +15,7 @@ mod totals;
 pub use entry::{Phase, Target};
 pub use ring::KEPT;
 
-use crate::coll::call::Call;
+use crate::coll::call::{Call, Spec};
 use crate::completion::Observer;
 use crate::config::Config;
 use crate::control::ControlBlock;
@@ -110,13 +110,13 @@ impl Recorder {
     }
 
     #[inline(always)]
-    fn entry(&self, call: &Call, timeout: Duration) -> Entry {
+    fn entry(&self, call: &Spec, timeout: Duration) -> Entry {
         Entry { group: self.group, timeout_ms: milliseconds(timeout), created: clock::now(), ..Entry::of_call(call) }
     }
 
     /// Notes `calls`, which begin later: the number of the first entry, which the others follow. `inside`: they serve a group on several
     /// hosts, of which this one is a part.
-    pub fn schedule(&self, calls: &[Call], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
+    pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
         // Calls of a group on several hosts are not in the launch log of the part that it has here.
         if place != Target::Host && inside == self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
             self.journal.groups().note_cuda(self.group);
@@ -167,7 +167,7 @@ impl Recorder {
     }
 
     /// Notes a call on the host that begins at once, as collective `sequence`; returns its number. `inside`: as in `schedule`.
-    pub fn begin(&self, call: &Call, timeout: Duration, sequence: u64, inside: bool) -> u64 {
+    pub fn begin(&self, call: &Spec, timeout: Duration, sequence: u64, inside: bool) -> u64 {
         let (number, entry) = (self.journal.ring.take(1), self.entry(call, timeout));
         self.journal.ring.put(Entry { number, sequence, started: entry.created, state: State::Started, inside, ..entry });
         self.count(number);

@@ -20,10 +20,10 @@ fn control(name: &str) -> Arc<ControlBlock> {
     Arc::new(ControlBlock::new(segment, Rank(1), name.into(), members, 1))
 }
 
-fn call(op: Op, bytes: usize) -> Call {
+fn call(op: Op, bytes: usize) -> Call<'static> {
     let span = vec![Span { addr: 0, bytes }];
     let (dtype, reduce_op, root) = (DType::F32, ReduceOp::Max, Rank(2));
-    Call { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone(), outputs: span, call_site: None }
+    Call::inner(Spec { op, dtype, reduce_op, root, factor: 1.0, inputs: span.clone().into(), outputs: span.into(), call_site: None })
 }
 
 fn rendered(journal: &Journal) -> Value {

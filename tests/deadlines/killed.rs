@@ -4,7 +4,7 @@
 
 use crate::alone;
 use crate::process::{process, role};
-use crate::threads::{call, span};
+use crate::threads::{call, run, span};
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ struct Role {
 
 fn all_reduce(group: &Group, data: &mut [f32]) -> Result<()> {
     let tensor = vec![span(data)];
-    group.run(vec![call(Op::AllReduce, DType::F32, tensor.clone(), tensor)], None)
+    run(group, call(Op::AllReduce, DType::F32, tensor.clone(), tensor), None)
 }
 
 /// What a child does: join, then all-reduce until something fails; each step is announced on stdout.

@@ -1,7 +1,7 @@
 //! Collectives on all ranks of a group at once: what each gives, and what it must get.
 #![allow(dead_code, reason = "each program uses its part")]
 
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::rank::Rank;
@@ -60,10 +60,10 @@ impl Tensors {
         data.iter().map(|d| Span { addr: d.as_ptr() as usize + self.shift, bytes: d.len() - self.shift }).collect()
     }
 
-    pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Call {
+    pub(crate) fn call(&self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32) -> Spec<'static> {
         let inputs = self.spans(&self.inputs);
         let outputs = if self.in_place { inputs.clone() } else { self.spans(&self.outputs) };
-        Call { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs, outputs, call_site: None }
+        Spec { op, dtype, reduce_op, root: Rank(root), factor: factor(0), inputs: inputs.into(), outputs: outputs.into(), call_site: None }
     }
 
     pub(crate) fn input(&self, i: usize) -> &[u8] {

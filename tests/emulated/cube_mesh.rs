@@ -4,7 +4,7 @@
 use crate::calls::{Case, Random, Tensors, case};
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Call, Op};
+use symm::coll::call::{Op, Spec};
 use symm::dtype::{DType, ReduceOp};
 use symm::kernels::cpu::{self, Source, Store};
 use symm::rank::Rank;
@@ -108,7 +108,7 @@ impl Step {
         tensors
     }
 
-    fn call(&self, tensors: &Tensors) -> Call {
+    fn call(&self, tensors: &Tensors) -> Spec<'static> {
         tensors.call(self.case.op, self.case.dtype, self.case.reduce_op, self.case.root as u32)
     }
 

@@ -4,7 +4,7 @@ use crate::heap::Heap;
 use crate::program::Program;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Span};
+use symm::coll::call::{Span, Spec};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Symmetric};
 use symm::coll::cuda::plan::{self, Conditions, Plan, Tuning};
@@ -136,7 +136,7 @@ impl Host {
         self.reachable = self.heaps.iter().enumerate().map(within).collect();
     }
 
-    pub(crate) fn is_zero_copy(&self, me: usize, call: &Call) -> bool {
+    pub(crate) fn is_zero_copy(&self, me: usize, call: &Spec<'_>) -> bool {
         !self.heaps.is_empty() && plan::worth_zero_copy(call, me, self.n, &self.tuning)
     }
 
@@ -172,7 +172,7 @@ impl Host {
     }
 
     /// For launch `number`; of sends and receives, which may always find offers, there is no `call`.
-    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Call>) -> LaunchContext<'_> {
+    pub(crate) fn context(&self, me: usize, number: u64, call: Option<&Spec<'_>>) -> LaunchContext<'_> {
         let symmetric = self.reachable.get(me).filter(|_| call.is_none_or(|call| self.is_zero_copy(me, call))).map(|reachable| {
             let mut heap = [0; MAX_RANKS];
             heap.iter_mut().zip(&self.heaps).for_each(|(begins, heap)| *begins = heap.seen_by(me) as u64);
@@ -189,7 +189,7 @@ impl Host {
         }
     }
 
-    pub(crate) fn plan(&self, me: usize, call: &Call) -> Plan {
+    pub(crate) fn plan(&self, me: usize, call: &Spec<'_>) -> Plan {
         let (layout, tuning, zero_copy) = (&self.layout, &self.tuning, self.is_zero_copy(me, call));
         plan::choose(call, &Conditions { me, n: self.n, layout, tuning, cube_mesh: self.mesh.is_some(), zero_copy })
     }

@@ -1,7 +1,7 @@
 //! Rows that are summed, added to a residual and normed by kernels which run as threads of the host: the bits are those of the CPU's.
 
 use crate::host::Host;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::coll::cuda::norm;
 use symm::coll::cuda::plan::{Plan, Tuning};
 use symm::coll::norm::{Norm, Normed};
@@ -46,7 +46,7 @@ impl Tensors {
         Self { inputs, outputs: lengths[..outputs].iter().map(|bytes| vec![0xEE; shift + bytes]).collect(), shift }
     }
 
-    fn call(&self, norm: &Norm) -> Call {
+    fn call(&self, norm: &Norm) -> Spec<'static> {
         let spans = |data: &[Vec<u8>], numbers: usize| {
             let of = |(i, data): (usize, &Vec<u8>)| {
                 // Numbers of 32 bits are aligned.
@@ -59,14 +59,14 @@ impl Tensors {
         if let Some(scales) = outputs.get_mut(2) {
             *scales = Span { addr: scales.addr.next_multiple_of(4) - 4 * usize::from(!scales.addr.is_multiple_of(4)), ..*scales };
         }
-        Call {
+        Spec {
             op: Op::AllReduceAddRmsNorm,
             dtype: norm.dtype,
             reduce_op: ReduceOp::Sum,
             root: Rank(0),
             factor: f64::from(norm.eps),
-            inputs: spans(&self.inputs, 3),
-            outputs,
+            inputs: spans(&self.inputs, 3).into(),
+            outputs: outputs.into(),
             call_site: None,
         }
     }

@@ -5,7 +5,7 @@ use crate::calls::{Case, Random, Tensors, factor};
 use crate::heap::Heap;
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::coll::cuda::launch::Launch;
 use symm::coll::cuda::plan::{self, Plan, Tuning};
 use symm::dtype::{DType, ReduceOp};
@@ -104,7 +104,7 @@ struct Request {
 
 /// What a rank does in one step of a random program.
 enum Act {
-    Collective(Call),
+    Collective(Spec<'static>),
     /// `apart`: the sends in one launch, the receives in another beside it.
     Transfers {
         sends: Vec<(usize, Span)>,
@@ -180,14 +180,14 @@ impl Scene {
         for (me, (inputs, outputs)) in given.into_iter().zip(got).enumerate() {
             let expected = case.expected(me, &all);
             let spans = |list: &[Guarded]| list.iter().map(Guarded::span).collect::<Vec<_>>();
-            let mut call = Call {
+            let mut call = Spec {
                 op,
                 dtype,
                 reduce_op,
                 root: Rank(root as u32),
                 factor: factor(me),
-                inputs: spans(&inputs),
-                outputs: spans(&outputs),
+                inputs: spans(&inputs).into(),
+                outputs: spans(&outputs).into(),
                 call_site: None,
             };
             let replaces = match op {
@@ -198,7 +198,7 @@ impl Scene {
             };
             let replaces = replaces.filter(|_| in_place && !call.inputs.is_empty() && !call.outputs.is_empty());
             if let Some((input, output)) = replaces {
-                call.outputs[output] = call.inputs[input];
+                call.outputs.to_mut()[output] = call.inputs[input];
             }
             acts.push(Act::Collective(call));
             for (i, input) in inputs.into_iter().enumerate() {

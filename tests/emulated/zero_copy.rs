@@ -3,10 +3,9 @@
 
 use crate::host::Host;
 use std::time::Duration;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::coll::cuda::plan::{self, Tuning};
 use symm::dtype::{DType, ReduceOp};
-use symm::rank::Rank;
 
 const RANKS: usize = 3;
 const LONG: usize = 2 << 20;
@@ -16,7 +15,7 @@ const SHORT: usize = 64;
 type Lengths = [[usize; RANKS]; RANKS];
 
 /// Rank `me`'s part, and what each of its outputs must hold: address, bytes, value.
-fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Call, Vec<(usize, usize, u8)>) {
+fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Spec<'static>, Vec<(usize, usize, u8)>) {
     let heap = &host.heaps[me];
     let span = |bytes: usize, fill: u8| {
         let at = heap.take(bytes);
@@ -28,8 +27,7 @@ fn all_to_all(host: &Host, me: usize, lengths: &Lengths) -> (Call, Vec<(usize, u
     let inputs: Vec<Span> = (0..RANKS).map(|to| span(lengths[me][to], value(me, to))).collect();
     let outputs: Vec<Span> = (0..RANKS).map(|from| span(lengths[from][me], 0)).collect();
     let expected = outputs.iter().enumerate().map(|(from, output)| (output.addr, output.bytes, value(from, me))).collect();
-    let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(0));
-    (Call { op: Op::AllToAll, dtype, reduce_op, root, factor: 1.0, inputs, outputs, call_site: None }, expected)
+    (Spec { op: Op::AllToAll, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) }, expected)
 }
 
 /// A group as on GPUs, but for lanes and threads: shorter messages travel with flags in the data and take no part in the handshake.

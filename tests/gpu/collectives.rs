@@ -4,7 +4,7 @@
 use crate::calls::{Case, Tensors, case};
 use crate::on_a_gpu;
 use std::collections::HashMap;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
 use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Program, Symmetric};
 use symm::coll::cuda::plan::{self, Conditions, Tuning};
@@ -94,17 +94,17 @@ impl<'a> Group<'a> {
     }
 
     /// `call` with its tensors moved to the GPU: inputs, then outputs, each as far from a 16-byte boundary as it was.
-    fn moved(&self, me: usize, call: &Call) -> Call {
+    fn moved(&self, me: usize, call: &Spec<'_>) -> Spec<'static> {
         let mut next = self.ranks[me].arena.address() as usize;
         let mut place = |span: &Span| {
             let at = next + span.addr % 16;
             next = (at + span.bytes).next_multiple_of(512);
             Span { addr: at, bytes: span.bytes }
         };
-        Call {
+        Spec {
             inputs: call.inputs.iter().map(&mut place).collect(),
             outputs: call.outputs.iter().map(&mut place).collect(),
-            ..call.clone()
+            ..call.clone().into_owned()
         }
     }
 
@@ -126,9 +126,9 @@ impl<'a> Group<'a> {
         let copy = |group: &Self, me: usize, to: &Span, from: &Span| {
             group.ranks[me].stream.stream().copy(to.addr as u64, from.addr as u64, to.bytes).unwrap();
         };
-        let device: Vec<Call> = (0..self.n).map(|me| self.moved(me, &call(me))).collect();
+        let device: Vec<Spec> = (0..self.n).map(|me| self.moved(me, &call(me))).collect();
         for (me, device) in device.iter().enumerate() {
-            call(me).inputs.iter().zip(&device.inputs).for_each(|(from, to)| copy(self, me, to, from));
+            call(me).inputs.iter().zip(&*device.inputs).for_each(|(from, to)| copy(self, me, to, from));
             self.ranks[me].stream.stream().synchronize().unwrap();
         }
         let layout = self.layout;
@@ -161,7 +161,7 @@ impl<'a> Group<'a> {
         }
         for (me, device) in device.iter().enumerate() {
             self.ranks[me].stream.stream().synchronize().unwrap();
-            call(me).outputs.iter().zip(&device.outputs).for_each(|(to, from)| copy(self, me, to, from));
+            call(me).outputs.iter().zip(&*device.outputs).for_each(|(to, from)| copy(self, me, to, from));
             self.ranks[me].stream.stream().synchronize().unwrap();
             let report: Vec<u32> = self.ranks[me].report.get().iter().map(|w| w.load(std::sync::atomic::Ordering::Relaxed)).collect();
             assert!(report[..DIRECT_WORD].iter().all(|&word| word == 0), "rank {me} of {} gave up in {name}: {report:?}", self.n);

@@ -5,12 +5,12 @@
 
 use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Call, Op, Span, Spec};
 use symm::coll::plan::Thresholds;
 use symm::completion::Completion;
 use symm::control::{ControlBlock, Identity};
-use symm::dtype::{DType, ReduceOp};
-use symm::error::Kind;
+use symm::dtype::DType;
+use symm::error::{Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
@@ -60,8 +60,11 @@ fn spans(data: &mut [Vec<u32>]) -> Vec<Span> {
     data.iter_mut().map(|data| span(data)).collect()
 }
 
-fn call(op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(root), factor: 1.0, call_site: None, inputs, outputs }
+fn run(group: &Group, op: Op, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) -> Result<()> {
+    let (inputs, outputs, (me, n)) = (inputs.into(), outputs.into(), group.place());
+    let spec = Spec { op, dtype: DType::I32, root: Rank(root), inputs, outputs, ..Spec::barrier(None) };
+    // SAFETY: each rank's tensors are its own, and live until the call is over.
+    group.run(&[unsafe { Call::new(spec, me, n) }?], None)
 }
 
 fn collectives(group: &Group, rank: u32) {
@@ -84,7 +87,7 @@ fn collectives(group: &Group, rank: u32) {
             };
             let mut given = vec![vec![rank + 1; count]; inputs];
             let mut got = vec![vec![0; count]; outputs];
-            group.run(vec![call(op, root, spans(&mut given), spans(&mut got))], None).expect("a collective");
+            run(group, op, root, spans(&mut given), spans(&mut got)).expect("a collective");
             for (from, got) in got.iter().enumerate() {
                 let expected = match op {
                     Op::Barrier => continue,
@@ -116,7 +119,7 @@ fn messages(group: &Group, rank: u32) {
 /// The others wait for rank 0, which does not come: it leaves, or another thread of rank 1 aborts the group.
 fn endings(aborts: bool) {
     with_ranks(|group, rank| {
-        let barrier = || group.run(vec![call(Op::Barrier, 0, vec![], vec![])], None);
+        let barrier = || group.run(&[Call::barrier(None)], None);
         barrier().expect("all are here");
         if rank == 0 && !aborts {
             group.shutdown();

@@ -4,9 +4,9 @@
 //! Reductions are compared bit by bit with one call of the kernel over all ranks' inputs, which `kernels::cpu` checks against an f64
 //! reference: so every algorithm, size and place of tensors gives the same bits on every rank.
 
-use crate::threads::{call, input, reduced, span, with_ranks};
+use crate::threads::{call, input, reduced, run, span, with_ranks};
 use std::time::Instant;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Op, Span, Spec};
 use symm::dtype::{DType, ReduceOp};
 use symm::group::Group;
 use symm::kernels::cpu;
@@ -77,8 +77,9 @@ impl Member<'_> {
     /// Runs a call, whose tensors are the last before others take their place.
     fn run(&mut self, op: Op, dtype: DType, reduce_op: ReduceOp, root: u32, inputs: Vec<Span>, outputs: Vec<Span>) {
         let factor = f64::from(self.rank) + 0.5;
-        let call = Call { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
-        self.group.run(vec![call], None).unwrap();
+        let (inputs, outputs) = (inputs.into(), outputs.into());
+        let spec = Spec { op, dtype, reduce_op, root: Rank(root), factor, inputs, outputs, call_site: None };
+        run(self.group, spec, None).unwrap();
         (self.given.used, self.taken.used) = (0, 0);
     }
 
@@ -302,7 +303,7 @@ fn many_small_calls_of_mixed_kinds_keep_their_order() {
             let bytes = [4, 64, 12_000, 100][i as usize % 4];
             let mut data = vec![i.wrapping_mul(rank + 1); bytes / 4];
             let span = vec![span(&mut data)];
-            group.run(vec![call(Op::AllReduce, DType::I32, span.clone(), span)], None).expect("all_reduce");
+            run(group, call(Op::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
             assert!(data.iter().all(|&value| value == i.wrapping_mul(10)), "call {i}");
         }
     });
@@ -315,7 +316,7 @@ fn more_ranks_than_cores_do_not_collapse() {
         for _ in 0..50 {
             let mut data = vec![1i32; 5000];
             let span = vec![span(&mut data)];
-            group.run(vec![call(Op::AllReduce, DType::I32, span.clone(), span)], None).expect("all_reduce");
+            run(group, call(Op::AllReduce, DType::I32, span.clone(), span), None).expect("all_reduce");
             assert!(data.iter().all(|&value| value == 16));
         }
     });

@@ -1,6 +1,6 @@
 //! What a buggy rank may leave in the shared memory: whoever reads it raises, or computes nonsense, and touches only its own tensors.
 
-use crate::threads::{call, span};
+use crate::threads::{call, run, span};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -339,12 +339,10 @@ fn calls(group: &Group, me: usize, room: &mut [i32]) -> Result<()> {
     let part = |index: usize, count: usize| Span { addr: room.as_ptr() as usize + 4 * 1024 * index, bytes: 4 * count };
     assert!(words >= 8 * 1024);
     for count in [1, 300, 1000] {
-        group.run(vec![call(Op::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)])], None)?;
-        group.run(
-            vec![call(Op::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], vec![part(2 + me, if me == 0 { count } else { 1 }); 2])],
-            None,
-        )?;
-        group.run(vec![call(Op::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)])], None)?;
+        run(group, call(Op::AllReduce, DType::I32, vec![part(0, count)], vec![part(0, count)]), None)?;
+        let outputs = vec![part(2 + me, if me == 0 { count } else { 1 }); 2];
+        run(group, call(Op::AllToAll, DType::I32, vec![part(0, count), part(1, 1)], outputs), None)?;
+        run(group, call(Op::AllGather, DType::I32, vec![part(0, count)], vec![part(4, count), part(5, count)]), None)?;
         let (done, outcome) = received();
         let peer = 1 - me as u32;
         let ticket = if me == 0 {
@@ -388,7 +386,7 @@ fn stages_without_end_end_at_the_deadline_or_with_the_group() {
         let parts: Vec<Span> = room.chunks_mut(4096).map(span).collect();
         let (inputs, outputs) = (parts[..2].to_vec(), parts[2..].to_vec());
         let error = thread::scope(|scope| {
-            let running = scope.spawn(|| victim.run(vec![call(Op::AllToAll, DType::I32, inputs, outputs)], None));
+            let running = scope.spawn(|| run(&victim, call(Op::AllToAll, DType::I32, inputs, outputs), None));
             forge_an_all_to_all(&forger, 4096, 1 << 60);
             if aborted {
                 // SAFETY: atomics; the first word of a member is its stage.

@@ -5,6 +5,7 @@
 mod process;
 mod threads;
 
+mod allocations;
 mod collectives;
 mod hostile_memory;
 mod memory_limit;

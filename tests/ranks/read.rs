@@ -5,12 +5,12 @@ use crate::process::alone;
 use crate::threads::{input, span};
 use std::sync::Arc;
 use std::time::Duration;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Call, Op, Span, Spec};
 use symm::coll::cpu::Runner;
 use symm::coll::plan::Thresholds;
 use symm::control::patience::{PATIENCE, now};
 use symm::control::{ControlBlock, Identity};
-use symm::dtype::{DType, ReduceOp};
+use symm::dtype::DType;
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
 use symm::rank::Rank;
@@ -65,9 +65,8 @@ fn exchange(runner: &mut Runner, op: Op, me: u32, n: u32, least: usize) -> (&'st
     };
     let mut outputs: Vec<Vec<u8>> = senders.iter().map(|&from| vec![0xee; length(from, me)]).collect();
     let spans = outputs.iter_mut().map(|output| span(output)).collect();
-    let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(ROOT));
-    let call = Call { op, dtype, reduce_op, root, factor: 1.0, inputs: pieces, outputs: spans, call_site: None };
-    call.validate(Rank(me), n as usize).unwrap();
+    let spec = Spec { op, root: Rank(ROOT), inputs: pieces.into(), outputs: spans, ..Spec::barrier(None) };
+    let call = unsafe { Call::new(spec, Rank(me), n as usize) }.unwrap();
     runner.run(&call, &Limit::from_first_wait(Duration::from_secs(60))).unwrap();
     (runner.served(), senders.iter().zip(&outputs).all(|(&from, output)| *output == data(from, me)))
 }

@@ -1,6 +1,6 @@
 //! Random splits of all_to_all, all_gather and reduce_scatter, with nothing and a lot beside each other, against what a loop would do.
 
-use crate::threads::{call, span, with_ranks};
+use crate::threads::{self, call, span, with_ranks};
 use proptest::prelude::*;
 use symm::coll::call::{Op, Span};
 use symm::dtype::DType;
@@ -58,7 +58,7 @@ impl Outputs {
 
 fn run(group: &Group, op: Op, inputs: &[Vec<i32>], outputs: &mut Outputs) -> Result<(), Error> {
     let inputs = inputs.iter().map(|data| Span { addr: data.as_ptr() as usize, bytes: 4 * data.len() }).collect();
-    group.run(vec![call(op, DType::I32, inputs, outputs.spans())], None)
+    threads::run(group, call(op, DType::I32, inputs, outputs.spans()), None)
 }
 
 fn all_to_all(group: &Group, me: usize, counts: &Counts) {

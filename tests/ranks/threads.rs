@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each program uses its part")]
 
 use std::time::Duration;
-use symm::coll::call::{Call, Op, Span};
+use symm::coll::call::{Call, Op, Span, Spec};
 use symm::control::Identity;
 use symm::dtype::{DType, ReduceOp};
 use symm::error::Result;
@@ -36,12 +36,19 @@ pub(crate) fn span<T>(data: &mut [T]) -> Span {
 }
 
 /// A call of root 0.
-pub(crate) fn call(op: Op, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-    Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+pub(crate) fn call(op: Op, dtype: DType, inputs: Vec<Span>, outputs: Vec<Span>) -> Spec<'static> {
+    Spec { op, dtype, inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) }
+}
+
+/// Runs one call of `group`.
+pub(crate) fn run(group: &Group, spec: Spec<'_>, timeout: Option<Duration>) -> Result<()> {
+    let (me, n) = group.place();
+    // SAFETY: tests keep what they name in `spec` until the call is over, each rank its own.
+    group.run(&[unsafe { Call::new(spec, me, n) }?], timeout)
 }
 
 pub(crate) fn barrier(group: &Group, timeout: Option<Duration>) -> Result<()> {
-    group.run(vec![call(Op::Barrier, DType::U8, vec![], vec![])], timeout)
+    group.run(&[Call::barrier(None)], timeout)
 }
 
 /// The input that rank `from` gives to rank `to` (`to` 0 where all get the same): any bits, but only 0 and 1 for bool.

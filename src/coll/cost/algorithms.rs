@@ -1,12 +1,11 @@
 //! Names of the algorithms that serve a group's collectives. Pure.
 
 use super::hardware::Device;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::cuda;
 use crate::coll::cuda::workspace::layout::Layout;
 use crate::coll::plan::{self, Thresholds};
-use crate::dtype::{DType, ReduceOp};
-use crate::rank::Rank;
+use crate::dtype::DType;
 use crate::topo::cost::Link;
 
 /// Conditions of the choice besides the call.
@@ -45,9 +44,7 @@ impl Algorithms {
             Self::Cpu(thresholds) => plan::choose(op, longest, ranks, thresholds, false).name(),
             Self::Cuda(layout, tuning) => {
                 let spans = vec![Span { addr: 0, bytes: longest }; ranks];
-                let (inputs, outputs) = (spans.clone(), spans);
-                let call =
-                    Call { op, dtype: DType::F32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
+                let call = Spec { op, dtype: DType::F32, inputs: (&spans).into(), outputs: (&spans).into(), ..Spec::barrier(None) };
                 let conditions = cuda::plan::Conditions { me: 0, n: ranks, layout, tuning, cube_mesh: false, zero_copy: false };
                 cuda::plan::choose(&call, &conditions).name()
             }

@@ -5,7 +5,7 @@
 
 use super::Step;
 use super::helpers::{reduce_chunk, shares_cores};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::coll::plan::Plan;
 use crate::error::{Error, Result};
@@ -40,7 +40,7 @@ const UNREAD: usize = 6;
 const SENT: usize = 8;
 
 /// Whether what this rank sends has room beside its flag; `plan` is that of the lengths it knows.
-pub(super) fn fits_post(call: &Call, plan: Plan) -> bool {
+pub(super) fn fits_post(call: &Spec, plan: Plan) -> bool {
     // Of an all-to-all each rank decides for itself.
     if call.op == Op::AllToAll { call.inputs.iter().map(|span| span.bytes).sum::<usize>() <= INLINE_BYTES } else { plan == Plan::Inline }
 }

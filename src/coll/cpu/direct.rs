@@ -8,7 +8,7 @@ use super::Step;
 use super::exchange::{Stages, chunk_of};
 use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Clock, Parts};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{Source, Store};
@@ -22,7 +22,7 @@ const LOOK_BYTES: usize = 4 << 20;
 const PART_BYTES: usize = 512 << 10;
 
 /// Whether `call` of rank `me` writes to none of its inputs that a peer may read.
-pub(super) fn keeps_inputs(call: &Call, me: Rank) -> bool {
+pub(super) fn keeps_inputs(call: &Spec, me: Rank) -> bool {
     let own = if call.inputs.len() > 1 { call.inputs.get(me.index()) } else { call.inputs.first() };
     let apart = |output: &Span, input: &Span| output.addr + output.bytes <= input.addr || input.addr + input.bytes <= output.addr;
     call.outputs.iter().all(|output| Some(output) == own || call.inputs.iter().all(|input| apart(output, input)))
@@ -30,7 +30,7 @@ pub(super) fn keeps_inputs(call: &Call, me: Rank) -> bool {
 
 /// What peers of rank `me` would read of `call`: all inputs, if they are one piece of memory that the call does not write to while they may
 /// read it.
-pub(super) fn readable(call: &Call, me: Rank) -> Option<Span> {
+pub(super) fn readable(call: &Spec, me: Rank) -> Option<Span> {
     let input = Span::joined(&call.inputs)?;
     let suits = match call.op {
         // The part of each rank is reduced where it lies.
@@ -158,7 +158,7 @@ impl Step<'_> {
 /// Parts that one rank has of an all-reduce in place.
 struct InPlace<'a> {
     control: &'a ControlBlock,
-    call: &'a Call,
+    call: &'a Spec<'a>,
     helpers: &'a Helpers,
     bytes: usize,
     chunk: usize,

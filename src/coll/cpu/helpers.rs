@@ -8,7 +8,7 @@
 //! Helpers are the process's. They look for work a moment longer than it lasts, then sleep, and end after a second.
 #![allow(unsafe_code, reason = "copies between the group's memory and the bytes of tensors, and a job that lives on its owner's stack")]
 
-use crate::coll::call::Call;
+use crate::coll::call::Spec;
 use crate::config::Config;
 use crate::control::patience::{PATIENCE, Patience, now};
 use crate::kernels::cpu::{self, Source, Store};
@@ -189,7 +189,7 @@ impl Helpers {
     ///
     /// # Safety
     /// As [`cpu::reduce`]; `twin` is valid for writes of as many bytes and overlaps nothing else.
-    pub(super) unsafe fn reduce(&self, call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, twin: Option<*mut u8>, store: Store) {
+    pub(super) unsafe fn reduce(&self, call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, twin: Option<*mut u8>, store: Store) {
         let all = Shared { dst, sources, twin };
         self.share(bytes, &|start, bytes| {
             let all = &all;
@@ -206,7 +206,7 @@ impl Helpers {
 }
 
 /// `Step::reduce` for a pipeline, which holds the step itself.
-pub(super) fn reduce_chunk(call: &Call, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
+pub(super) fn reduce_chunk(call: &Spec, dst: *mut u8, sources: &[Source], bytes: usize, store: Store) {
     // SAFETY: every caller passes pieces of at least `bytes` bytes: spans that the user vouches for, posts and slots of the segment whose
     // bounds `Segment::ptr` checked, and synchronises with their writers before.
     unsafe { cpu::reduce(call.reduce_op, call.dtype, dst, sources, bytes / call.dtype.size(), store) }

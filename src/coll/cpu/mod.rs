@@ -14,7 +14,7 @@ pub mod pipeline;
 mod reduce_scatter;
 mod remote;
 
-use crate::coll::call::{Call, Op};
+use crate::coll::call::{Call, Op, Spec};
 use crate::coll::norm::Norm;
 use crate::coll::plan::{self, Plan, Thresholds};
 use crate::control::ControlBlock;
@@ -46,7 +46,7 @@ pub struct Runner {
 /// Collective that is under way.
 struct Step<'a> {
     control: &'a ControlBlock,
-    call: &'a Call,
+    call: &'a Spec<'a>,
     limit: &'a Limit,
     /// This rank may read its peers' memory.
     reads: &'a mut bool,
@@ -57,7 +57,7 @@ struct Step<'a> {
 }
 
 /// The plan of `call` among `n` ranks.
-fn choose(call: &Call, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
+fn choose(call: &Spec, longest: usize, n: usize, thresholds: &Thresholds, shared_cores: bool) -> Plan {
     match Norm::of(call) {
         Some(norm) => plan::choose_rows(&norm, n, shared_cores),
         None => plan::choose(call.op, longest, n, thresholds, shared_cores),
@@ -90,9 +90,9 @@ impl Runner {
         self.served
     }
 
-    /// Posts `call`, which [`Call::validate`] has passed, if all that this rank sends has room beside the flag: the next that `run` gets must
+    /// Posts `call` if all that this rank sends has room beside the flag: the next that `run` gets must
     /// be this call. `begins` gets its number before peers see it.
-    pub fn post(&mut self, call: &Call, begins: &dyn Fn(u64)) -> bool {
+    pub fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds, false));
         if !inline || self.control.size() == 1 || self.control.failure().is_some() {
             return false;
@@ -106,9 +106,9 @@ impl Runner {
         true
     }
 
-    /// Runs `call`, which [`Call::validate`] has passed, or what is left of it once it was posted; returns when its outputs are complete and
+    /// Runs `call`, or what is left of it once it was posted; returns when its outputs are complete and
     /// its inputs may change.
-    pub fn run(&mut self, call: &Call, limit: &Limit) -> Result<()> {
+    pub fn run(&mut self, call: &Call<'_>, limit: &Limit) -> Result<()> {
         self.served = "";
         let posted = std::mem::take(&mut self.posted);
         if !posted {
@@ -208,9 +208,8 @@ mod tests {
     use super::*;
     use crate::coll::call::Span;
     use crate::control::tests::controls;
-    use crate::dtype::{DType, ReduceOp};
+    use crate::dtype::DType;
     use crate::error::Error;
-    use crate::rank::Rank;
 
     fn runners(n: u32) -> Vec<Runner> {
         controls(n).into_iter().map(|control| Runner::new(Arc::new(control), Thresholds::default(), Arc::default())).collect()
@@ -220,8 +219,9 @@ mod tests {
         all.iter_mut().map(|one| Span { addr: one.as_mut_ptr() as usize, bytes: size_of_val(&**one) }).collect()
     }
 
-    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call {
-        Call { op, dtype: DType::I32, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+    fn call(op: Op, inputs: Vec<Span>, outputs: Vec<Span>) -> Call<'static> {
+        let (inputs, outputs) = (inputs.into(), outputs.into());
+        Call::inner(Spec { op, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) })
     }
 
     fn soon() -> Limit {

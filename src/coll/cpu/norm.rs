@@ -5,7 +5,7 @@
 use super::Step;
 use super::exchange::{Stages, chunk_of};
 use super::pipeline::{self, Chunks, Phases};
-use crate::coll::call::{Call, Span};
+use crate::coll::call::{Span, Spec};
 use crate::coll::norm::{Norm, Normed};
 use crate::coll::plan::{self, Plan};
 use crate::control::ControlBlock;
@@ -14,14 +14,14 @@ use crate::kernels::cpu::{self, Rows, Store};
 use crate::rank::Rank;
 
 /// Norms what a single rank gives.
-pub(crate) fn norm_alone(call: &Call) {
+pub(crate) fn norm_alone(call: &Spec) {
     if let Some(norm) = Norm::of(call) {
         norm_rows(call, &norm, 0, norm.rows, &[call.inputs[0].ptr()]);
     }
 }
 
 /// Norms `count` rows from `first` on, of which `sources` has the first of each rank.
-fn norm_rows(call: &Call, norm: &Norm, first: usize, count: usize, sources: &[*const u8]) {
+fn norm_rows(call: &Spec, norm: &Norm, first: usize, count: usize, sources: &[*const u8]) {
     let at = first * norm.row_bytes();
     let memory = Rows {
         sources,
@@ -61,7 +61,7 @@ impl Step<'_> {
 /// Rows of one rank in chunks of `rows`.
 struct Normalised<'a> {
     control: &'a ControlBlock,
-    call: &'a Call,
+    call: &'a Spec<'a>,
     norm: &'a Norm,
     phases: Phases,
     rows: usize,

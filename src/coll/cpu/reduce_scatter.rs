@@ -5,7 +5,7 @@ use super::Step;
 use super::exchange::{Stages, chunk_of};
 use super::helpers::{Copied, Helpers};
 use super::pipeline::{self, Chunks, Phases};
-use crate::coll::call::{Call, Span};
+use crate::coll::call::{Span, Spec};
 use crate::coll::plan::Plan;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
@@ -53,7 +53,7 @@ impl Step<'_> {
 }
 
 struct Scatter<'a> {
-    call: &'a Call,
+    call: &'a Spec<'a>,
     helpers: Helpers,
     output: Span,
     factors: Vec<f64>,

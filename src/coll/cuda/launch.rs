@@ -7,7 +7,7 @@ use super::arguments::{
 use super::norm;
 use super::plan::{Plan, short_bytes};
 use super::workspace::layout::{LL_UNITS, Layout, MAX_RANKS, Stage, UNIT};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::norm::Norm;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Grid;
@@ -245,7 +245,7 @@ impl LaunchContext<'_> {
     }
 
     /// Messages that `call` sends to each rank.
-    fn outgoing(&self, call: &Call) -> Outgoing {
+    fn outgoing(&self, call: &Spec) -> Outgoing {
         let root = call.root.index();
         let mut out = Outgoing::default();
         let mut put = |r: usize, span: Span| (out.from[r], out.bytes[r]) = (span.addr as u64, span.bytes as u64);
@@ -265,7 +265,7 @@ impl LaunchContext<'_> {
     }
 
     /// Destinations and lengths of the messages that each rank sends.
-    fn incoming(&self, call: &Call) -> (PerRank, PerRank) {
+    fn incoming(&self, call: &Spec) -> (PerRank, PerRank) {
         let (mut to, mut bytes) = ([0; MAX_RANKS], [0; MAX_RANKS]);
         let mut put = |r: usize, span: Span| (to[r], bytes[r]) = (span.addr as u64, span.bytes as u64);
         match call.op {
@@ -277,7 +277,7 @@ impl LaunchContext<'_> {
     }
 
     /// The kernel for `call` under `plan`; `None`: nothing is to be done.
-    pub fn prepare(&self, call: &Call, plan: Plan) -> Option<Launch> {
+    pub fn prepare(&self, call: &Spec, plan: Plan) -> Option<Launch> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
@@ -368,7 +368,7 @@ impl LaunchContext<'_> {
     }
 
     /// The kernel `program` that norms the rows of `call`, which come `from` this rank's input or their sum.
-    fn norm(&self, call: &Call, program: Program, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
+    fn norm(&self, call: &Spec, program: Program, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
         let args = arguments::Norm {

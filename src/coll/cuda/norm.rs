@@ -2,7 +2,7 @@
 
 use super::tuning::Tuning;
 use super::workspace::layout::{Layout, UNIT};
-use crate::coll::call::{Call, Op};
+use crate::coll::call::{Op, Spec};
 use crate::coll::norm::{GROUP, Norm, Normed};
 
 /// Threads of a block that norms rows, at most; `THREADS` in `device.cuh`.
@@ -37,10 +37,10 @@ pub(super) fn rows_blocks(rows: usize) -> u32 {
 }
 
 /// The all-reduce of `call` before its rows are normed: to where the normed rows go, or where those are shorter the sums.
-pub fn reduction(call: &Call) -> Call {
+pub fn reduction<'a>(call: &Spec<'a>) -> Spec<'a> {
     let same = Norm::of(call).is_none_or(|norm| norm.normed == Normed::Same);
     let to = call.outputs[usize::from(!same)];
-    Call { op: Op::AllReduce, factor: 1.0, inputs: vec![call.inputs[0]], outputs: vec![to], ..call.clone() }
+    Spec { op: Op::AllReduce, factor: 1.0, inputs: vec![call.inputs[0]].into(), outputs: vec![to].into(), ..call.clone() }
 }
 
 /// Threads of each of `cluster` blocks that share a row of `norm`: one for each group, up to as many as there are lanes to add up.
@@ -86,7 +86,7 @@ mod tests {
         }
         let (layout, tuning) = (Layout::new(2, 512 << 20).expect("fits"), Tuning::of(2));
         let conditions = Conditions { me: 0, n: 2, layout: &layout, tuning: &tuning, cube_mesh: false, zero_copy: false };
-        let plan = |call: &Call| choose(call, &conditions);
+        let plan = |call: &Spec| choose(call, &conditions);
         let one_shot = |blocks, cluster| Plan::NormOneShot { blocks, cluster };
         assert_eq!(plan(&call(DType::BF16, 1, 8192, 0.0, Normed::Same)), one_shot(8, 8));
         assert_eq!(plan(&call(DType::BF16, 1, 5120, 0.0, Normed::Same)), one_shot(4, 4));
@@ -102,7 +102,7 @@ mod tests {
     fn sums_go_where_the_norm_takes_them_from() {
         let at = |normed| {
             let mut call = call(DType::BF16, 2, 64, 0.0, normed);
-            call.outputs.iter_mut().enumerate().for_each(|(i, span)| span.addr = i + 1);
+            call.outputs.to_mut().iter_mut().enumerate().for_each(|(i, span)| span.addr = i + 1);
             let reduction = reduction(&call);
             (reduction.outputs[0].addr, reduction.outputs[0].bytes, reduction.outputs.len())
         };

@@ -4,7 +4,7 @@
 use super::norm;
 pub use super::tuning::Tuning;
 use super::workspace::layout::{LL_UNITS, Layout, UNIT};
-use crate::coll::call::{Call, Op};
+use crate::coll::call::{Op, Spec};
 use crate::coll::norm::Norm;
 use crate::dtype::DType;
 
@@ -146,12 +146,12 @@ pub struct Conditions<'a> {
 }
 
 /// Longest message between two ranks, as far as every rank knows it. Of an all-to-all between two ranks both know what travels.
-fn longest_known(call: &Call, me: usize, n: usize) -> usize {
+fn longest_known(call: &Spec, me: usize, n: usize) -> usize {
     if call.op == Op::AllToAll && n == 2 { call.inputs[1 - me].bytes.max(call.outputs[1 - me].bytes) } else { call.longest() }
 }
 
 /// The plan for `call`.
-pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
+pub fn choose(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     let Conditions { me, n, layout, tuning, cube_mesh, zero_copy } = *conditions;
     let longest = longest_known(call, me, n);
     if longest == 0 && !matches!(call.op, Op::Barrier | Op::AllToAll) {
@@ -193,7 +193,7 @@ pub fn choose(call: &Call, conditions: &Conditions<'_>) -> Plan {
 }
 
 /// The plan for rows that are summed and normed: one kernel where they are short and few, else an all-reduce and a kernel for the rows.
-fn rows(call: &Call, conditions: &Conditions<'_>) -> Plan {
+fn rows(call: &Spec, conditions: &Conditions<'_>) -> Plan {
     let Conditions { n, layout, tuning, cube_mesh, .. } = *conditions;
     let Some(norm) = Norm::of(call).filter(|norm| norm.rows > 0) else { return Plan::Nothing };
     // Sums on a hybrid cube mesh are added up in another order, which is that of the separate steps there.
@@ -210,7 +210,7 @@ const LOADED_BYTES: usize = 256 << 20;
 
 /// Whether `call`, for rank `me` of `n`, has a length for which it is worth to look for symmetric memory. Of an all-to-all among three and
 /// more the kernel decides, each message for itself.
-pub fn worth_zero_copy(call: &Call, me: usize, n: usize, tuning: &Tuning) -> bool {
+pub fn worth_zero_copy(call: &Spec, me: usize, n: usize, tuning: &Tuning) -> bool {
     let message = match call.op {
         Op::AllToAll if n != 2 => return n > 1,
         Op::AllToAll => longest_known(call, me, n),
@@ -331,10 +331,19 @@ mod tests {
     use crate::dtype::ReduceOp;
     use crate::rank::Rank;
 
-    fn call(op: Op, dtype: DType, bytes: usize) -> Call {
+    fn call(op: Op, dtype: DType, bytes: usize) -> Spec<'static> {
         // More than an all-to-all needs will do.
         let spans = vec![Span { addr: 0, bytes }; if op == Op::AllToAll { 16 } else { 1 }];
-        Call { op, dtype, reduce_op: ReduceOp::Sum, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None }
+        Spec {
+            op,
+            dtype,
+            reduce_op: ReduceOp::Sum,
+            root: Rank(0),
+            factor: 1.0,
+            inputs: spans.clone().into(),
+            outputs: spans.into(),
+            call_site: None,
+        }
     }
 
     #[test]

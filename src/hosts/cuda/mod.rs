@@ -22,7 +22,7 @@ use super::header::Header;
 use super::shared::aside;
 use super::traffic::Path;
 use crate::boot::hosts::Layout;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::coll::norm;
 use crate::config::Config;
@@ -124,8 +124,8 @@ impl Cuda {
 
 impl HostsGroup {
     /// Enqueues `calls` in order; returns at once (the first time: after the set-up with all ranks).
-    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
-        self.check(calls)?;
+    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Option<Duration>) -> Result<()> {
+        self.check()?;
         norm::refuse_between_hosts(calls)?;
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
@@ -174,9 +174,9 @@ impl HostsGroup {
         let (n, each) = (self.layout.size(), Header::BYTES);
         let (mut own, mut all) = (header.to_bytes(None), vec![0u8; n * each]);
         let whole = all.as_mut_ptr().addr();
-        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }];
+        let inputs = vec![Span { addr: own.as_mut_ptr().addr(), bytes: each }].into();
         let outputs = (0..n).map(|rank| Span { addr: whole + rank * each, bytes: each }).collect();
-        self.engine.run(vec![Call { op: Op::AllGather, inputs, outputs, ..Call::barrier(None) }], timeout)?;
+        self.engine.run(&[Call::inner(Spec { op: Op::AllGather, inputs, outputs, ..Spec::barrier(None) })], timeout)?;
         let ranks: Vec<Rank> = (0..n as u32).map(Rank).collect();
         let agreed = Header::agree(&all, each, &ranks, &self.layout, self.inner.control().name());
         agreed.map(drop).map_err(|error| self.shared.fail(&self.inner, error))
@@ -253,7 +253,7 @@ impl HostsGroup {
         let again = state.connected;
         self.check_not_recording(target, if again { "gather, scatter or all_to_all of CUDA tensors" } else { "call on CUDA tensors" })?;
         // Whoever passes has found all ranks on all hosts, which are about to make the same.
-        self.engine.run(vec![Call::barrier(None)], timeout)?;
+        self.engine.run(&[Call::barrier(None)], timeout)?;
         self.make(cuda, state, target.device, needed, timeout)
             .map_err(|error| self.unconnected(error, &self.layout.name_others(self.layout.host(self.rank))))
     }
@@ -328,7 +328,7 @@ impl HostsGroup {
             body(device, stream)?;
             behind[place].record(stream)?;
             if let Some(begin) = begin {
-                let call = first.map(Description::of);
+                let call = first.map(|call| Description::of(call));
                 cuda.watch.add(Open { begin, end: cuda.watch.mark(stream)?, since: None, timeout, call, number, entries });
             }
             Ok(())

@@ -9,7 +9,7 @@ use super::cast::Cast;
 use super::steps::{Halves, Step, overlapped};
 use super::sum::UNIT;
 use crate::boot::hosts::Layout;
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::hosts::chosen::Chosen;
@@ -29,7 +29,7 @@ pub(super) struct Plan {
 }
 
 /// The plan of `rank` for `call`, which goes by `chosen`; its memory begins at `base`, a multiple of 16.
-pub(super) fn of(call: &Call, layout: &Layout, chosen: Chosen, rank: Rank, base: usize) -> Plan {
+pub(super) fn of(call: &Spec, layout: &Layout, chosen: Chosen, rank: Rank, base: usize) -> Plan {
     let Chosen { partials, cuda: thresholds, .. } = chosen;
     let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
     let mut planner = Planner { call, layout, thresholds, partial, rank, base, used: 0, most: 0, half: 0, steps: Vec::new() };
@@ -65,7 +65,7 @@ fn slices(bytes: usize, parts: usize) -> Vec<Range<usize>> {
 }
 
 struct Planner<'a> {
-    call: &'a Call,
+    call: &'a Spec<'a>,
     layout: &'a Layout,
     thresholds: Thresholds,
     /// Type of partial results.
@@ -193,7 +193,9 @@ impl Planner<'_> {
     fn move_inside(&mut self, op: Op, root: usize, inputs: Vec<Span>, outputs: Vec<Span>) {
         if self.locals() > 1 {
             let (dtype, reduce_op, root) = (DType::U8, ReduceOp::Sum, Rank(root as u32));
-            self.steps.push(Step::Inside(vec![Call { op, dtype, reduce_op, root, inputs, outputs, call_site: None, ..*self.call }]));
+            let (inputs, outputs, factor) = (inputs.into(), outputs.into(), self.call.factor);
+            let call = Spec { op, dtype, reduce_op, root, factor, inputs, outputs, call_site: None };
+            self.steps.push(Step::Inside(vec![Call::inner(call)]));
         } else if let ([from], [to]) = (&*inputs, &*outputs) {
             self.copy(*from, *to);
         }

@@ -10,7 +10,7 @@ use crate::coll::call::{Call, Span};
 #[derive(Clone, Debug)]
 pub(super) enum Step {
     /// Collectives of the ranks of this host.
-    Inside(Vec<Call>),
+    Inside(Vec<Call<'static>>),
     /// A transfer on this rank's rail; `beside` what follows, or before it.
     Rail { transfer: Transfer, beside: bool },
     /// The oldest transfer beside what followed has ended.

@@ -7,7 +7,7 @@ use super::plan::{self, Plan};
 use super::steps::Step;
 use super::sum::{MOST_HOSTS, Sum, SumPartials};
 use crate::boot::hosts::{Layout, Placement};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
 use crate::hosts::chosen::Chosen;
@@ -101,7 +101,7 @@ fn cast(Cast { from, to, dtype, widens }: Cast) {
 
 /// Carries out the plans of `calls`, one of each rank: in chunks as they are chosen, and in many. What goes beside the stream may go at once, or
 /// when it is waited for: both are tried.
-fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
+fn run(layout: &Layout, chosen: Chosen, calls: &[Spec<'_>]) {
     let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
     let before = outputs();
     // Inputs that a call works on in place are back afterwards.
@@ -117,7 +117,7 @@ fn run(layout: &Layout, chosen: Chosen, calls: &[Call]) {
     }
 }
 
-fn run_with(layout: &Layout, chosen: Chosen, calls: &[Call], late: bool) {
+fn run_with(layout: &Layout, chosen: Chosen, calls: &[Spec<'_>], late: bool) {
     let n = calls.len();
     let mut waiting: Vec<VecDeque<Transfer>> = vec![VecDeque::new(); n];
     let mut memory: Vec<Vec<u128>> = Vec::new();
@@ -250,7 +250,7 @@ fn collective(layout: &Layout, op: Op, dtype: DType, reduce_op: ReduceOp, root: 
 
 fn chosen_collective(layout: &Layout, chosen: Chosen, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
     let spans = |buffers: &mut [Vec<u8>]| buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect();
-    let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Call {
+    let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Spec {
         op,
         dtype,
         reduce_op,
@@ -260,7 +260,7 @@ fn chosen_collective(layout: &Layout, chosen: Chosen, op: Op, dtype: DType, redu
         outputs: spans(outputs),
         call_site: None,
     };
-    let calls: Vec<Call> = ranks.iter_mut().enumerate().map(call).collect();
+    let calls: Vec<Spec> = ranks.iter_mut().enumerate().map(call).collect();
     run(layout, chosen, &calls);
 }
 
@@ -401,8 +401,8 @@ fn memory_of_reductions_does_not_grow_with_their_length() {
                 // Nobody looks at what is there.
                 let spans = |count| (0..count).map(|at| Span { addr: (1 << 40) + at * (bytes + apart), bytes }).collect();
                 let inputs = if op == Op::AllReduce { spans(1) } else { spans(n) };
-                let (dtype, reduce_op, outputs) = (DType::BF16, ReduceOp::Sum, vec![Span { addr: 1 << 50, bytes }]);
-                let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None };
+                let (dtype, reduce_op, outputs) = (DType::BF16, ReduceOp::Sum, vec![Span { addr: 1 << 50, bytes }].into());
+                let call = Spec { op, dtype, reduce_op, inputs, outputs, ..Spec::barrier(None) };
                 let chosen = Chosen { partials, ..Chosen::USUAL };
                 (0..n).map(|rank| plan::of(&call, &layout, chosen, Rank(rank as u32), 0).memory).max().unwrap_or(0)
             };
@@ -434,9 +434,9 @@ fn movements_bring_everything_where_it_belongs() {
                 let (from, to) = (input.as_mut_ptr().addr(), output.as_mut_ptr().addr());
                 let outputs = (0..n).map(|at| Span { addr: to + at * bytes, bytes }).collect();
                 let (dtype, reduce_op, inputs) = (DType::U8, ReduceOp::Sum, vec![Span { addr: from, bytes }]);
-                Call { op: Op::AllGather, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs, outputs, call_site: None }
+                Spec { op: Op::AllGather, dtype, reduce_op, inputs: inputs.into(), outputs, ..Spec::barrier(None) }
             };
-            let calls: Vec<Call> = whole.iter_mut().map(call).collect();
+            let calls: Vec<Spec> = whole.iter_mut().map(call).collect();
             super::tests::run(&layout, Chosen::USUAL, &calls);
             let wanted: Vec<u8> = (0..n).flat_map(|from| data(from, bytes)).collect();
             assert!(whole.iter().all(|(_, output)| *output == wanted), "{}", about(Op::AllGather));

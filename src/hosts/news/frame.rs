@@ -189,7 +189,7 @@ impl Sealer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::Call;
+    use crate::coll::call::Spec;
 
     fn ends() -> (Sealer, Sealer) {
         let end = |end| Sealer::new(&[7; 16], &[1; OPENING], &[2; HELLO], end);
@@ -208,7 +208,7 @@ mod tests {
             Message::Refused(Rank(1), Place { calls: 1 << 40, times: 3 }, "no tensor".into()),
             Message::Resumed(Rank(1), 7),
             Message::Waiting(Rank(2), Report { number: 3, call: 1 << 33, on_rail: true }),
-            Message::Launched(Rank(1), (1..=HEADERS as u64).map(|number| Header::of(&Call::barrier(None), number)).collect()),
+            Message::Launched(Rank(1), (1..=HEADERS as u64).map(|number| Header::of(&Spec::barrier(None), number)).collect()),
         ];
         let frames: Vec<Vec<u8>> = messages.iter().map(|message| caller.seal(message)).collect();
         let mut input = frames.concat();

@@ -62,16 +62,16 @@ impl Launches {
 mod tests {
     use super::*;
     use crate::boot::hosts::Placement;
-    use crate::coll::call::Call;
+    use crate::coll::call::Spec;
     use crate::sys::host::Host;
 
     fn headers(numbers: std::ops::Range<u64>, bytes: impl Fn(u64) -> usize) -> Vec<Header> {
         let span = |number| crate::coll::call::Span { addr: 0, bytes: bytes(number) };
-        let call = |number| Call {
+        let call = |number| Spec {
             op: crate::coll::call::Op::AllReduce,
-            inputs: vec![span(number)],
-            outputs: vec![span(number)],
-            ..Call::barrier(None)
+            inputs: vec![span(number)].into(),
+            outputs: vec![span(number)].into(),
+            ..Spec::barrier(None)
         };
         numbers.map(|number| Header::of(&call(number), number)).collect()
     }

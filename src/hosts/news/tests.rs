@@ -7,7 +7,7 @@ use super::meeting::{Entry, Told, ready, receive, transmit};
 use super::speaker::{Descriptor, Door, Speaker, UNIDENTIFIED};
 use super::{Host, Meeting, News, Times};
 use crate::boot::hosts::{Layout, Placement};
-use crate::coll::call::{Call, Op};
+use crate::coll::call::{Op, Spec};
 use crate::error::{Error, Kind, Result};
 use crate::hosts::header::Header;
 use crate::rank::Rank;
@@ -183,14 +183,14 @@ fn calls_that_hosts_launch_are_compared_after_the_fact() {
     for hosts in [&[0, 1, 2][..], &[0, 1]] {
         let job = Job::new(hosts, Times::default());
         let _news = job.meet(job.ranks());
-        let launch = |host: usize, call: &Call, number| job.hosts[host].launched.lock().expect("no panic").push(Header::of(call, number));
+        let launch = |host: usize, call: &Spec, number| job.hosts[host].launched.lock().expect("no panic").push(Header::of(call, number));
         for number in 1..=200 {
-            (0..hosts.len()).for_each(|host| launch(host, &Call::barrier(None), number));
+            (0..hosts.len()).for_each(|host| launch(host, &Spec::barrier(None), number));
         }
         std::thread::sleep(Duration::from_millis(100));
         assert!(job.hosts.iter().all(|host| host.failure().is_none()), "{:?}", job.hosts[0].failure());
         let last = hosts.len() - 1;
-        let [usual, other] = [Op::Barrier, Op::AllToAll].map(|op| Call { op, ..Call::barrier(None) });
+        let [usual, other] = [Op::Barrier, Op::AllToAll].map(|op| Spec { op, ..Spec::barrier(None) });
         (0..=last).for_each(|host| launch(host, if host == last { &other } else { &usual }, 201));
         let (failures, took) = job.failures(None);
         for failure in failures.iter().flatten() {

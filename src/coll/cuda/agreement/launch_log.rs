@@ -2,7 +2,7 @@
 //! the others launched under the same number, and does not launch what does not fit.
 #![allow(unsafe_code, reason = "words that lie in shared or page-locked memory")]
 
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span, Spec};
 use crate::coll::cuda::workspace::layout::{Channel, MAX_RANKS};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
@@ -69,7 +69,7 @@ struct LaunchRecord {
 }
 
 impl LaunchRecord {
-    fn of(call: &Call, channel: Channel) -> Self {
+    fn of(call: &Spec, channel: Channel) -> Self {
         let description = Description::of(call);
         Self { description, fingerprint: description.fingerprint(call), channel: channel as u64 }
     }
@@ -110,7 +110,7 @@ pub fn progress(control: &ControlBlock, rank: Rank) -> String {
 
 /// Notes that this rank launches `call` as its launch `number`, and compares with those who have launched theirs. Fails the group where
 /// they differ.
-pub fn compare(control: &ControlBlock, number: u64, call: &Call, channel: Channel) -> Result<()> {
+pub fn compare(control: &ControlBlock, number: u64, call: &Spec, channel: Channel) -> Result<()> {
     let record = LaunchRecord::of(call, channel);
     note(launch_log(control, control.rank()), number, &record, call);
     let me = (call.op == Op::AllToAll).then_some(control.rank());
@@ -246,7 +246,7 @@ pub fn compare_transfer(control: &ControlBlock, transfer: Transfer) -> Result<()
     Err(control.fail(Error::mismatch(text)))
 }
 
-fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Call) {
+fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Spec) {
     let entry = &launch_log.entries[number as usize % ENTRIES];
     entry.number.store(0, Ordering::Relaxed);
     fence(Ordering::Release);
@@ -256,7 +256,7 @@ fn note(launch_log: &LaunchLog, number: u64, record: &LaunchRecord, call: &Call)
     entry.fingerprint.store(record.fingerprint, Ordering::Relaxed);
     entry.channel.store(record.channel, Ordering::Relaxed);
     if call.op == Op::AllToAll {
-        for (word, span) in entry.sends.iter().zip(&call.inputs).chain(entry.receives.iter().zip(&call.outputs)) {
+        for (word, span) in entry.sends.iter().zip(&*call.inputs).chain(entry.receives.iter().zip(&*call.outputs)) {
             word.store(span.bytes as u64, Ordering::Relaxed);
         }
     }
@@ -299,10 +299,10 @@ mod tests {
         control::tests::controls(2).try_into().expect("two")
     }
 
-    fn sum(bytes: usize) -> Call {
+    fn sum(bytes: usize) -> Spec<'static> {
         let spans = vec![Span { addr: 0, bytes }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None }
+        Spec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None }
     }
 
     #[test]
@@ -317,8 +317,8 @@ mod tests {
 
     #[test]
     fn ranks_that_call_from_different_lines_hear_of_it_if_they_ask() {
-        let at = |text: &str| Call { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
-        let disagree = |first: Call, second: Call| {
+        let at = |text: &str| Spec { call_site: CallSite::known(CallSite::number(text)), ..sum(4) };
+        let disagree = |first: Spec, second: Spec| {
             let [one, two] = controls();
             compare(&one, 1, &first, Channel::Collectives).expect("alone so far");
             compare(&two, 1, &second, Channel::Collectives).map_err(|error| error.message)

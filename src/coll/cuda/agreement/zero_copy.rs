@@ -126,7 +126,7 @@ impl Shared for OnControlBlock<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::coll::call::{Call, Op, Span};
+    use crate::coll::call::{Op, Span, Spec};
     use crate::coll::cuda::workspace::layout::Channel;
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
@@ -137,7 +137,8 @@ mod tests {
     fn launch(control: &ControlBlock, number: u64, wanted: bool, timeout: Duration) -> Result<bool> {
         let spans = vec![Span { addr: 0, bytes: 4 }];
         let (op, dtype, reduce_op) = (Op::AllReduce, DType::F32, ReduceOp::Sum);
-        let call = Call { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone(), outputs: spans, call_site: None };
+        let call =
+            Spec { op, dtype, reduce_op, root: Rank(0), factor: 1.0, inputs: spans.clone().into(), outputs: spans.into(), call_site: None };
         launch_log::compare(control, number, &call, Channel::Collectives)?;
         decide(&OnControlBlock { control, number, timeout }, control.rank().0, number, wanted)
     }

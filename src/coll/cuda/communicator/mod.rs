@@ -17,7 +17,7 @@ use super::workspace::budget;
 use super::workspace::layout::{Channel, Layout, MAX_RANKS};
 use super::workspace::memory::Memory;
 use super::{cube_mesh, norm, stats};
-use crate::coll::call::{Call, Span};
+use crate::coll::call::{Call, Span, Spec};
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
 use crate::dtype::{DType, ReduceOp};
@@ -98,7 +98,7 @@ impl Communicator {
     }
 
     /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each, before it is enqueued.
-    pub fn launch(&self, calls: &[Call], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
+    pub fn launch(&self, calls: &[Call<'_>], target: CudaTarget, timeout: Duration, mut noted: impl FnMut(Stage)) -> Result<()> {
         self.enqueue(target, timeout, &[Queue::Collectives], |communicator, state, stream, channel, context| {
             for call in calls {
                 state.launched += 1;
@@ -179,13 +179,13 @@ impl Communicator {
     }
 
     /// Whether this rank's launch `number`, which is `call`, is zero-copy; the same on all ranks.
-    fn zero_copy(&self, call: &Call, number: u64, timeout: Duration) -> Result<bool> {
+    fn zero_copy(&self, call: &Spec<'_>, number: u64, timeout: Duration) -> Result<bool> {
         let Some(heaps) = &self.symmetric else { return Ok(false) };
         let worth = plan::worth_zero_copy(call, self.control.rank().index(), self.control.size(), &self.tuning);
         // An all-to-all of short messages is no reason to begin with it.
         let long = worth && call.longest() >= self.tuning.zero_copy_bytes;
         let wanted = long
-            && heaps.holds_any(call.inputs.iter().chain(&call.outputs))
+            && heaps.holds_any(call.inputs.iter().chain(&*call.outputs))
             && plan::choose(call, &self.conditions(false)).can_be_zero_copy();
         let agreed = zero_copy::decide(
             &zero_copy::OnControlBlock { control: &self.control, number, timeout },

@@ -72,7 +72,7 @@ impl Planner<'_> {
         let wholes: Vec<Span> = outputs.iter().enumerate().map(&mut whole).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
         let turns = Turns::at_most(longest, self.chunk(hosts));
-        self.move_inside(Op::AllGather, 0, self.call.inputs.clone(), outputs[host].clone());
+        self.move_inside(Op::AllGather, 0, self.call.inputs.to_vec(), outputs[host].clone());
         self.in_chunks(turns, |planner, turn| {
             let within = |slices: &Vec<Range<usize>>| slices.iter().map(|slice| turns.piece(slice, turn)).collect();
             planner.all_gather_chunk(&outputs[host], &wholes, &slices.iter().map(within).collect::<Vec<_>>());

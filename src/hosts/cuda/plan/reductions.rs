@@ -1,7 +1,7 @@
 //! Plans of reductions. Pure.
 
 use super::{Planner, padded, slices};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Call, Op, Span, Spec};
 use crate::dtype::ReduceOp;
 use crate::hosts::cuda::backends::Transfer;
 use crate::hosts::cuda::steps::Step;
@@ -37,15 +37,17 @@ impl Planner<'_> {
         }
         let widen = |(inputs, output): (Vec<Span>, Span)| (inputs.into_iter().map(|input| self.widened(input)).collect(), output);
         let parts: Vec<(Vec<Span>, Span)> = parts.into_iter().map(widen).collect();
-        let call = |(inputs, output): (Vec<Span>, Span)| Call {
-            op: Op::ReduceScatter,
-            dtype: self.partial,
-            reduce_op,
-            root: Rank(0),
-            inputs: self.for_locals(inputs),
-            outputs: vec![output],
-            call_site: None,
-            ..*self.call
+        let call = |(inputs, output): (Vec<Span>, Span)| {
+            Call::inner(Spec {
+                op: Op::ReduceScatter,
+                dtype: self.partial,
+                reduce_op,
+                root: Rank(0),
+                factor: self.call.factor,
+                inputs: self.for_locals(inputs).into(),
+                outputs: vec![output].into(),
+                call_site: None,
+            })
         };
         let calls = parts.into_iter().map(call).collect();
         self.steps.push(Step::Inside(calls));
