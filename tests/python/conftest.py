@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limits import ends_after
+from torch_symm.tune import processes
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
@@ -32,3 +34,19 @@ def limit() -> Iterator[None]:
     """Ends a test that hangs in the parent process."""
     with ends_after(LIMIT_S):
         yield
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forks ranks of every tool from the process that `tune` has for that: an import of torch takes 4 s of CPU."""
+
+    def start(fn: object, args: tuple[object, ...], nprocs: int, *_: object, **__: object) -> object:
+        return processes.start(fn, args, nprocs, None)  # type: ignore[arg-type]
+
+    # Tools take over the signal and add settings of NCCL.
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys.modules["torch.multiprocessing.spawn"], "start_processes", start)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch_symm.bench import limits, machine, plot, targets
-from torch_symm.bench.__main__ import unusable
+from torch_symm.bench import __main__ as command
+from torch_symm.bench import launch, limits, machine, plot, targets
 from torch_symm.bench.beside import Beside, running
 from torch_symm.bench.launch import Options, cells
 from torch_symm.bench.ops import DTYPES, OPS
@@ -158,7 +158,7 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
 def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: str, output: str | None) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
         output = "this torch was built without 'nccl'"
-    found = unusable(backend)
+    found = command.unusable(backend)
     assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
@@ -195,16 +195,23 @@ def _cpu_ticks(process: str) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11])
 
 
-@pytest.mark.slow
-def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "torch_symm.bench", "--backend", BACKEND, "--quick", "--ranks", "2"]
-    command += ["--sizes", "8,20K", "--seconds", "4", "--beside", "1", "--json", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.usefixtures("forked")
+def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, requested = tmp_path / "bench.json", command.options_from
+
+    def shorter(arguments: list[str]) -> object:
+        options, outputs = requested(arguments)
+        return replace(options, side_seconds=0.01, least=3, rounds=1), outputs
+
+    beside: list[Beside] = []
+    monkeypatch.setattr(command, "options_from", shorter)
+    monkeypatch.setattr(launch, "running", lambda wanted: nullcontext(beside.append(wanted)))
+    typed = ["--backend", BACKEND, "--quick", "--ranks", "2", "--sizes", "20K", "--seconds", "4", "--beside", "1"]
+    assert command.main([*typed, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert {row["cell"]["op"] for row in found["rows"]} == set(OPS)
-    assert len(found["rows"]) == 2 * len(OPS) + 1
+    assert len(found["rows"]) == len(OPS) + 1, "all_reduce has two types"
+    assert beside == [Beside(1)]
     assert all(row["tested"]["median_us"] > 0 and row["ratio"] > 0 for row in found["rows"])
     assert found["failure"] is None
     assert found["machine"]["cores"] >= 1

@@ -40,7 +40,7 @@ def test_arguments_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> Non
         assert arguments[0].lstrip("-") in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_every_side_gives_the_same_rows(tmp_path: Path) -> None:
     path = tmp_path / "decoder.json"
     code = decoder.main(["--device", "cpu", "--layers", "2", "--batches", "1,3", "--turns", "1", "--json", str(path)])

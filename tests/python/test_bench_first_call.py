@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from torch_symm.bench.gpu import first_call
 
+pytestmark = pytest.mark.usefixtures("forked")
 
-@pytest.mark.slow
+
 def test_first_calls_of_fresh_processes(tmp_path: Path) -> None:
     path = tmp_path / "first.json"
-    command = [sys.executable, "-m", "torch_symm.bench.gpu.first_call", "--device", "cpu", "--starts", "2"]
-    result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert first_call.main(["--device", "cpu", "--starts", "2", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [figure["kind"] for figure in found["figures"]] == ["symm cold", "symm warm", "gloo"]
     for figure in found["figures"]:
@@ -27,7 +24,6 @@ def test_first_calls_of_fresh_processes(tmp_path: Path) -> None:
     assert found["failures"] == {}
 
 
-@pytest.mark.slow
 def test_a_kind_of_start_that_fails_does_not_cost_the_others() -> None:
     found = list(first_call.measure(2, "cpu", ("nobody", "gloo"), starts=2))
     assert [kind for kind, _ in found] == ["nobody", "gloo", "gloo"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm.bench.gpu.__main__ as command_line
+from ranks import spawn_rank
+from torch.multiprocessing import start_processes
+from torch_symm.bench.gpu import launch
 from torch_symm.bench.gpu.calls import OPS, Call, Setting
-from torch_symm.bench.gpu.launch import Options, measure
-from torch_symm.bench.gpu.record import Absent, Measured, write_json
+from torch_symm.bench.gpu.record import write_json
 from torch_symm.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
-from torch_symm.bench.progress import Doing, Progress, StandsStill
+from torch_symm.bench.progress import Doing, Progress
 
-KB = 1 << 10
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def broken(op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> Maker:
@@ -58,92 +61,54 @@ def die_when_made(_device: torch.device, _size: int) -> Side:
     raise RuntimeError("not made here either")
 
 
-def sides_of_which_one_dies() -> Mapping[str, Maker]:
-    return {**cpu_sides(), "broken": broken("all_gather", die)}
+BROKEN: Mapping[str, Maker] = {
+    "dies": broken("all_gather", die),
+    "hangs": broken("all_gather", hang),
+    "times out": broken("all_gather", stay_away, timeout_s=1.0),
+    "cannot be made": die_when_made,
+    "dies alone": broken("all_reduce", die),
+}
 
 
-def sides_of_which_one_hangs() -> Mapping[str, Maker]:
-    return {**cpu_sides(), "broken": broken("all_gather", hang)}
+def sides(kind: str) -> Mapping[str, Maker]:
+    """A rank gets the function and makes its own."""
+    return {**({} if kind == "dies alone" else cpu_sides()), "broken": BROKEN[kind]}
 
 
-def sides_of_which_one_times_out() -> Mapping[str, Maker]:
-    return {**cpu_sides(), "broken": broken("all_gather", stay_away, timeout_s=1.0)}
-
-
-def sides_of_which_one_cannot_be_made() -> Mapping[str, Maker]:
-    return {**cpu_sides(), "broken": die_when_made}
-
-
-def only_one_that_dies() -> Mapping[str, Maker]:
-    return {"broken": broken("all_reduce", die)}
-
-
-def run(makers: Callable[[], Mapping[str, Maker]]) -> tuple[list[Measured], list[Absent]]:
-    options = Options(
-        world=2,
-        device="cpu",
-        makers=makers,
-        sides=tuple(makers()),
-        ops=("all_reduce", "all_gather", "broadcast"),
-        dtypes=("f32",),
-        sizes=(KB, 8 * KB),
-        seconds=100.0,
-        turns=1,
-        still_s=10.0,
-    )
-    found = list(measure(options))
-    return [each for each in found if isinstance(each, Measured)], [each for each in found if isinstance(each, Absent)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("makers", "reason"),
+    ("kind", "reason"),
     [
-        (sides_of_which_one_dies, "at all_gather f32 1 KB: process 1 terminated with exit code 7"),
-        (sides_of_which_one_hangs, "at all_gather f32 1 KB: nothing happened for 10 s"),
-        (sides_of_which_one_times_out, "given up: SymmTimeout: "),
-        (sides_of_which_one_cannot_be_made, "while it was made: process 1 terminated with exit code 8"),
+        ("dies", "at all_gather bf16 1 KB: process 1 terminated with exit code 7"),
+        ("hangs", "at all_gather bf16 1 KB: nothing happened for 4 s"),
+        ("times out", "given up: SymmTimeout: "),
+        ("cannot be made", "while it was made: process 1 terminated with exit code 8"),
+        ("dies alone", "at all_reduce bf16 1 KB: process 1 terminated with exit code 7"),
     ],
 )
-def test_a_broken_side_does_not_cost_the_run(makers: Callable[[], Mapping[str, Maker]], reason: str) -> None:
-    cells, absent = run(makers)
-    assert [(cell.cell.op, cell.cell.size) for cell in cells] == [
-        (op, size) for op in ("all_reduce", "all_gather", "broadcast") for size in (KB, 8 * KB)
-    ]
-    (lost,) = absent
-    assert lost.side == "broken" and lost.reason.startswith(reason) and lost.lost
-    for cell in cells:
-        for side in ("symm", "gloo"):
-            figure = cell.figures[side]
-            assert figure.note is None and figure.eager_us is not None
-        broken = cell.figures.get("broken")
-        if cell.cell.op == "all_reduce":
-            assert makers is sides_of_which_one_cannot_be_made or (broken is not None and broken.eager_us is not None)
-        else:
-            assert broken is None or (broken.eager_us is None and broken.note is not None)
-
-
-@pytest.mark.slow
-def test_a_lost_side_shows_in_the_exit_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_broken_side_does_not_cost_the_run_but_shows_in_its_status(
+    kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command_line, "cpu_sides", sides_of_which_one_dies)
-    before = signal.getsignal(signal.SIGTERM)
-    path = tmp_path / "bench.json"
-    try:
-        requested = ["--device", "cpu", "--quick", "--ops", "all_gather,barrier", "--sizes", "1K", "--json", str(path)]
-        assert command_line.main(requested) == 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    found = json.loads(path.read_text())
-    assert len(found["cells"]) == 2 and found["failure"] is None
-    assert [(side["side"], side["lost"]) for side in found["absent"]] == [("broken", True)]
-    assert "left out: broken: at all_gather bf16 1 KB: process 1 terminated" in capsys.readouterr().out
-
-
-def test_without_any_side_the_run_has_failed() -> None:
-    with pytest.raises(StandsStill, match="no side is left"):
-        run(only_one_that_dies)
+    path, measure = tmp_path / "bench.json", launch.measure
+    monkeypatch.setattr(command_line, "cpu_sides", functools.partial(sides, kind))
+    still_s = 4.0 if kind == "hangs" else 60.0
+    monkeypatch.setattr(command_line, "measure", lambda options: measure(replace(options, turns=1, still_s=still_s)))
+    ops = ["all_reduce", "all_gather", "barrier"]
+    typed = ["--device", "cpu", "--quick", "--ops", ",".join(ops), "--sizes", "1K", "--json", str(path)]
+    assert command_line.main(typed) == 1
+    found, said = json.loads(path.read_text()), capsys.readouterr()
+    (lost,) = found["absent"]
+    assert lost["side"] == "broken" and lost["reason"].startswith(reason) and lost["lost"]
+    assert f"left out: broken: {reason}" in said.out
+    if kind == "dies alone":
+        assert found["failure"] == "no side is left" and "failed: no side is left" in said.err
+        return
+    assert found["failure"] is None and [cell["cell"]["op"] for cell in found["cells"]] == ops
+    for cell in found["cells"]:
+        broken = cell["figures"].pop("broken", {"eager_us": None, "note": "is absent"})
+        works = cell["cell"]["op"] == "all_reduce" and kind != "cannot be made"
+        assert (broken["eager_us"] is not None, broken["note"] is None) == (works, works)
+        assert set(cell["figures"]) == {"symm", "gloo"}
+        assert all(figure["note"] is None and figure["eager_us"] > 0 for figure in cell["figures"].values())
 
 
 def test_the_rank_that_got_farthest_tells_what_they_were_at() -> None:
@@ -160,56 +125,57 @@ def test_the_rank_that_got_farthest_tells_what_they_were_at() -> None:
     assert progress.doing() == Doing(5, None, 2, behind=(1,))
 
 
-COMMAND = (sys.executable, "-m", "torch_symm.bench.gpu", "--device", "cpu", "--quick", "--sizes", "1K,64K")
-
-
-@pytest.mark.slow
-def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path) -> None:
+def test_when_the_time_is_over_the_rest_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
-    command = [*COMMAND, "--seconds", "0.001", "--json", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
+    typed = ["--device", "cpu", "--quick", "--sizes", "1K,64K", "--seconds", "0.001", "--json", str(path)]
+    assert command_line.main(typed) == 0
     found = json.loads(path.read_text())
     assert found["cells"] == [] and found["cells_wanted"] == 13 and found["failure"] is None
-    assert "0 of 13 cells" in result.stdout and "the time was over" in result.stdout
+    assert "0 of 13 cells" in (said := capsys.readouterr().out) and "the time was over" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> None:
+    """The command, which gets two cells and no third one."""
+    measure = launch.measure
+
+    def two(options: launch.Options) -> Iterator[object]:
+        for number, message in enumerate(measure(options), 1):
+            yield message
+            while number == 2:
+                signal.pause()
+
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    # It runs in the background, where it may be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command_line.measure = two  # type: ignore[assignment]
+    forks = functools.partial(start_processes, start_method="fork")
+    sys.modules["torch.multiprocessing.spawn"].start_processes = lambda *args, **_: forks(*args[:3], join=False)  # type: ignore[attr-defined]
+    status = command_line.main(["--device", "cpu", "--quick", "--sizes", "1K", "--json", str(path)])
+    sys.stdout.flush()
+    os._exit(status)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_run_leaves_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
-    path = tmp_path / "bench.json"
-
-    def attentive() -> None:
-        # Whoever runs the tests in the background may have it ignored.
-        signal.signal(number, signal.SIG_DFL)
-
-    command = [*COMMAND, "--json", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=attentive) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("[2/13]"):
-                break
-        process.send_signal(number)
-        rest = process.stdout.read()
-        assert process.wait(60) == 1
+    path, (read, write) = tmp_path / "bench.json", os.pipe()
+    pid = spawn_rank(run_until_it_is_ended, 0, 1, path, write)
+    os.close(write)
+    with os.fdopen(read) as output:
+        assert any(line.startswith("[2/7]") for line in output)
+        # The line comes before the file.
+        while len(json.loads(path.read_text())["cells"]) < 2:
+            time.sleep(0.01)
+        os.kill(pid, number)
+        rest, status = output.read(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     found = json.loads(path.read_text())
-    assert found["failure"] == "interrupted" and 2 <= len(found["cells"]) < 13
-    assert "all_reduce, 2 ranks" in rest and f"{len(found['cells'])} of 13 cells" in rest
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    command = [*COMMAND, "--json", str(path)]
-    # Its orphans complain.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("[3/13]"):
-                break
-        process.kill()
-    found = json.loads(path.read_text())
-    assert found["failure"] == "not finished" and 2 <= len(found["cells"]) < 13
+    assert len(found["cells"]) == 2
+    if number == signal.SIGKILL:
+        assert status == -number and found["failure"] == "not finished"
+    else:
+        assert status == 1 and found["failure"] == "interrupted"
+        assert "all_reduce, 2 ranks" in rest and "2 of 7 cells" in rest
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:

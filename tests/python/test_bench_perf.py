@@ -26,6 +26,7 @@ from torch_symm.bench.progress import Doing, Progress, StandsStill
 from torch_symm.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
 
 KB = 1 << 10
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def figure(us: float = 10.0, wrong: int | None = 0) -> Figure:
@@ -284,11 +285,11 @@ def test_a_peer_that_hangs_ends_the_run_by_name(
     thread = threading.Thread(target=stop_one)
     thread.start()
     # Not the functional form, whose first call may import for seconds.
-    typed = ["bench", "reduce", "-b", "64K", "-e", "64K", "-n", "100000", "--limit", "5", "--device", "cpu"]
+    typed = ["bench", "reduce", "-b", "64K", "-e", "64K", "-n", "100000", "--limit", "3", "--device", "cpu"]
     assert entry.main(typed) == 1
     thread.join()
     said = capsys.readouterr().err
-    assert "symm, reduce f32 64 KB: rank 1 of 2 stopped for 5 s (--limit)" in said, said
+    assert "symm, reduce f32 64 KB: rank 1 of 2 stopped for 3 s (--limit)" in said, said
     for pid in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
