@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-EPOCHS, BATCH, TEST_IMAGES, SEED = 12, 32, 360, 7
+BATCH, TEST_IMAGES, SEED = 32, 360, 7
 BARE_CALLS = 200
 
 
@@ -115,27 +115,27 @@ class Training:
         self.seconds += time.perf_counter() - started
         return total
 
-    def report(self, epoch: int, loss: float) -> None:
+    def report(self, epoch: int, epochs: int, loss: float) -> None:
         """Prints the mean loss of all ranks and the accuracy; every rank must call it."""
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         mean = total.item() / (len(self.digits.train[0]) // self.group.size() * self.group.size())
         if self.group.rank() == 0:
             share = accuracy(self.model.module, self.digits)
-            print(f"{self.name}: epoch {epoch:2}/{EPOCHS}  loss {mean:.4f}  test accuracy {share:.1%}", flush=True)
+            print(f"{self.name}: epoch {epoch:2}/{epochs}  loss {mean:.4f}  test accuracy {share:.1%}", flush=True)
 
     def weights(self) -> torch.Tensor:
         """All weights in one vector."""
         return torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
 
 
-def train_in_turn(trainings: list[Training]) -> None:
+def train_in_turn(trainings: list[Training], epochs: int) -> None:
     """Trains all, epoch by epoch in turn, each first in every other epoch: what disturbs one disturbs the others."""
-    for epoch in range(1, EPOCHS + 1):
+    for epoch in range(1, epochs + 1):
         for training in trainings if epoch % 2 else trainings[::-1]:
             loss = training.run(epoch)
             if epoch == 1 or epoch % 3 == 0:
-                training.report(epoch, loss)
+                training.report(epoch, epochs, loss)
 
 
 def bare_us(group: dist.ProcessGroup, size: int) -> float:
@@ -180,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default=os.environ.get("BACKEND", "symm"))
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--epochs", type=int, default=12)
     given = parser.parse_args()
     dtype = torch.float64 if given.dtype == "float64" else torch.float32
     torch.set_num_threads(1)
@@ -196,7 +197,7 @@ def main() -> None:
     for group in (mine := dist.group.WORLD, gloo := dist.new_group(backend="gloo")):
         Training("warm-up", group, digits, dtype).run(0)
     trainings = [Training(given.backend, mine, digits, dtype), Training("gloo", gloo, digits, dtype)]
-    train_in_turn(trainings)
+    train_in_turn(trainings, given.epochs)
     weights, reference = (training.weights() for training in trainings)
     share = accuracy(trainings[0].model.module, digits)
     first = weights.clone()

@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from machines import NAMES, run_hosts
+from programs import ROOT, run_program
 from torch import nn
 
 # Takes seconds: once, before processes are forked.
@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).parents[2]
 STEPS, ROWS, WIDTH = 6, 8, 33
 
 Program = Callable[[int, int], list[float]]
@@ -172,13 +171,6 @@ def test_what_moves_data_alone_gives_the_bits_of_flat_gloo(program: Program) -> 
     assert list(run_hosts(program, (2, 2))) == flat_gloo(program)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     (
@@ -190,14 +182,24 @@ def free_port() -> int:
         "benches/train_transformer",
     ),
 )
-def test_programs_by_torchrun_on_two_nodes(program: str) -> None:
+def test_programs_on_two_nodes(program: str) -> None:
     """They compare themselves with one process, and fail where they differ."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "hosts"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *rendezvous]
+    shorter = {"examples/01_ddp_digits": ("--epochs", "9"), "benches/train_transformer": ("--steps", "10")}
+    said = run_program(f"{program}.py", *shorter.get(program, ()), hosts="aabb", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert said[0][-1].startswith("ok: "), said
+
+
+@pytest.mark.slow
+def test_a_program_by_torchrun_on_two_nodes() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{probe.getsockname()[1]}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *rendezvous]
+    command += ["--rdzv-id", "hosts", str(ROOT / "examples/06_objects.py")]
     own = {"SYMM_HOSTS": "gloo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     nodes = [
         subprocess.Popen(
-            [*command, str(ROOT / f"{program}.py")],
+            command,
             env={**os.environ, **own, "SYMM_TEST_HOST": name},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -211,4 +213,4 @@ def test_programs_by_torchrun_on_two_nodes(program: str) -> None:
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
-    assert any("ok" in output for output in outputs), "\n".join(outputs)
+    assert any("ok: " in output for output in outputs), "\n".join(outputs)

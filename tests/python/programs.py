@@ -1,0 +1,74 @@
+"""Runs a program of this repository on forked ranks, with the environment and the store that torchrun gives them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import os
+import runpy
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import ranks
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_program(
+    program: str, *arguments: str, world: int = 4, hosts: str = "", env: dict[str, str] | None = None
+) -> list[list[str]]:
+    """Returns the lines that each rank of ``program`` prints; ``hosts``: a letter for the host of each rank.
+
+    Raises:
+        RanksFailed: a rank raised, or ended with another status than 0.
+    """
+    path = ROOT / program
+    _import(path.read_text())
+    given = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", **(env or {})}
+    found = ranks.run_ranks(_run, world + 1, path, arguments, hosts, backend=None, timeout=150, env=given)
+    return [printed.splitlines() for printed in found[:world]]
+
+
+def _import(text: str) -> None:
+    """Imports what a program needs, which its ranks would do each."""
+    if "torch.compile(" in text:
+        importlib.import_module("torch._inductor.compile_fx")
+    for node in ast.parse(text).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else names:
+            importlib.import_module(name)
+
+
+def _run(rank: int, processes: int, path: Path, arguments: tuple[str, ...], hosts: str) -> str:
+    world, port = processes - 1, ranks.scratch / "port"
+    if rank == world:
+        _serve(port, world)
+        return ""
+    while not port.exists():
+        time.sleep(0.002)
+    local, local_world = (hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])) if hosts else (rank, world)
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": local_world}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port.read_text())
+    if hosts:
+        os.environ.update(SYMM_HOSTS="gloo", SYMM_TEST_HOST=hosts[rank], GLOO_SOCKET_IFNAME="lo")
+    sys.argv[1:] = arguments
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(path), run_name="__main__")
+        return printed.getvalue()
+    finally:
+        (ranks.scratch / f"ended-{rank}").touch()
+
+
+def _serve(port: Path, world: int) -> None:
+    """The agent, whose store outlives the ranks' groups."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (new := port.with_suffix(".new")).write_text(str(store.port))
+    new.rename(port)
+    while not all((port.parent / f"ended-{rank}").exists() for rank in range(world)):
+        time.sleep(0.02)
