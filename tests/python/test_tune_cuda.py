@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -20,25 +18,21 @@ from torch_symm.tune.thresholds_cuda import SHORT, STAGED, TWO_SHOT, WAYS, Way
 
 KIB, MIB = 1 << 10, 1 << 20
 POINTS = thresholds_cuda._points(4, OPS, 256 * MIB)
+PRICES = profile.prices
 
 
 @functools.cache
 def served(tuning: str) -> Mapping[Point, str]:
     """The algorithms of :data:`POINTS` under a tuning, which a process reads once."""
-    requested = (
-        "import json, sys; from torch_symm.tune import profile, points, thresholds_cuda as t; "
-        "print(json.dumps([*t._names([points.Point(*p) for p in json.load(sys.stdin)], 4).values()]))"
-    )
-    environment = {**os.environ, "SYMM_CUDA_TUNING": tuning}
-    points = json.dumps([(point.ranks, point.op, point.bytes) for point in POINTS])
-    result = subprocess.run(
-        [sys.executable, "-c", requested], input=points, capture_output=True, text=True, timeout=100, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return dict(zip(POINTS, json.loads(result.stdout), strict=True))
+    found = run_ranks(named, 1, backend=None, env={"SYMM_CUDA_TUNING": tuning})
+    return cast(Mapping[Point, str], found[0])
 
 
-@pytest.mark.slow
+def named(rank: int, world: int) -> Mapping[Point, str]:
+    profile.prices = PRICES
+    return thresholds_cuda._names(POINTS, 4)
+
+
 def test_ways_have_their_kernel_wherever_it_has_room() -> None:
     reduces, messages = ([p for p in POINTS if (p.op == "all_reduce") == reduces] for reduces in (True, False))
     assert {(p.op, p.ranks) for p in POINTS} == {(op, n) for op in OPS if op != "all_to_all" for n in (2, 4)}
