@@ -101,9 +101,8 @@ def test_a_check_says_what_it_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert sum(row["calls"] for row in found["calls"]) == 3 * len(PAIRS) + 3 * len(DTYPES) + 4
 
 
-@pytest.mark.slow
 def test_a_whole_check_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["check", "--faults"]) == 0
+    assert entry.main(["check", "--faults", "--quick", "--seconds", "200"]) == 0
     said = capsys.readouterr().out
     assert f"what I checked: {len(OPS)} of {len(OPS)} collectives, 19 types, 9 reductions" in said
     assert all(fault.does in said for fault in faults.FAULTS)
@@ -133,7 +132,6 @@ def test_a_run_without_time_for_all_calls_does_not_succeed(
     assert said.splitlines()[-1].startswith(f"NOT FINISHED: {made} calls right, 900 not made")
 
 
-@pytest.mark.slow
 def test_what_time_does_not_allow_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["check", "--quick", "--ranks", "2", "--seconds", "0.000001"]) == command.UNFINISHED
     assert "calls were left out, since the time was over" in capsys.readouterr().out

@@ -57,19 +57,8 @@ def test_all_is_said_and_two_ranks_meet() -> None:
     status, output = doctor("--json", SYMM_LOGS="1", SYMM_BLOCKING_WAIT="1", SYMM_JOB_SECRET="hidden")
     found = json.loads(output)
     assert status == 0 and found["ok"], output
-    sections = {
-        "system",
-        "calls",
-        "versions",
-        "native",
-        "cores",
-        "memory",
-        "descriptors",
-        "namespaces",
-        "traces",
-        "settings",
-    }
-    assert sections | {"gpus", "cpu", "trial_cpu", "problems"} <= set(found)
+    sections = "system calls versions native cores memory descriptors namespaces traces settings gpus cpu trial_cpu"
+    assert {*sections.split(), "problems"} <= set(found)
     assert found["versions"]["torch_symm"] == torch_symm.__version__
     assert found["native"]["file"].startswith(str(PACKAGE))
     assert found["calls"] == {"tried": 17, "refused": {}}
@@ -269,12 +258,9 @@ def test_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
     (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
     assert cgroup.memory_free(proc, mount) == (4000 * 1024, "on this machine")
     (proc / "self/cgroup").write_text("0::/jobs/one\n")
-    for name, text in {
-        "memory.max": "3000000",
-        "memory.current": "1000000",
-        "memory.stat": "inactive_file 400000\n",
-    }.items():
-        (mount / "jobs" / name).write_text(text)
+    (mount / "jobs/memory.max").write_text("3000000")
+    (mount / "jobs/memory.current").write_text("1000000")
+    (mount / "jobs/memory.stat").write_text("inactive_file 400000\n")
     (mount / "jobs/one/memory.max").write_text("max")
     (mount / "jobs/one/cpu.max").write_text("max 100000")
     (mount / "jobs/cpu.max").write_text("150000 100000")
@@ -307,9 +293,8 @@ def test_traces_go_where_groups_write_them(tmp_path: Path, monkeypatch: pytest.M
     found = host.folders()
     assert found.found == {"folder": str(tmp_path / f"torch-symm-{os.geteuid()}"), "writable": True}
     assert found.found["folder"] in found.lines[0] and not found.problems
-    code = "from torch_symm._native import load; print(load()._keep_trace(b'', 'trace-1-rank0.json', b'{}'))"
-    written = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert str(Path(written.stdout.strip()).parent) == found.found["folder"]
+    written = run_ranks(lambda *_: _native.load()._keep_trace(b"", "trace-1-rank0.json", b"{}"), 1, backend=None)
+    assert str(Path(written[0]).parent) == found.found["folder"]
     (link := tmp_path / "link").symlink_to(tmp_path)
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o777)
@@ -335,6 +320,8 @@ def test_waits_are_announced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         seen.append(capsys.readouterr().out)
         return Section(f"trial_{device}", {}, ["works"])
 
+    found = probed().found
+    monkeypatch.setattr(command, "probe", lambda ranks: Probed({name: found[name] for name in ("torch", "native")}))
     monkeypatch.setattr(command, "trial", tried)
     assert command.run(command.parser(), command.parser().parse([])) == 0
     assert seen[0].endswith("             starting 2 ranks on cpu, which end after 60 s at the latest …\n")

@@ -12,11 +12,12 @@ import pytest
 import torch_symm
 from torch.distributed import run as torchrun
 from torch_symm import __main__ as entry
+from torch_symm.doctor import child
 from torch_symm.doctor.child import Child, Ended
 from torch_symm.launch import hello
 
 PROGRAM = """
-import os, sys
+import sys
 import torch, torch.distributed as dist
 dist.init_process_group(sys.argv[1])
 number = torch.ones(1)
@@ -24,25 +25,23 @@ dist.all_reduce(number)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 print(f"{number.item():g} {type(backend).__name__} {sys.argv[2:]}\\n", end="", flush=True)
 dist.destroy_process_group()
-sys.exit(int(os.environ.get("STATUS", "0")))
+sys.exit(3)
 """
 
 
-def typed(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch_symm", *words]
-    full = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=full, check=False)
-
-
-def test_hello_says_what_was_used_and_how_fast(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hello_says_what_was_used_and_how_fast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, kept = child.run, list[Ended]()
+    monkeypatch.setattr(child, "run", lambda *given: kept or kept.extend(run(*given)) or kept)
     assert entry.main(["hello", "--ranks", "3", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["device"], found["ranks"], found["sum"]) == ("cpu", 3, 6.0)
     assert found["torch_symm"] == torch_symm.__version__ and found["transport"].startswith("shared memory; ")
     assert set(found["us"]) == {"8", "1048576"} and all(us > 0 for us in found["us"].values())
-    assert entry.main(["hello", "--device", "cpu", "--ranks", "2"]) == 0
+    assert entry.main(["hello", "--device", "cpu", "--ranks", "3"]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "starting 2 ranks on cpu …" and "2 ranks formed a group in " in said[2]
+    assert said[0] == "starting 3 ranks on cpu …" and "3 ranks formed a group in " in said[2]
     assert any(line.startswith("all_reduce takes ") and "µs for 8 B" in line and "µs for 1 MB" in line for line in said)
 
 
@@ -69,13 +68,11 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(PROGRAM)
-    options = ["--nproc-per-node", "2", "--replace", "gloo"]
-    done = typed("run", *options, str(program), "gloo", "--replace", "--nproc-per-node")
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.split("\n")
-    assert [line for line in said if line] == ["2 _SymmForGloo ['--replace', '--nproc-per-node']"] * 2
-    failed = typed("run", "--nproc-per-node=1", str(program), "symm", STATUS="3")
-    assert failed.returncode == 1 and "exitcode  : 3" in failed.stderr
+    command = [sys.executable, "-m", "torch_symm", "run", "--nproc-per-node", "2", "--replace", "gloo", str(program)]
+    command += ["gloo", "--replace", "--nproc-per-node"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "exitcode  : 3" in done.stderr
+    assert done.stdout.split() == ["2", "_SymmForGloo", "['--replace',", "'--nproc-per-node']"] * 2
 
 
 @pytest.mark.parametrize(
