@@ -83,12 +83,12 @@ def test_a_fixed_number_of_calls_is_made(calls: int, estimate: float, world: int
 
 @pytest.mark.parametrize("redop", list(REDOPS))
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
-@pytest.mark.parametrize("world", [2, 3, 8, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 16])
 def test_what_reductions_give_is_exact(redop: str, dtype: torch.dtype, world: int) -> None:
     inputs = []
     for rank in range(world):
         part = torch.empty(3000, dtype=dtype)
-        Pattern([rank], 0, 3000, world, dtype, redop).fill(part)
+        Pattern([rank], 5, 3000, world, dtype, redop).fill(part)
         inputs.append(part.double())
     stacked = torch.stack(inputs)
     wanted = {
@@ -98,9 +98,9 @@ def test_what_reductions_give_is_exact(redop: str, dtype: torch.dtype, world: in
         "min": stacked.amin(0),
         "max": stacked.amax(0),
     }[redop]
-    assert len(wanted.unique()) > 1
+    assert len(wanted.unique()) > 1 and (redop != "sum" or wanted.max() <= 256)
     assert torch.equal(wanted.to(dtype).double(), wanted)
-    Pattern(range(world), 0, 3000, world, dtype, redop).check(wanted.to(dtype), redop)
+    Pattern(range(world), 5, 3000, world, dtype, redop).check(wanted.to(dtype), redop)
 
 
 def test_all_wrong_elements_are_counted() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm._command import Parser, closest, named
+from torch_symm._command import closest, named
 from torch_symm._trace import command as trace
 from torch_symm.bench import __main__ as bench
 from torch_symm.bench import plot
@@ -126,12 +126,6 @@ def test_the_program_is_this_module() -> None:
     assert found
     module, function = found.groups()
     assert getattr(import_module(module), function) is entry.main
-
-
-def test_a_parser_keeps_its_options() -> None:
-    parser = Parser("doctor", "Text.", [("", "all")])
-    parser.add_argument("--quick", action="store_true")
-    assert parser.parse(["--quick"]).quick
 
 
 def test_traces_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -293,17 +287,6 @@ def test_errors_are_json_where_all_is(typed: str, capsys: pytest.CaptureFixture[
     found = json.loads(said.out)
     assert ended.value.code == 2 and found["error"] in said.err
     assert found["example"].startswith(f"{entry.PROGRAM} {typed.split()[0]}")
-
-
-@pytest.mark.parametrize("ranks", ["0", "1", "2,-1", "2,x", "2,nan", "", "2,129"])
-def test_ranks_by_commas_are_numbers_of_ranks(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from torch_symm.bench.__main__ import options_from
-
-    with pytest.raises(SystemExit) as ended:
-        options_from(["--quick", "--ranks", ranks])
-    odd = next(each for each in ranks.split(",") if each != "2")
-    assert ended.value.code == 2
-    assert f"--ranks: '{odd}' is not a number of ranks: a group to measure has 2 to 128" in capsys.readouterr().err
 
 
 def test_a_measurement_that_fails_is_json(
