@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from programs import ROOT, run_program
 
-#: What pytest runs, and what torchrun starts.
+#: The example that pytest runs, and the one that torchrun starts.
 TESTS, STARTED = "15_pytest.py", "00_hello.py"
 EXAMPLES = sorted({path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py")} - {TESTS})
 #: Those that run on GPUs only.
