@@ -39,7 +39,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [
         case
-        for case in (over_hosts(cases.all_cases()) if options.hosts else cases.all_cases())
+        for case in (over_hosts(list(cases.every_case().values())) if options.hosts else cases.all_cases())
         if not options.only or any(text in case.name or text in case.row for text in options.only)
     ]
     if options.list:
@@ -63,6 +63,8 @@ def play(chosen: list[Case], sides: list[str], options: argparse.Namespace) -> i
     for number, case in enumerate(chosen):
         # Alternating, so that neither side always has the colder caches.
         for side in sides if number % 2 == 0 else sides[::-1]:
+            if side not in case.sides:
+                continue
             started = time.monotonic()
             outcome = guarded(case, side, options.timeout)
             faults = broken(case.promise, outcome, options.patience) if side == "symm" else []

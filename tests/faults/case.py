@@ -22,6 +22,8 @@ class Saw:
     figures: dict[str, float] = field(default_factory=dict)
     #: What the rank still had after it had left the group, beyond what it had before it joined.
     left: dict[str, int] = field(default_factory=dict)
+    #: Lines that the rank printed, except where its trace is.
+    log: str = ""
 
     @property
     def raised(self) -> bool:
@@ -88,6 +90,10 @@ class Promise:
     #: Figures that are durations, which a busy machine may stretch.
     stretches: tuple[str, ...] = ()
     nothing_left: bool = True
+    #: All messages are the same.
+    same: bool = False
+    #: No rank prints anything.
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,10 @@ class Case:
     target: str
     #: What differs from the fault as users meet it, such as a shorter timeout.
     note: str = ""
+    #: The backends that play it; some faults concern features that only symm has.
+    sides: tuple[str, ...] = ("gloo", "symm")
+    #: Where the ranks are: "both" is one host, and two hosts with ``--hosts``; "hosts" has a layout of its own.
+    where: str = "both"
 
 
 def broken(promise: Promise, outcome: Outcome, patience: float = 1.0) -> list[str]:
@@ -120,8 +130,13 @@ def broken(promise: Promise, outcome: Outcome, patience: float = 1.0) -> list[st
                 for what in promise.says
                 if not re.search(what, saw.text)
             ]
+        if promise.quiet and saw.log:
+            found.append(f"rank {rank} printed {saw.log[-400:]}")
         if saw.seconds < promise.not_before:
             found.append(f"rank {rank} gave up after {saw.seconds:.2f} s, before {promise.not_before} s")
+    texts = {saw.text for saw in outcome.saw.values() if saw.raised}
+    if promise.same and len(texts) > 1:
+        found.append(f"messages differ: {sorted(texts)}")
     if promise.within is not None and outcome.last > promise.within * patience:
         found.append(f"the last rank knew after {outcome.last:.3f} s, not {promise.within} s")
     for name, most in promise.at_most.items():

@@ -6,11 +6,19 @@ from importlib import import_module
 
 from .case import CASES, Case
 
-THEMES = ("deaths", "stops", "mismatches", "joining", "arguments", "endings", "resources", "stores")
+THEMES = (
+    *("deaths", "moments", "torchrun", "stops", "mismatches", "joining", "arguments", "endings", "resources", "stores"),
+    *("programs", "hosts"),
+)
+
+
+def every_case() -> dict[str, Case]:
+    """Loads every theme; includes the cases of several hosts."""
+    for theme in THEMES:
+        import_module(f"{__package__}.{theme}")
+    return CASES
 
 
 def all_cases() -> list[Case]:
-    """Loads every theme."""
-    for theme in THEMES:
-        import_module(f"{__package__}.{theme}")
-    return list(CASES.values())
+    """The cases of one host."""
+    return [case for case in every_case().values() if case.where != "hosts"]

@@ -3,32 +3,105 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from . import leftovers
-from .case import Case, Outcome, Promise, Saw, add
-from .stage import WORLD, Body, Stage, play
+from .case import RIGHT, WRONG, Case, Promise, Saw, add
+from .stage import WORLD, Layout, Stage, host_of, play
 
 #: Gloo's survivors wait for this long; its default is 30 minutes.
 TIMEOUT_S = 6.0
 SHORTER = f"the group's timeout is {TIMEOUT_S:g} s"
+#: Seconds in which all know of a death: on one host, of 16 ranks there, on several hosts.
+SOON_S, CROWDED_S, HOSTS_S = 0.1, 1.0, 0.2
+LONG = 3 << 20
 
 
-def _new_group(stage: Stage, rank: int, victim: int, saw: Saw) -> None:
+def exchanged(peer: int) -> None:
+    receive = dist.P2POp(dist.irecv, torch.zeros(4), peer, tag=3)
+    for work in dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, torch.zeros(LONG), peer, tag=4)]):
+        work.wait()
+
+
+def polled(peer: int) -> None:
+    """No thread waits in this call, so the progress thread hears of it."""
+    work = dist.irecv(torch.zeros(4), peer)
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+
+
+def failed(stage: Stage) -> bool:
+    return "SUCCESS" not in str(stage.backend.get_error())
+
+
+def waits(stage: Stage, peer: int, count: int = 1000) -> dict[str, Callable[[], object]]:
+    """The waits of survivors: collectives of ``count`` elements, messages that ``peer`` does not answer."""
+    tensor = torch.ones(count)
+
+    def nothing() -> None:
+        deadline = time.monotonic() + 15
+        while not failed(stage) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        dist.all_reduce(torch.ones(4))
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "asynchronous all_reduce": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(torch.zeros(4), peer),
+        "recv from any": lambda: dist.recv(torch.zeros(4), None),
+        "long send": lambda: dist.send(torch.zeros(LONG), peer),
+        "irecv": lambda: dist.irecv(torch.zeros(4), peer).wait(),
+        "isend": lambda: dist.isend(torch.zeros(LONG), peer).wait(),
+        "batch": lambda: exchanged(peer),
+        "irecv without a wait": lambda: polled(peer),
+        "nothing": nothing,
+    }
+
+
+def later_calls(stage: Stage, peer: int) -> dict[str, Callable[[], object]]:
+    """Calls of every kind; all must raise the first cause at once."""
+    world = stage.world
+    return {
+        **{name: call for name, call in waits(stage, peer, 1 << 18).items() if name not in ("batch", "nothing")},
+        "short send": lambda: dist.send(torch.zeros(4), peer),
+        "short isend": lambda: dist.isend(torch.zeros(4), peer).wait(),
+        "broadcast": lambda: dist.broadcast(torch.ones(1), 0),
+        "all_gather": lambda: dist.all_gather_into_tensor(torch.ones(world), torch.ones(1)),
+        "all_gather_object": lambda: dist.all_gather_object([None] * world, "x"),
+        "monitored_barrier": lambda: dist.group.WORLD.monitored_barrier(timedelta(seconds=5)),  # type: ignore[attr-defined]
+    }
+
+
+def first_cause_stands(stage: Stage, peers: tuple[int, ...], saw: Saw) -> None:
+    """Makes every later call, with each of ``peers``; notes the slowest, and as text what did not raise the cause."""
+    slowest = 0.0
+    for peer in peers:
+        for name, call in later_calls(stage, peer).items():
+            begun = time.monotonic()
+            try:
+                call()
+                text = "it succeeded"
+            except dist.DistBackendError as error:
+                text = str(error)
+            slowest = max(slowest, time.monotonic() - begun)
+            if saw.text not in text and text not in saw.text:
+                saw.kind, saw.text = WRONG, f"{name} later: {text}\nfirst: {saw.text}"
+    saw.figures["later_call_s"] = slowest
+
+
+def _new_group(stage: Stage, rank: int, survivors: list[int], saw: Saw) -> None:
     """Leaves the failed group and makes one of the survivors; its figures go into ``saw``."""
-    survivors = [r for r in range(stage.world) if r != victim]
     # Those who leave early would tell Gloo's other ranks by closing their connections.
     stage.meet("seen", rank, survivors, stage.timeout + 4)
     begun = time.monotonic()
@@ -40,49 +113,7 @@ def _new_group(stage: Stage, rank: int, victim: int, saw: Saw) -> None:
     dist.all_reduce(tensor := torch.ones(1000))
     saw.figures["new_group_s"] = time.monotonic() - begun
     if not bool((tensor == len(survivors)).all()):
-        saw.kind = "wrong"
-
-
-def _killed_within(stage: Stage, rank: int, victim: int, count: int, asynchronous: bool, child: bool) -> Saw:
-    """``victim`` is killed from a thread while all ranks call all_reduce again and again."""
-    tensor = torch.ones(count)
-    dist.barrier()
-    if rank == victim:
-        if child:
-            stage.bystander(30)
-
-        def kill() -> None:
-            time.sleep(0.2)
-            stage.now_it_happens()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=kill).start()
-
-    def calls() -> bool:
-        deadline = time.monotonic() + 25
-        while time.monotonic() < deadline:
-            work = dist.all_reduce(tensor, async_op=asynchronous)
-            if work is not None:
-                work.wait()
-        return False
-
-    saw = stage.observe(calls)
-    if saw.raised:
-        _new_group(stage, rank, victim, saw)
-    return saw
-
-
-def _dies_between(stage: Stage, rank: int, victim: int, end: Callable[[], object]) -> Saw:
-    """``victim`` ends between two collectives, while the others wait in the second."""
-    dist.barrier()
-    if rank == victim:
-        time.sleep(0.2)
-        stage.now_it_happens()
-        end()
-    saw = stage.observe(lambda: dist.all_reduce(torch.ones(1000)))
-    if saw.raised:
-        _new_group(stage, rank, victim, saw)
-    return saw
+        saw.kind = WRONG
 
 
 def _uncaught() -> None:
@@ -99,114 +130,171 @@ def _segfault() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+#: How a process ends, and what messages say of it where the kernel tells.
+KILLED = r"signal 9 \(SIGKILL\)"
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "killed": (die, KILLED),
+    "segmentation fault": (_segfault, r"signal 11 \(SIGSEGV\)"),
+    "uncaught exception": (_uncaught, "exit(ed)? (with )?(code |status )?1|left"),
+    "_exit(0)": (lambda: os._exit(0), "exit(ed)? (with )?(code |status )?0"),
+    "_exit(3)": (lambda: os._exit(3), "exit(ed)? (with )?(code |status )?3"),
+    "destroy": (dist.destroy_process_group, "left the group"),
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """One row: which rank ends, how and where, and what the others do meanwhile."""
+
+    wait: str = "all_reduce"
+    end: str = "killed"
+    victim: int = 1
+    #: Whether it ends from a thread, while it makes the same calls itself; otherwise while the others wait in theirs.
+    inside: bool = False
+    count: int = 1000
+    #: What of the dead rank lives on: "" for nothing, a forked "child", or a "program" that it has started.
+    child: str = ""
+    #: Whether the survivors wait for the victim's messages, and not for each other's.
+    from_victim: bool = False
+    layout: Layout = ()
+    world: int = WORLD
+
+    @property
+    def compares(self) -> bool:
+        """Whether later calls of every kind are made, which raise the first cause; not after a departure."""
+        return self.end != "destroy" and not self.layout and self.world == WORLD
+
+
+def ends(stage: Stage, rank: int, row: Death) -> Saw:
+    """Plays a row on one rank."""
+    end, survivors = ENDS[row.end][0], [r for r in range(stage.world) if r != row.victim]
+    peer = (
+        row.victim if row.from_victim or rank == row.victim else survivors[(survivors.index(rank) + 1) % len(survivors)]
+    )
+    call = waits(stage, peer, row.count)[row.wait]
+    dist.barrier()
+    stage.meet("begun", rank, range(stage.world))
+    if rank == row.victim:
+        if row.child == "child":
+            stage.bystander(30)
+        elif row.child == "program":
+            stage.spare(subprocess.Popen(["sleep", "30"], close_fds=False).pid)
+        if not row.inside:
+            time.sleep(0.2)
+            stage.now_it_happens()
+            end()
+            return Saw(RIGHT)
+        stage.later(0.2, end)
+
+    def calls() -> bool:
+        deadline = time.monotonic() + 25
+        while row.inside and time.monotonic() < deadline:
+            call()
+        call()
+        return False
+
+    saw = stage.observe(calls)
+    if saw.raised:
+        if row.compares and stage.side == "symm":
+            first_cause_stands(stage, (row.victim, peer), saw)
+        _new_group(stage, rank, survivors, saw)
+    return saw
+
+
+def says(row: Death) -> tuple[str, ...]:
+    """Expressions that every message must match."""
+    how = ENDS[row.end][1]
+    if row.layout:
+        host = host_of(row.victim, row.layout)
+        # A rank that shares the host with the dead knows how it ended, and tells; no other can.
+        beside = row.layout["abcd".index(host)] > 1
+        return (rf'rank {row.victim} \(host "{host}", pid', how if beside else "is gone", "group")
+    message = row.wait not in ("all_reduce", "asynchronous all_reduce", "barrier", "nothing")
+    call = r"had waited \d\.\d s for .* in (send|recv)\(" if message else row.wait.split()[-1]
+    if row.wait == "nothing":
+        return (rf"{how}|gone", "group")
+    return (rf"{how}|gone", call, "group") if message else (rf"{how}|gone", call, r"#\d+", "group")
+
+
+def row(name: str, title: str, sides: tuple[str, ...] = ("gloo", "symm"), where: str = "both", **what: object) -> None:
+    death = Death(**what)  # type: ignore[arg-type]
+    within = HOSTS_S if death.layout else CROWDED_S if death.world > WORLD else SOON_S
+    promise = Promise(
+        sees=("SymmPeerError",),
+        names=(death.victim,),
+        says=says(death),
+        within=within,
+        at_most={"destroy_s": 1.0, "new_group_s": 1.0} | ({"later_call_s": 1.0} if death.compares else {}),
+        stretches=("destroy_s", "new_group_s", "later_call_s"),
+        quiet=not death.layout,
+    )
+    run = partial(
+        play,
+        partial(ends, row=death),
+        world=death.world,
+        timeout=TIMEOUT_S,
+        limit=2.5 * TIMEOUT_S + 10,
+        victims=(death.victim,),
+        layout=death.layout,
+    )
+    target = f"< {within:g} s on all, rank and pid named; a new group < 1 s"
+    add(Case(name, title, run, promise, target, SHORTER, sides, "hosts" if death.layout else where))
+
+
 LARGE = "SIGKILL of rank 1 inside a 64 MB all_reduce; survivors keep their groups"
 MANY = "SIGKILL of rank 1 of 16 inside a 1 MB all_reduce"
 CHILD = "the same, while a forked child of the dead rank holds its descriptors"
 OTHER = (
     "SIGKILL inside 4 KB operations, of rank 0, with asynchronous work; exception, _exit, SIGSEGV between collectives"
 )
+WAITS = "SIGKILL of rank 1 while the others wait in messages, barriers, or in nothing"
+HOSTS = "SIGKILL of a rank of several hosts, while the others call and while they do nothing"
 
+row("killed in 64 MB", LARGE, inside=True, count=16 << 20)
+row("killed, child lives", CHILD, inside=True, count=16 << 20, child="child")
+row("killed in 4 KB", OTHER, inside=True, count=1 << 10)
+row("killed rank 0", OTHER, inside=True, count=16 << 20, victim=0)
+row("killed with async work", OTHER, inside=True, count=16 << 20, wait="asynchronous all_reduce")
+for _end in tuple(ENDS)[1:-1]:
+    row(_end, OTHER, end=_end)
+row("destroys the group", OTHER, end="destroy", where="one")
+row("killed among 16 ranks", MANY, inside=True, count=1 << 18, world=16)
+for _wait in ("barrier", "recv", "recv from any", "long send", "irecv", "isend", "batch", "irecv without a wait"):
+    row(f"killed, others in {_wait}", WAITS, wait=_wait, where="one")
+row("killed, others do nothing", WAITS, ("symm",), wait="nothing", where="one")
+for _wait in ("recv", "long send"):
+    row(f"killed, others in {_wait} with it", WAITS, wait=_wait, from_victim=True, where="one")
 
-def _add(name: str, row: str, body: Body, how: str, victim: int = 1, world: int = WORLD) -> None:
-    """``how``: what the message says of the end, where the kernel tells it."""
-    crowded = world > WORLD
-    promise = Promise(
-        sees=("SymmPeerError",),
-        names=(victim,),
-        says=(rf"{how}|gone", r"#\d+", "group"),
-        within=1.0 if crowded else 0.1,
-        at_most={"destroy_s": 1.0, "new_group_s": 1.0},
-        stretches=("destroy_s", "new_group_s"),
+for _layout, _victims in {
+    (2, 2): (0, 1, 2, 3),
+    (3, 1): (0, 2, 3),
+    (1, 1, 1): (0, 1),
+    (1, 1, 1, 1): (2,),
+}.items():
+    for _victim in _victims:
+        for _wait in ("nothing", "all_reduce"):
+            row(
+                f"killed {_victim} of {_layout}, others in {_wait}",
+                HOSTS,
+                ("symm",),
+                wait=_wait,
+                victim=_victim,
+                layout=_layout,
+            )
+for _layout in ((2, 2), (3, 1)):
+    row(f"killed 3 of {_layout} in 12 MB", HOSTS, ("symm",), inside=True, count=LONG, victim=3, layout=_layout)
+row("killed 1 of (1, 1, 1), child lives", HOSTS, ("symm",), wait="nothing", child="child", layout=(1, 1, 1))
+for _child in ("child", "program"):
+    row(
+        f"killed 1 of (1, 1, 1) in 16 MB, {_child} lives",
+        HOSTS,
+        ("symm",),
+        inside=True,
+        count=1 << 22,
+        child=_child,
+        layout=(1, 1, 1),
     )
-    run = partial(play, body, world=world, timeout=TIMEOUT_S, limit=2.5 * TIMEOUT_S + 10, victims=(victim,))
-    target = f"< {promise.within:g} s on all, rank and pid named; a new group < 1 s"
-    add(Case(name, row, run, promise, target, SHORTER))
-
-
-def _within(victim: int = 1, count: int = 16 << 20, asynchronous: bool = False, child: bool = False) -> Body:
-    return lambda stage, rank: _killed_within(stage, rank, victim, count, asynchronous, child)
-
-
-def _between(end: Callable[[], object]) -> Body:
-    return lambda stage, rank: _dies_between(stage, rank, 1, end)
-
-
-KILLED = r"signal 9 \(SIGKILL\)"
-_add("killed in 64 MB", LARGE, _within(), KILLED)
-_add("killed, child lives", CHILD, _within(child=True), KILLED)
-_add("killed in 4 KB", OTHER, _within(count=1 << 10), KILLED)
-_add("killed rank 0", OTHER, _within(victim=0), KILLED, victim=0)
-_add("killed with async work", OTHER, _within(asynchronous=True), KILLED)
-_add("uncaught exception", OTHER, _between(_uncaught), "exit(ed)? (with )?(code |status )?1|left")
-_add("_exit", OTHER, _between(lambda: os._exit(3)), "exit(ed)? (with )?(code |status )?3")
-_add("segmentation fault", OTHER, _between(_segfault), r"signal 11 \(SIGSEGV\)")
-_add("killed among 16 ranks", MANY, _within(count=1 << 18), KILLED, world=16)
-
-
-TORCHRUN = """
-import os, signal, sys, threading, time, torch, torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
-@record
-def main():
-    torch.set_num_threads(1)
-    dist.init_process_group(sys.argv[1])
-    rank = dist.get_rank()
-    dist.all_reduce(tensor := torch.ones(1 << 20))
-    if rank == 1:
-        def kill():
-            time.sleep(0.3)
-            open(os.path.join(sys.argv[2], "killed"), "w").write(f"{time.monotonic()} {os.getpid()}")
-            os.kill(os.getpid(), signal.SIGKILL)
-        threading.Thread(target=kill).start()
-    while True:
-        dist.all_reduce(tensor)
-main()
-"""
-
-
-def torchrun(side: str) -> Outcome:
-    """SIGKILL of a rank under torchrun: how long the job lives on, and what its output and error files say."""
-    with leftovers.fresh_folder() as place:
-        (place / "script.py").write_text(TORCHRUN)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-        command += [f"--log-dir={place / 'logs'}", str(place / "script.py"), side, str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        ended = time.monotonic()
-        killed = (place / "killed").read_text().split() if (place / "killed").exists() else ["0", "0"]
-        outcome = Outcome(pids={1: int(killed[1])})
-        files = filter(_whole, [path.read_text() for path in (place / "logs").rglob("error.json")])
-        without = [text for text in files if "rank 1 (pid" not in text]
-        line = next(
-            (
-                text
-                for text in done.stderr.splitlines()
-                if "Error" in text and re.search(r"rank 1\b", text) and "pid" in text
-            ),
-            "",
-        )
-        text = without[0] if without else line
-        outcome.saw[0] = Saw("error" if done.returncode else "right", text, ended - float(killed[0]))
-        outcome.figures["error_files_without_reason"] = float(len(without))
-        return outcome
-
-
-def _whole(text: str) -> bool:
-    """Whether an error file is complete: torchrun may end a survivor that has opened its own and not yet written it."""
-    try:
-        return bool(json.loads(text))
-    except json.JSONDecodeError:
-        return False
-
-
-add(
-    Case(
-        "killed under torchrun",
-        "SIGKILL under torchrun",
-        torchrun,
-        Promise(
-            sees=("error",), names=(1,), says=("SymmPeerError",), within=0.7, at_most={"error_files_without_reason": 0}
-        ),
-        "the job ends within 0.7 s, the reason in its output and in every error file",
-        "seconds until torchrun itself has ended, its own exit included",
-    )
-)

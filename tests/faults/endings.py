@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -15,48 +15,209 @@ import torch
 import torch.distributed as dist
 
 from . import leftovers
-from .case import RIGHT, Case, Outcome, Promise, Saw, add
-from .stage import WORLD, Stage, placed, play
+from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
+from .deaths import failed, waits
+from .stage import WORLD, Stage, host_of, placed, play, scene
 
 TIMEOUT_S = 5.0
 
 
-def released(stage: Stage, rank: int, way: str) -> Saw:
-    """Rank 0 blocks in a call that nobody joins; another thread of its own ends the group."""
+def released(stage: Stage, rank: int, way: str, wait: str = "all_reduce", culprit: int = 0) -> Saw:
+    """The culprit blocks in a call that no other rank makes; another thread of its own ends the group."""
     dist.barrier()
-    if rank != 0:
-        stage.meet("released", rank, (0,), 3 * TIMEOUT_S)
-        return Saw(RIGHT)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if rank != culprit:
+        told = way == "abort" and stage.side == "symm"
+        saw = stage.observe(waits(stage, culprit)["nothing"]) if told else Saw(RIGHT)
+        stage.meet("released", rank, (culprit,), 3 * TIMEOUT_S)
+        return _as(saw, "SymmPeerError" if told else RIGHT, stage)
+    backend = stage.backend
 
     def end() -> None:
-        time.sleep(0.3)
-        stage.now_it_happens()
         if way == "abort":
             backend.abort()
             backend.abort()
         else:
             dist.destroy_process_group()
 
-    thread = threading.Thread(target=end)
-    thread.start()
-    saw = stage.observe(lambda: dist.all_reduce(torch.ones(1000)))
+    thread = stage.later(0.2, end)
+    saw = stage.observe(waits(stage, (culprit + 1) % stage.world)[wait])
     thread.join()
     stage.meet("released", rank, ())
+    return _as(saw, "SymmAborted", stage)
+
+
+def _as(saw: Saw, kind: str, stage: Stage) -> Saw:
+    """Wrong unless it is of this kind, on the side that promises one."""
+    if stage.side == "symm" and saw.kind != kind:
+        saw.kind = WRONG
     return saw
 
 
-for _way in ("abort", "destroy"):
-    add(
-        Case(
-            f"{_way} from a second thread",
-            "abort / destroy from a second thread while a call is blocked",
-            partial(play, partial(released, way=_way), timeout=TIMEOUT_S, limit=4 * TIMEOUT_S),
-            Promise(sees=("SymmAborted", RIGHT), within=0.1),
-            "< 0.1 s",
-            f"group timeout {TIMEOUT_S:g} s",
-        )
-    )
+RELEASED = "abort / destroy from a second thread while a call is blocked"
+NOTE = f"group timeout {TIMEOUT_S:g} s"
+for _wait in ("all_reduce", "asynchronous all_reduce", "recv"):
+    scene(
+        "abort from a second thread" if _wait == "all_reduce" else f"abort, {_wait} blocked",
+        RELEASED,
+        "< 0.1 s; the others hear who aborted",
+        Promise(sees=("SymmAborted", "SymmPeerError"), names=(0,), says=("abort",), within=0.1),
+        NOTE,
+        where="both" if _wait == "all_reduce" else "one",
+        timeout=TIMEOUT_S,
+        limit=4 * TIMEOUT_S,
+    )(partial(released, way="abort", wait=_wait))
+scene(
+    "destroy from a second thread",
+    RELEASED,
+    "< 0.1 s",
+    Promise(sees=("SymmAborted", RIGHT), within=0.1),
+    NOTE,
+    where="both",
+    timeout=TIMEOUT_S,
+    limit=4 * TIMEOUT_S,
+)(partial(released, way="destroy"))
+for _layout, _culprit in (((2, 2), 3), ((3, 1), 2), ((1, 1, 1), 0)):
+    scene(
+        f"abort on rank {_culprit} of {_layout}",
+        "abort on one of several hosts",
+        "< 0.2 s on all, the rank named with its host",
+        Promise(
+            sees=("SymmAborted", "SymmPeerError"),
+            names=(_culprit,),
+            says=(rf'rank {_culprit} \(host "{host_of(_culprit, _layout)}", pid \d+\) aborted group',),
+            within=0.2,
+        ),
+        NOTE,
+        sides=("symm",),
+        layout=_layout,
+        timeout=30,
+    )(partial(released, way="abort", culprit=_culprit))
+
+
+@scene(
+    "abort and a new group",
+    "_abort_process_group, then a new group",
+    "< 1 s, and the new group is right",
+    Promise(within=1.0),
+    world=2,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.all_reduce(torch.zeros(3))
+    begun = time.monotonic()
+    dist.distributed_c10d._abort_process_group()
+    took = time.monotonic() - begun
+    stage.join(rank, name="second")
+    dist.all_reduce(tensor := torch.ones(3))
+    return Saw(RIGHT if tensor.tolist() == [2.0] * 3 else WRONG, seconds=took)
+
+
+@scene(
+    "leaves while others send",
+    "a rank leaves in order while the others still send to each other",
+    "their messages arrive; a receive from the rank that left names it",
+    Promise(sees=("SymmPeerError", RIGHT), says=(r"rank 2.*left.*recv",)),
+    world=3,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.barrier()
+    if rank == 2:
+        dist.destroy_process_group()
+        stage.meet("gone", rank, ())
+        return Saw(RIGHT)
+    stage.meet("gone", rank, (2,))
+    time.sleep(0.2)
+    got = torch.arange(4)
+    if rank == 0:
+        return stage.observe(lambda: dist.send(got, 1))
+    dist.recv(got := torch.zeros_like(got), 0)
+    if got.tolist() != [0, 1, 2, 3]:
+        return Saw(WRONG, "the message was not delivered")
+    return _as(stage.observe(lambda: dist.recv(got, 2)), "SymmPeerError", stage)
+
+
+@scene(
+    "destroy with work outstanding",
+    "destroy while a call of this rank can never finish",
+    "the timeout at most, then the call raises",
+    Promise(sees=("SymmAborted", "SymmTimeout", RIGHT), within=0.6),
+    world=2,
+    sides=("symm",),
+)
+def _(stage: Stage, rank: int) -> Saw:
+    dist.barrier()
+    stage.shorten(0.5)
+    saw = Saw(RIGHT)
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        begun = time.monotonic()
+        dist.destroy_process_group()
+        took = time.monotonic() - begun
+        saw = stage.observe(lambda: work.wait() and False)
+        saw.seconds = took
+    stage.meet("end", rank, range(2))
+    return saw
+
+
+def beside_a_stopped_host(stage: Stage, rank: int, count: int) -> Saw:
+    """Rank 0 aborts while its call waits for rank 1, which is stopped, and destroys the group."""
+    dist.all_reduce(torch.ones(4))
+    stage.meet("before", rank, range(2))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    thread = stage.later(0.2, stage.backend.abort)
+    saw = stage.observe(lambda: dist.all_reduce(torch.ones(count)))
+    thread.join()
+    dist.destroy_process_group()
+    saw.figures["destroyed_s"] = stage.since
+    return saw
+
+
+for _count in (4, 1 << 20):
+    scene(
+        f"abort beside a stopped host, {4 * _count} bytes",
+        "abort of a call that waits for a stopped host",
+        "< 0.2 s; destroyed within 0.8 s",
+        Promise(
+            sees=("SymmAborted",),
+            within=0.2,
+            at_most={"destroyed_s": 0.8},
+            stretches=("destroyed_s",),
+            nothing_left=False,
+        ),
+        sides=("symm",),
+        layout=(1, 1),
+        timeout=60,
+        victims=(1,),
+    )(partial(beside_a_stopped_host, count=_count))
+
+
+def leaves_early(stage: Stage, rank: int) -> Saw:
+    """Ranks 2 and 3 leave in order: that fails no rank until its next call, which names one of them."""
+    dist.all_reduce(torch.ones(4))
+    stage.meet("before", rank, range(4))
+    if rank >= 2:
+        dist.destroy_process_group()
+        stage.meet("gone", rank, range(4))
+        return Saw(RIGHT)
+    stage.meet("gone", rank, range(4))
+    time.sleep(0.3)
+    if failed(stage):
+        return Saw(WRONG, "a rank that leaves in order fails no other")
+    return _as(stage.observe(lambda: dist.all_reduce(torch.ones(4))), "SymmPeerError", stage)
+
+
+for _layout in ((2, 2), (2, 1, 1)):
+    scene(
+        f"ranks 2 and 3 of {_layout} leave",
+        "ranks of other hosts leave in order",
+        "named by the next call only",
+        Promise(
+            sees=("SymmPeerError", RIGHT),
+            says=(r'rank [23] \(host "[bc]", pid \d+\) of group ".*" left the group',),
+        ),
+        sides=("symm",),
+        layout=_layout,
+    )(leaves_early)
 
 
 def resident_kb() -> float:

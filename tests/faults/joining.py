@@ -13,10 +13,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .case import RIGHT, Case, Outcome, Promise, Saw, add
-from .stage import WORLD, Stage, free_port, play
+from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
+from .resources import works
+from .stage import WORLD, Stage, free_port, host_of, play, scene
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 10.0
+#: Timeout of ranks that wait for an absent rank, or for a silent server.
+LATE_S = 1.5
 #: What a rank that cannot join may see: a named reason, in the class of whoever noticed.
 REFUSED = (
     "SymmTimeout",
@@ -27,7 +30,7 @@ REFUSED = (
     "ValueError",
     "DistBackendError",
 )
-NOTE = f"timeout {TIMEOUT_S:g} s"
+NOTE = f"timeout {LATE_S:g} s"
 
 
 def url(side: str, kind: str, target: str) -> str:
@@ -57,7 +60,7 @@ def missing(side: str, kind: str, absent: int) -> Outcome:
         target = f"127.0.0.1:{port}" if kind == "port" else f"{stage.place}/meeting"
         return stage.observe(lambda: join_by(stage, url(side, kind, target), rank))
 
-    outcome = play(body, side, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S, join=False)
+    outcome = play(body, side, timeout=LATE_S, limit=40, join=False)
     del outcome.saw[absent]
     return outcome
 
@@ -68,13 +71,13 @@ def missing_in_new_group(side: str) -> Outcome:
     def body(stage: Stage, rank: int) -> Saw:
         dist.barrier()
         if rank == 2:
-            stage.meet("seen", rank, range(WORLD), 4 * TIMEOUT_S)
+            stage.meet("seen", rank, range(WORLD), 4 * LATE_S)
             return Saw(RIGHT)
-        saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) is None)
-        stage.meet("seen", rank, range(WORLD), 4 * TIMEOUT_S)
+        saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=LATE_S)) is None)
+        stage.meet("seen", rank, range(WORLD), 4 * LATE_S)
         return saw
 
-    outcome = play(body, side, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S)
+    outcome = play(body, side, timeout=LATE_S, limit=40)
     del outcome.saw[2]
     return outcome
 
@@ -91,7 +94,7 @@ for _name, _run, _absent in (
             _name,
             ROW,
             _run,
-            Promise(sees=REFUSED, names=(_absent,), pids=False, not_before=0.3 * TIMEOUT_S, within=TIMEOUT_S + 1),
+            Promise(sees=REFUSED, names=(_absent,), pids=False, not_before=0.3 * LATE_S, within=LATE_S + 1),
             "timeout + at most 1 s, the missing rank named on all",
             f"{NOTE}; Gloo tcp:// and file://, symm symm:// and symm+file://",
         )
@@ -150,10 +153,10 @@ def duplicate(side: str, late: bool) -> Outcome:
         if not late:
             saw.seconds = max(0.0, saw.seconds)
         stage.meet("formed", rank, ())
-        stage.meet("seen", rank, range(5), 3 * TIMEOUT_S)
+        stage.meet("seen", rank, range(5), TIMEOUT_S)
         return saw
 
-    return play(body, side, world=5, timeout=TIMEOUT_S, limit=8 * TIMEOUT_S, join=False)
+    return play(body, side, world=5, timeout=TIMEOUT_S, limit=40, join=False)
 
 
 def one_refused(side: str, late: bool) -> Outcome:
@@ -201,7 +204,7 @@ def process_on_the_port(side: str) -> Outcome:
         def body(stage: Stage, rank: int) -> Saw:
             return stage.observe(lambda: join_by(stage, address, rank))
 
-        return play(body, side, timeout=TIMEOUT_S, limit=15, join=False)
+        return play(body, side, timeout=LATE_S, limit=15, join=False)
 
 
 add(
@@ -209,7 +212,7 @@ add(
         "silent process on the port",
         "the rendezvous port is held by a silent process",
         process_on_the_port,
-        Promise(sees=REFUSED, within=TIMEOUT_S + 1),
+        Promise(sees=REFUSED, within=LATE_S + 1),
         "timeout + at most 1 s",
         f"{NOTE}; ended after 15 s",
     )
@@ -237,35 +240,130 @@ add(
 )
 
 
-def few_descriptors(side: str, more: int) -> Outcome:
-    """Rank 0 may open no more than ``more`` descriptors."""
+def few_descriptors(stage: Stage, rank: int, more: int) -> Saw:
+    """Rank 0 may open ``more`` descriptors above those that it has; then all join with as many as they like."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    if rank == 0:
+        # The lowest free numbers are taken first.
+        most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        held = [
+            os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) for _ in range(most - len(os.listdir("/proc/self/fd")) + 1)
+        ]
+        most = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + more, limits[1]))
+    stage.meet("limited", rank, range(stage.world))
 
-    def body(stage: Stage, rank: int) -> Saw:
-        if rank == 0:
-            # The one that os.listdir itself opens counts as open.
-            limit = len(os.listdir("/proc/self/fd")) + more - 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    def joined() -> bool:
+        stage.join(rank)
+        dist.all_reduce(tensor := torch.ones(4))
+        return more > 0 and bool((tensor == stage.world).all())
 
-        def joined() -> bool:
-            stage.join(rank)
-            dist.all_reduce(tensor := torch.ones(4))
-            return bool((tensor == WORLD).all())
+    saw = stage.observe(joined)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for descriptor in held:
+        os.close(descriptor)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    stage.meet("tried", rank, range(stage.world))
+    stage.join(rank, name="ample")
+    if not works(rank, stage.world):
+        saw.kind = WRONG
+    return saw
 
-        return stage.observe(joined)
 
-    return play(body, side, timeout=TIMEOUT_S, limit=5 * TIMEOUT_S, join=False)
+for _more in (40, 5, 4, 2, 0):
+    # With so few that a rank cannot even meet the others, its error says that files are open, or its peers wait for it.
+    _named = _more >= 5
+    scene(
+        f"RLIMIT_NOFILE {_more} above what is open",
+        "RLIMIT_NOFILE of rank 0: 40, 5, 4, 2 and 0 above what is open",
+        "works, or all see RLIMIT_NOFILE (below 5: open files) and rank 0; later groups work",
+        Promise(
+            sees=(RIGHT, "SymmConfigError") if _named else (RIGHT, "SymmConfigError", "SymmTimeout"),
+            names=(0,) if _named else (),
+            pids=False,
+            says=("RLIMIT_NOFILE",) if _named else (r"rank 0\b|open files",),
+            within=LATE_S + 1,
+        ),
+        NOTE,
+        world=3,
+        timeout=LATE_S,
+        limit=30,
+        join=False,
+    )(partial(few_descriptors, more=_more))
 
 
-for _more in (40, 5):
-    add(
-        Case(
-            f"RLIMIT_NOFILE {_more} above what is open",
-            "RLIMIT_NOFILE of rank 0: 40, and 5, above what is open",
-            partial(few_descriptors, more=_more),
-            Promise(
-                sees=(RIGHT, "SymmConfigError"), names=(0,), pids=False, says=("RLIMIT_NOFILE",), within=TIMEOUT_S + 1
-            ),
-            "works, or all see RLIMIT_NOFILE, rank 0 and what it needs",
-            NOTE,
-        )
-    )
+def stays_away(stage: Stage, rank: int, absent: int, early: int) -> Saw:
+    """One rank never makes a group, whose time ends sooner on ``early`` than on the others."""
+    dist.barrier()
+    stage.meet("begun", rank, range(stage.world))
+    saw = Saw(RIGHT)
+    if rank != absent:
+        limit = timedelta(seconds=0.5 if rank == early else 1)
+        saw = stage.observe(lambda: dist.new_group(list(range(stage.world)), timeout=limit))
+        saw.kind = WRONG if saw.kind == RIGHT else saw.kind
+    stage.meet("over", rank, range(stage.world))
+    return saw
+
+
+for _layout, _absent, _early, _row in (
+    ((2, 2), 3, -1, "a rank of several hosts never makes a group"),
+    ((1, 1, 2), 2, 3, "a rank of several hosts never makes a group"),
+    ((2, 2), 0, 3, "a rank of other hosts never makes a group"),
+    ((2, 2), 1, 0, "a rank of other hosts never makes a group"),
+    ((1, 3), 3, 0, "a rank of other hosts never makes a group"),
+    ((3, 2), 4, -1, "a rank of other hosts never makes a group"),
+    ((2, 2, 1), 3, 4, "a rank of other hosts never makes a group"),
+):
+    _missing = rf'rank {_absent} \(host "{host_of(_absent, _layout)}", pid \d+\)'
+    scene(
+        f"rank {_absent} of {_layout} missing, rank {_early} early",
+        _row,
+        "named on all",
+        Promise(
+            sees=("SymmTimeout", RIGHT),
+            says=(rf'^rank \d \(host "[abc]", pid \d+\) waited [01]\.\d s for {_missing} to join group ".+"$',),
+        ),
+        sides=("symm",),
+        layout=_layout,
+        timeout=30,
+    )(partial(stays_away, absent=_absent, early=_early))
+
+
+@scene(
+    "join that failed on some",
+    "rank 0 fails twice to join alone, then all join",
+    "timeout, twice; then right, although torch numbers groups",
+    Promise(within=1.0),
+    world=2,
+    timeout=20,
+    join=False,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    for turn in range(2 if rank == 0 else 0):
+        begun = time.monotonic()
+        saw = stage.observe(lambda turn=turn: stage.join(rank, name=f"alone-{turn}", timeout=0.3) or False)
+        if saw.kind != "SymmTimeout" or time.monotonic() - begun > 3:
+            saw.kind = WRONG
+            return saw
+    stage.join(rank)
+    dist.all_reduce(tensor := torch.ones(3))
+    return Saw(RIGHT if tensor.tolist() == [2.0] * 3 else WRONG)
+
+
+@scene(
+    "a little late",
+    "a rank that joins 0.5 s after the other",
+    "works, and nothing is said",
+    Promise(quiet=True),
+    world=2,
+    join=False,
+    over_tcp=True,
+)
+def _(stage: Stage, rank: int) -> Saw:
+    stage.meet("stores", rank, range(2))
+    time.sleep(0.5 * rank)
+    stage.join(rank)
+    dist.barrier()
+    return Saw(RIGHT)

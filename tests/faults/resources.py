@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import resource
 import statistics
+import threading
 import time
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch_symm
 
 from . import leftovers
 from .case import RIGHT, WRONG, Case, Outcome, Promise, Saw, add
-from .stage import Stage, play
+from .stage import Stage, play, scene
 
 GROUPS = 200
 _CLONE_NEWNS = 0x00020000
@@ -59,45 +65,167 @@ add(
 )
 
 
-def in_small_shm(stage: Stage, rank: int, full: bool) -> Saw:
-    """Joins and sums with a /dev/shm of its own, which is full or read-only."""
+def mount(place: Path, full: bool) -> None:
+    """Mounts 64 KiB for this process only, full or read-only; PermissionError if it may not."""
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def mount(source: bytes | None, kind: bytes | None, flags: int, data: bytes | None) -> None:
-        target = b"/" if source is None else b"/dev/shm"
-        if libc.mount(source, target, kind, ctypes.c_ulong(flags), data) != 0:
-            raise PermissionError(ctypes.get_errno(), "mounting a /dev/shm for the case")
-
-    if libc.unshare(_CLONE_NEWNS) != 0:
-        raise PermissionError(ctypes.get_errno(), "a mount namespace for the case")
-    mount(None, None, _MS_REC | _MS_PRIVATE, None)
-    mount(b"tmpfs", b"tmpfs", 0 if full else _MS_RDONLY, b"size=64k")
-    if full:
-        with open("/dev/shm/filler", "wb", buffering=0) as filler:
-            try:
-                while filler.write(bytes(4096)):
-                    pass
-            except OSError:
-                pass
-
-    def joined() -> bool:
-        stage.join(rank)
-        dist.all_reduce(tensor := torch.ones(4 << 20))
-        return bool((tensor == stage.world).all())
-
-    return stage.observe(joined)
-
-
-for _full in (True, False):
-    add(
-        Case(
-            f"/dev/shm {'full' if _full else 'read-only'}",
-            "/dev/shm full or read-only",
-            partial(play, partial(in_small_shm, full=_full), join=False, timeout=10),
-            Promise(),
-            "no effect",
-        )
+    steps = (
+        libc.unshare(_CLONE_NEWNS),
+        libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None),
+        libc.mount(b"tmpfs", bytes(place), b"tmpfs", ctypes.c_ulong(0 if full else _MS_RDONLY), b"size=64k"),
     )
+    if any(steps):
+        raise PermissionError(ctypes.get_errno(), "mounting a file system for the case")
+    if full:
+        (place / "filler").write_bytes(bytes(1 << 16))
+
+
+def works(rank: int, world: int) -> bool:
+    """Collectives and messages of every size class are right."""
+    right = True
+    for count in (1, 5_000, 3_000_000):
+        dist.all_reduce(tensor := torch.ones(count))
+        right &= bool((tensor == world).all())
+    received = torch.zeros(1_000_000)
+    messages = [
+        dist.P2POp(dist.isend, torch.full((1_000_000,), float(rank)), (rank + 1) % world),
+        dist.P2POp(dist.irecv, received, (rank - 1) % world),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return right and bool((received == (rank - 1) % world).all())
+
+
+def in_a_bad_place(stage: Stage, rank: int, kind: str) -> Saw:
+    """Joins and works with such a /dev/shm or temporary folder."""
+    place = stage.place / "readonly" if kind == "TMPDIR read-only" else stage.place / ("d" * 100) / ("e" * 100)
+    if kind.startswith("/dev/shm"):
+        mount(Path("/dev/shm"), kind.endswith("full"))
+    else:
+        place.mkdir(parents=True, exist_ok=True)
+        os.environ["TMPDIR"] = str(place)
+    if kind == "TMPDIR read-only":
+        mount(place, full=False)
+    saw = stage.observe(lambda: stage.join(rank) or works(rank, stage.world))
+    if kind == "TMPDIR long" and saw.kind == RIGHT:
+        refused = stage.observe(lambda: torch_symm.TCPStore(f"unix:{place}/socket", 0, 1, is_master=True) is None)
+        if refused.kind != "ValueError" or "at most 107" not in refused.text:
+            return refused
+    return saw
+
+
+for _kind in ("/dev/shm full", "/dev/shm read-only", "TMPDIR read-only", "TMPDIR long"):
+    scene(
+        _kind,
+        "/dev/shm full or read-only; TMPDIR read-only, or longer than the 107 bytes of a socket's path",
+        "no effect; a socket with a long path is refused by name",
+        Promise(),
+        sides=("symm",) if _kind == "TMPDIR long" else ("gloo", "symm"),
+        world=2,
+        join=False,
+    )(partial(in_a_bad_place, kind=_kind))
+
+
+def limit_addresses(more: int) -> None:
+    """The process may map no more than ``more`` bytes above what it has."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + more, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def cramped(stage: Stage, rank: int) -> Saw:
+    """Rank 1 has no addresses for the memory of a new group."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    dist.barrier()
+    if rank == 1:
+        limit_addresses(1 << 20)
+    saw = stage.observe(lambda: dist.new_group(timeout=timedelta(seconds=30)) is None)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    stage.meet("failed", rank, range(2))
+    return saw
+
+
+scene(
+    "no addresses for the memory",
+    "RLIMIT_AS of rank 1 leaves no room for a group's memory",
+    "< 1 s on all, with the bytes that are needed and free",
+    Promise(
+        sees=("SymmConfigError",),
+        names=(1,),
+        says=(r"out of address space: rank 1 \(pid \d+.* bytes, .*are free of RLIMIT_AS",),
+        within=1.0,
+    ),
+    sides=("symm",),
+    world=2,
+)(cramped)
+
+
+def no_thread(stage: Stage, rank: int, send: bool) -> Saw:
+    """Rank 1 cannot start the thread of a message, which is not posted: its memory is its owner's, its tag is free."""
+    count = 20_000  # too long to go unasked, too short for a mapping of its own
+    saw, before = Saw(RIGHT), resource.getrlimit(resource.RLIMIT_AS)
+    dist.barrier()
+    if rank == 1:
+        tensor, released = torch.full((count,), 3.0), threading.Event()
+        # Takes the stacks that ended threads of Python and of Rust have left.
+        for size in (0, 2 << 20):
+            usual = threading.stack_size(size)
+            for _ in range(6):
+                threading.Thread(target=released.wait, daemon=True).start()
+            threading.stack_size(usual)
+        limit_addresses(1 << 20)
+        saw = stage.observe(lambda: (dist.isend if send else dist.irecv)(tensor, 0, tag=5) is None)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        released.set()
+        saw.kind = WRONG if saw.kind == RIGHT else saw.kind
+        tensor.fill_(1)
+    dist.barrier()
+    if rank == 0 and not send:
+        work = dist.isend(torch.full((count,), 666.0), 1, tag=5)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.05)
+        if not bool((tensor == 1).all()):
+            return Saw(WRONG, "the memory was written")
+        dist.send(torch.full((7,), 4.0), 0, tag=5) if send else dist.recv(torch.empty(count), 0, tag=5)
+    elif send:
+        dist.recv(got := torch.zeros(7), 1, tag=5)
+        saw.kind = RIGHT if bool((got == 4).all()) else WRONG
+    else:
+        work.wait()
+    return saw
+
+
+for _send in (True, False):
+    scene(
+        f"no thread for a {'send' if _send else 'receive'}",
+        "RLIMIT_AS of rank 1 leaves no room for a message's thread",
+        "an error, and the message is not posted",
+        Promise(sees=("DistBackendError", "SymmConfigError", RIGHT), says=("progress thread",)),
+        sides=("symm",),
+        world=2,
+    )(partial(no_thread, send=_send))
+
+
+def with_little_memory(stage: Stage, rank: int) -> Saw:
+    """Rank 0's files, and so its shared memory, may not be longer than 1 MiB."""
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    saw = stage.observe(lambda: stage.join(rank) or False)
+    if rank == 0 and not re.search(r"size of shared memory: .*; \d+ bytes are needed", saw.text):
+        saw.kind = WRONG
+    return saw
+
+
+add(
+    Case(
+        "memory that rank 0 cannot have",
+        "memory that rank 0 cannot have",
+        partial(play, with_little_memory, world=3, join=False, timeout=0.5),
+        Promise(sees=("SymmConfigError", "SymmTimeout"), names=(0,), within=1.5),
+        "an error on all, which has rank 0 and the bytes",
+        sides=("symm",),
+        where="one",
+    )
+)
 
 
 def load_generator(stage: Stage, rank: int) -> Saw:

@@ -5,40 +5,60 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import leftovers
-from .case import CRASH, GONE, HANG, RIGHT, WRONG, Outcome, Saw
+from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, add
 
 WORLD = 4
+#: The line that a rank logs when a group fails.
+DUMPED = re.compile(r"^.*the last calls of this process are in .*; for those of all ranks: .*\n", re.MULTILINE)
 #: Numbers of hosts, which are all this machine; half of the ranks are on each of two.
 HOSTS = 1
 
 
-def placed(rank: int, world: int) -> dict[str, str]:
+#: How many ranks each host has, host "a" first; none: all are on one.
+Layout = tuple[int, ...]
+
+
+def host_of(rank: int, layout: Layout) -> str:
+    """The name of a rank's host."""
+    return "".join(name * count for name, count in zip("abcd", layout, strict=False))[rank]
+
+
+def placed(rank: int, world: int, layout: Layout = ()) -> dict[str, str]:
     """Settings of a rank which make it one of its host."""
-    host = "ab"[rank * HOSTS // world]
-    return {"SYMM_HOSTS": "gloo", "SYMM_TEST_HOST": host, "GLOO_SOCKET_IFNAME": "lo"} if HOSTS > 1 else {}
+    layout = layout or ((world // 2, world - world // 2) if HOSTS > 1 else ())
+    if not layout:
+        return {}
+    return {"SYMM_HOSTS": "gloo", "SYMM_TEST_HOST": host_of(rank, layout), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Stage:
     """What the ranks of one play share. Made before they are forked."""
 
-    def __init__(self, side: str, world: int, place: Path, timeout: float, port: int | None = None) -> None:
+    def __init__(
+        self, side: str, world: int, place: Path, timeout: float, port: int | None = None, layout: Layout = ()
+    ) -> None:
         self.side = side
         self.world = world
+        self.layout = layout
         self.place = place
         self.timeout = timeout
         self.port = port
@@ -83,6 +103,11 @@ class Stage:
             time.sleep(0.001)
         return True
 
+    def log(self, rank: int) -> str:
+        """What a rank has printed, but for where its trace is."""
+        path = self.place / f"log-{rank}"
+        return DUMPED.sub("", path.read_text(errors="replace")) if path.exists() else ""
+
     def bystander(self, seconds: float) -> None:
         """Forks a child that holds what this process holds and does nothing."""
         pid = os.fork()
@@ -94,6 +119,27 @@ class Stage:
     def spare(self, pid: int) -> None:
         """A child that may outlive its rank: it is no leftover."""
         (self.place / f"bystander-{pid}").touch()
+
+    @property
+    def backend(self) -> Any:
+        """The backend of the default group."""
+        return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
+
+    def shorten(self, seconds: float) -> None:
+        """From now on calls of the default group have this timeout, which joining had not."""
+        self.backend._set_default_timeout(timedelta(seconds=seconds))
+
+    def later(self, seconds: float, act: Callable[[], object]) -> threading.Thread:
+        """Another thread marks the moment of the fault ``seconds`` from now, and acts."""
+
+        def wait() -> None:
+            time.sleep(seconds)
+            self.now_it_happens()
+            act()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        return thread
 
     def observe(self, call: Callable[[], object]) -> Saw:
         """Makes a call that should fail or give ``True`` (or ``None``)."""
@@ -132,19 +178,22 @@ def play(
     before: Callable[[Path], None] | None = None,
     env: dict[str, str] | None = None,
     over_tcp: bool = False,
+    layout: Layout = (),
 ) -> Outcome:
     """Runs ``body`` on forked ranks and says what each that is no victim saw.
 
     ``timeout``: of the group. ``limit``: seconds for everything; who has not ended then hangs. ``join``: whether the
     ranks make the default group first. ``before`` gets the folder of the play before the ranks start. ``over_tcp``: the
     default group's store is torch's TCPStore, as under torchrun; its FileStore looks for news every 10 ms only.
+    ``layout``: the number of ranks on each of several hosts.
     """
+    world = sum(layout) or world
     with leftovers.fresh_folder() as place, leftovers.adopting_orphans():
         for name in ("tmp", "run"):
             (place / name).mkdir(0o700)
         if before is not None:
             before(place)
-        stage = Stage(side, world, place, timeout, free_port() if over_tcp else None)
+        stage = Stage(side, world, place, timeout, free_port() if over_tcp else None, layout)
         names, adopted = leftovers.shared_names(), leftovers.children()
         deadline = time.monotonic() + limit
         pids = [_start(stage, body, rank, join, env or {}) for rank in range(world)]
@@ -157,7 +206,7 @@ def play(
         for rank in range(world):
             if rank in victims:
                 continue
-            saw = outcome.saw[rank] = _report(place, rank, statuses[rank])
+            saw = outcome.saw[rank] = _report(stage, rank, statuses[rank])
             outcome.left.update(saw.left)
             for name, value in saw.figures.items():
                 outcome.figures[name] = max(outcome.figures.get(name, value), value)
@@ -186,7 +235,7 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - as long as the process
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.environ.update(TMPDIR=str(stage.place / "tmp"), XDG_RUNTIME_DIR=str(stage.place / "run"), **env)
-    os.environ.update(placed(rank, stage.world))
+    os.environ.update(placed(rank, stage.world, stage.layout))
     tempfile.tempdir = None
     torch.set_num_threads(1)
     stage.pids[rank] = os.getpid()
@@ -231,14 +280,35 @@ def _await(pids: list[int], deadline: float, victims: Collection[int]) -> list[i
     return codes
 
 
-def _report(place: Path, rank: int, code: int | None) -> Saw:
-    path = place / f"saw-{rank}"
+def _report(stage: Stage, rank: int, code: int | None) -> Saw:
     saw = None
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
-        saw = pickle.loads(path.read_bytes())
-    log = (place / f"log-{rank}").read_text(errors="replace")[-400:] if (place / f"log-{rank}").exists() else ""
+        saw = pickle.loads((stage.place / f"saw-{rank}").read_bytes())
+    log = stage.log(rank)
     if code is None:
-        return Saw(HANG, log)
+        return Saw(HANG, log[-400:])
     if code < 0:
-        return Saw(CRASH, f"{signal.Signals(-code).name}: {log}")
-    return saw or Saw(GONE, f"exit code {code}: {log}")
+        return Saw(CRASH, f"{signal.Signals(-code).name}: {log[-400:]}")
+    saw = saw or Saw(GONE, f"exit code {code}: {log[-400:]}")
+    saw.log = log
+    return saw
+
+
+def scene(
+    name: str,
+    row: str,
+    target: str,
+    promise: Promise,
+    note: str = "",
+    sides: tuple[str, ...] = ("gloo", "symm"),
+    where: str = "one",
+    **settings: Any,
+) -> Callable[[Body], Body]:
+    """Makes a case of the body below, which is played with these settings of ``play``; on hosts if it has a layout."""
+
+    def register(body: Body) -> Body:
+        place = "hosts" if settings.get("layout") else where
+        add(Case(name, row, partial(play, body, **settings), promise, target, note, sides, place))
+        return body
+
+    return register

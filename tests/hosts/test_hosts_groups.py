@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from machines import run_hosts
+from test_groups import assert_nothing_left, resources
 
 # Takes seconds: once, before processes are forked.
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # noqa: F401
@@ -413,3 +414,26 @@ def test_gloo_that_connects_later_finds_its_addresses() -> None:
         assert bool((tensor == 4).all())
 
     run_hosts(late, (2, 2), env={"TORCH_GLOO_LAZY_INIT": "1"})
+
+
+def come_and_go(rank: int, world_size: int) -> None:
+    for _ in range(2):
+        dist.destroy_process_group(dist.new_group())
+    before = resources()
+    groups = [dist.new_group() for _ in range(5)]
+    for group in groups:
+        dist.all_reduce(torch.ones(4), group=group)
+    for group in groups:
+        dist.destroy_process_group(group)
+    del group, groups
+    assert_nothing_left(before)
+    dist.barrier()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + 20
+    while any(name.startswith("thread symm-") for name in resources()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(name.startswith("thread symm-") for name in resources()), resources()
+
+
+def test_groups_leave_no_thread_and_no_descriptor() -> None:
+    run_hosts(come_and_go, (2, 2))

@@ -31,7 +31,7 @@ COMPILERS = re.compile(r"(.*-)?(c\+\+|g\+\+|gcc|cc|clang|clang\+\+|ld|as|rustc|c
 #: Every collective, symmetric memory, stores and DTensor.
 SMOKE = (
     *("test_collectives", "test_reduce_ops", "test_point_to_point", "test_groups", "test_work", "test_refusals"),
-    *("test_failures", "test_message_failures", "test_symm_mem_ops", "test_symmetric_memory", "test_symm_mem_fused"),
+    *("test_faults", "test_symm_mem_ops", "test_symmetric_memory", "test_symm_mem_fused"),
     *("test_stores", "test_store_objects", "test_tensor_collectives", "test_tensor_redistribute"),
 )
 

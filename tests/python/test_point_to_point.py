@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import torch.distributed as dist
 import torch_symm
 from expected import DTYPES, assert_same_bits, name, seeded
 from ranks import meet, run_ranks
+from sandbox import deny, needs_seccomp
 
 SIZES = (8, 64, 4096, 4100, 100_000, 1 << 20, 8 << 20)
 
@@ -308,3 +312,40 @@ def never_asked_for(rank: int, world: int) -> int:
 def test_a_receiver_keeps_a_bounded_amount_of_what_it_did_not_ask_for() -> None:
     grown = run_ranks(never_asked_for, 3)[0]
     assert 40 << 10 < grown < 100 << 10, f"{grown} KiB"
+
+
+def reads_are_forbidden_later(rank: int, world: int) -> str:
+    count = 2 << 20
+    for turn in range(3):
+        dist.barrier()
+        if rank == 1:
+            work = dist.isend(numbers(count, turn), 0, tag=turn)
+            # No thread of the sender attends to it, so its receiver would read it.
+            meet(f"received-{turn}", rank, world)
+            work.wait()
+            continue
+        if turn == 1:
+            deny("process_vm_readv", errno.EPERM)
+        got = torch.zeros(count, dtype=torch.int32)
+        dist.recv(got, 1, tag=turn)
+        assert torch.equal(got, numbers(count, turn))
+        meet(f"received-{turn}", rank, world)
+    dist.barrier()
+    if rank == 1:
+        dist.isend(numbers(count, 0), 0, tag=7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.raises(torch_symm.SymmPeerError) as error:
+        dist.recv(torch.zeros(count, dtype=torch.int32), 1, tag=7)
+    return str(error.value)
+
+
+@pytest.mark.timed
+@needs_seccomp
+def test_p3_reads_of_peers_that_are_forbidden_later() -> None:
+    """A hardening agent may do so. The message comes in pieces; where that fails too, the error says which message."""
+    results = run_ranks(reads_are_forbidden_later, 2, expect_killed=(1,))
+    assert re.search(
+        r"rank 1 \(pid \d+\) has ended.*in recv\(8388608 bytes, tag 7\) of group \"default\"", results[0]
+    ), results[0]
+    assert results.logs[0].count("come in pieces from now on") == 1, results.logs[0]

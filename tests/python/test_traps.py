@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from ranks import init, run_ranks
-from test_endings import raises_within
+from ranks import init, meet, run_ranks
 from torch_symm._autoload import devices
 
 CPU = torch.device("cpu")
+
+
+@contextmanager
+def raises_within(limit: float, *types: type[BaseException]) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """``pytest.raises`` with a limit in seconds."""
+    started = time.monotonic()
+    with pytest.raises(types) as info:
+        yield info
+    took = time.monotonic() - started
+    assert took <= limit, f"raised after {took:.2f} s, more than {limit} s: {info.value}"
 
 
 def backend_of(group: Any = None) -> Any:
@@ -207,23 +218,6 @@ def test_average_and_factor_of_reduce_scatter() -> None:
 
 
 @pytest.mark.timed
-def test_unset_timeout_means_the_group_timeout() -> None:
-    """Nearly every call carries -1 ms: it must not time out at once, nor never."""
-
-    def body(rank: int, world: int) -> None:
-        init(rank, 2, timeout=1.0)
-        if rank == 0:
-            started = time.monotonic()
-            with raises_within(1.7, torch_symm.SymmTimeout):
-                dist.all_reduce(torch.ones(3))
-            assert time.monotonic() - started > 0.9
-        else:
-            time.sleep(2.2)
-
-    run_ranks(body, 2, backend=None)
-
-
-@pytest.mark.timed
 def test_timeout_of_a_call_and_of_the_group_later() -> None:
     """Options of a call, ``_set_default_timeout`` and ``pg.set_timeout`` are all kept."""
 
@@ -239,9 +233,48 @@ def test_timeout_of_a_call_and_of_the_group_later() -> None:
         if rank == 0:
             with raises_within(0.9, torch_symm.SymmTimeout):
                 dist.all_reduce(torch.ones(2), group=other)
-            dist.barrier()
-        else:
-            time.sleep(1.5)
-            dist.barrier()
+        meet("given up", rank, world)
+        dist.barrier()
 
     run_ranks(body, 2)
+
+
+def detail(rank: int, world: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    init(rank, world)
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert (tensor == world**2).all()
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+    gathered = torch.zeros(world)
+    dist.all_gather_into_tensor(gathered, torch.tensor([float(rank)]))
+    assert gathered.tolist() == [float(r) for r in range(world)]
+    dist.barrier(group=dist.new_group())
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    for _ in range(3):
+        model(torch.full((2, 4), float(rank))).sum().backward()
+    gradient = model.module.weight.grad
+    others = [torch.zeros_like(gradient) for _ in range(world)]
+    dist.all_gather(others, gradient)
+    assert all(torch.equal(other, gradient) for other in others)
+    dist.barrier()
+
+
+def test_distributed_debug_detail() -> None:
+    run_ranks(detail, 2, backend=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+def detail_mismatch(rank: int, world: int) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    init(rank, world, timeout=20)
+    with pytest.raises(RuntimeError, match=r"(?i)mismatch|disagree|shape"):
+        dist.all_reduce(torch.zeros(3 + rank))
+
+
+def test_a_mismatch_under_detail() -> None:
+    run_ranks(detail_mismatch, 2, backend=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
