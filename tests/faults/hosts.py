@@ -109,7 +109,7 @@ for _case in (
         partial(play, partial(_host_lost, stopped=True), layout=LAYOUT, timeout=20, limit=40, victims=OTHERS),
         Promise(
             sees=("SymmPeerError",),
-            says=('host "b"', "has not answered"),
+            says=(r'host "b" \(ranks 2 and 3\) of group ".*" has not answered for 5\.\d s',),
             not_before=4.5,
             within=7.0,
             nothing_left=False,

@@ -38,7 +38,19 @@ def rows(*titles: str) -> pytest.MarkDecorator:
 @pytest.mark.timed
 @rows("SIGKILL of a rank of several hosts", "all ranks of a host")
 def test_p2_p3_p4_a_death_is_heard_of_on_all_hosts(name: str) -> None:
-    kept(name, 2.5)
+    kept(name, 1 if "stopped" in name else 2.5)
+
+
+@pytest.mark.timed
+@rows("a collective that ranks of one host refuse", "a message that a rank of another host refuses")
+def test_p9_what_is_refused_is_told_to_other_hosts(name: str) -> None:
+    kept(name, 4)
+
+
+@pytest.mark.timed
+@rows("refusals that disturb")
+def test_p9_what_is_repeated_rightly_or_refused_by_all_disturbs_no_host(name: str) -> None:
+    kept(name, 4)
 
 
 @pytest.mark.timed

@@ -92,6 +92,18 @@ def test_p8_odd_tensors_are_served_or_refused_and_neighbours_untouched(name: str
 
 
 @pytest.mark.timed
+@rows("a collective that rank 1 refuses", "a message that rank 1 refuses")
+def test_p9_what_a_rank_refuses_is_told_to_the_ranks_that_wait_for_it(name: str) -> None:
+    kept(name)
+
+
+@pytest.mark.timed
+@rows("refusals that disturb")
+def test_p9_what_is_repeated_rightly_or_refused_by_all_disturbs_no_rank(name: str) -> None:
+    kept(name)
+
+
+@pytest.mark.timed
 @rows("abort / destroy from a second thread", "_abort_process_group")
 def test_p10_a_second_thread_releases_a_blocked_call(name: str) -> None:
     kept(name)
