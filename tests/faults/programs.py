@@ -187,7 +187,7 @@ def process_ends(side: str, way: str, method: str, ending: str, expected: str) -
             for process in processes:
                 process.start()
         for process in processes:
-            process.join(40)
+            process.join(60)
         heard = place / "heard"
         return Outcome(saw={0: _hears(heard.read_text() if heard.exists() else "", expected)})
 
