@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, Findings
-from collectives import COLLECTIVES, layouts_of
+from cases import Case
+from collectives import COLLECTIVES, layouts_of, run
 from expected import DTYPES
 from pool import DEVICE, WORLDS, Pool, device, needs_ranks
 
@@ -19,14 +19,12 @@ HUGE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def small(rank: int, world: int, collective: str) -> int:
-    findings = Findings()
-    for number, dtype in enumerate(DTYPES):
-        for count in SMALL:
-            for layout in layouts_of(collective, count):
-                case = Case(rank, world, dtype, count, layout, asynchronous=(number + count) % 2 == 1)
-                with findings.case(case.about):
-                    COLLECTIVES[collective](case)
-    return findings.close()
+    return run(
+        (collective, Case(rank, world, dtype, count, layout, (number + count) % 2 == 1, device=device()))
+        for number, dtype in enumerate(DTYPES)
+        for count in SMALL
+        for layout in layouts_of(collective, count)
+    )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -37,23 +35,19 @@ def test_small(pool: Pool, world: int, collective: str) -> None:
 
 def large(rank: int, world: int, collective: str) -> int:
     """Around a megabyte, and 20 MB over all ranks."""
-    findings = Findings()
     cases = [
-        Case(rank, world, dtype, MB // dtype.itemsize + more, layout, asynchronous=more == 0)
+        Case(rank, world, dtype, MB // dtype.itemsize + more, layout, more == 0, device=device())
         for dtype in LARGE_DTYPES
         for more in (-1, 0, 1)
         for layout in ("contiguous", "offset")
     ]
     cases += [
-        Case(rank, world, dtype, 20 * MB // dtype.itemsize // world, layout, asynchronous=False)
+        Case(rank, world, dtype, 20 * MB // dtype.itemsize // world, layout, device=device())
         for dtype in HUGE_DTYPES
         for layout in ("contiguous", "offset", "strided")
         if layout in layouts_of(collective, 2)
     ]
-    for case in cases:
-        with findings.case(case.about):
-            COLLECTIVES[collective](case)
-    return findings.close()
+    return run((collective, case) for case in cases)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from cases import CPU, Case
+from collectives import MOVING, REDUCING, ROOTED, run
 from pool import DEVICE, GPUS, PLACES, Pool, device, init, meet
 
 pytestmark = pytest.mark.skipif(
@@ -72,16 +74,14 @@ def _on_host(
     return fn(rank, world)
 
 
-def two_level(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = ()) -> torch.Tensor:
     """The ranks of each host in order, rounded once, then the hosts in order, rounded once."""
-    dtype, n = inputs[0].dtype, len(inputs)
-    if op == "AVG" and dtype in expected.INTEGERS:
-        return expected.reduced(op, inputs)
-    factors = [rank + 0.5 for rank in range(n)]
-    parts = [expected.reduced(op, inputs[host::2], factors[host::2]) for host in range(2)]
-    if op == "AVG" and n % 2:
-        return expected.reduced("PREMUL_SUM", parts, [len(inputs[host::2]) / n for host in range(2)])
-    return expected.reduced("SUM" if op == "PREMUL_SUM" else op, parts)
+    return expected.two_level(op, inputs, factors or [1.0] * len(inputs), [rank % 2 for rank in range(len(inputs))])
+
+
+def of_hosts() -> dict[str, Any]:
+    """What a case has here."""
+    return {"reference": two_level, "device": device()}
 
 
 def served(op: str, dtype: torch.dtype) -> bool:
@@ -90,35 +90,17 @@ def served(op: str, dtype: torch.dtype) -> bool:
 
 
 def reductions(rank: int, world: int) -> int:
+    """Of GPUs' tensors, and most of them of CPU tensors in the same group."""
     cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
     cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
-    cases += [("SUM", torch.bfloat16, 300_001), ("AVG", torch.float16, 1_000_003)]
-    for op, dtype, count in cases:
-        about = (op, dtype, count, rank)
-        reduce_op = expected.op_of(op, rank + 0.5)
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world)]
-        wanted = two_level(op, inputs)
-        got = inputs[rank].to(device())
-        dist.all_reduce(got, reduce_op)
-        expected.assert_same(got.cpu(), wanted, about)
-        if dtype != torch.float32 and count != 37:
-            continue
-        on_host = inputs[rank].clone()
-        dist.all_reduce(on_host, reduce_op)
-        expected.assert_same(got.cpu(), on_host, ("as CPU tensors", *about))
-        root = world - 1
-        got = inputs[rank].to(device())
-        dist.reduce(got, root, reduce_op)
-        expected.assert_same(got.cpu(), wanted if rank == root else inputs[rank], ("reduce", *about))
-        # Of another length for each rank.
-        lists = [
-            [expected.seeded(dtype, (count + to,), 100 * other + to) for to in range(world)] for other in range(world)
-        ]
-        got = torch.empty(count + rank, dtype=dtype, device=device())
-        dist.reduce_scatter(got, [tensor.to(device()) for tensor in lists[rank]], reduce_op)
-        wanted = two_level(op, [lists[other][rank] for other in range(world)])
-        expected.assert_same(got.cpu(), wanted, ("reduce_scatter", *about))
-    return len(cases)
+    here, there = of_hosts(), {**of_hosts(), "device": CPU}
+    found = run(
+        (form, Case(rank, world, dtype, count, op=op, root=world - 1, **options))
+        for op, dtype, count in cases
+        for form, options in (*((form, here) for form in REDUCING), ("all_reduce", there))
+    )
+    long = [("SUM", torch.bfloat16, 300_001), ("AVG", torch.float16, 1_000_003)]
+    return found + run(("all_reduce", Case(rank, world, dtype, count, op=op, **here)) for op, dtype, count in long)
 
 
 def rounded_once(rank: int, world: int) -> int:
@@ -192,39 +174,11 @@ def test_the_flight_recorder_tells_how_far_a_call_on_gpus_is(hosts: Pool) -> Non
 
 def movements(rank: int, world: int) -> None:
     for dtype, count in [(torch.float32, count) for count in COUNTS] + [(torch.int8, 37), (torch.complex128, 5)]:
-        about = (dtype, count, rank)
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world)]
-        mine = inputs[rank].to(device())
-        for root in range(world):
-            got = mine.clone()
-            dist.broadcast(got, root)
-            expected.assert_same_bits(got.cpu(), inputs[root], ("broadcast", *about))
-            pieces = [torch.empty_like(mine) for _ in range(world)] if rank == root else None
-            dist.gather(mine, pieces, root)
-            for piece, wanted in zip(pieces or [], inputs, strict=False):
-                expected.assert_same_bits(piece.cpu(), wanted, ("gather", *about))
-            dist.scatter(got, [tensor.to(device()) for tensor in inputs] if rank == root else None, root)
-            expected.assert_same_bits(got.cpu(), inputs[rank], ("scatter", *about))
-        whole = torch.empty(world * count, dtype=dtype, device=device())
-        dist.all_gather_into_tensor(whole, mine)
-        expected.assert_same_bits(whole.cpu(), torch.cat(inputs), ("all_gather", *about))
-        half = torch.empty_like(mine)
-        if not dtype.is_complex:
-            dist.reduce_scatter_tensor(half, whole)
-            wanted = two_level("SUM", [torch.cat(inputs)[rank * count : (rank + 1) * count]] * world)
-            expected.assert_same(half.cpu(), wanted, ("reduce_scatter_tensor", *about))
-        lists = [torch.empty(count + other, dtype=dtype, device=device()) for other in range(world)]
-        dist.all_gather(lists, expected.seeded(dtype, (count + rank,), rank).to(device()))
-        for other, got in enumerate(lists):
-            expected.assert_same_bits(got.cpu(), expected.seeded(dtype, (count + other,), other), ("uneven", *about))
-        sent = [expected.seeded(dtype, (count * (to % 2) + rank,), 100 * rank + to) for to in range(world)]
-        took = [torch.empty(count * (rank % 2) + other, dtype=dtype, device=device()) for other in range(world)]
-        flat = torch.empty(sum(map(len, took)), dtype=dtype, device=device())
-        dist.all_to_all_single(flat, torch.cat(sent).to(device()), list(map(len, took)), list(map(len, sent)))
-        wanted = torch.cat([expected.seeded(dtype, (len(took[other]),), 100 * other + rank) for other in range(world)])
-        expected.assert_same_bits(flat.cpu(), wanted, ("all_to_all_single", *about))
-        dist.all_to_all(took, [tensor.to(device()) for tensor in sent])
-        expected.assert_same_bits(torch.cat(took).cpu(), wanted, ("all_to_all", *about))
+        forms = (*MOVING, *("reduce_scatter_tensor",) * (not dtype.is_complex))
+        run((form, Case(rank, world, dtype, count, **of_hosts())) for form in forms)
+        run(
+            (form, Case(rank, world, dtype, count, root=root, **of_hosts())) for root in range(world) for form in ROOTED
+        )
     dist.barrier()
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, {"rank": rank})

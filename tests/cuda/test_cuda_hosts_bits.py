@@ -12,8 +12,10 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case
+from collectives import prefixes, run
 from pool import DEVICE, GPUS, PLACES, Pool, device
-from test_cuda_hosts import hosts, run_hosts, served, two_level
+from test_cuda_hosts import hosts, of_hosts, run_hosts, served, two_level
 
 __all__ = ["hosts"]
 
@@ -27,41 +29,17 @@ LENGTHS = tuple(10**power for power in range(8))
 
 
 def long_reductions(rank: int, world: int) -> int:
-    cases = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if served(op, dtype)]
-    for op, dtype in cases:
-        count, about = LONG // dtype.itemsize + 3, (op, dtype, rank)
-        reduce_op = expected.op_of(op, rank + 0.5)
-        inputs = [expected.seeded(dtype, (world * count,), other) for other in range(world)]
-        wanted = two_level(op, inputs)
-        whole = inputs[rank].to(device())
-        got = whole[:count].clone()
-        dist.all_reduce(got, reduce_op)
-        expected.assert_same(got.cpu(), wanted[:count], ("all_reduce", *about))
-        dist.reduce_scatter_tensor(got, whole, reduce_op)
-        mine = slice(rank * count, (rank + 1) * count)
-        expected.assert_same(got.cpu(), wanted[mine], ("reduce_scatter", *about))
-        got = whole[:count].clone()
-        dist.reduce(got, world - 1, reduce_op)
-        right = wanted if rank == world - 1 else inputs[rank]
-        expected.assert_same(got.cpu(), right[:count], ("reduce", *about))
-    return len(cases)
+    return run(
+        (form, Case(rank, world, dtype, LONG // dtype.itemsize + 3, op=op, root=world - 1, **of_hosts()))
+        for dtype in expected.DTYPES
+        for op in expected.OPS
+        if served(op, dtype)
+        for form in ("all_reduce", "reduce_scatter_tensor", "reduce")
+    )
 
 
 def lengths(rank: int, world: int) -> int:
-    """A prefix of a longer sum has the same bits, whatever way it goes."""
-    for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        inputs = [expected.seeded(dtype, (LENGTHS[-1],), other) for other in range(world)]
-        wanted = two_level("SUM", inputs)
-        whole = inputs[rank].to(device())
-        for length in LENGTHS:
-            got = whole[:length].clone()
-            dist.all_reduce(got)
-            expected.assert_same(got.cpu(), wanted[:length], ("all_reduce", dtype, length))
-            each = length // world
-            got = torch.empty(each, dtype=dtype, device=device())
-            dist.reduce_scatter_tensor(got, whole[: each * world].clone())
-            part = wanted[rank * each : (rank + 1) * each]
-            expected.assert_same(got.cpu(), part, ("reduce_scatter", dtype, length))
+    prefixes(rank, world, two_level, LENGTHS, (torch.float32, torch.bfloat16, torch.int8), device())
     return len(LENGTHS)
 
 

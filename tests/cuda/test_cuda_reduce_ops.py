@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Findings, assert_same, values
-from expected import BITWISE, COMPLEX, DTYPES, FLOATS, OPS, assert_same_bits, bits, name, op_of, reduced, seeded, served
-from pool import WORLDS, Pool, device, needs_ranks
+from cases import Case, Findings, values
+from collectives import refusals, run
+from expected import BITWISE, COMPLEX, DTYPES, NARROW, OPS, assert_same_bits, bits, name, reduced, served
+from pool import DEVICE, WORLDS, Pool, device, needs_ranks
 
 pytestmark = needs_ranks
 
-FACTORS = (0.5, 1 / 3, -7.0, 1e-3, 2.0, -0.25, 3.0, 1.5)
 
-
-def expected(op: str, inputs: list[torch.Tensor], factors: tuple[float, ...]) -> torch.Tensor:
+def on_gpu(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
     """As on CPU, except that a GPU sends its product in the tensor's own type, rounded."""
-    if op == "PREMUL_SUM" and device().type == "cuda" and inputs[0].dtype in FLOATS and inputs[0].dtype.itemsize < 4:
+    if op == "PREMUL_SUM" and DEVICE == "cuda" and inputs[0].dtype in NARROW:
         products = [(each.float() * factor).to(each.dtype) for each, factor in zip(inputs, factors, strict=True)]
         return reduced("SUM", products, factors)
     return reduced(op, inputs, factors)
 
 
 def sweep(rank: int, world: int, op: str) -> int:
-    factors = FACTORS[:world]
-    findings = Findings()
-    for dtype in filter(lambda dtype: served(op, dtype), DTYPES):
-        for count in (1, 5, 1_003, 40_007, 300_001):
-            inputs = [seeded(dtype, (count,), 31 * r + count) for r in range(world)]
-            wanted = expected(op, inputs, factors)
-            mine = op_of(op, FACTORS[rank])
-            about = f"{op} {name(dtype)} x{count}"
-            with findings.case(f"all_reduce {about}"):
-                dist.all_reduce(tensor := inputs[rank].clone().to(device()), mine)
-                assert_same(tensor.cpu(), wanted, "result")
-            with findings.case(f"reduce {about}"):
-                dist.reduce(tensor := inputs[rank].clone().to(device()), world - 1, mine)
-                if rank == world - 1:
-                    assert_same(tensor.cpu(), wanted, "result")
-            if dtype in COMPLEX:
-                continue
-            with findings.case(f"reduce_scatter_tensor {about}"):
-                output = torch.empty(count, dtype=dtype, device=device())
-                dist.reduce_scatter_tensor(output, inputs[rank].repeat(world).to(device()), mine)
-                assert_same(output.cpu(), wanted, "result")
-    return findings.close()
+    return run(
+        (form, Case(rank, world, dtype, count, op=op, reference=on_gpu, root=world - 1, device=device()))
+        for dtype in DTYPES
+        if served(op, dtype)
+        for count in (1, 5, 1_003, 40_007, 300_001)
+        for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
+        if form != "reduce_scatter_tensor" or dtype not in COMPLEX
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -53,29 +40,12 @@ def test_served(pool: Pool, world: int, op: str) -> None:
     pool.run(sweep, world, op)
 
 
-def refusals(rank: int, world: int) -> int:
-    """On the backend itself: torch refuses some of these before."""
-    backend = dist.group.WORLD._get_backend(device())
-    findings = Findings()
-    for dtype in DTYPES:
-        for op in (op for op in OPS if not served(op, dtype)):
-            host = seeded(dtype, (6,), 1)
-            tensor = host.clone().to(device())
-            options = dist.AllreduceOptions()
-            options.reduceOp = op_of(op, 2.0)
-            with findings.case(f"{op} {name(dtype)}"):
-                with pytest.raises(NotImplementedError) as refusal:
-                    backend.allreduce([tensor], options)
-                text = str(refusal.value)
-                assert op in text and name(dtype) in text, text
-                assert_same_bits(tensor.cpu(), host, "a refused tensor is as it was")
-    dist.all_reduce(one := torch.ones(3, device=device()))
-    assert bool((one == world).all()), "nothing was exchanged before"
-    return findings.close()
+def refused(rank: int, world: int) -> int:
+    return refusals(world, device())
 
 
 def test_refused(pool: Pool) -> None:
-    assert pool.run(refusals, 2)[0] > len(BITWISE)
+    assert pool.run(refused, 2)[0] > len(BITWISE)
 
 
 #: From a single element to the range of every algorithm.

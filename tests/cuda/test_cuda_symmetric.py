@@ -33,7 +33,8 @@ def sweep(rank: int, world: int, collective: str) -> tuple[int, int]:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for size, more in SHAPES:
             for layout, everyone in (("contiguous", True), ("offset", True), ("contiguous", False)):
-                case = Case(rank, world, dtype, size // dtype.itemsize // parts + more, layout, asynchronous=more == 1)
+                count = size // dtype.itemsize // parts + more
+                case = Case(rank, world, dtype, count, layout, more == 1, device=device())
                 mine = everyone or rank % 2 == 0
                 with (
                     findings.case(f"{case.about}, {'symmetric' if mine else 'ordinary'}"),

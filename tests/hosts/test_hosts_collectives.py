@@ -2,162 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import expected
 import pytest
 import torch
 import torch.distributed as dist
+from cases import Case, Reference
+from collectives import MOVING, ON_CPU, REDUCING, ROOTED, prefixes, run
 from machines import hosts_of, run_hosts
 
 #: Elements: none, one, odd, at both sides of what one rail carries, more than a chunk of it.
 COUNTS = (0, 1, 37, 4099, 33_001)
+#: Lengths of a reduction: what a slot holds, one rail carries, all rails do, with few turns and with many.
+LENGTHS = (*(10**power for power in range(5)), 32 << 10, (32 << 10) + 1, *(10**power for power in range(5, 8)))
+#: The longest tensors repeat after so many elements: a prime, so that pieces are never a multiple of it apart.
+PERIOD = 1_000_003
+#: Bytes of a tensor that all rails carry, in several turns of theirs.
+LONG = 300_000
+FLOAT32 = torch.float32
+SERVED = [(op, dtype) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
 
 
-def two_level(op: str, inputs: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tensor:
-    """The ranks of each host in order, rounded once, then the hosts in order, rounded once."""
-    dtype, n = inputs[0].dtype, len(inputs)
-    factors = [rank + 0.5 for rank in range(n)]
-    if op == "AVG" and dtype in expected.INTEGERS:
-        return expected.reduced(op, inputs)
-    parts, at = [], 0
-    for count in layout:
-        parts.append(expected.reduced(op, inputs[at : at + count], factors[at : at + count]))
-        at += count
-    if op == "AVG" and len(set(layout)) > 1:
-        return expected.reduced("PREMUL_SUM", parts, [count / n for count in layout])
-    return expected.reduced("SUM" if op == "PREMUL_SUM" else op, parts)
+@lru_cache
+def two_level(layout: Sequence[int]) -> Reference:
+    """The definition for hosts with these numbers of ranks."""
+    return partial(expected.two_level, hosts=hosts_of(layout))
 
 
-def check_reductions(
-    cases: Sequence[tuple[str, torch.dtype, int]],
-    reference: Callable[[str, Sequence[torch.Tensor], Sequence[int]], torch.Tensor],
-    rank: int,
-    layout: Sequence[int],
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Compares every form of a reduction with ``reference`` for each op, dtype and number of elements of ``cases``."""
-    world_size = sum(layout)
-    for op, dtype, count in cases:
-        about = (op, dtype, count, rank)
-        reduce_op = expected.op_of(op, rank + 0.5)
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world_size)]
-        wanted = reference(op, inputs, layout)
-        got = inputs[rank].clone()
-        dist.all_reduce(got, reduce_op, group)
-        expected.assert_same(got, wanted, about)
-        root = world_size - 1
-        got = inputs[rank].clone()
-        dist.reduce(got, root, reduce_op, group)
-        expected.assert_same(got, wanted if rank == root else inputs[rank], about)
-        # Of another length for each rank.
-        lists = [
-            [expected.seeded(dtype, (count + to,), 100 * other + to) for to in range(world_size)]
-            for other in range(world_size)
-        ]
-        got = torch.empty(count + rank, dtype=dtype)
-        dist.reduce_scatter(got, lists[rank], reduce_op, group)
-        expected.assert_same(got, reference(op, [lists[other][rank] for other in range(world_size)], layout), about)
+def reducing(
+    reductions: Sequence[tuple[str, torch.dtype, int]], rank: int, world: int, **options: Any
+) -> Iterator[tuple[str, Case]]:
+    """Every form of each reduction: its op, type and number of elements."""
+    for op, dtype, count in reductions:
+        for form in REDUCING:
+            yield form, Case(rank, world, dtype, count, op=op, root=world - 1, **options)
 
 
-def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
-    cases = [(op, torch.float32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
-    cases += [(op, dtype, 37) for dtype in expected.DTYPES for op in expected.OPS if expected.served(op, dtype)]
-    cases += [("SUM", torch.bfloat16, 300_001)]
-    check_reductions(cases, two_level, rank, layout)
+def moving(rank: int, world: int) -> Iterator[tuple[str, Case]]:
+    for dtype, count in [(FLOAT32, count) for count in COUNTS] + [(torch.int8, 37), (torch.complex128, 5)]:
+        for form in MOVING:
+            yield form, Case(rank, world, dtype, count)
+        for root in range(world):
+            for form in ROOTED:
+                yield form, Case(rank, world, dtype, count, root=root)
 
 
-def movements(rank: int, world_size: int, _layout: Sequence[int]) -> None:
-    for dtype, count in [(torch.float32, count) for count in COUNTS] + [(torch.int8, 37), (torch.complex128, 5)]:
-        about = (dtype, count, rank)
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world_size)]
-        for root in range(world_size):
-            got = inputs[rank].clone()
-            dist.broadcast(got, root)
-            expected.assert_same_bits(got, inputs[root], about)
-            pieces = [torch.empty_like(inputs[0]) for _ in range(world_size)] if rank == root else None
-            dist.gather(inputs[rank], pieces, root)
-            for piece, wanted in zip(pieces or [], inputs, strict=False):
-                expected.assert_same_bits(piece, wanted, about)
-            dist.scatter(got, list(inputs) if rank == root else None, root)
-            expected.assert_same_bits(got, inputs[rank], about)
-        whole = torch.empty(world_size * count, dtype=dtype)
-        dist.all_gather_into_tensor(whole, inputs[rank])
-        expected.assert_same_bits(whole, torch.cat(inputs), about)
-        lists = [torch.empty(count + other, dtype=dtype) for other in range(world_size)]
-        dist.all_gather(lists, expected.seeded(dtype, (count + rank,), rank))
-        for other, got in enumerate(lists):
-            expected.assert_same_bits(got, expected.seeded(dtype, (count + other,), other), about)
-        sent = [expected.seeded(dtype, (count * (to % 2) + rank,), 100 * rank + to) for to in range(world_size)]
-        took = [torch.empty(count * (rank % 2) + other, dtype=dtype) for other in range(world_size)]
-        dist.all_to_all_single(
-            flat := torch.empty(sum(map(len, took)), dtype=dtype),
-            torch.cat(sent),
-            list(map(len, took)),
-            list(map(len, sent)),
-        )
-        wanted = [expected.seeded(dtype, (len(took[other]),), 100 * other + rank) for other in range(world_size)]
-        expected.assert_same_bits(flat, torch.cat(wanted), about)
-        dist.all_to_all(took, sent)
-        expected.assert_same_bits(torch.cat(took), torch.cat(wanted), about)
+def everything(rank: int, world: int, layout: Sequence[int]) -> None:
+    reference = two_level(layout)
+    reductions = [(op, FLOAT32, count) for op in ("SUM", "AVG", "PREMUL_SUM") for count in COUNTS]
+    reductions += [(op, dtype, 37) for op, dtype in SERVED] + [("SUM", torch.bfloat16, 300_001)]
+    run(reducing(reductions, rank, world, reference=reference))
+    run(moving(rank, world))
+    run(
+        (form, Case(rank, world, FLOAT32, 1200, how, asynchronous, reference=reference))
+        for form in ON_CPU
+        for how, asynchronous in (("contiguous", True), ("offset", False))
+    )
+    run([("all_reduce", Case(rank, world, FLOAT32, 1200, "transposed", reference=reference))])
+    many = [torch.full((1200,), float(rank + number)) for number in range(5)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in many]
     dist.barrier()
-    dist.group.WORLD._get_backend(torch.device("cpu")).monitored_barrier()
-    everybody: list[Any] = [None] * world_size
-    dist.all_gather_object(everybody, {"rank": rank})
-    assert everybody == [{"rank": other} for other in range(world_size)]
-
-
-def layouts_of_tensors(rank: int, world_size: int, layout: Sequence[int]) -> None:
-    inputs = [expected.seeded(torch.float32, (40, 30), other) for other in range(world_size)]
-    wanted = two_level("SUM", inputs, layout)
-    strided = inputs[rank].t().contiguous().t()
-    dist.all_reduce(strided)
-    expected.assert_same_bits(strided, wanted, "strided")
-    works = []
-    many = [inputs[rank].clone() for _ in range(5)]
-    for tensor in many:
-        works.append(dist.all_reduce(tensor, async_op=True))
-    dist.barrier()
-    for work in works:
+    for number, work in enumerate(works):
+        (got,) = work.get_future().wait()
         work.wait()
-    for tensor in many:
-        expected.assert_same_bits(tensor, wanted, "asynchronous")
-    work = dist.all_reduce(tensor := inputs[rank].clone(), async_op=True)
-    (got,) = work.get_future().wait()
-    expected.assert_same_bits(got, wanted, "future")
-    with dist._coalescing_manager():
-        coalesced = [inputs[rank].clone() for _ in range(3)]
-        for tensor in coalesced:
-            dist.all_reduce(tensor)
-    for tensor in coalesced:
-        expected.assert_same_bits(tensor, wanted, "coalesced")
-
-
-def sizes(rank: int, world_size: int, layout: Sequence[int]) -> None:
-    """One sum at every length: a prefix of a longer one has the same bits."""
-    count = 5_000_001
-    inputs = [expected.seeded(torch.float16, (count,), other) for other in range(world_size)]
-    wanted = two_level("SUM", inputs, layout)
-    for length in (1, 1000, 32 << 10, (32 << 10) + 1, 600_000, count):
-        got = inputs[rank][:length].clone()
-        dist.all_reduce(got)
-        expected.assert_same(got, wanted[:length], length)
+        wanted = world * number + world * (world - 1) / 2
+        assert bool((got == wanted).all()) and bool((many[number] == wanted).all())
+    dist.group.WORLD._get_backend(torch.device("cpu")).monitored_barrier()
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, {"rank": rank})
+    assert everybody == [{"rank": other} for other in range(world)]
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (3, 1), (1, 1), (2, 3, 1), (1, 2, 1, 1)], ids=str)
 def test_collectives(layout: Sequence[int]) -> None:
-    def everything(rank: int, world_size: int) -> None:
-        reductions(rank, world_size, layout)
-        movements(rank, world_size, layout)
-        layouts_of_tensors(rank, world_size, layout)
-
-    run_hosts(everything, layout)
+    run_hosts(everything, layout, layout)
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (1, 2, 1)], ids=str)
-def test_bits_do_not_depend_on_the_length(layout: Sequence[int]) -> None:
-    run_hosts(sizes, layout, layout)
+def long_reductions(rank: int, world: int, layout: Sequence[int]) -> None:
+    run(
+        (form, Case(rank, world, dtype, LONG // dtype.itemsize + 3, op=op, root=world - 1, reference=two_level(layout)))
+        for op, dtype in SERVED
+        for form in ("all_reduce", "reduce", "reduce_scatter_tensor")
+    )
+
+
+@pytest.mark.parametrize("layout", [(2, 2), pytest.param((2, 1, 1), marks=pytest.mark.slow)], ids=str)
+def test_long_reductions_of_every_type(layout: Sequence[int]) -> None:
+    run_hosts(long_reductions, layout, layout)
+
+
+def every_length(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    prefixes(rank, world, two_level(layout), LENGTHS, dtypes)
+
+
+THREE = (FLOAT32, torch.bfloat16, torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtypes"),
+    [((2, 2), THREE), ((1, 2, 1), (torch.float16,)), pytest.param((1, 1, 2), THREE, marks=pytest.mark.slow)],
+    ids=["two hosts", "three hosts", "three hosts, every type"],
+)
+def test_sums_of_every_length(layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    run_hosts(every_length, layout, layout, dtypes)
+
+
+def every_op(rank: int, world: int, layout: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    """Every operation; tensors longer than ``PERIOD`` repeat, and so do their reductions."""
+    factors = [rank + 0.5 for rank in range(world)]
+    for dtype in dtypes:
+        inputs = [expected.seeded(dtype, (PERIOD,), other) for other in range(world)]
+        own = inputs[rank].repeat(-(-LENGTHS[-1] // PERIOD))
+        for op in [op for op in expected.OPS if expected.served(op, dtype)]:
+            wanted = two_level(layout)(op, inputs, factors).repeat(-(-LENGTHS[-1] // PERIOD))
+            for length in LENGTHS:
+                dist.all_reduce(got := own[:length].clone(), expected.op_of(op, factors[rank]))
+                expected.assert_same(got, wanted[:length], (op, dtype, length))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtypes",
+    [expected.FLOATS, expected.INTEGERS, (torch.bool, *expected.COMPLEX)],
+    ids=["floats", "integers", "bool and complex"],
+)
+def test_reductions_of_every_type_and_length(dtypes: Sequence[torch.dtype]) -> None:
+    run_hosts(every_op, (2, 2), (2, 2), dtypes)
 
 
 def test_hosts_of_a_layout() -> None:

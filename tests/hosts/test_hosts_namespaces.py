@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from test_hosts_collectives import check_reductions, movements, two_level
+from collectives import run
+from test_hosts_collectives import moving, reducing, two_level
 
 WHY_NOT = namespaces.lacking()
 
@@ -61,8 +62,8 @@ def compute(rank: int, layout: Sequence[int], place: Path) -> tuple[str, float]:
     """Compares collectives and messages of every length with what they must be, then hears of a failure."""
     join(rank, layout, 60)
     world = sum(layout)
-    check_reductions([("SUM", torch.float32, count) for count in (37, 33_001, 300_001)], two_level, rank, layout)
-    movements(rank, world, layout)
+    reductions = [("SUM", torch.float32, count) for count in (37, 33_001, 300_001)]
+    run([*reducing(reductions, rank, world, reference=two_level(tuple(layout))), *moving(rank, world)])
     for count in (3, 300_001):
         # To everybody from everybody, each its own.
         sent = [expected.seeded(torch.float32, (count,), world * rank + to) for to in range(world)]

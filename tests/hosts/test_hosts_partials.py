@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import expected
 import pytest
@@ -10,18 +11,22 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch_symm
+from cases import Case, Reference
+from collectives import run
 from machines import run_hosts
-from test_hosts_collectives import check_reductions, two_level
+from test_hosts_collectives import COUNTS, reducing, two_level
 
 OPS = ("SUM", "AVG", "PRODUCT", "PREMUL_SUM", "MAX")
 
-#: Elements: none, one, odd, at both sides of what has room in a slot and of what one rail carries.
-COUNTS = (0, 1, 37, 4099, 33_001)
 
-
-def once(op: str, inputs: Sequence[torch.Tensor], layout: Sequence[int]) -> torch.Tensor:
+@lru_cache
+def once(layout: Sequence[int]) -> Reference:
     """The ranks of each host in order, then the hosts in order, in float32, and one rounding."""
-    return expected.rounded(two_level(op, [x.float() for x in inputs], layout), inputs[0].dtype)
+
+    def reference(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float]) -> torch.Tensor:
+        return expected.rounded(two_level(layout)(op, [x.float() for x in inputs], factors), inputs[0].dtype)
+
+    return reference
 
 
 def group_of(world_size: int, partials: str = "fp32") -> dist.ProcessGroup:
@@ -30,42 +35,27 @@ def group_of(world_size: int, partials: str = "fp32") -> dist.ProcessGroup:
     return group
 
 
-def reductions(rank: int, world_size: int, layout: Sequence[int]) -> None:
-    group = group_of(world_size)
+def reductions(rank: int, world: int, layout: Sequence[int]) -> None:
+    group = group_of(world)
     cases = [(op, dtype, 37) for dtype in expected.NARROW for op in OPS]
     cases += [("SUM", dtype, count) for dtype in (torch.bfloat16, torch.float8_e5m2) for count in COUNTS]
     # Several turns; with three hosts each adds up a part.
     cases += [("SUM", torch.float16, 600_011), ("AVG", torch.float8_e4m3fn, 300_001)]
-    check_reductions(cases, once, rank, layout, group)
-    forms(rank, world_size, layout, group)
-
-
-def forms(rank: int, world_size: int, layout: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Asynchronous, coalesced, strided and into one tensor; other types as ever."""
-    dtype, count = torch.bfloat16, 5001
-    inputs = [expected.seeded(dtype, (count, world_size), other) for other in range(world_size)]
-    wanted = once("SUM", inputs, layout)
-    work = dist.all_reduce(got := inputs[rank].clone(), group=group, async_op=True)
-    assert work is not None
-    work.wait()
-    expected.assert_same_bits(got, wanted, "asynchronous")
-    assert max(layout) == 1 or not torch.equal(got, two_level("SUM", inputs, layout)), "twice rounded differs"
-    with dist._coalescing_manager(group):
-        many = [inputs[rank].clone() for _ in range(3)]
-        for tensor in many:
-            dist.all_reduce(tensor, group=group)
-    for tensor in many:
-        expected.assert_same_bits(tensor, wanted, "coalesced")
-    strided = inputs[rank].t().contiguous().t()
-    dist.all_reduce(strided, group=group)
-    expected.assert_same_bits(strided, wanted, "strided")
-    row = torch.empty(count, dtype=dtype)
-    dist.reduce_scatter_tensor(row, inputs[rank].t().contiguous().reshape(-1), group=group)
-    expected.assert_same_bits(row, wanted[:, rank].contiguous(), "into one tensor")
-    for dtype in (torch.float32, torch.int32):
-        inputs = [expected.seeded(dtype, (count,), other) for other in range(world_size)]
-        dist.all_reduce(got := inputs[rank].clone(), group=group)
-        expected.assert_same_bits(got, two_level("SUM", inputs, layout), dtype)
+    run(reducing(cases, rank, world, reference=once(layout), group=group))
+    options = {"reference": once(layout), "group": group}
+    for form, how, later in (
+        ("all_reduce", "contiguous", True),
+        ("all_reduce", "transposed", False),
+        ("coalesced", "contiguous", False),
+    ):
+        run([(form, Case(rank, world, torch.bfloat16, 5002, how, later, **options))])
+    # Twice rounded differs, and other types are as ever.
+    rounded = Case(rank, world, torch.bfloat16, 5002, **options).total()
+    assert max(layout) == 1 or not torch.equal(
+        rounded, Case(rank, world, torch.bfloat16, 5002, reference=two_level(layout)).total()
+    )
+    others = [("SUM", dtype, 5001) for dtype in (torch.float32, torch.int32)]
+    run(reducing(others, rank, world, reference=two_level(layout), group=group))
 
 
 LONGER = [pytest.param(layout, marks=pytest.mark.slow) for layout in ((3, 1), (2, 3, 1))]
@@ -110,13 +100,10 @@ def inherited(rank: int, world_size: int) -> None:
     options = torch_symm.Options(timeout=60, partials="fp32")
     store = ranks.file_store("second", world_size)
     dist.init_process_group("symm", rank=rank, world_size=world_size, store=store, pg_options=options)
-    layout = (2, 2)
-    inputs = [expected.seeded(torch.bfloat16, (5001,), other) for other in range(world_size)]
     for group in (dist.group.WORLD, dist.new_group([0, 1, 2, 3])):
-        dist.all_reduce(got := inputs[rank].clone(), group=group)
-        expected.assert_same_bits(got, once("SUM", inputs, layout), "inherited")
-    dist.all_reduce(got := inputs[rank].clone(), group=group_of(world_size, "tensor"))
-    expected.assert_same_bits(got, two_level("SUM", inputs, layout), "chosen")
+        run([("all_reduce", Case(rank, world_size, torch.bfloat16, 5001, reference=once((2, 2)), group=group))])
+    chosen = group_of(world_size, "tensor")
+    run([("all_reduce", Case(rank, world_size, torch.bfloat16, 5001, reference=two_level((2, 2)), group=chosen))])
 
 
 def test_later_groups_do_as_the_default_one() -> None:

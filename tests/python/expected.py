@@ -77,6 +77,18 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
     return rounded(result, dtype)
 
 
+def two_level(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float], hosts: Sequence[int]) -> torch.Tensor:
+    """The ranks of each host in order, rounded once, then the hosts in order, rounded once; ``hosts``: of each rank."""
+    n = len(inputs)
+    if op == "AVG" and inputs[0].dtype in INTEGERS:
+        return reduced(op, inputs)
+    groups = [[rank for rank in range(n) if hosts[rank] == host] for host in sorted(set(hosts))]
+    parts = [reduced(op, [inputs[r] for r in group], [factors[r] for r in group]) for group in groups]
+    if op == "AVG" and len({len(group) for group in groups}) > 1:
+        return reduced("PREMUL_SUM", parts, [len(group) / n for group in groups])
+    return reduced("SUM" if op == "PREMUL_SUM" else op, parts)
+
+
 def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``wide``, of float32 or float64, in ``dtype``."""
     if dtype == torch.float8_e4m3fn:

@@ -1,116 +1,18 @@
-"""Tensors as users have them: misaligned, strided, of another layout on each rank, parts of larger ones."""
+"""Tensors that cannot be served, more ranks than cores, and a barrier. test_collectives.py has every layout."""
 
 from __future__ import annotations
 
-import math
 import mmap
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import expected
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from expected import assert_same_bits
 from ranks import run_ranks
-
-
-def laid_out(flat: torch.Tensor, shape: tuple[int, ...], layout: str) -> torch.Tensor:
-    """A fresh tensor of ``shape`` that holds ``flat`` in logical order and lies in memory as ``layout`` says."""
-    count = flat.numel()
-    if layout == "transposed" and len(shape) >= 2:
-        result = torch.empty(shape[::-1], dtype=flat.dtype).permute(*reversed(range(len(shape))))
-    elif layout == "strided":
-        result = torch.zeros((*shape, 2), dtype=flat.dtype)[..., 1]
-    elif layout == "channels_last" and len(shape) == 4:
-        result = torch.empty(shape, dtype=flat.dtype, memory_format=torch.channels_last)
-    elif layout == "offset":
-        result = torch.zeros(count + 3, dtype=flat.dtype)[3:].view(shape)
-    elif layout == "misaligned" and count:
-        # Filled as bytes: torch's own copy of some types needs alignment.
-        buffer = bytearray(1) + bytearray(flat.contiguous().view(torch.uint8).numpy())
-        return torch.frombuffer(buffer, dtype=flat.dtype, count=count, offset=1).view(shape)
-    else:
-        result = torch.empty(shape, dtype=flat.dtype)
-    return result.copy_(flat.view(shape))
-
-
-def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements at an even address, for torch's own operators, some of which need alignment."""
-    if tensor.data_ptr() % max(tensor.element_size(), 16) == 0 or not tensor.is_contiguous():
-        return tensor.contiguous()
-    return tensor.view(torch.uint8).clone().view(tensor.dtype)
-
-
-def odd_places(rank: int, world: int) -> None:
-    """Every collective and dtype on tensors that start at an odd address, and on every second element of others."""
-    for dtype in expected.DTYPES:
-        for count in (33, 70_001):
-            inputs = [expected.seeded(dtype, (count,), 3 + r) for r in range(world)]
-            wide = [expected.seeded(dtype, (world * count,), 30 + r) for r in range(world)]
-            parts = [each.view(world, count)[rank] for each in wide]
-            for layout in ("misaligned", "strided"):
-                about = f"{expected.name(dtype)} x{count} {layout}"
-
-                def same(got: torch.Tensor, wanted: torch.Tensor, what: str, about: str = about) -> None:
-                    assert_same_bits(settled(got), wanted, f"{what} {about}")
-
-                def lay(flat: torch.Tensor, layout: str = layout) -> torch.Tensor:
-                    return laid_out(flat, flat.shape, layout)
-
-                dist.all_reduce(tensor := lay(inputs[rank]))
-                same(tensor, expected.reduced("SUM", inputs), "all_reduce")
-                dist.reduce(tensor := lay(inputs[rank]), 1)
-                wanted = expected.reduced("SUM", inputs) if rank == 1 else inputs[rank]
-                same(tensor, wanted, "reduce")
-                dist.broadcast(tensor := lay(inputs[rank]), 2)
-                same(tensor, inputs[2], "broadcast")
-                dist.all_gather(outputs := [lay(inputs[rank]) for _ in range(world)], lay(inputs[rank]))
-                same(torch.cat([settled(each) for each in outputs]), torch.cat(inputs), "all_gather")
-                dist.all_gather_into_tensor(output := lay(wide[0]), lay(inputs[rank]))
-                same(output, torch.cat(inputs), "all_gather_into_tensor")
-                dist.reduce_scatter_tensor(output := lay(inputs[0]), lay(wide[rank]))
-                same(output, expected.reduced("SUM", parts), "reduce_scatter_tensor")
-                dist.all_to_all_single(output := lay(wide[0]), lay(wide[rank]))
-                same(output, torch.cat(parts), "all_to_all_single")
-                dist.scatter(output := lay(inputs[0]), [lay(each) for each in inputs] if rank == 0 else None, 0)
-                same(output, inputs[rank], "scatter")
-                works = dist.batch_isend_irecv(
-                    [
-                        dist.P2POp(dist.isend, lay(inputs[rank]), (rank + 1) % world),
-                        dist.P2POp(dist.irecv, output := lay(inputs[0]), (rank - 1) % world),
-                    ]
-                )
-                for work in works:
-                    work.wait()
-                same(output, inputs[rank - 1], "batch")
-
-
-def test_odd_addresses_and_strides() -> None:
-    run_ranks(odd_places, 3)
-
-
-def all_to_all_lists(rank: int, world: int) -> None:
-    """Shapes that differ between every pair of ranks, empty ones among them; splits that are empty for some."""
-    rows = [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)]
-    for dtype in (torch.float32, torch.bfloat16, torch.int8):
-        for width in (1, 1000, 90_000):
-            inputs = [torch.full((rows[rank][b], width), 10 * rank + b).to(dtype) for b in range(world)]
-            outputs = [torch.zeros(rows[a][rank], width, dtype=dtype) for a in range(world)]
-            wanted = [torch.full((rows[a][rank], width), 10 * a + rank).to(dtype) for a in range(world)]
-            dist.all_to_all(outputs, inputs)
-            for output, right in zip(outputs, wanted, strict=True):
-                assert torch.equal(output, right)
-            output = torch.zeros(sum(rows[a][rank] for a in range(world)), width, dtype=dtype)
-            dist.all_to_all_single(output, torch.cat(inputs), [rows[a][rank] for a in range(world)], rows[rank])
-            assert torch.equal(output, torch.cat(wanted))
-
-
-def test_all_to_all_of_uneven_parts() -> None:
-    run_ranks(all_to_all_lists, 4)
 
 
 def test_splits_whose_sum_wraps_are_refused() -> None:
@@ -125,42 +27,6 @@ def test_splits_whose_sum_wraps_are_refused() -> None:
             ):
                 dist.all_to_all_single(got, given, received, sent)
         dist.barrier()
-
-    run_ranks(body, 3)
-
-
-def test_ranks_with_different_layouts() -> None:
-    """Elements meet by position in the tensor, however each rank has laid it out."""
-
-    def body(rank: int, world: int) -> None:
-        for shape in ((2, 3, 4, 5), (4, 16, 64, 65)):
-            count = math.prod(shape)
-            flats = [torch.arange(count, dtype=torch.float32) + r for r in range(3)]
-            mine = laid_out(flats[rank], shape, ("contiguous", "channels_last", "strided")[rank])
-            dist.all_reduce(mine)
-            assert_same_bits(mine, sum(flats[1:], flats[0]).view(shape), "all_reduce")
-            mine = laid_out(flats[rank], shape, ("contiguous", "channels_last", "strided")[rank])
-            dist.broadcast(mine, 1)
-            assert_same_bits(mine, flats[1].view(shape), "broadcast")
-
-    run_ranks(body, 3)
-
-
-def test_views_leave_their_neighbours_alone() -> None:
-    """Only the elements of the tensor are written."""
-
-    def body(rank: int, world: int) -> None:
-        for rows in (5, 2000):
-            whole = torch.full((rows, 9), -1.0)
-            part = whole[:, 2:7]
-            part.fill_(rank + 1.0)
-            dist.all_reduce(part)
-            assert bool((part == 6).all())
-            assert bool((whole[:, :2] == -1).all()) and bool((whole[:, 7:] == -1).all())
-            whole = torch.full((rows, 9), -1.0)
-            dist.all_gather_into_tensor(whole[:3, 1:3].t(), torch.full((2,), float(rank)))
-            assert whole[:3, 1:3].t().reshape(-1).tolist() == [0, 0, 1, 1, 2, 2]
-            assert float(whole.sum()) == 6 - (rows * 9 - 6)
 
     run_ranks(body, 3)
 

@@ -110,19 +110,3 @@ def flushing(rank: int, world: int) -> None:
 
 def test_ranks_that_flush_denormals_get_the_same_bits() -> None:
     run_ranks(flushing, 2)
-
-
-def asynchronously(rank: int, world: int) -> None:
-    torch.manual_seed(rank)
-    for count in (7, 3_000, 700_000):
-        tensor = torch.randn(count) * torch.tensor(10.0) ** torch.randint(-30, 30, (count,))
-        first, second, strided = tensor.clone(), tensor.clone(), torch.empty(count, 2)[:, 0].copy_(tensor)
-        dist.all_reduce(first)
-        dist.all_reduce(second, async_op=True).wait()
-        dist.all_reduce(strided)
-        assert_same_bits(second, first, "asynchronous")
-        assert_same_bits(strided.contiguous(), first, "strided")
-
-
-def test_the_way_of_calling_does_not_matter() -> None:
-    run_ranks(asynchronously, 4)

@@ -16,16 +16,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
+from cases import Case
+from collectives import ON_CPU
 from ranks import init, meet, run_ranks
 from test_symm_mem_engine import cpu, handle_of
 
 COUNT = 30_001
+#: Those that read symmetric tensors where they lie.
+DIRECT = (
+    "all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+    "gather",
+)  # fmt: skip
 
 
 def served(call: Callable[[], object]) -> str:
     """Name of the algorithm that served the last of what ``call`` calls."""
     call()
     return str(torch_symm.trace()["calls"][-1]["algorithm"])
+
+
+def symmetric(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return cpu(count, dtype=dtype)
 
 
 def numbers(rank: int, count: int = COUNT) -> torch.Tensor:
@@ -43,44 +54,23 @@ def total(world: int, count: int = COUNT) -> torch.Tensor:
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_collective_on_symmetric_tensors_is_direct(world: int) -> None:
     def body(rank: int, world: int) -> None:
-        whole = cpu(COUNT * world + rank + 1)[rank + 1 :]
-        part = cpu(COUNT + 8)[3 : COUNT + 3]
         handle_of(cpu(4))
-        # Results need not be symmetric.
-        out, out_part = torch.empty(COUNT * world), torch.empty(COUNT)
-        everything = torch.cat([numbers(r) for r in range(world)])
-
-        part.copy_(numbers(rank))
-        assert served(lambda: dist.all_reduce(part)) == "direct"
-        assert torch.equal(part, total(world))
-        part.copy_(numbers(rank))
-        assert served(lambda: dist.all_gather_into_tensor(out, part)) == "direct"
-        assert torch.equal(out, everything)
-        assert served(lambda: dist.all_gather(list(out.zero_().chunk(world)), part)) == "direct"
-        assert torch.equal(out, everything)
-        whole.copy_(numbers(rank, COUNT * world))
-        assert served(lambda: dist.reduce_scatter_tensor(out_part, whole)) == "direct"
-        assert torch.equal(out_part, total(world, COUNT * world).chunk(world)[rank])
-        assert served(lambda: dist.reduce_scatter(out_part.zero_(), list(whole.chunk(world)))) == "direct"
-        assert torch.equal(out_part, total(world, COUNT * world).chunk(world)[rank])
-        assert served(lambda: dist.all_to_all_single(out, whole)) == "direct"
-        expected = [numbers(r, COUNT * world).chunk(world)[rank] for r in range(world)]
-        assert torch.equal(out, torch.cat(expected))
+        # A reduce is staged in any case. Results need not be symmetric.
+        for collective, algorithm in (*((each, "direct") for each in DIRECT), ("reduce", "staged")):
+            for layout, result in (("contiguous", None), ("offset", None), ("contiguous", torch.empty)):
+                case = Case(rank, world, torch.float32, COUNT, layout, empty=symmetric, empty_result=result)
+                assert served(lambda case=case, call=ON_CPU[collective]: call(case)) == algorithm, collective
+        # Lists whose tensors lie in one.
+        whole, part = cpu(COUNT * world + rank + 1)[rank + 1 :].copy_(numbers(rank, COUNT * world)), torch.empty(COUNT)
+        assert served(lambda: dist.reduce_scatter(part, list(whole.chunk(world)))) == "direct"
+        assert torch.equal(part, total(world, COUNT * world).chunk(world)[rank])
+        assert served(lambda: dist.scatter(part, list(whole.chunk(world)) if rank == 1 else None, 1)) == "direct"
+        assert torch.equal(part, numbers(1, COUNT * world).chunk(world)[rank])
         # The root's tensor alone counts.
-        told = part if rank == 1 else out_part
-        assert served(lambda: dist.broadcast(told, 1)) == "direct"
-        assert torch.equal(told, numbers(1))
-        pieces = list(whole.chunk(world)) if rank == 1 else None
-        assert served(lambda: dist.scatter(out_part, pieces, 1)) == "direct"
-        assert torch.equal(out_part, numbers(1, COUNT * world).chunk(world)[rank])
-        part.copy_(numbers(rank))
-        gathered = list(out.chunk(world)) if rank == 0 else None
-        assert served(lambda: dist.gather(part, gathered, 0)) == "direct"
-        assert rank > 0 or torch.equal(out, everything)
-        # What is staged in any case.
-        assert served(lambda: dist.reduce(part, 0)) == "staged"
-        assert rank > 0 or torch.equal(part, total(world))
-        assert served(lambda: dist.all_reduce(part[:8])) == "inline"
+        mine = cpu(COUNT).copy_(numbers(1)) if rank == 1 else torch.empty(COUNT)
+        assert served(lambda: dist.broadcast(mine, 1)) == "direct"
+        assert torch.equal(mine, numbers(1))
+        assert served(lambda: dist.all_reduce(cpu(8))) == "inline"
 
     run_ranks(body, world)
 

@@ -1,0 +1,238 @@
+"""One call of a collective on one rank: inputs, memory layouts, expected results; and what a sweep over many found."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import expected
+import torch
+import torch.distributed as dist
+from expected import FLOATS, assert_same, assert_same_bits, name, seeded
+
+#: Above this, values are made with fewer steps.
+MANY = 100_000
+#: Of each rank, for PREMUL_SUM.
+FACTORS = (0.5, 1 / 3, -7.0, 1e-3, 2.0, -0.25, 3.0, 1.5)
+CPU = torch.device("cpu")
+
+Look = Callable[[torch.Tensor], torch.Tensor]
+#: The result of a reduction op on the inputs of all ranks, given the ranks' factors.
+Reference = Callable[[str, Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
+
+
+@lru_cache(maxsize=1024)
+def values(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """Random values, the same on every rank. Not to be changed."""
+    if count > MANY and dtype in FLOATS:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.empty(count, dtype=torch.float32).uniform_(-4, 4, generator=generator).to(dtype)
+    return seeded(dtype, (count,), seed)
+
+
+@lru_cache(maxsize=1024)
+def wide(dtype: torch.dtype, count: int, seed: int, world: int) -> torch.Tensor:
+    """``count`` values for each rank: the same ones, rotated. Not to be changed."""
+    return torch.cat([rotated(values(dtype, count, seed), taker) for taker in range(world)])
+
+
+def rotated(flat: torch.Tensor, taker: int) -> torch.Tensor:
+    at = (taker + 1) % max(flat.numel(), 1)
+    return torch.cat([flat[at:], flat[:at]])
+
+
+@lru_cache(maxsize=1024)
+def reduced(reference: Reference, op: str, dtype: torch.dtype, count: int, world: int) -> torch.Tensor:
+    """The reduction of the inputs of all ranks. Not to be changed."""
+    return reference(op, [values(dtype, count, 7 + rank) for rank in range(world)], FACTORS[:world])
+
+
+#: How many elements the memory has, and where in it the tensor lies. `holds` says how many it can hold.
+LAYOUTS: dict[str, tuple[Callable[[int], int], Look]] = {
+    "contiguous": (lambda count: count, lambda base: base),
+    "offset": (lambda count: count + 1, lambda base: base[1:]),
+    "strided": (lambda count: 2 * count, lambda base: base[::2]),
+    "transposed": (lambda count: count, lambda base: base.view(2, -1).t() if base.numel() % 2 == 0 else base),
+    # On the CPU alone.
+    "scalar": (lambda count: 1, lambda base: base.view(())),
+    "columns": (lambda count: count // 4 * 9, lambda base: base.view(-1, 9)[:, 2:6]),
+    "channels_last": (lambda count: count, lambda base: base.view(2, -1, 2, 3).permute(0, 3, 1, 2)),
+}
+#: The layouts of ranks 0, 1, 2 … in "mixed".
+MIXED = ("contiguous", "channels_last", "strided", "offset")
+
+
+@dataclass
+class Placed:
+    """A tensor in memory of its own. ``before``: all of that memory, on the host."""
+
+    base: torch.Tensor
+    before: torch.Tensor
+    look: Look
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The tensor."""
+        return self.look(self.base)
+
+    def check(self, wanted: torch.Tensor, about: str) -> None:
+        """Fails unless the tensor holds ``wanted`` in logical order, and everything around it is as it was."""
+        right = self.before.clone()
+        place = self.look(right)
+        place.copy_(wanted.reshape(place.shape))
+        if self.base.device.type == "cpu":
+            assert_same_bits(self.base, right, about)
+        else:
+            assert_same(self.base.cpu(), right, about)
+
+
+@dataclass
+class Misaligned:
+    """A tensor at an odd address, which torch's own operators do not all read: filled and compared as bytes."""
+
+    memory: bytearray
+    view: torch.Tensor
+
+    @classmethod
+    def of(cls, flat: torch.Tensor) -> Misaligned:
+        """A copy of ``flat``, with a byte of zeros at either side."""
+        memory = bytearray(1) + bytearray(expected.bits(flat).numpy()) + bytearray(1)
+        return cls(memory, torch.frombuffer(memory, dtype=flat.dtype, count=flat.numel(), offset=1))
+
+    def check(self, wanted: torch.Tensor, about: str) -> None:
+        """As ``Placed.check``."""
+        assert self.memory[0] == self.memory[-1] == 0, f"{about}: a byte beside the tensor was written"
+        assert_same_bits(torch.frombuffer(bytearray(self.memory[1:-1]), dtype=wanted.dtype), wanted, about)
+
+
+@dataclass
+class Case:
+    """One call on one rank; ``same`` compares.
+
+    ``op``: how it reduces, if it does. ``empty`` and ``empty_result``: make the memory that tensors lie in.
+    """
+
+    rank: int
+    world: int
+    dtype: torch.dtype
+    count: int
+    layout: str = "contiguous"
+    asynchronous: bool = False
+    op: str = "SUM"
+    reference: Reference = expected.reduced
+    device: torch.device = CPU
+    group: dist.ProcessGroup | None = None
+    root: int = -1
+    empty: Callable[..., torch.Tensor] = torch.empty
+    empty_result: Callable[..., torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.root < 0:
+            self.root = (self.count + len(name(self.dtype))) % self.world
+        self.about = (
+            f"{self.op} {name(self.dtype)} x{self.count} {self.layout}{' async' if self.asynchronous else ''}, "
+            f"root {self.root}, rank {self.rank} of {self.world}"
+        )
+        if self.layout == "mixed":
+            self.layout = MIXED[self.rank % len(MIXED)]
+
+    @property
+    def redop(self) -> dist.ReduceOp:
+        """The reduction, with this rank's factor."""
+        return expected.op_of(self.op, FACTORS[self.rank])
+
+    def given(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
+        """What a rank gives where it gives ``count`` elements."""
+        return values(self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank))
+
+    def wide(self, rank: int | None = None, count: int | None = None) -> torch.Tensor:
+        """What a rank gives where it has ``count`` elements for each."""
+        return wide(
+            self.dtype, self.count if count is None else count, 7 + (self.rank if rank is None else rank), self.world
+        )
+
+    def parts(self, taker: int, count: int | None = None) -> list[torch.Tensor]:
+        """The inputs of every rank for ``taker``."""
+        count = self.count if count is None else count
+        return [self.wide(giver, count)[taker * count : (taker + 1) * count] for giver in range(self.world)]
+
+    def all(self) -> list[torch.Tensor]:
+        """The inputs of all ranks."""
+        return [self.given(rank) for rank in range(self.world)]
+
+    def total(self, count: int | None = None) -> torch.Tensor:
+        """The reduction of all ranks' inputs."""
+        return reduced(self.reference, self.op, self.dtype, self.count if count is None else count, self.world)
+
+    def total_of(self, taker: int, count: int | None = None) -> torch.Tensor:
+        """The reduction of all ranks' inputs for ``taker``."""
+        return rotated(self.total(count), taker)
+
+    def place(self, flat: torch.Tensor, empty: Callable[..., torch.Tensor] | None = None) -> Placed | Misaligned:
+        """``flat`` in memory of this case's layout."""
+        if self.layout == "misaligned" and flat.numel():
+            return Misaligned.of(flat)
+        elements, look = LAYOUTS[self.layout if holds(self.layout, flat.numel()) else "contiguous"]
+        before = torch.ones(elements(flat.numel())).to(self.dtype)
+        part = look(before)
+        part.copy_(flat.reshape(part.shape))
+        # A copy on the CPU, too, where `to` would give the same memory.
+        base = (empty or self.empty)(before.numel(), dtype=self.dtype, device=self.device).copy_(before)
+        return Placed(base, before, look)
+
+    def blank(self, count: int | None = None) -> Placed | Misaligned:
+        """Ones, to be overwritten."""
+        return self.place(torch.ones(self.count if count is None else count).to(self.dtype), self.empty_result)
+
+    def call(self, function: Callable[..., dist.Work | None], *args: object, **options: object) -> None:
+        """Calls, and waits if the case is asynchronous."""
+        work = function(*args, async_op=self.asynchronous, group=self.group, **options)
+        if self.asynchronous:
+            assert work is not None, "async_op=True gave no work"
+            work.wait()
+
+    def same(self, placed: Placed | Misaligned, wanted: torch.Tensor) -> None:
+        """Bit for bit."""
+        placed.check(wanted, self.about)
+
+
+def holds(layout: str, count: int) -> bool:
+    """Whether this many elements can have the layout; if not, they lie contiguous."""
+    if layout == "scalar":
+        return count == 1
+    return layout in LAYOUTS and count % {"transposed": 2, "columns": 4, "channels_last": 12}.get(layout, 1) == 0
+
+
+class Findings:
+    """What went wrong in the cases of a sweep, which goes on after each: a rank that stops leaves others waiting."""
+
+    SHOWN = 12
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._cases = 0
+
+    @contextmanager
+    def case(self, about: str) -> Iterator[None]:
+        """One case. A failure of the group ends the sweep."""
+        self._cases += 1
+        try:
+            yield
+        except dist.DistBackendError:
+            self._found.append(about)
+            traceback.print_exc()
+            raise AssertionError(self._text("failed, the group in the last")) from None
+        except (AssertionError, NotImplementedError, ValueError, TypeError, RuntimeError) as error:
+            self._found.append(f"{about}: {type(error).__name__}: {str(error)[:300]}")
+
+    def close(self) -> int:
+        """The number of cases; fails if one did."""
+        if self._found:
+            raise AssertionError(self._text("wrong"))
+        return self._cases
+
+    def _text(self, what: str) -> str:
+        return f"{len(self._found)} of {self._cases} cases {what}:\n  " + "\n  ".join(self._found[-self.SHOWN :])
