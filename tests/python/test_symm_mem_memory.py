@@ -31,6 +31,8 @@ def shapes_and_peers(rank: int, world: int) -> None:
             assert theirs.shape == t.shape and bool((theirs == peer).all())
         window.barrier()
     assert symm_mem.empty(4, 6).shape == (4, 6) and symm_mem.empty((4, 6)).dtype == torch.get_default_dtype()
+    address = symm_mem.empty(100, device="cpu", alloc_id=7).data_ptr()
+    assert symm_mem.empty(100, device="cpu", alloc_id=7).data_ptr() == address
     # Torch's functions see the same memory.
     t = torchs.empty(8, device="cpu").fill_(rank)
     window = torchs.rendezvous(t, dist.group.WORLD.group_name)
@@ -42,19 +44,6 @@ def shapes_and_peers(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_tensors_of_peers(world: int) -> None:
     run_ranks(shapes_and_peers, world)
-
-
-def persistent(rank: int, world: int) -> None:
-    t = symm_mem.empty(100, device="cpu", alloc_id=7)
-    address = t.data_ptr()
-    with pytest.raises(RuntimeError):
-        symm_mem.empty(100, device="cpu", alloc_id=7)
-    del t
-    assert symm_mem.empty(100, device="cpu", alloc_id=7).data_ptr() == address
-
-
-def test_an_alloc_id_is_an_address() -> None:
-    run_ranks(persistent, 2)
 
 
 def too_large(rank: int, world: int) -> None:

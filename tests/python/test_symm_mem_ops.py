@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm
 from ranks import init, meet, run_ranks
+from test_symm_mem_engine import cpu
 from torch_symm._native import load
 
 ops: Any = torch.ops.symm_mem
@@ -26,11 +27,6 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-
-
-def cpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    load()
-    return symm_mem.empty(*size, dtype=dtype, device="cpu")
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
