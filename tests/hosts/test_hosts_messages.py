@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
+import re
 import signal
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import messages
 import pytest
 import ranks
 import torch
@@ -20,48 +21,17 @@ import torch_symm
 from machines import run_hosts
 from torch_symm import _engines
 
-LAYOUTS = [(2, 2), (3, 1), (1, 1)]
 
-DTYPES = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
-
-
-def numbers(seed: int, count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return ((torch.arange(count) * 7 + seed * 31) % 113).to(dtype)
-
-
-def all_pairs(rank: int, world_size: int) -> None:
-    for count in (0, 1, 61, 255, 20_000, 1_310_001):
-        for source in range(world_size):
-            for destination in range(world_size):
-                if rank == source != destination:
-                    dist.send(numbers(source, count), destination)
-                elif rank == destination != source:
-                    got = torch.full((count,), -1, dtype=torch.int32)
-                    assert dist.recv(got, source) == source
-                    assert torch.equal(got, numbers(source, count)), f"{count} from {source}"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_rank_sends_to_every_other(layout: tuple[int, ...]) -> None:
-    run_hosts(all_pairs, layout)
-
-
-def both_at_once(rank: int, world_size: int) -> None:
-    peers = [peer for peer in range(world_size) if peer != rank]
-    for count in (3, 1_310_001):
-        sent = [dist.isend(numbers(rank, count), peer) for peer in peers]
-        got = [torch.zeros(count, dtype=torch.int32) for _ in peers]
-        received = [dist.irecv(tensor, peer) for tensor, peer in zip(got, peers, strict=True)]
-        for work in [*reversed(sent), *reversed(received)]:
-            assert work is not None and work.wait()
-            assert work.is_completed()
-        for peer, tensor in zip(peers, got, strict=True):
-            assert torch.equal(tensor, numbers(peer, count))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_all_ranks_send_first(layout: tuple[int, ...]) -> None:
-    run_hosts(both_at_once, layout)
+@pytest.mark.parametrize(
+    ("layout", "which"),
+    [
+        *(((2, 2), "named"), ((3, 1), "named"), ((1, 1), "named")),
+        *(((2, 2), "any"), ((1, 3), "any"), ((2, 3, 1), "any"), ((1, 1), "any")),
+    ],
+    ids=str,
+)
+def test_every_scenario(layout: tuple[int, ...], which: str) -> None:
+    run_hosts(messages.run_all, layout, which)
 
 
 def meet_in_a_circle(rank: int, world_size: int) -> None:
@@ -85,67 +55,12 @@ def meet_in_a_circle(rank: int, world_size: int) -> None:
         if rank > 0:
             store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False, wait_for_workers=False)
         dist.init_process_group("symm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
-        both_at_once(rank, world_size)
+        messages.all_send_first(rank, world_size)
     dist.destroy_process_group()
 
 
 def test_links_that_are_made_at_once_do_not_wait_for_each_other() -> None:
     run_hosts(meet_in_a_circle, (1, 1, 1))
-
-
-def ring(rank: int, world_size: int) -> None:
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    for count in (5, 300_000):
-        for turn in range(5):
-            got = torch.zeros(count, dtype=torch.int32)
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, numbers(rank + turn, count), after), dist.P2POp(dist.irecv, got, before)]
-            )
-            for work in works:
-                work.wait()
-            assert torch.equal(got, numbers(before + turn, count))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_batches_in_a_ring_do_not_wait_for_each_other(layout: tuple[int, ...]) -> None:
-    run_hosts(ring, layout)
-
-
-def kinds(rank: int, world_size: int) -> None:
-    other = 1 - rank
-    # Tags in another order than they were sent; equal tags in theirs.
-    if rank == 0:
-        for tag in (4, 2, 4, 0):
-            dist.send(torch.tensor([10 * tag]), other, tag=tag)
-        dist.send(torch.tensor([41]), other, tag=4)
-    else:
-        got = torch.zeros(1, dtype=torch.int64)
-        for tag, value in ((0, 0), (4, 40), (4, 40), (2, 20), (4, 41)):
-            dist.recv(got, other, tag=tag)
-            assert got.item() == value
-    for dtype in DTYPES:
-        tensor = numbers(7, 1000, dtype) if rank == 0 else torch.zeros(1000, dtype=dtype)
-        dist.send(tensor, other) if rank == 0 else dist.recv(tensor, other)
-        assert torch.equal(tensor, numbers(7, 1000, dtype)), dtype
-    # A transposed view, and every third column of a larger tensor.
-    for strided in (torch.zeros(40, 30).t(), torch.zeros(50, 90)[:, ::3]):
-        wanted = torch.arange(strided.numel(), dtype=torch.float32).reshape(strided.shape)
-        if rank == 0:
-            strided.copy_(wanted)
-            dist.send(strided, other)
-        else:
-            dist.recv(strided, other)
-            assert torch.equal(strided, wanted)
-    objects: list[Any] = [{"step": 3}, "text", [1, 2.5]] if rank == 0 else [None] * 3
-    if rank == 0:
-        dist.send_object_list(objects, other)
-    else:
-        dist.recv_object_list(objects, other)
-    assert objects == [{"step": 3}, "text", [1, 2.5]]
-
-
-def test_tags_dtypes_strides_and_objects() -> None:
-    run_hosts(kinds, (1, 1))
 
 
 def pipeline(rank: int, world_size: int) -> list[float]:
@@ -182,45 +97,6 @@ def test_a_pipeline_over_hosts_has_the_values_of_one_host() -> None:
     here = ranks.run_ranks(pipeline, 4)
     there = run_hosts(pipeline, (2, 2))
     assert there[0] == there[3] and there[0] == pytest.approx(here[0], rel=1e-5)
-
-
-def traffic(rank: int, world_size: int) -> None:
-    """Messages of all lengths between random ranks, awaited in any order, with a collective beside them."""
-    plan = random.Random(5)
-    for turn in range(6):
-        messages = []
-        for number in range(40):
-            source, destination = plan.sample(range(world_size), 2)
-            messages.append(
-                (number, source, destination, plan.randrange(3), plan.choice([0, 3, 900, 5000, 70_000, 2_000_000]))
-            )
-        mine = [message for message in messages if rank in message[1:3]]
-        works = []
-        for number, source, destination, tag, count in sorted(
-            mine, key=lambda message: (message[1] == rank) != (rank % 2 == 0)
-        ):
-            value = (number * 7 + turn) % 251
-            if source == rank:
-                tensor = torch.full((count,), value, dtype=torch.uint8)
-                works.append((dist.isend(tensor, destination, tag=tag), tensor, value))
-            else:
-                tensor = torch.full((count,), 255, dtype=torch.uint8)
-                works.append((dist.irecv(tensor, source, tag=tag), tensor, value))
-        ones = torch.ones(10)
-        collective = dist.all_reduce(ones, async_op=True)
-        random.Random(rank).shuffle(works)
-        for work, tensor, value in works:
-            assert work is not None
-            work.wait()
-            assert bool((tensor == value).all())
-        assert collective is not None
-        collective.wait()
-        assert ones[0].item() == world_size
-
-
-@pytest.mark.parametrize("layout", [(2, 2), (3, 1)], ids=str)
-def test_random_traffic_beside_collectives(layout: tuple[int, ...]) -> None:
-    run_hosts(traffic, layout)
 
 
 def held() -> tuple[int, int]:
@@ -334,41 +210,25 @@ def test_a_new_group_over_the_same_store_reads_nothing_of_the_old_one() -> None:
 
 
 def recorded(rank: int, world_size: int) -> None:
-    group = dist.new_group([1, 2])
-    if rank not in (1, 2):
-        return
-    peer = 3 - rank
-    dist.send(torch.ones(2), peer, group=group, tag=6) if rank == 1 else dist.recv(
-        torch.ones(2), peer, group=group, tag=6
-    )
+    """The trace names the peer by its global rank, also of a receive that named none."""
+    group = dist.new_group([1, 2, 3])
+    if rank == 1:
+        dist.recv(torch.ones(2), 2, group=group, tag=6)
+        assert {dist.recv(torch.zeros(1), group=group), dist.recv(torch.zeros(1), group=group)} == {2, 3}
+    elif rank > 1:
+        if rank == 2:
+            dist.send(torch.ones(2), 1, group=group, tag=6)
+        dist.send(torch.ones(1), 1, group=group)
     dump = json.loads(Path(torch_symm.dump_trace()).read_text())
     calls = [call for call in dump["calls"] if call["op"] in ("send", "recv")]
-    assert [(call["peer"], call["far"], call["tag"], call["state"]) for call in calls] == [(peer, True, 6, "completed")]
+    found = {(call["peer"], call["far"], call["tag"], call["state"]) for call in calls}
+    of_1 = {(2, True, 6, "completed"), (2, True, 0, "completed"), (3, True, 0, "completed")}
+    of_2 = {(1, True, 6, "completed"), (1, True, 0, "completed")}
+    assert found == (set(), of_1, of_2, {(1, True, 0, "completed")})[rank]
 
 
 def test_the_trace_names_the_peer_by_its_global_rank() -> None:
     run_hosts(recorded, (2, 2))
-
-
-def subgroup(rank: int, world_size: int) -> None:
-    group = dist.new_group([1, 2, 3])
-    if rank == 0:
-        return
-    # Ranks 1 and 2 of the whole are 0 and 1 here, on different hosts.
-    if rank == 1:
-        dist.send(torch.tensor([5.0]), 2, group=group)
-        dist.send(torch.tensor([6.0]), group=group, group_dst=2)
-    elif rank == 2:
-        got = torch.zeros(1)
-        assert dist.recv(got, 1, group=group) == 1 and got.item() == 5
-    else:
-        got = torch.zeros(1)
-        dist.recv(got, group=group, group_src=0)
-        assert got.item() == 6
-
-
-def test_messages_of_a_group_with_other_numbers() -> None:
-    run_hosts(subgroup, (2, 2))
 
 
 def differ(rank: int, world_size: int, count: int) -> str | None:
@@ -393,93 +253,125 @@ def test_lengths_that_differ_are_an_error_of_the_receiver(count: int) -> None:
     assert 'rank 0 (host "a", pid' in text and 'rank 1 (host "b", pid' in text
 
 
-def late(rank: int, world_size: int, met: bool) -> tuple[str, str, float] | None:
-    tensor = torch.full((300_000,), 7.0)
-    if met:
-        dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+@pytest.mark.parametrize("sender", (1, 2))
+def test_a_length_that_differs_is_an_error_though_the_receive_names_nobody(sender: int) -> None:
+    def mismatched(rank: int, world_size: int) -> str:
+        # All have left the call before: one that is still in it would hear of it there.
+        dist.barrier()
+        ranks.meet("ready", rank, world_size)
+        with pytest.raises(torch_symm.SymmMismatch) as caught:
+            if rank == sender:
+                dist.send(torch.ones(5), 0)
+            if rank == 0:
+                dist.recv(torch.zeros(4))
+            dist.barrier()
+        return str(caught.value)
+
+    for text in run_hosts(mismatched, (2, 2)):
+        assert re.search(rf"rank {sender} .*sent 20 bytes .* to rank 0 .*recv expects 16", text), text
+
+
+def late(rank: int, world_size: int, source: int | None, met: bool) -> tuple[str, str, float]:
+    """The last rank sends nothing; the others hear of the timeout, and it stands."""
+    tensor, last = torch.full((300_000,), 7.0), world_size - 1
+    if met and rank in (0, last):
+        dist.send(tensor, 0) if rank == last else dist.recv(tensor, last)
     dist.barrier()
-    if rank == 0:
-        ranks.meet("over", rank, world_size)
-        return None
     begun = time.monotonic()
     with pytest.raises(torch_symm.SymmTimeout) as caught:
-        dist.recv(tensor, 0, tag=2)
+        if rank > 0:
+            time.sleep(0.5)
+            dist.barrier()
+        dist.recv(tensor, source, tag=2)
     took = time.monotonic() - begun
     with pytest.raises(dist.DistBackendError) as again:
-        dist.send(tensor, 0)
+        dist.send(tensor, last if rank == 0 else 0)
     ranks.meet("over", rank, world_size)
     return str(caught.value), str(again.value), took
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("met", [False, True])
-def test_a_timeout_names_the_peer_and_stands(met: bool) -> None:
-    text, again, took = run_hosts(late, (1, 1), met, timeout=2)[1]
-    why = "which did not send it" if met else "which has begun no message with it"
-    assert "recv(1200000 bytes, float32, tag 2)" in text and text.endswith(why) and again == text
-    assert 'for rank 0 (host "a", pid' in text and 1.9 < took < 10
+@pytest.mark.parametrize(
+    ("layout", "source", "met"),
+    [((1, 1), 1, False), ((1, 1), 1, True), ((1, 1), None, False), ((2, 2), None, False)],
+    ids=str,
+)
+def test_a_timeout_names_the_peer_and_stands(layout: tuple[int, ...], source: int | None, met: bool) -> None:
+    results = run_hosts(late, layout, source, met, timeout=2)
+    text, again, took = results[0]
+    # A receive from any rank takes any type.
+    dtype = "" if source is None else "float32, "
+    assert f"recv(1200000 bytes, {dtype}tag 2)" in text and again == text and 1.9 < took < 10, text
+    if source is None:
+        assert all("rank 0" in text and "recv(1200000 bytes" in text and "for any rank" in text for text, *_ in results)
+    else:
+        why = "which did not send it" if met else "which has begun no message with it"
+        assert text.endswith(why) and 'for rank 1 (host "b", pid' in text, text
 
 
-def die(rank: int, world_size: int, count: int) -> tuple[str, float] | None:
-    got = torch.zeros(1)
-    if rank == world_size - 1:
+def die(rank: int, world_size: int, named: bool) -> tuple[str, float] | None:
+    got, last = torch.zeros(1), world_size - 1
+    if rank == last:
         dist.send(got, 0)
         dist.recv(got, 0)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank > 0:
-        ranks.meet("over", rank, world_size - 1)
+        ranks.meet("over", rank, last)
         return None
-    dist.recv(got, world_size - 1)
-    dist.send(got, world_size - 1)
+    dist.recv(got, last)
+    dist.send(got, last)
     begun = time.monotonic()
     with pytest.raises(torch_symm.SymmPeerError) as caught:
-        dist.recv(torch.zeros(count), world_size - 1)
+        dist.recv(torch.zeros(500_000), last if named else None)
     took = time.monotonic() - begun
-    ranks.meet("over", rank, world_size - 1)
+    ranks.meet("over", rank, last)
     return str(caught.value), took
 
 
 @pytest.mark.timed
+@pytest.mark.parametrize("named", (True, False))
 @pytest.mark.parametrize("layout", [(2, 2), (1, 1)], ids=str)
-def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...]) -> None:
+def test_a_peer_that_dies_ends_the_message(layout: tuple[int, ...], named: bool) -> None:
     last = sum(layout) - 1
-    text, took = run_hosts(die, layout, 500_000, expect_killed=[last])[0]
+    text, took = run_hosts(die, layout, named, expect_killed=[last])[0]
     assert took < 5 and f"rank {last}" in text, text
 
 
-def abort(rank: int, world_size: int) -> float | None:
+def ended(rank: int, world_size: int, way: str, source: int | None) -> None:
     dist.barrier()
-    if rank == 1:
-        ranks.meet("over", rank, world_size)
-        return None
-    work = dist.irecv(torch.zeros(4), 1)
-    assert work is not None
-    time.sleep(0.1)
-    begun = time.monotonic()
-    dist.group.WORLD._get_backend(torch.device("cpu")).abort()
-    with pytest.raises(torch_symm.SymmAborted):
-        work.wait()
-    took = time.monotonic() - begun
+    if rank == 0:
+        work = dist.irecv(torch.zeros(4), source)
+        assert work is not None
+        time.sleep(0.1)
+        begun = time.monotonic()
+        if way == "abort":
+            dist.group.WORLD._get_backend(torch.device("cpu")).abort()
+        else:
+            dist.destroy_process_group()
+        with pytest.raises(torch_symm.SymmAborted):
+            work.wait()
+        assert time.monotonic() - begun < (1 if way == "abort" else 10)
     ranks.meet("over", rank, world_size)
-    return took
 
 
 @pytest.mark.timed
-def test_abort_releases_a_message() -> None:
-    took = run_hosts(abort, (1, 1))[0]
-    assert took is not None and took < 1
+@pytest.mark.parametrize(
+    ("layout", "way", "source"), [((1, 1), "abort", 1), ((2, 2), "abort", None), ((2, 2), "destroy", None)], ids=str
+)
+def test_ending_the_group_releases_a_message(layout: tuple[int, ...], way: str, source: int | None) -> None:
+    run_hosts(ended, layout, way, source)
 
 
 def destroy(rank: int, world_size: int) -> None:
     """A rank that leaves right after its send has been read."""
     if rank == 0:
-        dist.send(numbers(1, 15_000), 1)
+        dist.send(messages.numbers(15_000, 1), 1)
         dist.destroy_process_group()
         return
     time.sleep(0.3)
     got = torch.zeros(15_000, dtype=torch.int32)
     dist.recv(got, 0)
-    assert torch.equal(got, numbers(1, 15_000))
+    assert torch.equal(got, messages.numbers(15_000, 1))
 
 
 def test_what_was_sent_arrives_though_its_sender_leaves() -> None:

@@ -259,7 +259,7 @@ def persistent(rank: int, world: int, here: Here) -> None:
         peer = (rank + 1) % world
         assert bool((window.get_buffer(peer, (1000,), torch.float32) == 100 * turn + peer).all())
     window.barrier()
-    # No group named: that of the allocation. Cached: rank 0 does not wait for rank 1.
+    # Without a name: the group of the allocation. The window is cached, so rank 0 does not wait for rank 1.
     if here.on_cpu and rank == 0:
         assert _SymmetricMemory.rendezvous(tensor).buffer_ptrs == pointers
     dist.barrier()
@@ -286,12 +286,12 @@ def mismatched(rank: int, world: int, here: Here) -> None:
     here.settle()
 
 
-#: What each of them does.
+#: The scenarios without faults.
 SCENARIOS = (buffers, ball, barriers, kept, again, persistent, mismatched)
 
 
 def late(rank: int, world: int, here: Here, what: str) -> None:
-    """Rank 0 waits for what never comes; its error names whom, and the process goes on."""
+    """Rank 0 waits for a signal that never comes; its error names the peer, and the process goes on."""
     _, window = opened(here, 64)
     here.settle()
     dist.barrier()
