@@ -1,8 +1,9 @@
 //! Completion: the receiver of an asynchronous call's outcome.
 
 use crate::error::Result;
+use crate::lock::lock;
 use crate::rank::Rank;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 type Callback = Box<dyn FnOnce(Result<()>, Option<Rank>) + Send>;
 
@@ -33,7 +34,7 @@ impl Completion {
 
     /// Delivers the outcome; without effect after the first time.
     pub fn call(&self, outcome: Result<()>, source: Option<Rank>) {
-        let callback = self.callback.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let callback = lock(&self.callback).take();
         if let Some(callback) = callback {
             if let Some((observer, number)) = &self.observer {
                 observer.ended(*number, &outcome, source);

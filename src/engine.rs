@@ -12,6 +12,7 @@ use crate::coll::cpu::Runner;
 use crate::completion::Completion;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sync::limit::Limit;
 use crate::sys::interrupt::{self, Interrupts};
 use crate::sys::thread;
@@ -20,7 +21,7 @@ use state::{Job, State};
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -103,11 +104,6 @@ struct Finished {
     ticket: u64,
     outcome: Result<()>,
     completion: Completion,
-}
-
-/// A lock whose holder panicked is taken over: every state change under these locks is a single step.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<R: Run> Engine<R> {
@@ -355,7 +351,7 @@ impl<R: Run> Engine<R> {
 
     fn rest_worker<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
         state.asleep.workers += 1;
-        let mut state = self.work.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = unpoisoned(self.work.wait_timeout(state, limit)).0;
         state.asleep.workers -= 1;
         state
     }
@@ -374,7 +370,7 @@ impl<R: Run> Engine<R> {
 
     fn sleep<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
         state.asleep.waiters += 1;
-        let mut state = self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0;
+        let mut state = unpoisoned(self.changed.wait_timeout(state, limit)).0;
         state.asleep.waiters -= 1;
         state
     }

@@ -17,6 +17,7 @@ use crate::config::Config;
 use crate::control::{ControlBlock, Identity, Part};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::mem::layout::{Layout, MAX_RANKS};
 use crate::mem::shm::Segment;
 use crate::p2p::{self, Message, Transfers};
@@ -30,7 +31,7 @@ use crate::watch;
 use crate::window;
 use refusal::{Refusals, Refused};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Options of joining a group.
@@ -347,8 +348,8 @@ impl Group {
         if launched {
             launch_log::abandon(&self.control);
         }
-        drop(self.watching.lock().unwrap_or_else(PoisonError::into_inner).take());
-        drop(self.membership.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(lock(&self.watching).take());
+        drop(lock(&self.membership).take());
         self.recorder.leave();
         // Who still refers to the group may ask for its failure, which lies in the part that is kept.
         let left = self.control.segment().leave_file(self.control.layout().control_bytes());

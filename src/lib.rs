@@ -16,7 +16,7 @@
 //!   connected; [`store`][]: the key-value store through which ranks meet
 //! - [`sys`][]: thin wrappers over the system; [`config`][]: what the environment says
 //! - [`completion`][]: where outcomes go
-//! - [`dtype`], [`op`], [`norm`], [`rank`], [`error`][]: leaves that everyone may import
+//! - [`dtype`], [`op`], [`norm`], [`rank`], [`lock`], [`error`][]: leaves that everyone may import
 
 // Modules that need it allow it, each with its reason.
 #![deny(unsafe_code)]
@@ -35,6 +35,7 @@ pub mod fused;
 pub mod group;
 pub mod hosts;
 pub mod kernels;
+pub mod lock;
 pub mod mem;
 pub mod norm;
 pub mod op;

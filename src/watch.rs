@@ -5,6 +5,7 @@
 
 use crate::boot::Member;
 use crate::error::Result;
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::process::{self, ProcessId};
@@ -52,7 +53,7 @@ static STATE: PerProcess<Mutex<State>> = PerProcess::new(|| Mutex::new(State::de
 
 fn state() -> MutexGuard<'static, State> {
     // Callbacks run outside this lock, and nothing under it panics half-way.
-    STATE.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    lock(STATE.get())
 }
 
 /// Ends the calls when dropped.

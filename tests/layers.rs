@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Modules by height; a module may use those below it, and its own kind.
 fn height(module: &str) -> u32 {
     match module {
-        "error" | "dtype" | "norm" | "op" | "rank" | "completion" => 0,
+        "error" | "dtype" | "lock" | "norm" | "op" | "rank" | "completion" => 0,
         "config" | "sys" => 1,
         "mem" | "kernels" | "store" | "topo" => 2,
         "sync" => 3,

@@ -4,21 +4,18 @@ use super::Attempt;
 use super::membership::{self, Membership};
 use super::record::Record;
 use crate::error::{Error, Kind, Result};
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork::PerProcess;
 use crate::sys::process;
 use crate::sys::required::Required;
 use std::collections::HashSet;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 /// Nonces of the records whose owners are joining in this process right now. Two ranks may be threads of one process, so
 /// that its being alive does not tell a live claim from what an earlier call of the same process left behind.
 static JOINING: PerProcess<Mutex<HashSet<[u8; 16]>>> = PerProcess::new(|| Mutex::new(HashSet::new()));
-
-fn joining() -> MutexGuard<'static, HashSet<[u8; 16]>> {
-    JOINING.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
 
 /// A record as it stands in the store.
 #[derive(Clone, Debug)]
@@ -66,7 +63,7 @@ impl<'a> Claim<'a> {
     pub(super) fn publish(attempt: &'a Attempt<'a>, record: Record) -> Result<Self> {
         let key = Attempt::key(record.rank);
         let bytes = record.encode()?;
-        joining().insert(record.nonce);
+        lock(JOINING.get()).insert(record.nonce);
         let mut claim = Self { attempt, published: Published { key, record, bytes }, again: false, membership: None };
         let mut expected = Vec::new();
         loop {
@@ -109,7 +106,7 @@ impl<'a> Claim<'a> {
             // Of a process there nothing can be known; where hosts may be connected, it may come again after a failure.
             !attempt.several || other.failure.is_none()
         } else if other.process() == attempt.own {
-            joining().contains(&other.nonce)
+            lock(JOINING.get()).contains(&other.nonce)
         } else {
             other.failure.is_none()
                 && process::open(other.process())
@@ -140,6 +137,6 @@ impl<'a> Claim<'a> {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        joining().remove(&self.published.record.nonce);
+        lock(JOINING.get()).remove(&self.published.record.nonce);
     }
 }

@@ -5,10 +5,11 @@
 //! without a word to anybody.
 
 use crate::config::HostsChoice;
+use crate::lock::lock;
 use crate::rank::{Rank, name_ranks};
 use crate::sys::fork::PerProcess;
 use crate::sys::host::Host;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Where a rank runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,12 +152,12 @@ static KNOWN: PerProcess<Mutex<Option<Known>>> = PerProcess::new(|| Mutex::new(N
 
 /// Keeps what the default group knows for the groups that follow, or forgets an earlier one's.
 pub fn remember(known: Option<Known>) {
-    *KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner) = known;
+    *lock(KNOWN.get()) = known;
 }
 
 /// What the default group knows, if it is on several hosts.
 pub fn known() -> Option<Known> {
-    KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner).clone()
+    lock(KNOWN.get()).clone()
 }
 
 #[cfg(test)]

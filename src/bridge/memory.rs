@@ -3,11 +3,12 @@
 
 use super::guarded;
 use crate::error::Error;
+use crate::lock::lock;
 use crate::symm_mem;
 use crate::sys::writable;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// A new segment of at least `bytes` on CUDA device `device`; null if there is none, which torch makes an `OutOfMemoryError` of once it
 /// has given back what it caches. Any thread may call it, also while it holds the lock of torch's allocator.
@@ -65,7 +66,7 @@ static SHARES: Mutex<BTreeMap<i32, bool>> = Mutex::new(BTreeMap::new());
 pub(super) fn shares(device: i32) -> bool {
     let mut answer = false;
     guarded(|| {
-        let mut known = SHARES.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&SHARES);
         answer = *known.entry(device).or_insert_with(|| symm_mem::supported(device));
         Ok(())
     });

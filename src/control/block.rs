@@ -3,6 +3,7 @@
 
 use super::call_state::{Awaited, Barriers, Doing, Refusals};
 use super::patience::{PATIENCE, now};
+use crate::lock::lock;
 use crate::mem::layout::{HEADER_BYTES, Layout, MEMBER_BYTES};
 use crate::mem::shm::Segment;
 use crate::op::Op;
@@ -12,7 +13,7 @@ use crate::sync::failure::FirstFailure;
 use crate::sync::shared_text::SharedText;
 use crate::sys::core;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// Turns of spinning, some 40 ns each, where other processes have lately taken this one's cores: a peer that runs answers by then.
 const SPINS_SHORT: u32 = 64;
@@ -314,13 +315,13 @@ impl ControlBlock {
     /// Names the call of the larger group, such as "all_reduce(4 × float32, 16 bytes, SUM) #7 of group "g"", that collectives are for from
     /// now on: their errors name that.
     pub fn run_for(&self, asked: String) {
-        *self.asked.lock().unwrap_or_else(PoisonError::into_inner) = asked;
+        *lock(&self.asked) = asked;
     }
 
     /// Name of the larger group's call that collectives are for, if this is a part of one.
     pub fn asked(&self) -> Option<String> {
         self.part.as_ref()?;
-        Some(self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()).filter(|asked| !asked.is_empty())
+        Some(lock(&self.asked).clone()).filter(|asked| !asked.is_empty())
     }
 
     /// Number by which messages name `rank`.

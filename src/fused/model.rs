@@ -5,9 +5,10 @@ use crate::coll::cost::hardware;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cuda::driver::Device;
+use crate::lock::lock;
 use crate::topo::cost::Way;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Part of the model that does not depend on the element type.
 #[derive(Clone, Copy)]
@@ -28,7 +29,7 @@ pub fn of_device(device: i32, dtype: DType) -> Result<DeviceModel> {
     if device < 0 {
         return Ok(HOST);
     }
-    let mut known = HARDWARE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = lock(&HARDWARE);
     let hardware = match known.get(&device) {
         Some(hardware) => *hardware,
         None => *known.entry(device).or_insert(ask(device)?),

@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Source, Store};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Stream};
+use crate::lock::lock;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Threads of a block: `LANE_THREADS` of `device.cuh`.
 const THREADS: u32 = 256;
@@ -114,7 +115,7 @@ pub unsafe fn launch(device: i32, stream: usize, sum: &Sum<'_>) -> Result<()> {
     if sum.bytes == 0 {
         return Ok(());
     }
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut devices = lock(&DEVICES);
     let (device, processors) = match devices.entry(device) {
         Entry::Occupied(there) => there.into_mut(),
         Entry::Vacant(place) => {

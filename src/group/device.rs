@@ -7,13 +7,14 @@ use crate::coll::cuda::communicator::{Communicator, Stage};
 
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
+use crate::lock::{lock, unpoisoned};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;
 use crate::trace;
 use crate::window::{Meeting, SymmetricWindow};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 use std::time::{Duration, Instant};
 
 /// Slot in which a group keeps its communicator.
@@ -63,14 +64,14 @@ impl Group {
     #[cold]
     fn set_up(&self, device: i32, timeout: Duration) -> Result<Arc<Communicator>> {
         // Not the communicator's own lock: who asks for failures or leaves must not wait for peers that never come.
-        let _turn = self.setting_up.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock(&self.setting_up);
         if let Some(communicator) = self.communicator() {
             return Ok(communicator);
         }
         self.check_alive()?;
         let limit = Limit::from(Instant::now(), timeout);
         let communicator = Arc::new(Communicator::connect(&self.control, device, &limit, &|bytes| self.gather_on_host(bytes, &limit))?);
-        let mut place = self.communicator.write().unwrap_or_else(PoisonError::into_inner);
+        let mut place = unpoisoned(self.communicator.write());
         // `leave` closes the group before it takes the communicator: one of the two sees the other.
         self.check_open()?;
         *place = Some(Arc::clone(&communicator));
@@ -154,7 +155,7 @@ impl Group {
 
     /// Gives the GPU's memory back once what was enqueued is done. False if there was none.
     pub(super) fn disconnect(&self, limit: Duration) -> bool {
-        let communicator = self.communicator.write().unwrap_or_else(PoisonError::into_inner).take();
+        let communicator = unpoisoned(self.communicator.write()).take();
         let Some(communicator) = communicator else { return false };
         if !communicator.drain(limit) {
             log::warn!("group \"{}\": its kernels have not ended, and keep their memory until this process ends", self.control.name());
@@ -174,7 +175,7 @@ impl Group {
 }
 
 fn in_use(slot: &Slot) -> Option<Arc<Communicator>> {
-    slot.read().unwrap_or_else(PoisonError::into_inner).clone()
+    unpoisoned(slot.read()).clone()
 }
 
 /// Lets go of the GPU memory of `rank`, which has died, on a thread of its own since kernels take a moment to end.

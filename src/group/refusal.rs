@@ -9,10 +9,11 @@ use crate::coll::cuda::agreement::launch_log;
 use crate::control::{Barriers, ControlBlock};
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::lock::lock;
 use crate::p2p::Transfers;
 use crate::rank::{Rank, name_ranks};
 use crate::watch::{self, Subscription};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Time from a refusal to the first look: enough to catch the exception and make the right call; a peer that has come by then is told
@@ -64,16 +65,12 @@ impl Refusals {
         Arc::new(Self { control, engine, transfers, note: Mutex::new(None) })
     }
 
-    fn note(&self) -> MutexGuard<'_, Option<Note>> {
-        self.note.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes that a call was refused because of `text`. The last refusal counts.
     pub(super) fn add(self: &Arc<Self>, text: String, refused: Refused) {
         if self.control.size() == 1 {
             return;
         }
-        let mut note = self.note();
+        let mut note = lock(&self.note);
         if let Refused::Collective { .. } | Refused::Operator = refused {
             let barriers = self.control.barriers(self.control.rank());
             self.control.note_refusal(self.engine.sequence() + u64::from(barriers.met));
@@ -95,7 +92,7 @@ impl Refusals {
 
     /// Forgets all refusals, since this rank leaves: nobody is told any more.
     pub(super) fn forget(&self) {
-        drop(self.note().take());
+        drop(lock(&self.note).take());
     }
 
     fn look_after(self: &Arc<Self>, delay: Duration) -> Option<Subscription> {
@@ -113,7 +110,7 @@ impl Refusals {
     }
 
     fn look(self: &Arc<Self>) {
-        let mut note = self.note();
+        let mut note = lock(&self.note);
         let Some(refused) = note.as_mut() else { return };
         let waiting = self.waiting(refused.refused);
         // After the peers: who waited for a rank that has not moved since waits for it now.

@@ -8,10 +8,11 @@ use super::HostsGroup;
 use super::messages::Messages;
 use crate::completion::Completion;
 use crate::error::Result;
+use crate::lock::lock;
 use crate::p2p::{Claim, Message, Transfers};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Tickets of the receives that stand in both tables: those between hosts, by those within this one, by which users wait.
@@ -50,7 +51,7 @@ impl Receive {
 
     /// Notes what `change` says; forgets the receive in both tables once it is complete.
     fn settle(&self, change: impl FnOnce(&mut Tickets)) {
-        let mut tickets = self.tickets.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tickets = lock(&self.tickets);
         change(&mut tickets);
         if !tickets.complete {
             return;
@@ -64,7 +65,7 @@ impl Receive {
             self.messages.withdraw(ticket);
         }
         if let Some(ticket) = here {
-            self.twofold.lock().unwrap_or_else(PoisonError::into_inner).remove(&ticket);
+            lock(&self.twofold).remove(&ticket);
         }
     }
 }
@@ -84,12 +85,12 @@ impl HostsGroup {
             let [within, between] = Claim::pair();
             let done = receive.completion(within.clone(), move |local| here[local.index()]);
             let ticket = receive.transfers.recv_claimed(message, timeout, done, Some(within))?;
-            self.twofold.lock().unwrap_or_else(PoisonError::into_inner).insert(ticket, 0);
+            lock(&self.twofold).insert(ticket, 0);
             receive.settle(|tickets| tickets.here = Some(ticket));
             let done = receive.completion(between.clone(), move |rank| everyone[rank.index()]);
             match receive.messages.recv_any(message, timeout, done, between) {
                 Ok(away) => {
-                    if let Some(other) = self.twofold.lock().unwrap_or_else(PoisonError::into_inner).get_mut(&ticket) {
+                    if let Some(other) = lock(&self.twofold).get_mut(&ticket) {
                         *other = away;
                     }
                     receive.settle(|tickets| tickets.away = Some(away));
@@ -103,7 +104,7 @@ impl HostsGroup {
 
     /// Waits for a receive that stands in both tables and has ended in that of this host.
     pub(super) fn wait_away(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
-        let away = self.twofold.lock().unwrap_or_else(PoisonError::into_inner).get(&ticket).copied();
+        let away = lock(&self.twofold).get(&ticket).copied();
         match (away, self.messages.get()) {
             (Some(away), Some(messages)) if away != 0 => messages.wait(away, timeout),
             _ => Ok(()),

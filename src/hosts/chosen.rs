@@ -10,9 +10,10 @@ use crate::coll::cost::profile;
 use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
 use crate::group::JoinOptions;
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// What all ranks of a group go by.
@@ -37,14 +38,14 @@ static TRIAL: PerProcess<Mutex<Option<Thresholds>>> = PerProcess::new(Mutex::def
 /// `Value` where they are impossible.
 pub fn try_out(thresholds: Option<Thresholds>) -> Result<()> {
     let checked = thresholds.map(Thresholds::checked).transpose()?;
-    *TRIAL.get().lock().unwrap_or_else(PoisonError::into_inner) = checked;
+    *lock(TRIAL.get()) = checked;
     Ok(())
 }
 
 /// Thresholds of tensors on `device` in the group that `options` name, as its first rank knows them, or the usual ones; `here`: the group's
 /// ranks on this host.
 pub(super) fn thresholds(options: &JoinOptions, here: usize, device: Device) -> Thresholds {
-    if let Some(tried) = *TRIAL.get().lock().unwrap_or_else(PoisonError::into_inner) {
+    if let Some(tried) = *lock(TRIAL.get()) {
         return tried;
     }
     let own = options.global_ranks.get(options.rank as usize).copied().unwrap_or(options.rank);

@@ -6,8 +6,9 @@ use crate::coll::call::Span;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::kernels::cpu;
+use crate::lock::lock;
 use crate::sys::fork::PerProcess;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Type of partial results; the same on all ranks of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,7 +29,7 @@ impl Partials {
     /// # Errors
     /// `Value` where there is no choice of that name.
     pub fn chosen(named: &str, is_default: bool) -> Result<Self> {
-        let mut default = DEFAULT.get().lock().unwrap_or_else(PoisonError::into_inner);
+        let mut default = lock(DEFAULT.get());
         let chosen = match named {
             "" if is_default => Self::default(),
             "" => *default,

@@ -6,9 +6,10 @@
 use super::Runner;
 use super::shared::Shared;
 use crate::engine::Engine;
+use crate::lock::lock;
 use crate::watch::{self, Subscription};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Time from a refusal until others are told: enough to catch the exception and make the right call.
@@ -46,7 +47,7 @@ impl Refusals {
             }
         };
         let timer = watch::after(DELAY, tell).inspect_err(|error| log::warn!("other hosts are not told of a refused call: {error}"));
-        *self.timer.lock().unwrap_or_else(PoisonError::into_inner) = timer.ok();
+        *lock(&self.timer) = timer.ok();
     }
 
     /// Tells other hosts, if they know of a refusal, that this rank makes a call.

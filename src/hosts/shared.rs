@@ -13,10 +13,11 @@ use super::traffic::Traffic;
 use crate::coll::cost::wire::Thresholds;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::lock::lock;
 use crate::sys::fork;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that a rank which has lost a rail waits to hear why.
@@ -43,26 +44,26 @@ pub(super) struct Current {
 
 impl Current {
     pub(super) fn set(&self, call: Option<Waiting>) {
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = call;
+        *lock(&self.waiting) = call;
     }
 
     /// Notes that a call was refused after `calls` others were made; returns where that is.
     pub(super) fn refused(&self, calls: u64) -> Place {
-        let mut last = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lock(&self.refused);
         let times = last.filter(|last| last.calls == calls).map_or(0, |last| last.times) + 1;
         *last.insert(Place { calls, times })
     }
 
     /// Notes that the call waits on its rail from now on, or inside its host.
     pub(super) fn phase(&self, on_rail: bool) {
-        if let Some(waiting) = &mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some(waiting) = &mut *lock(&self.waiting) {
             (waiting.phase_since, waiting.on_rail) = (Instant::now(), on_rail);
         }
     }
 
     /// Notes calls that were launched.
     pub(super) fn launched(&self, headers: impl IntoIterator<Item = Header>) {
-        self.launched.lock().unwrap_or_else(PoisonError::into_inner).extend(headers);
+        lock(&self.launched).extend(headers);
     }
 }
 
@@ -83,11 +84,11 @@ impl Host for Inner {
     }
 
     fn waiting(&self) -> Option<Waiting> {
-        *self.1.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.1.waiting)
     }
 
     fn refused(&self) -> Option<Place> {
-        *self.1.refused.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.1.refused)
     }
 
     fn note_late(&self, call: u64, hosts: String) {
@@ -97,7 +98,7 @@ impl Host for Inner {
     }
 
     fn launched(&self) -> Vec<Header> {
-        std::mem::take(&mut *self.1.launched.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.1.launched))
     }
 
     fn departures(&self) -> Vec<(usize, String)> {
@@ -160,7 +161,7 @@ impl Shared {
 
     /// The rail, as long as the group lives.
     pub(super) fn rail(&self) -> Result<Arc<Held>> {
-        let rail = self.rail.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let rail = lock(&self.rail).clone();
         rail.ok_or_else(|| Error::aborted("the group has left its other hosts"))
     }
 
@@ -216,9 +217,9 @@ impl Shared {
     /// Lets go of the rail, and waits for at most `limit` until it has ended: calls that use it may still have to see that the group has
     /// failed.
     fn let_go(&self, limit: Duration) {
-        drop(self.rail.lock().unwrap_or_else(PoisonError::into_inner).take());
+        drop(lock(&self.rail).take());
         if !limit.is_zero() {
-            let _ = self.ending.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(limit);
+            let _ = lock(&self.ending).recv_timeout(limit);
         }
     }
 }

@@ -13,6 +13,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::group::{Group, Tuning};
 use crate::kernels::cpu::{self, Source, Store};
+use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::Layout as Memory;
 use crate::mem::shm::Segment;
 use crate::rank::Rank;
@@ -21,7 +22,7 @@ use crate::sync::limit::Limit;
 use crate::sys::host::Host;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// What the hosts of one rail have sent, transfer by transfer.
@@ -101,7 +102,7 @@ impl Rail for ThreadRail {
         };
         own.wanted.push(wanted);
         own.begun += 1;
-        let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rounds = lock(&self.wire.rounds);
         while rounds.len() < own.begun {
             rounds.push(vec![None; self.hosts]);
         }
@@ -113,7 +114,7 @@ impl Rail for ThreadRail {
     fn wait(&self, limit: Duration) -> Result<bool> {
         let mut own = self.own.lock().expect("no panic");
         let deadline = Instant::now() + limit;
-        let mut rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rounds = lock(&self.wire.rounds);
         assert!(own.ended < own.begun, "no transfer is under way");
         let stuck = self.wire.most > 0 && own.ended >= self.wire.most;
         while stuck || !rounds[own.ended].iter().all(Option::is_some) {
@@ -124,7 +125,7 @@ impl Rail for ThreadRail {
             if left.is_zero() {
                 return Ok(false);
             }
-            rounds = self.wire.changed.wait_timeout(rounds, left).unwrap_or_else(PoisonError::into_inner).0;
+            rounds = unpoisoned(self.wire.changed.wait_timeout(rounds, left)).0;
         }
         let all: Vec<Sent> = rounds[own.ended].iter().flatten().cloned().collect();
         drop(rounds);
@@ -141,7 +142,7 @@ impl Rail for ThreadRail {
 
 impl Drop for ThreadRail {
     fn drop(&mut self) {
-        let _rounds = self.wire.rounds.lock().unwrap_or_else(PoisonError::into_inner);
+        let _rounds = lock(&self.wire.rounds);
         self.wire.broken.store(true, Ordering::Relaxed);
         self.wire.changed.notify_all();
     }

@@ -3,11 +3,12 @@
 use super::messages::links::{self, Links};
 use crate::config::Engines;
 use crate::error::Result;
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sys::fork::PerProcess;
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// What connects this rank with ranks of other hosts.
@@ -65,11 +66,6 @@ const KEPT: usize = 64;
 type Groups = Vec<((String, Engines), Arc<Traffic>)>;
 
 static GROUPS: PerProcess<Mutex<Groups>> = PerProcess::new(Mutex::default);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change under these locks is a single step.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Traffic {
     /// Traffic of the group `name` of this process, whose hosts `engines` connect. Of ended groups the oldest are forgotten.

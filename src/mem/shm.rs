@@ -3,6 +3,7 @@
 
 use super::memory_limit::tightest;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::sys::again::retry;
 use crate::sys::process;
 use crate::sys::required::Required;
@@ -14,7 +15,7 @@ use std::fmt::Display;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// A mapping of a group's memory file. Pages that nobody touched or reserved cost nothing. Clones share the mapping: ranks that are threads
 /// of one process may use the same addresses, which is what ThreadSanitizer needs to see their races.
@@ -138,7 +139,7 @@ impl Segment {
     /// Allocates the pages of a range, as [`reserve`] does.
     pub fn reserve(&self, offset: usize, bytes: usize, purpose: impl Display) -> Result<()> {
         self.check(offset, bytes);
-        match &*self.mapping.file.lock().unwrap_or_else(PoisonError::into_inner) {
+        match &*lock(&self.mapping.file) {
             Some(file) => reserve(file, offset, bytes, purpose),
             None => Err(Error::internal(format!("{purpose} needs {bytes} bytes of a segment that has left its file"))),
         }
@@ -146,7 +147,7 @@ impl Segment {
 
     /// A clone for whoever gives the memory's addresses to a device: while it lives, the segment does not leave its file.
     pub fn hold(&self) -> Result<Self> {
-        let file = self.mapping.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let file = lock(&self.mapping.file);
         file.as_ref().map(|_| self.clone()).ok_or_else(|| Error::aborted("the group of this memory was destroyed"))
     }
 
@@ -155,7 +156,7 @@ impl Segment {
     pub fn leave_file(&self, kept: usize) -> rustix::io::Result<()> {
         self.check(0, kept);
         let Mapping { base, bytes, file, .. } = &*self.mapping;
-        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(file);
         if file.is_none() || Arc::strong_count(&self.mapping) > 1 {
             return Ok(());
         }

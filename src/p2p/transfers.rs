@@ -11,6 +11,7 @@ use crate::coll::call::Span;
 use crate::completion::{Completion, Finished};
 use crate::control::{ControlBlock, YIELDS, patience};
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::p2p::claim::Claim;
 use crate::p2p::message::Message;
 use crate::rank::Rank;
@@ -20,7 +21,7 @@ use crate::sys::thread;
 use ending::gave_up;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -376,7 +377,7 @@ impl Transfers {
     pub fn stop(&self) {
         self.lock().stopping = true;
         self.begun.notify_all();
-        let worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let worker = lock(&self.worker).take();
         // A completion may drop the last handle of the group on the progress thread itself.
         if let Some(worker) = worker.filter(|worker| worker.thread().id() != std::thread::current().id()) {
             let _ = worker.join();
@@ -384,7 +385,7 @@ impl Transfers {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Writes and reads what can be; a failure closes everything.
@@ -405,7 +406,7 @@ impl Transfers {
     /// Starts the worker before anything is posted. What is posted is read or written until its completion, and so must have a thread to
     /// complete it, or the memory of a transfer that raised would be used after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
-        let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut worker = lock(&self.worker);
         if worker.is_none() {
             let this = Arc::clone(self);
             let thread = thread::spawn("symm-transfers", None, move || this.work());
@@ -435,7 +436,7 @@ impl Transfers {
                 idle_since = Instant::now();
             } else if idle_since.elapsed() > LINGER {
                 state.parked = true;
-                state = self.begun.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = unpoisoned(self.begun.wait(state));
                 state.parked = false;
                 idle_since = Instant::now();
             }

@@ -4,6 +4,7 @@ use super::request::Request;
 use super::table::{Answer, Reply, Table};
 use super::{Store, deadline, timed_out};
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sys::{fork, interrupt};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -43,7 +44,7 @@ impl MemoryStore {
 
     fn table(&self) -> MutexGuard<'_, Table> {
         // A request is done as a whole or not at all, so the table is whole even if poisoned.
-        self.0.table.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        lock(&self.0.table)
     }
 }
 
@@ -66,7 +67,7 @@ impl Store for MemoryStore {
                 return Err(timed_out(request, limit, &table.missing(request)));
             }
             let nap = remaining.min(interrupt::LOOK);
-            let (woken, over) = self.0.changed.wait_timeout(table, nap).unwrap_or_else(|poisoned| poisoned.into_inner());
+            let (woken, over) = unpoisoned(self.0.changed.wait_timeout(table, nap));
             table = woken;
             if over.timed_out() {
                 drop(table);

@@ -4,11 +4,12 @@ use super::Store;
 use super::request::Request;
 use super::table::Reply;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::sys::interrupt;
 use crate::sys::thread;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -79,7 +80,7 @@ impl Store for Worker {
         request.encode(&mut bytes);
         let job = Job { request: bytes, limit, give_up, answer };
         let jobs = self.jobs.as_ref().ok_or_else(gone)?;
-        jobs.lock().unwrap_or_else(PoisonError::into_inner).send(job).map_err(|_| gone())?;
+        lock(jobs).send(job).map_err(|_| gone())?;
         loop {
             let left = give_up.saturating_duration_since(Instant::now());
             match done.recv_timeout(left.min(interrupt::LOOK)) {
@@ -128,7 +129,7 @@ mod tests {
     impl Store for Stopped {
         fn call(&self, request: &Request<'_>, limit: Option<Duration>) -> Result<Reply> {
             if request.op == Op::Add {
-                let _ = self.release.lock().unwrap_or_else(PoisonError::into_inner).recv();
+                let _ = lock(&self.release).recv();
             }
             self.inner.call(request, limit)
         }

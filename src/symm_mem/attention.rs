@@ -1,9 +1,10 @@
 //! Whether the thread that serves symmetric memory runs: from the first claim to it until the last.
 
 use crate::error::Result;
+use crate::lock::lock;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::thread::Wake;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 #[derive(Default)]
 struct State {
@@ -16,11 +17,6 @@ struct State {
 /// A forked child has its own state; the parent's heaps do not work there.
 static STATE: PerProcess<Mutex<State>> = PerProcess::new(Mutex::default);
 
-fn state() -> MutexGuard<'static, State> {
-    // Nothing under this lock panics between two changes.
-    STATE.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A claim to the thread, which runs as long as any lasts.
 pub struct Attention {
     generation: u64,
@@ -29,7 +25,7 @@ pub struct Attention {
 impl Attention {
     /// A claim; `start` starts the thread if none runs.
     pub(super) fn new(start: impl FnOnce(Arc<Wake>) -> Result<()>) -> Result<Self> {
-        let mut state = state();
+        let mut state = lock(STATE.get());
         if state.wake.is_none() {
             let wake = Arc::new(Wake::new()?);
             start(Arc::clone(&wake))?;
@@ -45,7 +41,7 @@ impl Drop for Attention {
         if self.generation != generation() {
             return;
         }
-        let mut state = state();
+        let mut state = lock(STATE.get());
         state.claims -= 1;
         notify(&state);
     }
@@ -59,12 +55,12 @@ fn notify(state: &State) {
 
 /// Has the thread look at outboxes and links anew, if it runs.
 pub(super) fn wake() {
-    notify(&state());
+    notify(&lock(STATE.get()));
 }
 
 /// Says to the thread whether it is to end, since no claim lasts. Runs `last` in that case before anybody can start another thread.
 pub(super) fn is_over(last: impl FnOnce()) -> bool {
-    let mut state = state();
+    let mut state = lock(STATE.get());
     if state.claims > 0 {
         return false;
     }
@@ -75,5 +71,5 @@ pub(super) fn is_over(last: impl FnOnce()) -> bool {
 
 #[cfg(test)]
 pub(super) fn claims() -> usize {
-    state().claims
+    lock(STATE.get()).claims
 }

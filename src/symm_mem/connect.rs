@@ -8,11 +8,12 @@ use super::local::{Heap, offer};
 use super::remote::{Remote, Sound};
 use super::service;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
 use rustix::io::Errno;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Heaps larger than this are no heaps.
@@ -34,7 +35,7 @@ impl Heap {
     /// A link to the heap at `peer` for a group of which `failed` tells; one of the two ends calls this. Its number is for the other to
     /// `meet`.
     pub fn connect(&self, peer: &Address, failed: &Failed) -> Result<(Hold, u64)> {
-        let _turn = self.connecting.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = lock(&self.connecting);
         let own = self.state().links.iter().rfind(|link| link.key == peer.key && !link.is_closed()).cloned();
         if let Some(link) = own
             && let Some(hold) = link.hold(self.attend()?, Arc::clone(failed))
@@ -71,7 +72,7 @@ impl Heap {
                 return Ok(None);
             }
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { return Ok(None) };
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }
     }
 

@@ -3,6 +3,7 @@
 
 use super::addresses::{Addresses, Piece, Range};
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::mem::shm::{Segment, reserve};
 use crate::sys::again::retry;
 use crate::sys::required::Required;
@@ -10,7 +11,7 @@ use rustix::fd::OwnedFd;
 use rustix::fs::{FallocateFlags, SealFlags, fallocate, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Number of bytes that sizes and offsets are multiples of: the largest page of a kernel for this processor.
 pub(crate) const PAGE: usize = if cfg!(target_arch = "x86_64") { 4096 } else { 64 << 10 };
@@ -89,7 +90,7 @@ fn give_pages_back(file: &OwnedFd, offset: usize, bytes: usize) {
 
 impl HostRange {
     fn own_file(&self) -> Result<Arc<OwnedFd>> {
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = lock(&self.file);
         if let Some(file) = &*file {
             return Ok(Arc::clone(file));
         }
@@ -147,7 +148,7 @@ impl Range for HostRange {
         if let Err(errno) = unmapped {
             log::warn!("{bytes} bytes of symmetric memory stay mapped: {errno}");
         }
-        let own = self.file.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let own = lock(&self.file).clone();
         if let Some(file) = own {
             give_pages_back(&file, offset, bytes);
         }

@@ -4,6 +4,7 @@ use super::addresses::Piece;
 use super::attention::Attention;
 use super::frame::{FRAME_BYTES, Frame, Key};
 use super::remote::{Remote, Sound};
+use crate::lock::lock;
 use crate::sys::fork::{Unshared, generation};
 use crate::sys::process;
 use crate::sys::socket::{self, Received};
@@ -11,7 +12,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Whether a group has failed: kernels of it may then still be in memory that its owner has done with. Also makes a failure known
 /// of which nobody has asked yet.
@@ -115,18 +116,9 @@ impl Link {
         }
     }
 
-    fn holds(&self) -> MutexGuard<'_, Holds> {
-        // Nothing under this lock panics between two changes.
-        self.holds.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn outbox(&self) -> MutexGuard<'_, VecDeque<Mail>> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// A claim for a group of which `failed` tells; `None` if the link is closed.
     pub(super) fn hold(self: &Arc<Self>, attention: Attention, failed: Failed) -> Option<Hold> {
-        let mut holds = self.holds();
+        let mut holds = lock(&self.holds);
         // Under the lock: `Hold::drop` closes the link under it.
         if self.is_closed() {
             return None;
@@ -141,7 +133,7 @@ impl Link {
     /// Whether any group that uses the link has failed. Asks all of them: each makes its failure known.
     pub(super) fn any_failed(&self) -> bool {
         // Asked outside the lock: who answers may hold others.
-        let requested: Vec<Failed> = self.holds().all.values().map(|claim| Arc::clone(&claim.failed)).collect();
+        let requested: Vec<Failed> = lock(&self.holds).all.values().map(|claim| Arc::clone(&claim.failed)).collect();
         requested.iter().fold(false, |any, failed| failed() | any)
     }
 
@@ -161,7 +153,7 @@ impl Link {
 
     /// Closes it unless a group holds it.
     pub(super) fn close_if_idle(&self) {
-        let holds = self.holds();
+        let holds = lock(&self.holds);
         if holds.all.is_empty() {
             self.close();
         }
@@ -191,17 +183,17 @@ impl Link {
 
     /// Leaves `frame` for the thread to send; `piece` goes along as a descriptor.
     pub(super) fn post(&self, frame: Frame, piece: Option<Arc<dyn Piece>>) {
-        self.outbox().push_back((frame, piece));
+        lock(&self.outbox).push_back((frame, piece));
     }
 
     /// Whether something is to be sent.
     pub(super) fn has_mail(&self) -> bool {
-        !self.outbox().is_empty()
+        !lock(&self.outbox).is_empty()
     }
 
     /// Sends what the socket takes.
     pub(super) fn send(&self) {
-        let mut outbox = self.outbox();
+        let mut outbox = lock(&self.outbox);
         while let Some((frame, piece)) = outbox.front() {
             let descriptor = match piece.as_ref().map(|piece| piece.export()).transpose() {
                 Ok(descriptor) => descriptor,
@@ -294,7 +286,7 @@ impl Hold {
 
     /// The peer's process has ended, and no kernel of this group uses its segments any more: they go once all groups say so.
     pub fn release_dead(&self) {
-        let mut holds = self.link.holds();
+        let mut holds = lock(&self.link.holds);
         if let Some(claim) = holds.all.get_mut(&self.id) {
             claim.released = true;
         }
@@ -323,7 +315,7 @@ impl Drop for Hold {
         if self.generation != generation() {
             return;
         }
-        let mut holds = self.link.holds();
+        let mut holds = lock(&self.link.holds);
         let ended = holds.all.remove(&self.id);
         if holds.all.is_empty() {
             self.link.close();

@@ -7,12 +7,13 @@ use super::frame::Frame;
 use super::link::{Hold, Link, Owner, Socket};
 use super::remote::Sound;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sys::required::Required;
 use crate::sys::{random, socket};
 use rustix::fd::OwnedFd;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that an owner waits for peers to let go of a segment: its memory is free only then.
@@ -117,8 +118,7 @@ impl Heap {
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing under this lock panics between two changes.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Address of a new segment of at least `bytes`. Peers are told; nobody waits for them.
@@ -242,7 +242,7 @@ impl Heap {
                 waiting.iter().for_each(|link| link.note_late());
                 return;
             };
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }
     }
 
@@ -348,7 +348,7 @@ impl Owner for Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = unpoisoned(self.state.get_mut());
         for (offset, segment) in state.segments.iter().filter(|(_, segment)| segment.piece.is_some()) {
             self.range.unmap(*offset, segment.bytes);
         }

@@ -34,10 +34,11 @@ pub use pins::OwnPin;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Device;
+use crate::lock::lock;
 use crate::mem::vmm;
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Stands for the host in the place of a device.
 pub const HOST: i32 = -1;
@@ -47,7 +48,7 @@ static HEAPS: PerProcess<Mutex<HashMap<i32, Arc<Heap>>>> = PerProcess::new(Mutex
 
 /// Heap of this process on a device, or of the host, made when it is first asked for.
 pub fn of(device: i32) -> Result<Arc<Heap>> {
-    let mut heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut heaps = lock(HEAPS.get());
     if let Some(heap) = heaps.get(&device) {
         return Ok(Arc::clone(heap));
     }
@@ -67,7 +68,7 @@ pub fn of(device: i32) -> Result<Arc<Heap>> {
 
 /// The heap of this process that `address` lies in.
 pub fn at(address: u64) -> Option<Arc<Heap>> {
-    let heaps = HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let heaps = lock(HEAPS.get());
     heaps.values().find(|heap| heap.contains(address)).cloned()
 }
 

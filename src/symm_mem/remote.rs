@@ -1,9 +1,10 @@
 //! A peer's heap as it is mapped here.
 
 use super::addresses::Range;
+use crate::lock::{lock, unpoisoned};
 use rustix::fd::OwnedFd;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// The segments of one peer's heap, at the same offsets of a range of this process's addresses.
 pub(super) struct Remote {
@@ -43,11 +44,6 @@ impl Remote {
         self.range.address()
     }
 
-    fn segments(&self) -> MutexGuard<'_, HashMap<u64, Segment>> {
-        // Nothing under this lock panics between two changes.
-        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Maps what the peer offers; whether it could.
     pub(super) fn accept(&self, id: u64, offset: u64, bytes: u64, descriptor: OwnedFd) -> Sound<bool> {
         let inside = usize::try_from(offset).ok().zip(usize::try_from(bytes).ok());
@@ -55,7 +51,7 @@ impl Remote {
         let Some((offset, bytes)) = inside else {
             return Err(format!("offered {bytes} bytes at {offset} of a heap of {}", self.span));
         };
-        let mut segments = self.segments();
+        let mut segments = lock(&self.segments);
         if segments.contains_key(&id) {
             return Err(format!("offered segment {id} twice"));
         }
@@ -76,7 +72,7 @@ impl Remote {
 
     /// Lets go of a segment, unless it must be `kept` for kernels that may still use it.
     pub(super) fn withdraw(&self, id: u64, kept: bool) -> Sound {
-        let mut segments = self.segments();
+        let mut segments = lock(&self.segments);
         match segments.get_mut(&id).map(|segment| (segment.phase, segment)) {
             None | Some((Phase::Kept, _)) => return Err(format!("withdrew segment {id}, which it has not offered")),
             Some((Phase::Mapped, segment)) if kept || segment.pins > 0 => {
@@ -92,7 +88,7 @@ impl Remote {
 
     /// Keeps the segment that holds `bytes` at `offset` mapped until `unpin`; its number, if one does.
     pub(super) fn pin(&self, offset: usize, bytes: usize) -> Option<u64> {
-        let mut segments = self.segments();
+        let mut segments = lock(&self.segments);
         let holds = |segment: &Segment| {
             let within = offset.checked_sub(segment.offset).and_then(|start| start.checked_add(bytes));
             segment.phase == Phase::Mapped && within.is_some_and(|end| end <= segment.bytes)
@@ -104,7 +100,7 @@ impl Remote {
 
     /// Ends what `pin` began; whether nothing but the pin kept the segment.
     pub(super) fn unpin(&self, id: u64) -> bool {
-        self.segments().get_mut(&id).is_some_and(|segment| {
+        lock(&self.segments).get_mut(&id).is_some_and(|segment| {
             segment.pins = segment.pins.saturating_sub(1);
             segment.pins == 0 && segment.phase == Phase::Kept
         })
@@ -121,7 +117,7 @@ impl Remote {
     }
 
     fn unmap_unpinned(&self, chosen: impl Fn(Phase) -> bool) {
-        self.segments().retain(|_, segment| {
+        lock(&self.segments).retain(|_, segment| {
             let free = chosen(segment.phase) && segment.pins == 0;
             if free {
                 self.range.unmap(segment.offset, segment.bytes);
@@ -133,13 +129,13 @@ impl Remote {
     /// Segments that are mapped here.
     #[cfg(test)]
     pub(super) fn mapped(&self) -> usize {
-        self.segments().values().filter(|segment| segment.phase != Phase::Refused).count()
+        lock(&self.segments).values().filter(|segment| segment.phase != Phase::Refused).count()
     }
 }
 
 impl Drop for Remote {
     fn drop(&mut self) {
-        let segments = self.segments.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let segments = unpoisoned(self.segments.get_mut());
         for segment in segments.values().filter(|segment| segment.phase != Phase::Refused) {
             self.range.unmap(segment.offset, segment.bytes);
         }

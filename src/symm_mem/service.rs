@@ -6,6 +6,7 @@ use super::frame::FRAME_BYTES;
 use super::link::Link;
 use super::local::Heap;
 use crate::error::Result;
+use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::socket::{self, Peer, Received};
@@ -13,7 +14,7 @@ use crate::sys::thread::{self, Wake};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// Time that an unidentified peer may take to introduce itself.
@@ -33,14 +34,9 @@ static NO_POLL: RateLimit = RateLimit::new();
 /// The heaps of this process that live. A forked child has a list of its own; the parent's heaps do not work there.
 static HEAPS: PerProcess<Mutex<Vec<Weak<Heap>>>> = PerProcess::new(Mutex::default);
 
-fn heaps() -> MutexGuard<'static, Vec<Weak<Heap>>> {
-    // Nothing under this lock panics between two changes.
-    HEAPS.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Heaps that nobody has dropped.
 fn living() -> Vec<Arc<Heap>> {
-    let mut heaps = heaps();
+    let mut heaps = lock(HEAPS.get());
     heaps.retain(|heap| heap.strong_count() > 0);
     heaps.iter().filter_map(Weak::upgrade).collect()
 }
@@ -54,7 +50,7 @@ impl Heap {
     /// A heap on `space`, with nobody linked to it, which the thread serves while it lives.
     pub fn new(space: Arc<dyn Addresses>) -> Result<Arc<Self>> {
         let heap = Self::unserved(space)?;
-        heaps().push(heap.shared());
+        lock(HEAPS.get()).push(heap.shared());
         attention::wake();
         Ok(heap)
     }

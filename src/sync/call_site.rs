@@ -1,8 +1,9 @@
 //! Call site: where in the user's program a call stands, under `SYMM_DEBUG=site`.
 
+use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 /// A line of the user's program.
 #[derive(Debug, PartialEq, Eq)]
@@ -20,14 +21,10 @@ struct Known {
 /// Call sites of this process; none is forgotten, as there are no more than lines in the program.
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(|| Mutex::new(Known::default()));
 
-fn known() -> MutexGuard<'static, Known> {
-    KNOWN.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
 impl CallSite {
     /// The number of the call site that `text` names, from 1.
     pub fn number(text: &str) -> u32 {
-        let mut known = known();
+        let mut known = lock(KNOWN.get());
         if let Some(&number) = known.numbers.get(text) {
             return number;
         }
@@ -42,7 +39,7 @@ impl CallSite {
 
     /// The call site with this number; `None` for 0.
     pub fn known(number: u32) -> Option<&'static Self> {
-        if number == 0 { None } else { known().all.get(number as usize - 1).copied() }
+        if number == 0 { None } else { lock(KNOWN.get()).all.get(number as usize - 1).copied() }
     }
 
     /// Text of the call site, such as "train.py:12".

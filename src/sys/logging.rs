@@ -4,11 +4,12 @@
 //! of this crate, and never waits for anybody else's.
 
 use super::fork::PerProcess;
+use crate::lock::{lock, unpoisoned};
 use env_logger::{Builder, Logger};
 use log::{Level, Log, Metadata, Record};
 use std::collections::VecDeque;
 use std::io::Write;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, SystemTime};
 
 /// Lines that wait to be taken, at most: what comes then goes to standard error.
@@ -42,18 +43,13 @@ struct State {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change under this lock is a single step.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn filter(&self) -> Option<Arc<Logger>> {
-        self.lock().filter.clone()
+        lock(&self.state).filter.clone()
     }
 
     /// Whether there was room for `line`, and it was still wanted.
     fn add(&self, line: Line) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let room = state.filter.is_some() && state.lines.len() < MOST;
         if room {
             state.lines.push_back(line);
@@ -63,9 +59,9 @@ impl Queue {
     }
 
     fn take(&self, limit: Duration) -> Vec<Line> {
-        let state = self.lock();
+        let state = lock(&self.state);
         let idle = |state: &mut State| state.lines.is_empty() && state.filter.is_some();
-        let (mut state, _) = self.added.wait_timeout_while(state, limit, idle).unwrap_or_else(PoisonError::into_inner);
+        let (mut state, _) = unpoisoned(self.added.wait_timeout_while(state, limit, idle));
         state.lines.drain(..).collect()
     }
 }
@@ -126,13 +122,13 @@ pub fn start(filter: &str, rank: Option<u32>) {
 pub fn to_queue(filter: &str) {
     let logger = filtered(filter);
     log::set_max_level(logger.filter());
-    QUEUE.get().lock().filter = Some(Arc::new(logger));
+    lock(&QUEUE.get().state).filter = Some(Arc::new(logger));
 }
 
 /// Writes lines to standard error again. Those in the queue stay there to be taken.
 pub fn to_standard_error() {
     let queue = QUEUE.get();
-    queue.lock().filter = None;
+    lock(&queue.state).filter = None;
     queue.added.notify_all();
     log::set_max_level(LOGGER.get().get().map_or(log::LevelFilter::Off, Logger::filter));
 }
@@ -155,9 +151,9 @@ mod tests {
         let queue = Queue::default();
         assert!(!queue.add(line("nobody wants it")));
         assert!(queue.take(Duration::MAX).is_empty(), "nothing comes any more");
-        queue.lock().filter = Some(Arc::new(filtered("info")));
+        lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         assert!(queue.add(line("one")) && queue.add(line("two")));
-        queue.lock().filter = None;
+        lock(&queue.state).filter = None;
         let taken: Vec<_> = queue.take(Duration::ZERO).into_iter().map(|line| line.text).collect();
         assert_eq!(taken, ["one", "two"]);
     }
@@ -165,7 +161,7 @@ mod tests {
     #[test]
     fn a_full_queue_takes_no_more() {
         let queue = Queue::default();
-        queue.lock().filter = Some(Arc::new(filtered("info")));
+        lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         let added = (0..MOST + 10).filter(|_| queue.add(line("one"))).count();
         assert_eq!((added, queue.take(Duration::ZERO).len(), queue.add(line("again"))), (MOST, MOST, true));
     }
@@ -173,14 +169,14 @@ mod tests {
     #[test]
     fn who_waits_is_woken_by_a_line_and_by_the_end() {
         let queue = Queue::default();
-        queue.lock().filter = Some(Arc::new(filtered("info")));
+        lock(&queue.state).filter = Some(Arc::new(filtered("info")));
         std::thread::scope(|scope| {
             let taker = scope.spawn(|| (queue.take(Duration::MAX).len(), queue.take(Duration::MAX).len()));
             queue.add(line("one"));
-            while !queue.lock().lines.is_empty() {
+            while !lock(&queue.state).lines.is_empty() {
                 std::thread::yield_now();
             }
-            queue.lock().filter = None;
+            lock(&queue.state).filter = None;
             queue.added.notify_all();
             assert_eq!(taker.join().expect("no panic"), (1, 0));
         });

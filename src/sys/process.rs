@@ -5,12 +5,13 @@ use super::fork::PerProcess;
 use super::required::unreadable;
 use super::thread::Wake;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, getrlimit, pidfd_open, setrlimit};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 /// A process, for as long as the host runs: process ids are used again, pairs with a start time are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,7 +84,7 @@ static KNOWN: PerProcess<Mutex<HashMap<ProcessId, Weak<OwnedFd>>>> = PerProcess:
 /// A descriptor of `process`, shared by all who ask for it; `None` if it has ended and been reaped.
 /// Needs no right over that process.
 pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
-    let mut known = KNOWN.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut known = lock(KNOWN.get());
     if let Some(fd) = known.get(&process).and_then(Weak::upgrade) {
         return Ok(Some(fd));
     }
@@ -106,7 +107,7 @@ pub fn open(process: ProcessId) -> rustix::io::Result<Option<Arc<OwnedFd>>> {
 
 /// Whether whoever this process knows by the number `pid` has ended: another process may have the number since. False if nobody is known.
 pub fn has_ended(pid: u32) -> bool {
-    let known = KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let known = lock(KNOWN.get());
     let mut named = known.iter().filter(|(process, _)| process.pid == pid).filter_map(|(_, fd)| fd.upgrade()).peekable();
     named.peek().is_some() && named.all(|fd| ended(&fd))
 }
@@ -114,7 +115,7 @@ pub fn has_ended(pid: u32) -> bool {
 /// Makes `process` known by the descriptor of whichever process a test chose.
 #[cfg(test)]
 pub(super) fn know(process: ProcessId, fd: &Arc<OwnedFd>) {
-    KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner).insert(process, Arc::downgrade(fd));
+    lock(KNOWN.get()).insert(process, Arc::downgrade(fd));
 }
 
 /// State of a process, in a word; `None` if there is no such process.
@@ -146,15 +147,10 @@ struct Suspects {
 
 static SUSPECTS: PerProcess<Mutex<Suspects>> = PerProcess::new(Mutex::default);
 
-fn suspected() -> MutexGuard<'static, Suspects> {
-    // Nothing panics between two changes.
-    SUSPECTS.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A connection with process `pid` has ended, and so perhaps the process. One that dies lets go of its descriptors, the highest first,
 /// before it gives back what its GPUs had; only after that, a tenth of a second later, its pidfd tells.
 pub fn suspect(pid: u32) {
-    let mut suspects = suspected();
+    let mut suspects = lock(SUSPECTS.get());
     if let Some(listener) = suspects.listener.upgrade() {
         suspects.pids.push(pid);
         listener.notify();
@@ -163,14 +159,14 @@ pub fn suspect(pid: u32) {
 
 /// Wakes `listener`, from now on, for each suspect.
 pub fn report_suspects_to(listener: &Arc<Wake>) {
-    let mut suspects = suspected();
+    let mut suspects = lock(SUSPECTS.get());
     suspects.pids.clear();
     suspects.listener = Arc::downgrade(listener);
 }
 
 /// The suspects since the last call.
 pub fn suspects() -> Vec<u32> {
-    std::mem::take(&mut suspected().pids)
+    std::mem::take(&mut lock(SUSPECTS.get()).pids)
 }
 
 /// Whether the process behind `pidfd` has ended, reaped or not.

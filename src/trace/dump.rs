@@ -5,6 +5,7 @@ use super::entry::{Entry, Phase, State, Target, What};
 use super::registry::{self, Failure, Peer, Record};
 use super::{Journal, KEPT, folder, totals};
 use crate::error::{Error, Kind, Result};
+use crate::lock::lock;
 use crate::sys::host;
 use serde::Serialize;
 use std::collections::{HashMap, HashSet};
@@ -208,7 +209,7 @@ fn call(entry: &Entry, group: &Record, day: Day) -> Call {
 /// Dump as JSON of what `journal` keeps.
 pub(super) fn render(journal: &Journal) -> Result<String> {
     let day = Day::now();
-    let records = journal.groups().records();
+    let records = lock(&journal.groups).records();
     let known: HashMap<u64, &Record> = records.iter().map(|record| (record.id, record)).collect();
     let entries = journal.ring.copy();
     let dump = Dump {
@@ -260,5 +261,5 @@ fn write(journal: &Journal, global: u32) -> Result<PathBuf> {
 /// Whether `path` has not been told of.
 fn tell(path: &std::path::Path) -> bool {
     static WARNED: crate::sys::fork::PerProcess<Mutex<HashSet<PathBuf>>> = crate::sys::fork::PerProcess::new(|| Mutex::new(HashSet::new()));
-    WARNED.get().lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(path.to_owned())
+    lock(WARNED.get()).insert(path.to_owned())
 }

@@ -20,6 +20,7 @@ use crate::completion::Observer;
 use crate::config::Config;
 use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
+use crate::lock::lock;
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::sys::fork::{self, PerProcess};
@@ -29,7 +30,7 @@ use ring::Ring;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use totals::Totals;
 
@@ -52,11 +53,6 @@ impl Journal {
     fn new(counts: bool) -> Self {
         Self { ring: Ring::new(), groups: Mutex::default(), totals: counts.then(Totals::new) }
     }
-
-    fn groups(&self) -> MutexGuard<'_, Registry> {
-        // Each change under this lock is a single step.
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Journal of this process as JSON.
@@ -66,7 +62,7 @@ pub fn render() -> Result<String> {
 
 /// Says that the process of a rank of the job has ended, as a sentence without its end, if a group knows of which this process is a member.
 pub fn ended(global: u32) -> Option<String> {
-    JOURNAL.get().groups().ended(global)
+    lock(&JOURNAL.get().groups).ended(global)
 }
 
 /// Keeps the calls of one rank of one group.
@@ -94,7 +90,7 @@ impl Recorder {
     }
 
     fn in_journal(journal: &'static Journal, control: &Arc<ControlBlock>, timeout: Duration) -> Arc<Self> {
-        let group = journal.groups().add(control, timeout);
+        let group = lock(&journal.groups).add(control, timeout);
         Arc::new(Self {
             journal,
             group,
@@ -119,7 +115,7 @@ impl Recorder {
     pub fn schedule(&self, calls: &[Call<'_>], timeout: Duration, asynchronous: bool, place: Target, inside: bool) -> u64 {
         // Calls of a group on several hosts are not in the launch log of the part that it has here.
         if place != Target::Host && inside == self.control.is_part() && !self.cuda.swap(true, Ordering::Relaxed) {
-            self.journal.groups().note_cuda(self.group);
+            lock(&self.journal.groups).note_cuda(self.group);
         }
         let first = self.journal.ring.take(calls.len());
         for (number, call) in (first..).zip(calls) {
@@ -194,12 +190,12 @@ impl Recorder {
     /// Notes which hosts the group has beside this one, as messages name them.
     pub fn note_hosts(&self, others: String) {
         self.twofold.store(true, Ordering::Relaxed);
-        self.journal.groups().note_hosts(self.group, others);
+        lock(&self.journal.groups).note_hosts(self.group, others);
     }
 
     /// Notes which `hosts`, as messages name them, have not come to collective `sequence`, in which this rank waits for other hosts.
     pub fn note_late(&self, sequence: u64, hosts: String) {
-        self.journal.groups().note_late(self.group, sequence, hosts);
+        lock(&self.journal.groups).note_late(self.group, sequence, hosts);
     }
 
     /// Notes that `phase` of the entry `number` begins.
@@ -286,19 +282,19 @@ impl Recorder {
         if !failure || self.generation != fork::generation() || self.failed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.journal.groups().note_failure(self.group, &self.control, error);
+        lock(&self.journal.groups).note_failure(self.group, &self.control, error);
         let global = self.control.global(self.control.rank());
         let written = dump::begin(self.journal, global, error);
         let late = written.as_ref().is_some_and(|written| written.recv_timeout(PATIENCE).is_err());
         if late {
-            *self.writing.lock().unwrap_or_else(PoisonError::into_inner) = written;
+            *lock(&self.writing) = written;
         }
     }
 
     /// The group is left: no call of it begins any more.
     pub fn leave(&self) {
-        self.journal.groups().leave(self.group);
-        let writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner).take();
+        lock(&self.journal.groups).leave(self.group);
+        let writing = lock(&self.writing).take();
         if let Some(writing) = writing {
             let _ = writing.recv_timeout(FAREWELL);
         }

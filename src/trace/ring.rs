@@ -3,8 +3,9 @@
 //! Each slot has a lock of its own, held for one copy of an entry: threads meet at one only if they are a whole lap apart, or if one reads.
 
 use super::entry::Entry;
+use crate::lock::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 /// Calls that are kept.
 pub const KEPT: usize = 2000;
@@ -30,8 +31,7 @@ impl Ring {
     }
 
     fn slot(&self, number: u64) -> MutexGuard<'_, Entry> {
-        // Nothing under this lock can panic half-way.
-        self.slots[(number % KEPT as u64) as usize].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.slots[(number % KEPT as u64) as usize])
     }
 
     /// Keeps `entry`, which has a number of `take`.

@@ -2,10 +2,11 @@
 #![allow(unsafe_code, reason = "words of signal pads and the bytes of tensors, by their addresses")]
 
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::symm_mem::{self, HOST};
 use crate::sys::fork::PerProcess;
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 /// Facts of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,11 +25,6 @@ struct Known {
 
 static KNOWN: PerProcess<Mutex<Known>> = PerProcess::new(Mutex::default);
 
-fn known() -> MutexGuard<'static, Known> {
-    // Nothing under this lock panics between two changes.
-    KNOWN.get().lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Address of `bytes` of zeroed symmetric memory of a CUDA device, or of the host ([`HOST`]).
 pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
     let address = symm_mem::allocate(device, bytes)?;
@@ -37,7 +33,7 @@ pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
         let heap = symm_mem::of(device)?;
         heap.clear(address, bytes).inspect_err(|_| drop(heap.release(address)))?;
     }
-    let mut known = known();
+    let mut known = lock(KNOWN.get());
     let count = known.made.entry(device).or_default();
     *count += 1;
     let number = *count;
@@ -47,7 +43,7 @@ pub fn allocate(device: i32, bytes: usize) -> Result<u64> {
 
 /// Gives back what `allocate` returned, as [`symm_mem::release`] does.
 pub fn free(address: u64) -> Result<()> {
-    if known().by_address.remove(&address).is_none() {
+    if lock(KNOWN.get()).by_address.remove(&address).is_none() {
         return Err(Error::value(format!("no symmetric memory was allocated at {address:#x}")));
     }
     symm_mem::release(address)
@@ -55,7 +51,7 @@ pub fn free(address: u64) -> Result<()> {
 
 /// Facts of the allocation that begins at `address`.
 pub(super) fn find(address: u64) -> Option<Allocation> {
-    known().by_address.get(&address).copied()
+    lock(KNOWN.get()).by_address.get(&address).copied()
 }
 
 #[cfg(test)]

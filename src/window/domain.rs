@@ -7,10 +7,11 @@ use super::pad_pool::Pads;
 use super::signal_cuda::Signals;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::symm_mem::peers::Heaps;
 use crate::symm_mem::{self, HOST, Heap};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 /// Whether a group's windows lie on the host or on GPUs.
@@ -40,7 +41,7 @@ impl Domains {
     /// Waits until signals that were enqueued are done, at most `limit`; those that are not are made to end. None can be enqueued
     /// afterwards.
     pub fn drain(&self, limit: Duration) {
-        let domains: Vec<Arc<Domain>> = self.0.lock().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+        let domains: Vec<Arc<Domain>> = lock(&self.0).values().cloned().collect();
         for (_, signals) in domains.iter().filter_map(|domain| domain.signals.get()) {
             if !signals.drain(limit) {
                 log::warn!("signals of a group that is left have not ended, and keep their memory until this process ends");
@@ -50,19 +51,17 @@ impl Domains {
 
     /// Lets go of what is another process's.
     pub fn forget(&mut self) {
-        std::mem::forget(std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner)));
+        std::mem::forget(std::mem::take(unpoisoned(self.0.get_mut())));
     }
 }
 
 impl Domain {
     pub(super) fn pads(&self) -> MutexGuard<'_, Pads> {
-        // Nothing under this lock panics between two changes.
-        self.pads.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pads)
     }
 
     pub(super) fn recorded(&self) -> MutexGuard<'_, Vec<Memory>> {
-        // Nothing under this lock panics between two changes.
-        self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.recorded)
     }
 
     /// Signals between the group's GPUs. Called by one thread at a time.
@@ -120,8 +119,8 @@ impl Domain {
 impl Drop for Domain {
     /// Gives the pads back; their group and its windows are gone.
     fn drop(&mut self) {
-        let pads = std::mem::take(self.pads.get_mut().unwrap_or_else(PoisonError::into_inner));
-        let recorded = std::mem::take(self.recorded.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let pads = std::mem::take(unpoisoned(self.pads.get_mut()));
+        let recorded = std::mem::take(unpoisoned(self.recorded.get_mut()));
         // Nobody could wait for the device while kernels run that do not end: what they use stays.
         if self.signals.get().is_some_and(|(_, signals)| !signals.drain(Duration::ZERO)) {
             std::mem::forget(recorded);

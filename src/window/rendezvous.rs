@@ -6,13 +6,14 @@ use super::{Held, Memory, SymmetricWindow, Tables};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::symm_mem::peers::{AllGather, Heaps, Linked, Step, step};
 use crate::symm_mem::{Failed, HOST, Heap};
 use crate::sync::limit::Limit;
 use crate::sys::fork::OfProcess;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// Needs of a rendezvous: the group whose ranks meet, and the time for it.
@@ -35,7 +36,7 @@ impl Domains {
     /// bring different sizes, with `Value` if one of them brings memory that is not symmetric.
     pub fn rendezvous(&self, meeting: &Meeting<'_>, device: i32, address: u64, pad_bytes: usize) -> Result<SymmetricWindow> {
         let kind = if device == HOST { Kind::Host } else { Kind::Gpu };
-        let mut domains = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut domains = lock(&self.0);
         let named = |error: Error| Error { message: format!("rendezvous of symmetric memory: {}", error.message), ..error };
         let gather = |bytes: &[u8]| (meeting.gather)(bytes).map_err(named);
         let control = meeting.control;

@@ -15,12 +15,13 @@ use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Event, Grid, Kernel, OwnStream, RelaxedCapture, Stream, pass};
+use crate::lock::lock;
 use crate::mem::device::DeviceTable;
 use crate::mem::pinned::Words;
 use crate::rank::Rank;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// File and name of the kernel.
@@ -93,11 +94,6 @@ impl Signals {
         self.launch(Signal::Barrier, pads, slot, timeout, stream)
     }
 
-    fn enqueued(&self) -> MutexGuard<'_, Enqueued> {
-        // A panic between two launches leaves nothing half-changed.
-        self.enqueued.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn launch(&self, signal: Signal, pads: &[u64], slot: u32, timeout: Duration, stream: usize) -> Result<()> {
         if let Some(failure) = self.failure() {
             return Err(failure);
@@ -111,7 +107,7 @@ impl Signals {
         let Some(args) = signal.args(&place)? else { return Ok(()) };
         let stream = Stream(stream);
         let _entered = self.device.enter()?;
-        let mut enqueued = self.enqueued();
+        let mut enqueued = lock(&self.enqueued);
         if enqueued.closed {
             return Err(Error::aborted(format!("group \"{}\" was destroyed", self.control.name())));
         }
@@ -154,8 +150,8 @@ impl Signals {
     /// even so: what they use must stay. Nothing can be enqueued afterwards. Their graphs must not be replayed any more.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
-        self.enqueued().closed = true;
-        let streams = self.enqueued().streams.clone();
+        lock(&self.enqueued).closed = true;
+        let streams = lock(&self.enqueued).streams.clone();
         let Ok(events) = self.marked(&streams) else { return false };
         let Ok(_entered) = self.device.enter() else { return false };
         if !pass(&events, limit) {
@@ -164,7 +160,7 @@ impl Signals {
                 return false;
             }
         }
-        self.enqueued().streams.clear();
+        lock(&self.enqueued).streams.clear();
         true
     }
 

@@ -12,12 +12,13 @@ use crate::coll::call::Spec;
 use crate::config::Config;
 use crate::control::patience::{PATIENCE, Patience, now};
 use crate::kernels::cpu::{self, Source, Store};
+use crate::lock::{lock, unpoisoned};
 use crate::sync::pieces::Pieces;
 use crate::sys::fork::PerProcess;
 use crate::sys::thread;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// Bytes of a call's tensors from which on helpers are woken: shorter ones are over before they come.
@@ -223,15 +224,10 @@ struct Shared<'a> {
 unsafe impl Sync for Shared<'_> {}
 
 impl Team {
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it is held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Wakes `helpers` helpers, or starts them.
     #[inline(never)]
     fn call(&'static self, helpers: usize) {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.calls += 1;
         let (calls, asleep) = (state.calls, state.asleep);
         while state.threads < helpers {
@@ -291,10 +287,10 @@ impl Team {
     /// Sleeps until there are more than `calls` calls; how many there are. None: the helper ends.
     #[inline(never)]
     fn sleep(&self, calls: u64) -> Option<u64> {
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         state.asleep += 1;
         let waited = self.called.wait_timeout_while(state, SPARE, |state| state.calls == calls);
-        let (mut state, outcome) = waited.unwrap_or_else(PoisonError::into_inner);
+        let (mut state, outcome) = unpoisoned(waited);
         state.asleep -= 1;
         if outcome.timed_out() {
             state.threads -= 1;
@@ -362,9 +358,9 @@ mod tests {
             });
             assert!(seen.iter().all(|byte| byte.load(Ordering::Relaxed) == 1), "{bytes} bytes");
         }
-        assert_eq!(team.state().threads, 2);
+        assert_eq!(lock(&team.state).threads, 2);
         let begin = Instant::now();
-        while team.state().threads > 0 {
+        while lock(&team.state).threads > 0 {
             assert!(begin.elapsed() < Duration::from_secs(30), "they stay");
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -5,9 +5,10 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
 use crate::kernels::cuda::driver::{Device, Kernel, RelaxedCapture, Stream};
+use crate::lock::lock;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
 /// A program, zero-copy or not, and what it is compiled for if it looks at elements.
@@ -89,10 +90,6 @@ struct Loaded {
 
 static LOADED: Mutex<BTreeMap<i32, Loaded>> = Mutex::new(BTreeMap::new());
 
-fn loaded() -> MutexGuard<'static, BTreeMap<i32, Loaded>> {
-    LOADED.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 fn arch(device: &Device) -> Arch {
     let (major, minor) = device.capability;
     Arch { major, minor }
@@ -100,7 +97,7 @@ fn arch(device: &Device) -> Arch {
 
 /// The kernel `symbol` of `variant`, if this process has loaded it. A program may have several.
 fn known(device: &Device, variant: &Variant, symbol: &'static str) -> Option<Kernel> {
-    loaded().get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
+    lock(&LOADED).get(&device.ordinal())?.kernels.get(&(*variant, symbol)).copied()
 }
 
 /// Compiles `variant`, unless the cache has it, and loads its kernel `symbol`, unless this process has; on `device`, whose context is
@@ -119,7 +116,7 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static s
     // Not under the lock, as it may wait for what runs.
     let kernel = Kernel::load(code, symbol)?;
     log::debug!("{variant} was loaded in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
-    let mut all = loaded();
+    let mut all = lock(&LOADED);
     let there = match all.entry(device.ordinal()) {
         Entry::Occupied(there) => there.into_mut(),
         Entry::Vacant(place) => place.insert(Loaded { _device: Device::open(device.ordinal())?, kernels: HashMap::new() }),

@@ -1,14 +1,15 @@
 //! Pairs of GPUs that have been found to reach each other's memory, for as long as this process lives.
 
+use crate::lock::lock;
 use std::collections::HashSet;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 
 /// The UUIDs of this rank's GPU and of a peer's.
 pub(super) type Pair = ([u8; 16], [u8; 16]);
 
 fn pairs() -> MutexGuard<'static, HashSet<Pair>> {
     static PAIRS: OnceLock<Mutex<HashSet<Pair>>> = OnceLock::new();
-    PAIRS.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+    lock(PAIRS.get_or_init(Mutex::default))
 }
 
 /// Whether all of `requested` have been noted.

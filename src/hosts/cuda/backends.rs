@@ -3,9 +3,10 @@
 use crate::error::Result;
 use crate::hosts::rail;
 use crate::hosts::shared::aside;
+use crate::lock::lock;
 use crate::mem::span::Span;
 use crate::rank::Rank;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Ranks that a backend connects.
@@ -114,7 +115,7 @@ impl Connections {
 
     /// Whether `which` has been made, or is being made.
     pub(super) fn has(&self, which: Which) -> bool {
-        self.made.lock().unwrap_or_else(PoisonError::into_inner).contains(&which)
+        lock(&self.made).contains(&which)
     }
 
     /// Makes `which`, unless it is there; the arguments are those of [`Backends::make`].
@@ -122,13 +123,13 @@ impl Connections {
         if self.has(which) {
             return Ok(());
         }
-        self.made.lock().unwrap_or_else(PoisonError::into_inner).push(which);
+        lock(&self.made).push(which);
         self.backends.make(which, name, rank, size, device, timeout)
     }
 
     /// Aborts all, at once: one that gives its memory back waits for kernels of the others.
     pub(super) fn abort(&self) {
-        for which in self.made.lock().unwrap_or_else(PoisonError::into_inner).iter().copied() {
+        for which in lock(&self.made).iter().copied() {
             let backends = Arc::clone(&self.backends);
             aside("symm-nccl-abort", Duration::ZERO, move || backends.abort(which));
         }

@@ -29,6 +29,7 @@ use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::CudaTarget;
 use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sys::fork;
@@ -38,7 +39,7 @@ use cast::Cast;
 use plan::Plan;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use steps::Step;
 use sum::MOST_HOSTS;
@@ -102,7 +103,7 @@ impl Cuda {
 
     fn state(&self) -> MutexGuard<'_, State> {
         // What a panic leaves half-changed fails the group.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Lets go of the backends once what was enqueued is done, at most after `limit`; what is not ends then.

@@ -8,12 +8,13 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::hosts::shared::Shared;
 use crate::kernels::cuda::driver::{Device, Event, RelaxedCapture, Stream};
+use crate::lock::{lock, unpoisoned};
 use crate::sys::thread;
 use crate::trace::{Phase, Recorder};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Pause between two looks.
@@ -65,7 +66,7 @@ pub(super) struct Watched {
 
 impl Watch {
     fn calls(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.calls)
     }
 
     /// Begins to watch.
@@ -99,7 +100,7 @@ impl Watch {
         let mut calls = self.calls();
         while !calls.open.is_empty() && !calls.idle {
             let Some(left) = limit.checked_sub(begun.elapsed()) else { break };
-            calls = self.changed.wait_timeout(calls, left).unwrap_or_else(PoisonError::into_inner).0;
+            calls = unpoisoned(self.changed.wait_timeout(calls, left)).0;
         }
         self.closed.store(true, Ordering::Release);
         calls.open.is_empty()

@@ -8,10 +8,11 @@ use super::open::{Open, Wanted};
 use super::{Messages, PAUSE, State};
 use crate::completion::Completion;
 use crate::error::{Error, Result};
+use crate::lock::unpoisoned;
 use crate::p2p::{Claim, Message};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 impl Messages {
@@ -76,7 +77,7 @@ impl Messages {
         loop {
             let mut state = self.lock();
             while state.any.wanted.is_empty() && state.closed.is_none() {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = unpoisoned(self.changed.wait(state));
                 pause = PAUSE.0;
             }
             let layout = &self.names.layout;

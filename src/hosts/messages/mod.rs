@@ -18,6 +18,7 @@ mod tests;
 use super::shared::aside;
 use crate::completion::{Completion, Finished};
 use crate::error::{Error, Kind, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::p2p::Message;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -33,7 +34,7 @@ use open::{AnySource, Open};
 use pair::{Pair, Phase};
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -215,13 +216,13 @@ impl Messages {
                 let text = format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32());
                 return Err(Error::wait_timeout(text));
             }
-            drop(self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner));
+            drop(unpoisoned(self.changed.wait_timeout(state, left)));
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         // What panics under the lock fails the group.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Calls completions, without the lock.
@@ -340,7 +341,7 @@ impl Messages {
         while state.closed.is_none() {
             if state.open.is_empty() {
                 state.parked = true;
-                state = self.begun.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = unpoisoned(self.begun.wait(state));
                 continue;
             }
             let urgent = state.pairs.values().filter_map(|pair| Some((pair, pair.most_urgent()?))).min_by_key(|(_, (left, ..))| *left);
@@ -364,7 +365,7 @@ impl Messages {
             }
             state = self.lock();
             if state.closed.is_none() {
-                state = self.begun.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+                state = unpoisoned(self.begun.wait_timeout(state, pause)).0;
             }
         }
     }
@@ -420,7 +421,7 @@ impl Messages {
             }
             while state.pairs.values().any(Pair::is_unread) && state.closed.is_none() {
                 let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
-                state = self.changed.wait_timeout(state, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner).0;
+                state = unpoisoned(self.changed.wait_timeout(state, left.min(LOOK))).0;
             }
         }
         drop(state);
@@ -431,7 +432,7 @@ impl Messages {
         // A completion may drop the last handle of the group on one of these threads.
         while state.threads.iter().any(|&thread| thread != std::thread::current().id()) {
             let Some(left) = deadline.checked_duration_since(Instant::now()) else { break };
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = unpoisoned(self.changed.wait_timeout(state, left)).0;
         }
     }
 }

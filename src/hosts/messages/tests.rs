@@ -9,6 +9,7 @@ use crate::coll::call::Span;
 use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::p2p::{Claim, Message};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
@@ -16,7 +17,7 @@ use crate::sys::host::Host;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 /// What is on its way from one rank to another, of one class of traffic.
@@ -54,11 +55,11 @@ struct ThreadLinks {
 
 impl ThreadLinks {
     fn lock(&self) -> MutexGuard<'_, Wires> {
-        self.net.wires.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.net.wires)
     }
 
     fn sleep<'a>(&self, wires: MutexGuard<'a, Wires>) -> MutexGuard<'a, Wires> {
-        self.net.changed.wait_timeout(wires, Duration::from_millis(20)).unwrap_or_else(PoisonError::into_inner).0
+        unpoisoned(self.net.changed.wait_timeout(wires, Duration::from_millis(20))).0
     }
 }
 

@@ -24,8 +24,9 @@ mod thread;
 
 use super::header::Header;
 use crate::error::Error;
+use crate::lock::lock;
 pub(super) use meeting::{Meeting, Told};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use thread::Seat;
 
@@ -136,13 +137,13 @@ impl News {
 
     /// Tells all other hosts that this rank has left, and ends its connections.
     pub(super) fn leave(&self, how: &str) {
-        let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let seat = lock(&self.0).take();
         if let Some(seat) = seat {
             seat.with(|speaker| speaker.leave(how));
         }
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut speaker::Speaker) -> T) -> Option<T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.with(work)
+        lock(&self.0).as_ref()?.with(work)
     }
 }

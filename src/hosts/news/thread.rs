@@ -2,6 +2,7 @@
 
 use super::speaker::{Descriptor, Speaker};
 use crate::error::Result;
+use crate::lock::lock;
 use crate::sys::fork::{PerProcess, generation};
 use crate::sys::rate_limit::RateLimit;
 use crate::sys::thread::{self, Wake};
@@ -28,7 +29,7 @@ static STATE: PerProcess<Mutex<State>> = PerProcess::new(|| Mutex::new(State::de
 
 fn state() -> MutexGuard<'static, State> {
     // Hosts are asked and told outside this lock, and nothing under it panics half-way.
-    STATE.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    lock(STATE.get())
 }
 
 /// A speaker that has its turns until this is dropped.

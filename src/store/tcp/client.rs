@@ -5,6 +5,7 @@ use super::frame::{Answer, LENGTH, Message};
 use super::limits::MAX_FRAME;
 use super::proof::{ADMISSION, Introduction, OPENING, farewell};
 use crate::error::{Error, Kind, Result};
+use crate::lock::lock;
 use crate::store::request::Request;
 use crate::store::table::Reply;
 use crate::store::{MAX_TIMEOUT, timed_out};
@@ -15,7 +16,7 @@ use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Time after a call's limit within which the server's own word that it has passed may come.
@@ -197,7 +198,7 @@ impl Client {
         loop {
             match client.reach(deadline, false) {
                 Ok(connection) => {
-                    client.idle().push(connection);
+                    lock(&client.idle).push(connection);
                     return Ok(client);
                 }
                 Err((error, false)) => return Err(error),
@@ -212,10 +213,6 @@ impl Client {
                 }
             }
         }
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Vec<Connection>> {
-        self.idle.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// A new connection that the server has admitted; else why not, and whether to try again makes sense.
@@ -270,7 +267,7 @@ impl Client {
 
     fn take(&self, deadline: Instant) -> Result<Connection> {
         if self.generation == fork::generation()
-            && let Some(connection) = self.idle().pop()
+            && let Some(connection) = lock(&self.idle).pop()
         {
             return Ok(connection);
         }
@@ -287,7 +284,7 @@ impl Client {
 
     fn give_back(&self, connection: Connection) {
         if self.generation == fork::generation() {
-            let mut idle = self.idle();
+            let mut idle = lock(&self.idle);
             if idle.len() < IDLE {
                 idle.push(connection);
             }

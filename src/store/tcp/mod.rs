@@ -15,6 +15,7 @@ use super::table::Reply;
 use super::{DEFAULT_TIMEOUT, MAX_TIMEOUT, Store};
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use address::Address;
 use client::Client;
@@ -147,7 +148,7 @@ fn serve(options: &TcpOptions, deadline: Instant) -> Result<Arc<Server>> {
     // SAFETY: the caller gives the descriptor away, as `TcpOptions::listen_fd` demands; it is taken at most once.
     let listen_fd = options.listen_fd.map(|fd| unsafe { OwnedFd::from_raw_fd(fd) });
     let shared = options.multi_tenant && options.port != 0 && listen_fd.is_none();
-    let mut servers = SERVERS.get().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut servers = lock(SERVERS.get());
     servers.retain(|tenancy| tenancy.server.strong_count() > 0);
     let known = servers.iter().find(|tenancy| shared && tenancy.requested(options));
     if let Some(server) = known.and_then(|tenancy| tenancy.server.upgrade()) {

@@ -23,10 +23,11 @@ use crate::control::ControlBlock;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::cuda::driver::{Device, Event, OwnStream, Stream, pass};
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::symm_mem::peers::Heaps;
 use batch::{first_of_each, take_own};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use stream_order::{Before, Last, Queue, StreamOrder};
 
@@ -90,11 +91,6 @@ impl Communicator {
     /// torch's index of this rank's device.
     pub fn device(&self) -> i32 {
         self.device.ordinal()
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        // A panic between two launches leaves nothing half-changed.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Enqueues `calls` in order; returns at once. `noted` gets the stages of each, before it is enqueued.
@@ -222,7 +218,7 @@ impl Communicator {
     ) -> Result<()> {
         let stream = Stream(target.stream);
         let entered = self.device.enter()?;
-        let mut state = self.state();
+        let mut state = lock(&self.state);
         // Under the lock: `release_dead` takes it after the group has failed, and finds all that was enqueued.
         if let Some(error) = self.failure() {
             return Err(error);
@@ -268,9 +264,9 @@ impl Communicator {
     /// even so: their memory must stay. Nothing can be enqueued afterwards.
     #[must_use = "memory that kernels use must not be given back"]
     pub fn drain(&self, limit: Duration) -> bool {
-        self.state().closed = true;
+        lock(&self.state).closed = true;
         let Ok(_entered) = self.device.enter() else { return false };
-        let events = self.state().ends();
+        let events = lock(&self.state).ends();
         if !pass(&events, limit) {
             let text =
                 format!("{} left group \"{}\" with CUDA work under way", self.control.describe(self.control.rank()), self.control.name());
@@ -286,7 +282,7 @@ impl Communicator {
     pub fn release_dead(&self, rank: Rank) {
         let Ok(_entered) = self.device.enter() else { return };
         let events = {
-            let state = self.state();
+            let state = lock(&self.state);
             // Else recording would add to what the caller captures.
             let captured = |last: &Last| last.stream.capture().ok().flatten().is_some();
             if state.closed || state.recorded || state.order.last().any(captured) || self.failure().is_none() {

@@ -3,10 +3,11 @@
 
 use crate::control::ControlBlock;
 use crate::error::Result;
+use crate::lock::lock;
 use crate::mem::layout::HEADER_BYTES;
 use crate::mem::pinned::Registered;
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
 /// A group's header, opened to the GPUs of this process: once, since the driver refuses it a second time. Its first word is not 0 once
 /// the group has failed. Dropped in a context.
@@ -23,8 +24,7 @@ struct Opened {
 /// Flags that are open, by the address of the header.
 fn opened() -> MutexGuard<'static, HashMap<usize, Opened>> {
     static OPENED: LazyLock<Mutex<HashMap<usize, Opened>>> = LazyLock::new(Mutex::default);
-    // Nothing panics between two changes.
-    OPENED.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&OPENED)
 }
 
 impl Stop {

@@ -6,11 +6,12 @@ use crate::coll::cuda::stats;
 use crate::coll::describe::Description;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::mem::pinned::Words;
 use crate::rank::{Rank, name_ranks};
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
 
 /// Launches whose descriptions are kept for messages.
 const REMEMBERED: usize = 1024;
@@ -41,12 +42,12 @@ impl Report {
     }
 
     fn words(&self) -> RwLockReadGuard<'_, Option<Words>> {
-        self.words.read().unwrap_or_else(PoisonError::into_inner)
+        unpoisoned(self.words.read())
     }
 
     /// Keeps what a launch is, for messages.
     pub(in crate::coll::cuda) fn remember(&self, number: u64, description: Description) {
-        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut recent = lock(&self.recent);
         if recent.len() == REMEMBERED {
             recent.pop_front();
         }
@@ -55,7 +56,7 @@ impl Report {
 
     /// Gives the words back, in the current context. No kernel uses them any more.
     pub(in crate::coll::cuda) fn retire(&self) {
-        stats::retire(self, || drop(self.words.write().unwrap_or_else(PoisonError::into_inner).take()));
+        stats::retire(self, || drop(unpoisoned(self.words.write()).take()));
     }
 
     /// Why the group has failed, if it has: on the host, or in a kernel of this rank.
@@ -78,7 +79,7 @@ impl Report {
         let late: Vec<Rank> = self.control.peers().filter(|&rank| launch_log::launched(&self.control, rank) < number).collect();
         let missing = if late.is_empty() { waited_for } else { late };
         let me = self.control.describe(self.control.rank());
-        let recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let recent = lock(&self.recent);
         let about = recent.iter().find(|(known, _)| *known == number).map(|(_, description)| description.to_string());
         drop(recent);
         let about = about.unwrap_or_else(|| if number == 0 { "a send or receive".into() } else { "a call recorded into a graph".into() });

@@ -1,6 +1,7 @@
 //! Budget of GPU memory for the groups of a process: the first ones get what was asked for, later ones ever less.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use crate::lock::lock;
+use std::sync::Mutex;
 
 /// Bytes that all groups of this process have on its GPU.
 static TAKEN: Mutex<usize> = Mutex::new(0);
@@ -10,10 +11,6 @@ const FULL: usize = 4;
 /// Least bytes that a group is offered.
 pub(in crate::coll::cuda) const LEAST: usize = 32 << 20;
 
-fn taken() -> MutexGuard<'static, usize> {
-    TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// A share, given back when dropped.
 #[derive(Debug)]
 pub(in crate::coll::cuda) struct Share(usize);
@@ -21,21 +18,21 @@ pub(in crate::coll::cuda) struct Share(usize);
 /// Bytes that a group may have if `requested` bytes are the usual share: at most half of what is left of `FULL` shares, but no less than
 /// the least.
 pub(in crate::coll::cuda) fn offer(requested: usize) -> usize {
-    let left = (FULL * requested).saturating_sub(*taken());
+    let left = (FULL * requested).saturating_sub(*lock(&TAKEN));
     requested.min((left / 2).max(LEAST))
 }
 
 impl Share {
     /// Takes `bytes`.
     pub(in crate::coll::cuda) fn take(bytes: usize) -> Self {
-        *taken() += bytes;
+        *lock(&TAKEN) += bytes;
         Self(bytes)
     }
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
-        *taken() -= self.0;
+        *lock(&TAKEN) -= self.0;
     }
 }
 

@@ -10,6 +10,7 @@ use crate::coll::cuda::plan::Tuning;
 use crate::control::ControlBlock;
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::{Device, Stream};
+use crate::lock::lock;
 use crate::mem::pinned::Registered;
 use crate::mem::shm::Segment;
 use crate::mem::vmm::{self, Mapping, Physical};
@@ -17,7 +18,7 @@ use crate::rank::Rank;
 use crate::symm_mem::Address;
 use crate::sync::limit::Limit;
 use rustix::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Description of a rank that it sends the others before anything is made.
 pub(in crate::coll::cuda) struct Peer {
@@ -67,11 +68,6 @@ pub(in crate::coll::cuda) enum Memory {
     Device(Mutex<Vec<Option<Mapping>>>),
     /// Registered memory of the host.
     Host(Vec<Registered>),
-}
-
-fn lock(mappings: &Mutex<Vec<Option<Mapping>>>) -> MutexGuard<'_, Vec<Option<Mapping>>> {
-    // Nothing under this lock panics between two changes.
-    mappings.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The way to the peers while memory is being made.

@@ -3,9 +3,10 @@
 use super::Nvrtc;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// Names of the library, newest first: the number is that of its interface.
 const NAMES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"];
@@ -15,7 +16,7 @@ static FOLDERS: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Names folders to look in for the library, in place of those of the last call. Without effect once it is open.
 pub fn search_in(folders: Vec<PathBuf>) {
-    *FOLDERS.lock().unwrap_or_else(PoisonError::into_inner) = folders;
+    *lock(&FOLDERS) = folders;
 }
 
 /// The compiler of this process: opened at the first call that finds it, then never closed. `Config` if there is none.
@@ -42,7 +43,7 @@ fn find() -> Result<Nvrtc> {
 
 /// The library in the caller's folders, then that which the process has open, then that which the system's linker finds.
 pub(super) fn search() -> Result<Nvrtc> {
-    let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    let folders = lock(&FOLDERS).clone();
     if let Some(found) = folders.iter().find_map(|folder| in_folder(folder)) {
         return found;
     }

@@ -14,6 +14,7 @@ use super::address::Address;
 use super::limits::Limits;
 use super::listen::Listeners;
 use crate::error::{Error, Result};
+use crate::lock::{lock, unpoisoned};
 use crate::sys::{fork, interrupt, process, thread};
 use event_loop::EventLoop;
 use mio::{Poll, Token, Waker};
@@ -38,7 +39,7 @@ struct Shared {
 
 impl Shared {
     fn join(&self) {
-        let mut joined = self.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut joined = lock(&self.joined);
         *joined += 1;
         self.more.notify_all();
     }
@@ -89,10 +90,10 @@ impl Server {
     pub fn await_workers(&self, count: u32, deadline: Instant) -> Result<u32> {
         loop {
             let remaining = deadline.saturating_duration_since(Instant::now());
-            let joined = self.shared.joined.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let joined = lock(&self.shared.joined);
             let few = |joined: &mut u32| *joined < count;
             let wait = self.shared.more.wait_timeout_while(joined, remaining.min(interrupt::LOOK), few);
-            let joined = *wait.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+            let joined = *unpoisoned(wait).0;
             if joined >= count || remaining.is_zero() {
                 return Ok(joined);
             }
