@@ -13,7 +13,7 @@
 //! - [`control`][]: a group's control block: who is there, who waits, what failed
 //! - [`sync`][]: flags, rings, limits, the first failure
 //! - [`mem`][]: memory that all members see; [`kernels`][]: loops over tensor bytes, on the host and on GPUs; [`topo`][]: how devices are
-//!   connected; [`store`][]: the key-value store through which ranks meet
+//!   connected; [`store`][]: the key-value store through which ranks meet; [`host_map`][]: which ranks are on which host
 //! - [`sys`][]: thin wrappers over the system; [`config`][]: what the environment says
 //! - [`completion`][]: where outcomes go
 //! - [`dtype`], [`op`], [`norm`], [`rank`], [`lock`], [`error`][]: leaves that everyone may import
@@ -33,6 +33,7 @@ pub mod engine;
 pub mod error;
 pub mod fused;
 pub mod group;
+pub mod host_map;
 pub mod hosts;
 pub mod kernels;
 pub mod lock;

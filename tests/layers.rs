@@ -9,7 +9,7 @@ fn height(module: &str) -> u32 {
     match module {
         "error" | "dtype" | "lock" | "norm" | "op" | "rank" | "completion" => 0,
         "config" | "sys" => 1,
-        "mem" | "kernels" | "store" | "topo" => 2,
+        "mem" | "kernels" | "store" | "topo" | "host_map" => 2,
         "sync" => 3,
         "control" => 4,
         "boot" | "watch" | "symm_mem" => 5,

@@ -1,10 +1,10 @@
 //! Waiting for the records of all ranks.
 
 use super::claim::Claim;
-use super::hosts::Placement;
 use super::record::{Record, agree};
 use super::{Attempt, Member};
 use crate::error::{Error, Result};
+use crate::host_map::Placement;
 use crate::rank::{Rank, name_ranks};
 use crate::sys::process::{self, ProcessId};
 use crate::sys::required::Required;

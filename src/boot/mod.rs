@@ -6,7 +6,7 @@
 //!    It has listened since before it published, under a random name that stands in its record.
 //! 3. Each rank removes its key; in groups that keep places, another one then says who has the rank (`membership`).
 //!
-//! Where hosts may be connected and the records name several, the ranks part after step 1 (`hosts`).
+//! Where hosts may be connected and the records name several, the ranks part after step 1.
 //!
 //! A rank that fails says why: over the socket to those who wait there, and in its record to those who read it later.
 //! So all raise the same cause. Nothing waits past the deadline of its caller, but for a moment in which rank 0 may still say why.
@@ -15,7 +15,6 @@ mod claim;
 #[cfg(fuzzing)]
 pub mod fuzz;
 mod gather;
-pub mod hosts;
 mod leader;
 mod member;
 mod membership;
@@ -24,6 +23,7 @@ mod record;
 mod wire;
 
 use crate::error::{Error, Result};
+use crate::host_map::Placement;
 use crate::mem::shm::Addresses;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -35,7 +35,6 @@ use crate::sys::required::{self, Required};
 use crate::sys::{interrupt, random};
 use claim::{Claim, Published};
 use gather::Gathered;
-use hosts::Placement;
 pub use membership::Membership;
 use record::Record;
 pub use record::{name_members, other_members};

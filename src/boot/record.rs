@@ -1,7 +1,7 @@
 //! Record that a rank leaves of itself in the store, and the check that all records fit together. Pure.
 
-use super::hosts::{Placement, apart};
 use crate::error::{Error, Kind, Result};
+use crate::host_map::{Placement, apart};
 use crate::rank::{Rank, name_ranks};
 use crate::sys::host::Host;
 use crate::sys::process::ProcessId;

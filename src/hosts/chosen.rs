@@ -2,8 +2,8 @@
 //! rank tells. It travels in the exchange that ends joining.
 
 use super::HostsGroup;
+use super::finding::known;
 use super::partials::Partials;
-use crate::boot::hosts::known;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::profile;

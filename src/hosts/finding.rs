@@ -1,12 +1,32 @@
 //! Finding: what connects the hosts of a group, and which of its ranks are on which.
 
-use crate::boot::hosts::{Known, Layout, advice, known, remember};
 use crate::boot::{Apart, Found};
 use crate::config::{Config, Engines, HostsChoice};
 use crate::error::{Error, Result};
 use crate::group::{Group, JoinOptions};
+use crate::host_map::{HostMap, Placement, advice};
+use crate::lock::lock;
 use crate::store::worker::Worker;
+use crate::sys::fork::PerProcess;
+use std::sync::Mutex;
 use std::time::Instant;
+
+/// What the default group has found out. Where it is on several hosts, every later group of the process computes its map from that, without a
+/// word to anybody.
+#[derive(Clone, Debug)]
+pub(super) struct Known {
+    /// Places of its ranks.
+    pub(super) placements: Vec<Placement>,
+    /// What connects its hosts.
+    choice: HostsChoice,
+}
+
+static KNOWN: PerProcess<Mutex<Option<Known>>> = PerProcess::new(|| Mutex::new(None));
+
+/// What the default group knows, if it is on several hosts.
+pub(super) fn known() -> Option<Known> {
+    lock(KNOWN.get()).clone()
+}
 
 /// What connects the hosts of the group that `options` name, whose own choice is `named`; if it has none, its default group's. `torch` says
 /// which backends a name stands for.
@@ -15,7 +35,7 @@ use std::time::Instant;
 /// `Value` where there is no choice of that name, `Config` where `SYMM_HOSTS` names none.
 pub fn connects(named: &str, options: &JoinOptions, torch: impl Fn(&str) -> Result<Engines>) -> Result<HostsChoice> {
     if options.is_default {
-        remember(None);
+        *lock(KNOWN.get()) = None;
     }
     let choice = |name: &str| HostsChoice::named(name).map_or_else(|| torch(name).map(HostsChoice::Engines), Ok);
     if !named.is_empty() {
@@ -36,7 +56,7 @@ pub enum Place {
 
 /// A group on several hosts that is about to join.
 pub struct Several {
-    pub(super) layout: Layout,
+    pub(super) layout: HostMap,
     /// Records of the ranks in the store, where they have found out just now.
     pub(super) apart: Option<Box<Apart>>,
     /// Time since which the limit of joining runs.
@@ -69,18 +89,18 @@ pub fn find(worker: &Worker, options: &JoinOptions, choice: &HostsChoice) -> Res
                 log::warn!("group \"{}\": they count as hosts: {advice}", options.group);
             }
             if options.is_default {
-                remember(Some(Known { placements: apart.placements.clone(), choice: choice.clone() }));
+                *lock(KNOWN.get()) = Some(Known { placements: apart.placements.clone(), choice: choice.clone() });
             }
-            Place::SeveralHosts(Box::new(Several { layout: Layout::of(&apart.placements), apart: Some(apart), since }))
+            Place::SeveralHosts(Box::new(Several { layout: HostMap::of(&apart.placements), apart: Some(apart), since }))
         }
     })
 }
 
-/// Layout of the group that `options` name, if its ranks are among those `known`: not where nobody has said which they are in the default
+/// Map of the group that `options` name, if its ranks are among those `known`: not where nobody has said which they are in the default
 /// group, as of a merged one, which may have no common one. Joining refuses numbers that cannot be.
-fn layout(known: &Known, options: &JoinOptions) -> Option<Layout> {
+fn layout(known: &Known, options: &JoinOptions) -> Option<HostMap> {
     let size = usize::try_from(options.size).ok().filter(|&size| (0..size as i32).contains(&options.rank))?;
     let globals = options.global_ranks.get(..size)?.iter().map(|&global| global as usize);
     let placements: Option<Vec<_>> = globals.map(|global| known.placements.get(global).cloned()).collect();
-    placements.map(|placements| Layout::of(&placements))
+    placements.map(|placements| HostMap::of(&placements))
 }

@@ -1,9 +1,9 @@
 //! Header: what ranks show each other of a call before they move its data.
 
-use crate::boot::hosts::Layout;
 use crate::coll::call::Spec;
 use crate::coll::describe::Description;
 use crate::error::{Error, Result};
+use crate::host_map::HostMap;
 use crate::rank::Rank;
 
 /// Description of a call, and its number in the group.
@@ -51,7 +51,7 @@ impl Header {
     ///
     /// # Errors
     /// `Mismatch` names the first of `ranks`, the first that differs from it, and what each was called for.
-    pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &Layout, group: &str) -> Result<Option<usize>> {
+    pub(super) fn agree(shown: &[u8], slot: usize, ranks: &[Rank], layout: &HostMap, group: &str) -> Result<Option<usize>> {
         let headers: Vec<Self> = shown.chunks_exact(slot).map(Self::from_bytes).collect();
         let Some((first, rest)) = headers.split_first() else { return Ok(None) };
         let Some(place) = rest.iter().position(|other| other != first) else { return Ok(Self::common(shown, slot)) };
@@ -76,10 +76,9 @@ impl Header {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::hosts::Placement;
     use crate::coll::call::{Op, Span};
     use crate::dtype::{DType, ReduceOp};
-    use crate::sys::host::Host;
+    use crate::host_map::Placement;
 
     fn header(bytes: usize, sequence: u64) -> Header {
         let span = Span { addr: 0, bytes };
@@ -98,8 +97,7 @@ mod tests {
 
     #[test]
     fn differing_headers_name_both_calls() {
-        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
-        let layout = Layout::of(&["a", "a", "b"].map(place));
+        let layout = HostMap::of(&["a", "a", "b"].map(Placement::on));
         let shown = |headers: [Header; 3]| headers.map(|header| header.to_bytes(Some(4))).concat();
         let ranks = [0, 1, 2].map(Rank);
         assert_eq!(Header::agree(&shown([header(8, 3); 3]), Header::BYTES, &ranks, &layout, "g"), Ok(Some(4)));

@@ -16,7 +16,7 @@ use super::shared::{Current, Inner, Shared};
 use super::step::{GRACE, HEAR};
 use super::traffic::{Counted, Traffic};
 use super::{HostsGroup, Runner, Twofold};
-use crate::boot::{self, hosts::Layout};
+use crate::boot;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::hardware::Device;
 use crate::coll::cost::wire::Thresholds;
@@ -25,6 +25,7 @@ use crate::control::Part;
 use crate::engine::Engine;
 use crate::error::{Error, Kind, Result};
 use crate::group::{DEFAULT_TIMEOUT, Group, JoinOptions};
+use crate::host_map::HostMap;
 use crate::rank::Rank;
 use crate::store::{Store, prefix::PrefixStore, until::Until, worker::Worker};
 use crate::sync::limit::Limit;
@@ -79,7 +80,7 @@ impl HostsGroup {
         store: &Arc<dyn Store>,
         worker: &Worker,
         options: &JoinOptions,
-        layout: Layout,
+        layout: HostMap,
         between: Between<impl Rail + 'static, impl Links + 'static, impl Backends + 'static>,
     ) -> Result<Self> {
         let Between { rail, links, backends, partials, engines } = between;
@@ -170,7 +171,7 @@ impl HostsGroup {
     /// The group of `inner`, the ranks of this host, and a rail.
     pub(super) fn assemble(
         inner: Arc<Group>,
-        layout: Arc<Layout>,
+        layout: Arc<HostMap>,
         rank: Rank,
         rail: Option<Arc<dyn Rail>>,
         (news, current, life): (News, Arc<Current>, Life),
@@ -211,12 +212,12 @@ impl Drop for Address<'_> {
 }
 
 /// Begin of the keys by which the ranks of `host` join.
-fn inside(layout: &Layout, host: usize) -> String {
+fn inside(layout: &HostMap, host: usize) -> String {
     format!("symm-host/{}/{host}", layout.members(host)[0])
 }
 
 /// At the end of the time of `limit`: the error that names the ranks for which others of their hosts have waited, if any have.
-fn late(store: &dyn Store, options: &JoinOptions, layout: &Layout, me: Rank, limit: &Limit) -> Option<Error> {
+fn late(store: &dyn Store, options: &JoinOptions, layout: &HostMap, me: Rank, limit: &Limit) -> Option<Error> {
     let (mut late, group) = (Vec::new(), &options.group);
     for host in 0..layout.hosts() {
         let members = layout.members(host);
@@ -231,7 +232,7 @@ fn late(store: &dyn Store, options: &JoinOptions, layout: &Layout, me: Rank, lim
 }
 
 /// Returns what the hub sent to the first rank of this host, which has it in `told`.
-fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: Told, limit: &Limit) -> Result<Told> {
+fn told_by_first(inner: &Group, layout: &HostMap, rank: Rank, told: Told, limit: &Limit) -> Result<Told> {
     if layout.members(layout.host(rank)).len() == 1 {
         return Ok(told);
     }
@@ -250,7 +251,7 @@ fn told_by_first(inner: &Group, layout: &Layout, rank: Rank, told: Told, limit: 
 fn made(
     rail: impl Rail + 'static,
     inner: &Group,
-    layout: &Layout,
+    layout: &HostMap,
     rank: Rank,
     name: &str,
     limit: &Limit,

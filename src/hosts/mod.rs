@@ -38,13 +38,13 @@ mod step;
 mod tests;
 pub mod traffic;
 
-use crate::boot::hosts::Layout;
 use crate::coll::call::Call;
 use crate::completion::Completion;
 use crate::control::ControlBlock;
 use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::host_map::HostMap;
 use crate::p2p::{self, Message};
 use crate::rank::Rank;
 use crate::store::Store;
@@ -66,7 +66,7 @@ use traffic::Path;
 /// A joined group on several hosts.
 pub struct HostsGroup {
     inner: Arc<Group>,
-    layout: Arc<Layout>,
+    layout: Arc<HostMap>,
     rank: Rank,
     engine: Arc<Engine<Runner>>,
     shared: Arc<Shared>,
@@ -84,7 +84,7 @@ pub struct HostsGroup {
 /// What messages between hosts know of their group.
 struct Whole {
     inner: Arc<Group>,
-    layout: Arc<Layout>,
+    layout: Arc<HostMap>,
     shared: Arc<Shared>,
     engine: Arc<Engine<Runner>>,
 }
@@ -110,7 +110,7 @@ impl Around for Whole {
 /// Runs a group's collectives, one at a time.
 struct Runner {
     inner: Arc<Group>,
-    layout: Arc<Layout>,
+    layout: Arc<HostMap>,
     shared: Arc<Shared>,
     rank: Rank,
     sequence: u64,

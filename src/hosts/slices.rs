@@ -1,8 +1,8 @@
 //! Which part of a message goes by which rail, and with which operation hosts combine their partial results. Pure.
 
-use crate::boot::hosts::Layout;
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
+use crate::host_map::HostMap;
 use crate::mem::span::Span;
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ const TURNS: usize = 4;
 pub(super) const LAG: usize = 1;
 
 /// Number of rails that carry a call of `bytes` bytes; the same on all ranks.
-pub(super) fn rails(bytes: usize, layout: &Layout, thresholds: &Thresholds) -> usize {
+pub(super) fn rails(bytes: usize, layout: &HostMap, thresholds: &Thresholds) -> usize {
     if bytes <= thresholds.one_rail { 1 } else { layout.rails() }
 }
 
@@ -102,7 +102,7 @@ pub(super) struct Levels {
 }
 
 impl Levels {
-    pub(super) fn of(op: ReduceOp, dtype: DType, layout: &Layout) -> Self {
+    pub(super) fn of(op: ReduceOp, dtype: DType, layout: &HostMap) -> Self {
         let same = |op| Self { inner: op, outer: op, divisor: layout.hosts(), weighted: false };
         match op {
             ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
@@ -118,7 +118,7 @@ impl Levels {
     }
 
     /// Factor of `host` under an outer PREMUL_SUM.
-    pub(super) fn factor(&self, host: usize, layout: &Layout) -> f64 {
+    pub(super) fn factor(&self, host: usize, layout: &HostMap) -> f64 {
         if self.weighted { layout.members(host).len() as f64 / layout.size() as f64 } else { 1.0 }
     }
 }

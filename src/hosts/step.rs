@@ -5,13 +5,13 @@ use super::held::Held;
 use super::rail::Transfer;
 use super::traffic::Path;
 use super::{Shared, slices};
-use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::host_map::HostMap;
 use crate::kernels::cpu::{self, Store};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
@@ -31,7 +31,7 @@ pub(super) const GRACE: Duration = Duration::from_millis(120);
 
 pub(super) struct Step<'a> {
     pub(super) inner: &'a Group,
-    pub(super) layout: &'a Layout,
+    pub(super) layout: &'a HostMap,
     pub(super) shared: &'a Shared,
     pub(super) rank: Rank,
     pub(super) call: &'a Call<'a>,

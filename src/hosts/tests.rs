@@ -4,14 +4,14 @@
 use super::news::{Meeting, Times};
 use super::rail::{Rail, Transfer};
 use super::shared::{Current, Inner};
-use super::{HostsGroup, Layout};
-use crate::boot::hosts::Placement;
+use super::{HostMap, HostsGroup};
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::config::Engines;
 use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Kind, Result};
 use crate::group::{Group, Tuning};
+use crate::host_map::Placement;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::lock::{lock, unpoisoned};
 use crate::mem::layout::Layout as Memory;
@@ -19,7 +19,6 @@ use crate::mem::shm::Segment;
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use crate::sync::limit::Limit;
-use crate::sys::host::Host;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -155,8 +154,8 @@ fn on_hosts(hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
 
 /// [`on_hosts`] where rails end no transfers beyond the first `most`, unless that is 0.
 fn on_hosts_until(most: usize, hosts: &[u8], body: impl Fn(&HostsGroup, usize) + Sync) {
-    let place = |&host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
-    let layout = Arc::new(Layout::of(&hosts.iter().map(place).collect::<Vec<_>>()));
+    let place = |host: &u8| Placement::on(&format!("node{host}"));
+    let layout = Arc::new(HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>()));
     let store = MemoryStore::default();
     let bytes = |host: usize| Memory::new(layout.members(host).len()).total_bytes();
     let files: Vec<_> = (0..layout.hosts()).map(|host| Segment::create(bytes(host)).expect("memfd")).collect();

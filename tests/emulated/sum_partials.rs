@@ -1,23 +1,22 @@
 //! The sum of hosts' partial results as its CUDA kernel computes it, against the CPU's reduction, bit by bit.
 
 use crate::program::{Program, numbers};
-use symm::boot::hosts::{Layout, Placement};
 use symm::dtype::{DType, ReduceOp};
+use symm::host_map::{HostMap, Placement};
 use symm::hosts::cuda::cast::{self, Cast};
 use symm::hosts::cuda::sum::{NAMES, Sum};
 use symm::kernels::cpu::{self, Source};
 use symm::kernels::cuda::driver::Grid;
 use symm::mem::span::Span;
-use symm::sys::host::Host;
 
 const BLOCKS: u32 = 3;
 const THREADS: u32 = 4;
 /// What the bytes around a result hold.
 const UNTOUCHED: u8 = 0xa5;
 
-fn layout(hosts: &[u8]) -> Layout {
-    let place = |host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
-    Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
+fn layout(hosts: &[u8]) -> HostMap {
+    let place = |host: &u8| Placement::on(&format!("node{host}"));
+    HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>())
 }
 
 fn check(hosts: &[u8], dtype: DType, op: ReduceOp, counts: &[usize], begin: usize) {

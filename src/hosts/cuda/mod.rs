@@ -21,13 +21,13 @@ use super::HostsGroup;
 use super::header::Header;
 use super::shared::aside;
 use super::traffic::Path;
-use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::coll::norm;
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::CudaTarget;
+use crate::host_map::HostMap;
 use crate::kernels::cuda::driver::{Device, Event, Kernel, Stream};
 use crate::lock::lock;
 use crate::rank::Rank;
@@ -380,7 +380,7 @@ struct Kernels {
 
 impl Kernels {
     /// Those that `steps` need, on `device`.
-    fn load(steps: &[Step], device: &Device, layout: &Layout) -> Result<Self> {
+    fn load(steps: &[Step], device: &Device, layout: &HostMap) -> Result<Self> {
         let mut kernels = Self::default();
         for step in steps {
             match step {

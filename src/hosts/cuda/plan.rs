@@ -8,10 +8,10 @@ use super::backends::Transfer;
 use super::cast::Cast;
 use super::steps::{Halves, Step, overlapped};
 use super::sum::UNIT;
-use crate::boot::hosts::Layout;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
+use crate::host_map::HostMap;
 use crate::hosts::chosen::Chosen;
 use crate::hosts::slices::{self, Turns, overlap, part, rails, ranges, shifted};
 use crate::hosts::step::NOTHING;
@@ -29,7 +29,7 @@ pub(super) struct Plan {
 }
 
 /// The plan of `rank` for `call`, which goes by `chosen`; its memory begins at `base`, a multiple of 16.
-pub(super) fn of(call: &Spec, layout: &Layout, chosen: Chosen, rank: Rank, base: usize) -> Plan {
+pub(super) fn of(call: &Spec, layout: &HostMap, chosen: Chosen, rank: Rank, base: usize) -> Plan {
     let Chosen { partials, cuda: thresholds, .. } = chosen;
     let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
     let mut planner = Planner { call, layout, thresholds, partial, rank, base, used: 0, most: 0, half: 0, steps: Vec::new() };
@@ -66,7 +66,7 @@ fn slices(bytes: usize, parts: usize) -> Vec<Range<usize>> {
 
 struct Planner<'a> {
     call: &'a Spec<'a>,
-    layout: &'a Layout,
+    layout: &'a HostMap,
     thresholds: Thresholds,
     /// Type of partial results.
     partial: DType,

@@ -1,10 +1,10 @@
 //! The ordered sum of all hosts' partial results on a GPU: `src/kernels/cuda/hosts/sum_partials.cu`.
 
-use crate::boot::hosts::Layout;
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
+use crate::host_map::HostMap;
 use crate::hosts::slices::Levels;
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
@@ -61,7 +61,7 @@ impl Sum {
     ///
     /// # Errors
     /// [`Internal`](crate::error::Kind::Internal) where partials are not aligned.
-    pub fn args(&self, layout: &Layout) -> Result<(ReduceOp, SumPartials)> {
+    pub fn args(&self, layout: &HostMap) -> Result<(ReduceOp, SumPartials)> {
         let (levels, hosts) = (Levels::of(self.op, self.dtype, layout), layout.hosts());
         if !self.from.is_multiple_of(UNIT) || !self.stride.is_multiple_of(UNIT) || hosts > MOST_HOSTS {
             return Err(Error::internal(format!("partials at {:#x}, {} bytes apart, of {hosts} hosts", self.from, self.stride)));
@@ -79,12 +79,12 @@ impl Sum {
     }
 
     /// Its kernel, loaded on `device`, whose context is current: the first time that may wait for what runs there.
-    pub(super) fn kernel(&self, device: &Device, layout: &Layout) -> Result<Kernel> {
+    pub(super) fn kernel(&self, device: &Device, layout: &HostMap) -> Result<Kernel> {
         load(device, &self.variant(Levels::of(self.op, self.dtype, layout).outer), NAMES.1)
     }
 
     /// Enqueues it as `kernel` on `stream`.
-    pub(super) fn launch(&self, kernel: Kernel, stream: Stream, layout: &Layout) -> Result<()> {
+    pub(super) fn launch(&self, kernel: Kernel, stream: Stream, layout: &HostMap) -> Result<()> {
         if self.to.bytes == 0 {
             return Ok(());
         }

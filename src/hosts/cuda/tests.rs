@@ -6,24 +6,23 @@ use super::cast::Cast;
 use super::plan::{self, Plan};
 use super::steps::Step;
 use super::sum::{MOST_HOSTS, Sum, SumPartials};
-use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::dtype::{DType, ReduceOp};
+use crate::host_map::{HostMap, Placement};
 use crate::hosts::chosen::Chosen;
 use crate::hosts::partials::Partials;
 use crate::hosts::tests::data;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
-use crate::sys::host::Host;
 use std::collections::VecDeque;
 
 const LAYOUTS: [&[u8]; 7] =
     [&[0, 0, 1, 1], &[0, 0, 0, 1], &[0, 1], &[0, 0, 1, 1, 1, 2], &[0, 1, 0, 2, 1, 2], &[0, 1, 2], &[0, 0, 0, 1, 1, 1]];
 
-fn layout(hosts: &[u8]) -> Layout {
-    let place = |host: &u8| Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 7 };
-    Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
+fn layout(hosts: &[u8]) -> HostMap {
+    let place = |host: &u8| Placement::on(&format!("node{host}"));
+    HostMap::of(&hosts.iter().map(place).collect::<Vec<_>>())
 }
 
 fn read(span: Span) -> Vec<u8> {
@@ -47,7 +46,7 @@ fn reduced(op: ReduceOp, dtype: DType, inputs: &[Vec<u8>], factors: &[f64]) -> V
 }
 
 /// What the kernel of partials computes.
-fn add_up(sum: &Sum, layout: &Layout) {
+fn add_up(sum: &Sum, layout: &HostMap) {
     let (op, args) = sum.args(layout).expect("aligned");
     let host = |host: u32| Span { addr: (args.from + u64::from(host) * args.stride) as usize, bytes: sum.to.bytes };
     let partials: Vec<Vec<u8>> = (0..args.hosts).map(|at| read(host(at))).collect();
@@ -101,7 +100,7 @@ fn cast(Cast { from, to, dtype, widens }: Cast) {
 
 /// Carries out the plans of `calls`, one of each rank: in chunks as they are chosen, and in many. What goes beside the stream may go at once, or
 /// when it is waited for: both are tried.
-fn run(layout: &Layout, chosen: Chosen, calls: &[Spec<'_>]) {
+fn run(layout: &HostMap, chosen: Chosen, calls: &[Spec<'_>]) {
     let outputs = || calls.iter().flat_map(|call| call.outputs.iter().map(|&span| (span, read(span)))).collect::<Vec<_>>();
     let before = outputs();
     // Inputs that a call works on in place are back afterwards.
@@ -117,7 +116,7 @@ fn run(layout: &Layout, chosen: Chosen, calls: &[Spec<'_>]) {
     }
 }
 
-fn run_with(layout: &Layout, chosen: Chosen, calls: &[Spec<'_>], late: bool) {
+fn run_with(layout: &HostMap, chosen: Chosen, calls: &[Spec<'_>], late: bool) {
     let n = calls.len();
     let mut waiting: Vec<VecDeque<Transfer>> = vec![VecDeque::new(); n];
     let mut memory: Vec<Vec<u128>> = Vec::new();
@@ -244,11 +243,11 @@ fn transferred(all: &[Transfer]) {
 type Buffers = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
 /// Runs `op` with the buffers of all ranks; the outputs are filled then.
-fn collective(layout: &Layout, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
+fn collective(layout: &HostMap, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
     chosen_collective(layout, Chosen::USUAL, op, dtype, reduce_op, root, ranks);
 }
 
-fn chosen_collective(layout: &Layout, chosen: Chosen, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
+fn chosen_collective(layout: &HostMap, chosen: Chosen, op: Op, dtype: DType, reduce_op: ReduceOp, root: usize, ranks: &mut [Buffers]) {
     let spans = |buffers: &mut [Vec<u8>]| buffers.iter_mut().map(|b| Span { addr: b.as_mut_ptr().addr(), bytes: b.len() }).collect();
     let call = |(rank, (inputs, outputs)): (usize, &mut Buffers)| Spec {
         op,
@@ -265,7 +264,7 @@ fn chosen_collective(layout: &Layout, chosen: Chosen, op: Op, dtype: DType, redu
 }
 
 /// The two-level reduction of what ranks on `hosts` give.
-fn two_level(op: ReduceOp, dtype: DType, layout: &Layout, inputs: &[Vec<u8>]) -> Vec<u8> {
+fn two_level(op: ReduceOp, dtype: DType, layout: &HostMap, inputs: &[Vec<u8>]) -> Vec<u8> {
     let n = inputs.len();
     let partial = |host: usize| {
         let ranks: Vec<usize> = layout.members(host).iter().map(|rank| rank.index()).collect();
@@ -317,7 +316,7 @@ fn reductions_have_the_bits_of_two_levels_at_every_length() {
 }
 
 /// What the definition with one rounding says.
-fn rounded_once(op: ReduceOp, dtype: DType, layout: &Layout, inputs: &[Vec<u8>]) -> Vec<u8> {
+fn rounded_once(op: ReduceOp, dtype: DType, layout: &HostMap, inputs: &[Vec<u8>]) -> Vec<u8> {
     let count = inputs[0].len() / dtype.size();
     let widen = |input: &Vec<u8>| {
         let mut wide = vec![0; count * 4];

@@ -3,9 +3,9 @@
 use super::Messages;
 use super::open::Open;
 use super::pair::{Pair, Phase};
-use crate::boot::hosts::Layout;
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::host_map::HostMap;
 use crate::hosts::rail::Life;
 use crate::p2p::Message;
 use crate::rank::Rank;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// What error messages name.
 pub(in crate::hosts) struct Names {
-    pub(in crate::hosts) layout: Arc<Layout>,
+    pub(in crate::hosts) layout: Arc<HostMap>,
     pub(in crate::hosts) me: Rank,
     pub(in crate::hosts) group: String,
     pub(in crate::hosts) life: Life,

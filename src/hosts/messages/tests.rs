@@ -4,16 +4,15 @@ mod frames;
 
 use super::links::{Links, Traffic};
 use super::{Around, Messages, Names, TICKET_BIT};
-use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::Span;
 use crate::completion::Completion;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::host_map::{HostMap, Placement};
 use crate::lock::{lock, unpoisoned};
 use crate::p2p::{Claim, Message};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
-use crate::sys::host::Host;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
@@ -221,12 +220,12 @@ impl Member {
 }
 
 fn place(rank: u32) -> Placement {
-    Placement { host: Host { boot: rank.to_string(), ..Host::default() }, name: format!("node{rank}"), pid: 7 }
+    Placement::on(&format!("node{rank}"))
 }
 
 /// Runs `body` on ranks that are on `size` hosts; they leave in order afterwards.
 fn on_ranks(size: u32, body: impl Fn(&Member) + Sync) {
-    let layout = Arc::new(Layout::of(&(0..size).map(place).collect::<Vec<_>>()));
+    let layout = Arc::new(HostMap::of(&(0..size).map(place).collect::<Vec<_>>()));
     let (net, store) = (Arc::<Net>::default(), Arc::new(MemoryStore::default()));
     std::thread::scope(|scope| {
         for me in 0..size {

@@ -3,8 +3,8 @@
 //! The first rank of each host tells the first of all what it has launched, at the next turn of its speaker; that one compares, call by call.
 //! What ranks of one host launch is compared inside it.
 
-use crate::boot::hosts::Layout;
 use crate::error::Error;
+use crate::host_map::HostMap;
 use crate::hosts::header::Header;
 use crate::rank::Rank;
 use std::collections::{BTreeMap, VecDeque};
@@ -38,7 +38,7 @@ impl Launches {
     }
 
     /// Compares what both this rank, `me`, and another have launched: the first difference.
-    pub(super) fn compare(&mut self, layout: &Layout, me: Rank, group: &str) -> Option<Error> {
+    pub(super) fn compare(&mut self, layout: &HostMap, me: Rank, group: &str) -> Option<Error> {
         for (&rank, theirs) in &mut self.others {
             while let (Some(their), Some(oldest)) = (theirs.front(), self.own.front()) {
                 let Some(behind) = their.sequence.checked_sub(oldest.sequence) else {
@@ -61,9 +61,8 @@ impl Launches {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::hosts::Placement;
     use crate::coll::call::Spec;
-    use crate::sys::host::Host;
+    use crate::host_map::Placement;
 
     fn headers(numbers: std::ops::Range<u64>, bytes: impl Fn(u64) -> usize) -> Vec<Header> {
         let span = |number| crate::coll::call::Span { addr: 0, bytes: bytes(number) };
@@ -78,8 +77,7 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_found_however_far_ahead_a_host_is() {
-        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
-        let layout = Layout::of(&["a", "b", "c"].map(place));
+        let layout = HostMap::of(&["a", "b", "c"].map(Placement::on));
         let mut launches = Launches::default();
         let compare = |launches: &mut Launches| launches.compare(&layout, Rank(0), "g").map(|error| error.message);
         launches.told(Rank(1), headers(1..4, |_| 8));
@@ -102,8 +100,7 @@ mod tests {
 
     #[test]
     fn what_is_kept_is_bounded_and_too_old_calls_are_not_compared() {
-        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
-        let layout = Layout::of(&["a", "b"].map(place));
+        let layout = HostMap::of(&["a", "b"].map(Placement::on));
         let mut launches = Launches::default();
         let many = KEPT as u64 + 10;
         launches.launched(&headers(1..many, |_| 8));

@@ -5,8 +5,8 @@ use super::frame::{End, Sealer, Token};
 use super::speaker::{Door, Speaker, speakers};
 use super::thread::Seat;
 use super::{Host, News, SPEAKERS, Times, address};
-use crate::boot::hosts::Layout;
 use crate::error::{Error, Result};
+use crate::host_map::HostMap;
 use crate::hosts::rail::Life;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -60,7 +60,7 @@ pub(in crate::hosts) struct Meeting<'a> {
     pub(in crate::hosts) group: &'a str,
     /// Begin of the hubs' keys: the same for all ranks, and for no other group that is formed at the same time.
     pub(in crate::hosts) prefix: String,
-    pub(in crate::hosts) layout: &'a Arc<Layout>,
+    pub(in crate::hosts) layout: &'a Arc<HostMap>,
     pub(in crate::hosts) me: Rank,
     pub(in crate::hosts) host: Arc<dyn Host>,
     pub(in crate::hosts) limit: &'a Limit,

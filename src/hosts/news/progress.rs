@@ -5,7 +5,7 @@
 //! it is the other one. Reports of a rank are numbered, since they come by two ways.
 
 use super::{SPEAKERS, Waiting};
-use crate::boot::hosts::Layout;
+use crate::host_map::HostMap;
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ impl Progress {
     }
 
     /// What rank `me`, in the call `waiting`, is to say now, if anything: it is noted.
-    pub(super) fn due(&mut self, layout: &Layout, me: Rank, waiting: Option<Waiting>, now: Instant) -> Option<Report> {
+    pub(super) fn due(&mut self, layout: &HostMap, me: Rank, waiting: Option<Waiting>, now: Instant) -> Option<Report> {
         let long = |waiting: &Waiting| layout.hosts() > 2 && now.saturating_duration_since(waiting.phase_since) >= LONG;
         let Waiting { number: call, on_rail, .. } = waiting.filter(long)?;
         let last = self.0.get(&me);
@@ -52,7 +52,7 @@ impl Progress {
     }
 
     /// Hosts that have not come to where rank `me` waits, on its rail in call `call`; none if that cannot be told.
-    pub(super) fn late(&self, layout: &Layout, me: Rank, call: u64) -> Vec<usize> {
+    pub(super) fn late(&self, layout: &HostMap, me: Rank, call: u64) -> Vec<usize> {
         let (own, local) = (layout.host(me), layout.local(me));
         let came = |host: usize| {
             // Who has this rail, if it speaks; else it is enough that the first rank of the host is in the call.
@@ -67,12 +67,10 @@ impl Progress {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::hosts::Placement;
-    use crate::sys::host::Host;
+    use crate::host_map::Placement;
 
-    fn layout(hosts: &[&str]) -> Layout {
-        let place = |boot: &&str| Placement { host: Host { boot: (*boot).into(), ..Host::default() }, name: (*boot).into(), pid: 7 };
-        Layout::of(&hosts.iter().map(place).collect::<Vec<_>>())
+    fn layout(hosts: &[&str]) -> HostMap {
+        HostMap::of(&hosts.iter().map(|host| Placement::on(host)).collect::<Vec<_>>())
     }
 
     fn on_rail(number: u64, call: u64) -> Report {

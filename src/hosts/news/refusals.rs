@@ -6,7 +6,7 @@
 //! once: numbers only grow.
 
 use super::{Place, Waiting};
-use crate::boot::hosts::Layout;
+use crate::host_map::HostMap;
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -52,7 +52,7 @@ impl Refusals {
     }
 
     /// What is to be said of the call that rank `me` is in, if a rank of another host has refused it.
-    pub(super) fn end(&self, layout: &Layout, me: Rank, group: &str, now: Instant) -> Option<String> {
+    pub(super) fn end(&self, layout: &HostMap, me: Rank, group: &str, now: Instant) -> Option<String> {
         let long = |waiting: &Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
         let Waiting { number, name, .. } = self.waiting.filter(long)?;
         let mut away = self.standing.iter().filter(|(rank, _)| layout.host(**rank) != layout.host(me));
@@ -68,13 +68,11 @@ impl Refusals {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::boot::hosts::Placement;
-    use crate::sys::host::Host;
+    use crate::host_map::Placement;
 
     #[test]
     fn a_refusal_stands_until_its_rank_makes_a_call() {
-        let place = |boot: &str| Placement { host: Host { boot: boot.into(), ..Host::default() }, name: boot.into(), pid: 7 };
-        let layout = Layout::of(&["a", "b", "b"].map(place));
+        let layout = HostMap::of(&["a", "b", "b"].map(Placement::on));
         let (mut refusals, now, me) = (Refusals::default(), Instant::now(), Rank(2));
         let began = |number, ago| {
             let since = now.checked_sub(Duration::from_millis(ago)).expect("uptime");

@@ -6,8 +6,8 @@ use super::launches::{Launches, TOLD};
 use super::progress::{Progress, Report};
 use super::refusals::Refusals;
 use super::{Host, Place, SPEAKERS, Times, Waiting};
-use crate::boot::hosts::Layout;
 use crate::error::Error;
+use crate::host_map::HostMap;
 use crate::hosts::header::Header;
 use crate::rank::Rank;
 use crate::store::tcp::listen::Listeners;
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 pub(super) const UNIDENTIFIED: usize = 64;
 
 /// Ranks that speak for `host`.
-pub(super) fn speakers(layout: &Layout, host: usize) -> &[Rank] {
+pub(super) fn speakers(layout: &HostMap, host: usize) -> &[Rank] {
     let members = layout.members(host);
     &members[..members.len().min(SPEAKERS)]
 }
@@ -45,7 +45,7 @@ struct Lost {
 /// Part of one rank in the news of a group. It knows all that it is told; what it does with it takes no time.
 pub(super) struct Speaker {
     pub(super) group: String,
-    pub(super) layout: Arc<Layout>,
+    pub(super) layout: Arc<HostMap>,
     pub(super) me: Rank,
     pub(super) host: Arc<dyn Host>,
     pub(super) times: Times,
@@ -63,7 +63,7 @@ pub(super) struct Speaker {
 }
 
 impl Speaker {
-    pub(super) fn new(group: &str, layout: &Arc<Layout>, me: Rank, host: Arc<dyn Host>, times: Times, door: Option<Door>) -> Self {
+    pub(super) fn new(group: &str, layout: &Arc<HostMap>, me: Rank, host: Arc<dyn Host>, times: Times, door: Option<Door>) -> Self {
         Self {
             group: group.into(),
             layout: Arc::clone(layout),

@@ -6,9 +6,9 @@ use super::frame::{End, Message, Sealer};
 use super::meeting::{Entry, Told, ready, receive, transmit};
 use super::speaker::{Descriptor, Door, Speaker, UNIDENTIFIED};
 use super::{Host, Meeting, News, Times};
-use crate::boot::hosts::{Layout, Placement};
 use crate::coll::call::{Op, Spec};
 use crate::error::{Error, Kind, Result};
+use crate::host_map::{HostMap, Placement};
 use crate::hosts::header::Header;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -60,7 +60,7 @@ impl Host for Shared {
 
 /// A group whose speakers meet through a store.
 struct Job {
-    layout: Arc<Layout>,
+    layout: Arc<HostMap>,
     hosts: Vec<Arc<Shared>>,
     store: MemoryStore,
     times: Times,
@@ -68,12 +68,8 @@ struct Job {
 
 impl Job {
     fn new(hosts: &[u8], times: Times) -> Self {
-        let place = |(pid, &host): (u32, &u8)| Placement {
-            host: crate::sys::host::Host { boot: host.to_string(), ..Default::default() },
-            name: format!("node{host}"),
-            pid,
-        };
-        let layout = Layout::of(&(100..).zip(hosts).map(place).collect::<Vec<_>>());
+        let place = |(pid, host): (u32, &u8)| Placement { pid, ..Placement::on(&format!("node{host}")) };
+        let layout = HostMap::of(&(100..).zip(hosts).map(place).collect::<Vec<_>>());
         Self {
             hosts: (0..layout.hosts()).map(|_| Arc::default()).collect(),
             layout: Arc::new(layout),

@@ -72,7 +72,7 @@ struct Alone {
 
 impl Alone {
     fn new() -> Self {
-        let layout = Arc::new(Layout::of(&(0..2).map(place).collect::<Vec<_>>()));
+        let layout = Arc::new(HostMap::of(&(0..2).map(place).collect::<Vec<_>>()));
         let names = Names { layout, me: Rank(0), group: "test".into(), life: <_>::default(), globals: Vec::new() };
         let (mut pair, sent, mut finished) = (Pair::new(Rank(1)), Sent::default(), Vec::new());
         pair.begin(&sent, &mut finished).expect("nothing is sent");

@@ -1,15 +1,9 @@
 //! Which ranks of a group are on which host, for groups that span several.
 //!
-//! Ranks share a host where their [`Host`]s are equal; containers that share no namespaces are hosts of their own. The default group learns
-//! it from the records by which its ranks join. Where it is on several hosts, every later group of the process computes its layout from that,
-//! without a word to anybody.
+//! Ranks share a host where their [`Host`]s are equal; containers that share no namespaces are hosts of their own.
 
-use crate::config::HostsChoice;
-use crate::lock::lock;
 use crate::rank::{Rank, name_ranks};
-use crate::sys::fork::PerProcess;
 use crate::sys::host::Host;
-use std::sync::Mutex;
 
 /// Where a rank runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,9 +16,16 @@ pub struct Placement {
     pub pid: u32,
 }
 
+impl Placement {
+    /// A place on the host `name`, for tests.
+    pub fn on(name: &str) -> Self {
+        Self { host: Host { boot: name.into(), ..Host::default() }, name: name.into(), pid: 7 }
+    }
+}
+
 /// Ranks of a group by host. Hosts are in the order of their lowest ranks, the ranks of a host in order; every rank computes the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct HostMap {
     /// Ranks of each host.
     members: Vec<Vec<Rank>>,
     /// Host of each rank, and its index there.
@@ -35,23 +36,23 @@ pub struct Layout {
     pids: Vec<u32>,
 }
 
-impl Layout {
-    /// Layout of the group whose ranks are at `placements`, in the order of ranks.
+impl HostMap {
+    /// Map of the group whose ranks are at `placements`, in the order of ranks.
     pub fn of(placements: &[Placement]) -> Self {
         let mut hosts: Vec<&Host> = Vec::new();
-        let mut layout = Self { members: Vec::new(), seats: Vec::new(), names: Vec::new(), pids: Vec::new() };
+        let mut map = Self { members: Vec::new(), seats: Vec::new(), names: Vec::new(), pids: Vec::new() };
         for (rank, place) in (0..).map(Rank).zip(placements) {
             let host = hosts.iter().position(|&known| *known == place.host).unwrap_or_else(|| {
                 hosts.push(&place.host);
-                layout.members.push(Vec::new());
-                layout.names.push(place.name.clone());
+                map.members.push(Vec::new());
+                map.names.push(place.name.clone());
                 hosts.len() - 1
             });
-            layout.seats.push((host, layout.members[host].len()));
-            layout.members[host].push(rank);
-            layout.pids.push(place.pid);
+            map.seats.push((host, map.members[host].len()));
+            map.members[host].push(rank);
+            map.pids.push(place.pid);
         }
-        layout
+        map
     }
 
     /// Number of ranks.
@@ -107,7 +108,7 @@ impl Layout {
 }
 
 /// Sentence that says why two ranks, of different [`Host`]s, cannot share memory, and what helps.
-pub(super) fn apart((first, here): (u32, &Placement), (other, there): (u32, &Placement)) -> String {
+pub fn apart((first, here): (u32, &Placement), (other, there): (u32, &Placement)) -> String {
     let names = if here.name == there.name { format!("{:?}", here.name) } else { format!("{:?} and {:?}", here.name, there.name) };
     if here.host.boot != there.host.boot {
         return format!("run on different hosts ({names}, which have booted apart)");
@@ -139,59 +140,38 @@ pub fn advice(placements: &[Placement]) -> Option<String> {
     })
 }
 
-/// What the default group has found out.
-#[derive(Clone, Debug)]
-pub struct Known {
-    /// Places of its ranks.
-    pub placements: Vec<Placement>,
-    /// What connects its hosts.
-    pub choice: HostsChoice,
-}
-
-static KNOWN: PerProcess<Mutex<Option<Known>>> = PerProcess::new(|| Mutex::new(None));
-
-/// Keeps what the default group knows for the groups that follow, or forgets an earlier one's.
-pub fn remember(known: Option<Known>) {
-    *lock(KNOWN.get()) = known;
-}
-
-/// What the default group knows, if it is on several hosts.
-pub fn known() -> Option<Known> {
-    lock(KNOWN.get()).clone()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
 
     fn place(host: u8) -> Placement {
-        Placement { host: Host { boot: host.to_string(), ..Host::default() }, name: format!("node{host}"), pid: 100 + u32::from(host) }
+        Placement { pid: 100 + u32::from(host), ..Placement::on(&format!("node{host}")) }
     }
 
     #[test]
     fn hosts_are_in_the_order_of_their_lowest_ranks() {
-        let layout = Layout::of(&[7, 3, 7, 7, 3].map(place));
-        assert_eq!((layout.hosts(), layout.rails(), layout.size()), (2, 2, 5));
-        assert_eq!(layout.members(0), [Rank(0), Rank(2), Rank(3)]);
-        assert_eq!((layout.host(Rank(4)), layout.local(Rank(4))), (1, 1));
-        assert_eq!(layout.name_host(0), "host \"node7\" (ranks 0, 2 and 3)");
-        assert_eq!(layout.name_others(0), "host \"node3\" (ranks 1 and 4)");
-        assert_eq!(layout.describe(Rank(1)), "rank 1 (host \"node3\", pid 103)");
+        let map = HostMap::of(&[7, 3, 7, 7, 3].map(place));
+        assert_eq!((map.hosts(), map.rails(), map.size()), (2, 2, 5));
+        assert_eq!(map.members(0), [Rank(0), Rank(2), Rank(3)]);
+        assert_eq!((map.host(Rank(4)), map.local(Rank(4))), (1, 1));
+        assert_eq!(map.name_host(0), "host \"node7\" (ranks 0, 2 and 3)");
+        assert_eq!(map.name_others(0), "host \"node3\" (ranks 1 and 4)");
+        assert_eq!(map.describe(Rank(1)), "rank 1 (host \"node3\", pid 103)");
     }
 
     proptest! {
         #[test]
         fn every_rank_has_one_seat(hosts in proptest::collection::vec(0u8..5, 1..40)) {
-            let layout = Layout::of(&hosts.iter().copied().map(place).collect::<Vec<_>>());
+            let map = HostMap::of(&hosts.iter().copied().map(place).collect::<Vec<_>>());
             for (rank, &host) in (0..).map(Rank).zip(&hosts) {
-                prop_assert_eq!(layout.members(layout.host(rank))[layout.local(rank)], rank);
-                prop_assert_eq!(&layout.names[layout.host(rank)], &format!("node{host}"));
+                prop_assert_eq!(map.members(map.host(rank))[map.local(rank)], rank);
+                prop_assert_eq!(&map.names[map.host(rank)], &format!("node{host}"));
             }
-            let seats: usize = (0..layout.hosts()).map(|host| layout.members(host).len()).sum();
-            prop_assert_eq!(seats, layout.size());
-            prop_assert!((0..layout.hosts()).all(|host| layout.members(host).is_sorted() && layout.members(host).len() >= layout.rails()));
-            let lowest: Vec<Rank> = (0..layout.hosts()).map(|host| layout.members(host)[0]).collect();
+            let seats: usize = (0..map.hosts()).map(|host| map.members(host).len()).sum();
+            prop_assert_eq!(seats, map.size());
+            prop_assert!((0..map.hosts()).all(|host| map.members(host).is_sorted() && map.members(host).len() >= map.rails()));
+            let lowest: Vec<Rank> = (0..map.hosts()).map(|host| map.members(host)[0]).collect();
             prop_assert!(lowest.is_sorted());
         }
     }
