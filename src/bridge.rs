@@ -276,7 +276,6 @@ pub mod ffi {
         fn no_pieces() -> Box<Pieces>;
         fn add(self: &mut Pieces, piece: &[u8]);
         fn count(self: &Pieces) -> usize;
-        /// The piece at `index`, which must be less than `count`.
         fn get(self: &Pieces, index: usize) -> &[u8];
         /// A store of `symm::store`, or why there is none.
         type NativeStore;
@@ -288,12 +287,13 @@ pub mod ffi {
         fn store_through(store: UniquePtr<StoreHandle>) -> Box<NativeStore>;
         /// Makes calls that wait ask `handle` every 100 ms from now on.
         fn watch_interrupts(handle: UniquePtr<InterruptHandle>);
-        /// Makes another owner of the same store.
         fn share(self: &NativeStore) -> Box<NativeStore>;
         /// `timeout_ms` bounds the waiting; 0 is the longest limit there is, negative an error.
         fn call(self: &NativeStore, op: StoreOp, keys: &[Piece], values: &[Piece], amount: i64, timeout_ms: i64) -> StoreAnswer;
         /// Returns once all `size` ranks have called it with this key.
         fn barrier(self: &NativeStore, key: &[u8], rank: i64, size: i64, timeout_ms: i64) -> Status;
+        /// A meeting under `prefix`: says `word` about `what` and answers what every rank says; if `what` is empty, assembles all ranks.
+        fn meet(self: &NativeStore, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreAnswer;
         /// Clients of one store, for `store::load`.
         type LoadGenerator;
         fn load_generator() -> Box<LoadGenerator>;

@@ -117,6 +117,10 @@ class NativeStore(Store):
             ValueError: ``rank`` is not below ``world_size``.
         """
 
+    def _assemble(self, prefix: str, rank: int, world_size: int, timeout: timedelta) -> None: ...
+    def _gather(
+        self, prefix: str, what: str, word: str, rank: int, world_size: int, timeout: timedelta
+    ) -> list[str]: ...
     def clone(self) -> Store:
         """The same store, of the same class, with a timeout of its own."""
 

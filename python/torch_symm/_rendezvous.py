@@ -6,7 +6,6 @@ environment's ``RANK`` and ``WORLD_SIZE``.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -26,9 +25,6 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 #: The end of sentences about missing variables.
 TORCHRUN = "start the ranks with torchrun, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-
-#: For how long rank 0 keeps serving those who still have to hear who is missing, and they wait for its word.
-LAST_WORDS = timedelta(seconds=0.5)
 
 
 def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[Triplet]:
@@ -61,9 +57,10 @@ def by_tcp(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator
         opened = _beside_agent(host, port, rank, world_size, timeout, secret, same_user)
     else:
         opened = _open(host, port, rank, world_size, timeout, secret, same_user)
-    store = _of_this_start(opened)
-    _assemble(store, rank, world_size, deadline)
-    yield store, rank, world_size
+    restarts = _restarts()
+    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    opened._assemble(f"restart {restarts}/symm" if restarts else "symm", rank, world_size, left)
+    yield _of_this_start(opened), rank, world_size
     _only_once("symm")
 
 
@@ -185,7 +182,7 @@ def _open(
     from torch_symm._native import load
 
     try:
-        # Not waiting for workers: that would count those who come, and `_assemble` names those who do not.
+        # Not waiting for workers: that would count those who come, and `TCPStore._assemble` names those who do not.
         store: TCPStore = load().TCPStore(
             host,
             port,
@@ -204,86 +201,6 @@ def _open(
             f"rank {rank} of {world_size} cannot reach rank 0, which serves the rendezvous: {error}"
         ) from error
     return store
-
-
-def _assemble(store: Store, rank: int, world_size: int, deadline: float) -> None:
-    """Returns once all ranks have come. At the deadline of rank 0 all who have come hear who has not."""
-    from torch.distributed import DistNetworkError, DistStoreError
-
-    _refuse_taken(store, rank, world_size)
-    # The same processes may meet again in the same store, as `init_rpc` does after `init_process_group`.
-    turn = store.add(f"symm/turn/{rank}", 1)
-    here = [f"symm/here/{turn}/{other}" for other in range(world_size)]
-    reported = f"symm/reported/{turn}"
-    store.set(here[rank], "1")
-
-    def complaint() -> str:
-        missing = [other for other in range(world_size) if not store.check([here[other]])]
-        return (
-            f"rendezvous of {world_size} ranks: {_named(missing)} did not come until the timeout, "
-            f"{world_size - len(missing)} did"
-        )
-
-    left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    if rank != 0:
-        try:
-            store.wait([reported], left + LAST_WORDS)
-            words = store.get(reported).decode()
-            if words:
-                store.set(f"symm/received/{turn}/{rank}", "1")
-        except DistNetworkError as error:
-            raise DistNetworkError(f"rank 0, which serves the rendezvous, has ended or gone: {error}") from error
-        except DistStoreError:
-            words = complaint()
-        if words:
-            raise DistStoreError(words)
-        return
-    try:
-        store.wait(here, left)
-    except DistStoreError as error:
-        words = complaint()
-        came = [other for other in range(1, world_size) if store.check([here[other]])]
-        store.set(reported, words)
-        with contextlib.suppress(DistStoreError):
-            store.wait([f"symm/received/{turn}/{other}" for other in came], LAST_WORDS)
-        raise DistStoreError(words) from error
-    store.set(reported, "")
-    for key in here:
-        store.delete_key(key)
-
-
-def _refuse_taken(store: Store, rank: int, world_size: int) -> None:
-    """One living process for each rank of the store; those who have met here may meet again in another order."""
-    from torch_symm._native import load
-
-    mine = _process(os.getpid())
-    keys = [f"symm/process/{other}" for other in range(world_size)]
-    if mine is None or (found := store.compare_set(keys[rank], "", mine).decode()) == mine:
-        return
-    pid = int(found.split()[-2])
-    known_here = any(store.get(key).decode() == mine for key in keys if store.check([key]))
-    if _process(pid) == found and not known_here:
-        text = f"rank {rank} of {world_size} is claimed twice: by pid {pid} and by pid {os.getpid()}"
-        raise load().SymmConfigError(text)
-    store.set(keys[rank], mine)
-
-
-def _process(pid: int) -> str | None:
-    """Kernel, namespace, pid and start time, which together are never used again; ``None`` if it has ended."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot, open(f"/proc/{pid}/stat") as stat:
-            # The name in field 2 may hold spaces and parentheses.
-            fields = stat.read().rpartition(")")[2].split()
-            where = f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else f"{where} {pid} {fields[19]}"
-
-
-def _named(ranks: list[int]) -> str:
-    """The first eight by number, as in messages of the core."""
-    text = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
 def _beside_agent(

@@ -8,6 +8,7 @@ use super::torch_store::TorchStore;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::store::file::FileStore;
+use crate::store::meet::Meeting;
 use crate::store::memory::MemoryStore;
 use crate::store::request::{Op, Request};
 use crate::store::table::Reply;
@@ -20,7 +21,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Values or keys on their way between the languages.
 pub struct Pieces(Vec<Bytes>);
@@ -126,6 +127,21 @@ impl NativeStore {
             let (rank, size) = (unsigned("rank", rank)?, unsigned("world size", size)?);
             self.store()?.barrier(text(key)?, Rank(rank), size, Some(limit(timeout_ms)?))
         })
+    }
+
+    pub(super) fn meet(&self, prefix: &[u8], what: &[u8], word: &[u8], rank: i64, size: i64, timeout_ms: i64) -> StoreAnswer {
+        let mut words = Vec::new();
+        let status = guarded(|| {
+            let (me, size) = (Rank(unsigned("rank", rank)?), unsigned("world size", size)?);
+            let deadline = Instant::now() + limit(timeout_ms)?;
+            let meeting = Meeting { store: self.store()?, prefix: text(prefix)?.into(), me, size, deadline };
+            if what.is_empty() {
+                return meeting.assemble();
+            }
+            words = meeting.gather(text(what)?, word)?;
+            Ok(())
+        });
+        answer(status, Reply::Values(words))
     }
 
     fn store(&self) -> Result<&dyn Store> {

@@ -9,10 +9,10 @@ use crate::coll::call::Call;
 use crate::config::Config;
 use crate::error::Result;
 use crate::group::monitored::Monitored;
-use crate::rank::Rank;
+use crate::store::meet::Meeting;
 use crate::sync::call_site::CallSite;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 impl HostsGroup {
     /// A barrier whose failure reads as Gloo's: on rank 0 it names the first rank that did not come, or all of them, on whichever host.
@@ -22,34 +22,37 @@ impl HostsGroup {
         monitored.check()?;
         self.inner.check_open()?;
         let number = self.monitored.fetch_add(1, Ordering::Relaxed);
-        let store = self.messages.get().map(|messages| messages.store());
-        if let Some(store) = store {
+        let told = self.told();
+        if let Some(told) = &told {
             // Without it the failure names hosts, or the ranks of this one.
-            let _ = store.set(&self.monitored_key(number, self.rank), b"1");
+            let _ = told.tell(&number.to_string(), b"1");
         }
         let outcome = self.run(&[Call::barrier(call_site)], Some(timeout));
-        let came = |rank: &Rank| store.is_none_or(|store| store.check(&[&self.monitored_key(number, *rank)]).unwrap_or(true));
-        let late = || (0..self.layout.size() as u32).map(Rank).filter(|rank| !came(rank)).collect();
+        let late = || told.as_ref().and_then(|told| told.missing(&number.to_string()).ok()).unwrap_or_default();
         outcome.map_err(|error| monitored.reworded(error, late))?;
-        if let (Some(store), Some(before)) = (store, number.checked_sub(1)) {
-            let _ = store.delete(&self.monitored_key(before, self.rank));
+        if let (Some(told), Some(before)) = (&told, number.checked_sub(1)) {
+            let _ = told.forget(&before.to_string());
         }
         Ok(())
     }
 
-    fn monitored_key(&self, number: u64, rank: Rank) -> String {
-        self.life.name("symm-monitored", format_args!("{number}/{rank}"))
+    /// Where ranks say to which monitored barriers they have come.
+    fn told(&self) -> Option<Meeting<'_>> {
+        let (store, prefix) = (self.messages.get()?.store(), self.life.name("symm-monitored", "told"));
+        Some(Meeting { store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() })
     }
 
     /// Removes the keys of this rank that are still in the store, unless the group has failed: rank 0 may still read them then.
     pub(super) fn forget_keys(&self) {
         let (Some(messages), None) = (self.messages.get(), self.inner.failure()) else { return };
-        let last = self.monitored.load(Ordering::Relaxed).checked_sub(1).map(|last| self.monitored_key(last, self.rank));
+        if let (Some(told), Some(last)) = (self.told(), self.monitored.load(Ordering::Relaxed).checked_sub(1)) {
+            let _ = told.forget(&last.to_string());
+        }
         let (host, local) = (self.layout.host(self.rank), self.layout.local(self.rank));
         let name = self.life.name("symm-rail", local);
         // Other hosts connect at any time under this setting.
         let lazy = Config::get().gloo_lazy && local < self.layout.rails();
         let address = lazy.then(|| rail::keys(&name, host)).into_iter().flatten();
-        last.into_iter().chain(address).for_each(|key| drop(messages.store().delete(&key)));
+        address.for_each(|key| drop(messages.store().delete(&key)));
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod file;
 pub mod load;
+pub mod meet;
 pub mod memory;
 pub mod prefix;
 pub mod request;
@@ -14,9 +15,10 @@ pub mod tcp;
 pub mod until;
 pub mod worker;
 
-use crate::error::{Error, Kind, Result};
-use crate::rank::{Rank, name_ranks};
+use crate::error::{Error, Result};
+use crate::rank::Rank;
 use bytes::Bytes;
+use meet::Meeting;
 use request::{Op, Request};
 use std::time::{Duration, Instant};
 use table::Reply;
@@ -125,38 +127,7 @@ pub trait Store: Send + Sync {
         if rank.0 >= size {
             return Err(Error::value(format!("barrier {key:?}: rank {rank} of {size}")));
         }
-        let started = Instant::now();
-        let place = |rank: u32| format!("{key}/{rank}");
-        let round = self.add(&place(rank.0), 1)?;
-        let [count, open] = [format!("{key}/round {round}/count"), format!("{key}/round {round}/open")];
-        if self.add(&count, 1)? == i64::from(size) {
-            for stale in [format!("{key}/round {}/count", round - 1), format!("{key}/round {}/open", round - 1)] {
-                match self.delete(&stale) {
-                    // A store without deletion keeps it.
-                    Err(error) if error.kind == Kind::NotImplemented => {}
-                    outcome => outcome.map(|_| ())?,
-                }
-            }
-            return self.set(&open, b"");
-        }
-        match self.wait(&[&open], limit) {
-            Err(error) if error.kind == Kind::Timeout => {
-                let mut late = Vec::new();
-                for rank in 0..size {
-                    let place = place(rank);
-                    let came = self.check(&[&place])? && self.add(&place, 0)? >= round;
-                    if !came {
-                        late.push(Rank(rank));
-                    }
-                }
-                let waited = started.elapsed().as_secs_f64();
-                Err(Error::timeout(format!(
-                    "barrier {key:?}: rank {rank} waited {waited:.1} s for {} of {size} ranks (timeout)",
-                    name_ranks(&late)
-                )))
-            }
-            outcome => outcome,
-        }
+        Meeting { store: self, prefix: key.into(), me: rank, size, deadline: deadline(limit) }.pass()
     }
 }
 

@@ -91,6 +91,24 @@ void bind_stores(py::module_& module) {
           py::arg("world_size"),
           py::arg("timeout") = py::none(),
           released)
+      .def(
+          "_assemble",
+          &SymmStore::assemble,
+          py::arg("prefix"),
+          py::arg("rank"),
+          py::arg("world_size"),
+          py::arg("timeout"),
+          released)
+      .def(
+          "_gather",
+          &SymmStore::gather,
+          py::arg("prefix"),
+          py::arg("what"),
+          py::arg("word"),
+          py::arg("rank"),
+          py::arg("world_size"),
+          py::arg("timeout"),
+          released)
       .def("__copy__", &SymmStore::clone, released)
       .def("__deepcopy__", [](SymmStore& self, const py::dict&) { return self.clone(); }, py::arg("memo"))
       .def("__reduce__", [](const SymmStore&) -> py::tuple {

@@ -162,6 +162,23 @@ void SymmStore::rankBarrier(const std::string& key, int64_t rank, int64_t size, 
   check_store(store_->barrier(piece(key).data, rank, size, timeout.value_or(timeout_).count()));
 }
 
+void SymmStore::assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const {
+  const auto status = store_->meet(piece(prefix).data, {}, {}, rank, size, timeout.count()).status;
+  status.kind == Kind::Config ? symm::check(status) : check_store(status);
+}
+
+std::vector<std::string> SymmStore::gather(
+    const std::string& prefix,
+    const std::string& what,
+    const std::string& word,
+    int64_t rank,
+    int64_t size,
+    Milliseconds timeout) const {
+  const auto answer = store_->meet(piece(prefix).data, piece(what).data, piece(word).data, rank, size, timeout.count());
+  check_store(answer.status);
+  return collected<std::string>(answer);
+}
+
 MemoryStore::MemoryStore() : SymmStore(store_memory(), kDefaultTimeout) {}
 
 MemoryStore::MemoryStore(rust::Box<NativeStore> store, Milliseconds timeout) : SymmStore(std::move(store), timeout) {}

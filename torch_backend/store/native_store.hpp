@@ -50,6 +50,19 @@ class SymmStore : public ::c10d::Store {
   // Returns once all `size` ranks have called it with this key. `barrier` is c10d's, which takes no rank.
   void rankBarrier(const std::string& key, int64_t rank, int64_t size, std::optional<Milliseconds> timeout) const;
 
+  // Returns once all ranks have come to this store, which rank 0 serves. Fails as SymmConfigError if another living process has
+  // come as this rank.
+  void assemble(const std::string& prefix, int64_t rank, int64_t size, Milliseconds timeout) const;
+
+  // Says `word` about `what`, and returns what every rank says.
+  std::vector<std::string> gather(
+      const std::string& prefix,
+      const std::string& what,
+      const std::string& word,
+      int64_t rank,
+      int64_t size,
+      Milliseconds timeout) const;
+
  protected:
   rust::Box<NativeStore> share() const;
 

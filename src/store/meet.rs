@@ -1,0 +1,322 @@
+//! Agreement of ranks through a store: who has come, and what each rank says.
+//!
+//! A meeting does not judge processes that may be dead, stopped or of an earlier run; `boot::gather` does.
+
+use super::Store;
+use crate::error::{Error, Kind, Result};
+use crate::rank::{Rank, name_ranks};
+use crate::sys::host::Host;
+use crate::sys::process::{self, ProcessId};
+use bytes::Bytes;
+use std::time::{Duration, Instant};
+
+/// Time for which rank 0 keeps serving ranks that still have to hear which ones are missing, and for which they wait for its word.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Maximum number of ranks that the error of a gathering names.
+const NAMED: usize = 8;
+
+/// A rank's part in a meeting of `size` ranks, under keys that begin with `prefix`.
+pub struct Meeting<'a, S: ?Sized = dyn Store + 'a> {
+    /// Store that all ranks use.
+    pub store: &'a S,
+    /// Beginning of the meeting's keys.
+    pub prefix: String,
+    /// This rank.
+    pub me: Rank,
+    /// Number of ranks.
+    pub size: u32,
+    /// Time at which waiting ends.
+    pub deadline: Instant,
+}
+
+impl<S: Store + ?Sized> Meeting<'_, S> {
+    fn key(&self, what: &str, rank: Rank) -> String {
+        format!("{}/{what}/{rank}", self.prefix)
+    }
+
+    fn keys(&self, what: &str) -> Vec<String> {
+        (0..self.size).map(|rank| self.key(what, Rank(rank))).collect()
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = Rank> {
+        (0..self.size).map(Rank)
+    }
+
+    /// Says `word` about `what` to all ranks.
+    pub fn tell(&self, what: &str, word: &[u8]) -> Result<()> {
+        self.store.set(&self.key(what, self.me), word)
+    }
+
+    /// Returns the ranks that have said something about `what`.
+    pub fn came(&self, what: &str) -> Result<Vec<Rank>> {
+        let told = |rank: &Rank| self.store.check(&[&self.key(what, *rank)]);
+        self.ranks().filter_map(|rank| told(&rank).map(|told| told.then_some(rank)).transpose()).collect()
+    }
+
+    /// Removes this rank's word about `what`.
+    pub fn forget(&self, what: &str) -> Result<()> {
+        forget(self.store, &self.key(what, self.me))
+    }
+
+    /// Counts this rank's meetings under this prefix; the same processes may meet again in the same store.
+    fn turn(&self) -> Result<i64> {
+        self.store.add(&self.key("turn", self.me), 1)
+    }
+
+    /// Waits until all of `ranks` have said something about `what`.
+    fn wait(&self, what: &str, ranks: &[Rank], limit: Duration) -> Result<()> {
+        let keys: Vec<String> = ranks.iter().map(|&rank| self.key(what, rank)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        self.store.wait(&keys, Some(limit))
+    }
+
+    /// Time until the deadline; a store would take 0 for "no limit".
+    fn left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+    }
+
+    /// Returns the ranks that have said nothing about `what`.
+    pub fn missing(&self, what: &str) -> Result<Vec<Rank>> {
+        let came = self.came(what)?;
+        Ok(self.ranks().filter(|rank| !came.contains(rank)).collect())
+    }
+
+    /// Says `word` about `what` and returns what every rank says, in the order of ranks.
+    ///
+    /// # Errors
+    /// `Timeout` names the ranks that did not come.
+    pub fn gather(&self, what: &str, word: &[u8]) -> Result<Vec<Bytes>> {
+        self.tell(what, word)?;
+        let keys = self.keys(what);
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        self.store.wait(&keys, Some(self.left())).or_else(|error| {
+            let missing = if error.kind == Kind::Timeout { self.missing(what)? } else { return Err(error) };
+            if missing.is_empty() {
+                Ok(())
+            } else {
+                Err(Error::timeout(format!("waits for {}, which did not come in time", named(&missing))))
+            }
+        })?;
+        self.store.multi_get(&keys, Some(self.left()))
+    }
+
+    /// Returns once all ranks have come to a store that rank 0 serves. At the deadline of rank 0 every rank that has come hears which
+    /// ranks have not.
+    ///
+    /// # Errors
+    /// `Timeout` names the missing ranks; `Network` if rank 0 is gone; `Config` if another living process has come as this rank.
+    pub fn assemble(&self) -> Result<()> {
+        self.refuse_taken()?;
+        let turn = self.turn()?;
+        let [here, received] = ["here", "received"].map(|what| format!("{what}/{turn}"));
+        let reported = format!("{}/reported/{turn}", self.prefix);
+        self.tell(&here, b"1")?;
+        let complaint = || {
+            let missing = self.missing(&here)?;
+            let (missing, came) = (named(&missing), self.size as usize - missing.len());
+            Ok(format!("rendezvous of {} ranks: {missing} did not come until the timeout, {came} did", self.size))
+        };
+        if self.me.0 != 0 {
+            let word = self.store.get(&reported, Some(self.left() + LAST_WORDS)).and_then(|word| {
+                if !word.is_empty() {
+                    self.tell(&received, b"1")?;
+                }
+                Ok(String::from_utf8_lossy(&word).into_owned())
+            });
+            let word = word.or_else(|error| if error.kind == Kind::Timeout { complaint() } else { Err(error) });
+            return match word {
+                Ok(word) if word.is_empty() => Ok(()),
+                Ok(word) => Err(Error::timeout(word)),
+                Err(error) if error.kind == Kind::Network => {
+                    let text = format!("rank 0, which serves the rendezvous, has ended or gone: {}", error.message);
+                    Err(Error { message: text, ..error })
+                }
+                Err(error) => Err(error),
+            };
+        }
+        let all: Vec<Rank> = self.ranks().collect();
+        match self.wait(&here, &all, self.left()) {
+            Err(error) if error.kind == Kind::Timeout => {
+                let word = complaint()?;
+                let came = self.came(&here)?;
+                self.store.set(&reported, word.as_bytes())?;
+                // Rank 0 need not hear it.
+                match self.wait(&received, &came[1..], LAST_WORDS) {
+                    Err(error) if error.kind != Kind::Timeout => Err(error),
+                    Ok(()) | Err(_) => Err(Error::timeout(word)),
+                }
+            }
+            Err(error) => Err(error),
+            Ok(()) => {
+                self.store.set(&reported, b"")?;
+                self.keys(&here).iter().try_for_each(|key| forget(self.store, key))
+            }
+        }
+    }
+
+    /// Refuses to be a second living process of this rank. Processes that have met here may meet again in another order.
+    fn refuse_taken(&self) -> Result<()> {
+        // Without /proc no process can be compared with another.
+        let (Ok(own), Ok(host)) = (process::own(), Host::own()) else { return Ok(()) };
+        let place = format!("{} {}", host.boot, host.pid);
+        let mine = format!("{place} {} {}", own.pid, own.start_time);
+        let key = self.key("process", self.me);
+        let found = self.store.compare_set(&key, b"", mine.as_bytes())?;
+        if found == mine {
+            return Ok(());
+        }
+        let other = std::str::from_utf8(&found).ok().and_then(|found| found.strip_prefix(&place)).and_then(|found| {
+            let (pid, start_time) = found.trim_start().split_once(' ')?;
+            Some(ProcessId { pid: pid.parse().ok()?, start_time: start_time.parse().ok()? })
+        });
+        if let Some(other) = other.filter(|&other| !process::is_ending(other)) {
+            let known: Vec<String> = self.came("process")?.into_iter().map(|rank| self.key("process", rank)).collect();
+            let known: Vec<&str> = known.iter().map(String::as_str).collect();
+            if !self.store.multi_get(&known, Some(self.left()))?.iter().any(|known| *known == mine) {
+                let (rank, size) = (self.me, self.size);
+                return Err(Error::config(format!("rank {rank} of {size} is claimed twice: by pid {} and by pid {}", other.pid, own.pid)));
+            }
+        }
+        self.store.set(&key, mine.as_bytes())
+    }
+
+    /// Returns once all ranks have called it under this prefix; see [`Store::barrier`].
+    pub(super) fn pass(&self) -> Result<()> {
+        let started = Instant::now();
+        let place = |rank: Rank| format!("{}/{rank}", self.prefix);
+        let round = self.store.add(&place(self.me), 1)?;
+        let [count, open] = self.door(round);
+        if self.store.add(&count, 1)? == i64::from(self.size) {
+            self.door(round - 1).iter().try_for_each(|stale| forget(self.store, stale))?;
+            return self.store.set(&open, b"");
+        }
+        self.store.wait(&[&open], Some(self.left())).or_else(|error| {
+            if error.kind != Kind::Timeout {
+                return Err(error);
+            }
+            let came = |rank| Ok(self.store.check(&[&place(rank)])? && self.store.add(&place(rank), 0)? >= round);
+            let late = self.ranks().filter_map(|rank| came(rank).map(|came| (!came).then_some(rank)).transpose());
+            let late = name_ranks(&late.collect::<Result<Vec<_>>>()?);
+            let (key, rank, size, waited) = (&self.prefix, self.me, self.size, started.elapsed().as_secs_f64());
+            Err(Error::timeout(format!("barrier {key:?}: rank {rank} waited {waited:.1} s for {late} of {size} ranks (timeout)")))
+        })
+    }
+
+    /// Keys of the round `round`: how many ranks have come, and that all have.
+    fn door(&self, round: i64) -> [String; 2] {
+        ["count", "open"].map(|what| format!("{}/round {round}/{what}", self.prefix))
+    }
+}
+
+/// Removes `key`, unless the store keeps its keys.
+fn forget<S: Store + ?Sized>(store: &S, key: &str) -> Result<()> {
+    match store.delete(key) {
+        Err(error) if error.kind == Kind::NotImplemented => Ok(()),
+        outcome => outcome.map(|_| ()),
+    }
+}
+
+/// The first ranks by number, as errors of stores name keys.
+fn named(ranks: &[Rank]) -> String {
+    let numbers: Vec<String> = ranks.iter().take(NAMED).map(Rank::to_string).collect();
+    let more = if ranks.len() > NAMED { format!(" and {} more", ranks.len() - NAMED) } else { String::new() };
+    format!("rank{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, numbers.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::memory::MemoryStore;
+
+    const SHORT: Duration = Duration::from_millis(50);
+
+    fn meeting(store: &MemoryStore, me: u32, size: u32, limit: Duration) -> Meeting<'_, MemoryStore> {
+        Meeting { store, prefix: "m".into(), me: Rank(me), size, deadline: Instant::now() + limit }
+    }
+
+    /// Runs `body` on `ranks` of `size` at once, and returns what each yields.
+    fn on_ranks<T: Send>(ranks: &[u32], size: u32, limit: Duration, body: impl Fn(Meeting<'_, MemoryStore>) -> T + Sync) -> Vec<T> {
+        let store = MemoryStore::new();
+        std::thread::scope(|scope| {
+            let one = |&rank: &u32| {
+                let (body, store) = (&body, &store);
+                scope.spawn(move || body(meeting(store, rank, size, limit)))
+            };
+            let threads: Vec<_> = ranks.iter().map(one).collect();
+            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        })
+    }
+
+    #[test]
+    fn every_rank_gets_all_words_in_the_order_of_ranks() {
+        for words in on_ranks(&[2, 0, 1], 3, Duration::from_secs(30), |here| here.gather("word", here.me.to_string().as_bytes())) {
+            assert_eq!(words, Ok(["0", "1", "2"].map(Bytes::from).to_vec()));
+        }
+    }
+
+    #[test]
+    fn a_gathering_names_the_first_missing_ranks_at_its_deadline() {
+        for (size, named) in [(2, "rank 1"), (3, "ranks 1, 2"), (11, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more")] {
+            let error = on_ranks(&[0], size, SHORT, |here| here.gather("word", b"")).remove(0).expect_err("missing");
+            assert_eq!((error.kind, error.message), (Kind::Timeout, format!("waits for {named}, which did not come in time")));
+        }
+    }
+
+    #[test]
+    fn ranks_that_told_have_come_until_they_forget() {
+        let store = MemoryStore::new();
+        let [zero, two] = [0, 2].map(|me| meeting(&store, me, 3, SHORT));
+        two.tell("this", b"").expect("set");
+        zero.tell("that", b"").expect("set");
+        assert_eq!((zero.came("this"), zero.came("that")), (Ok(vec![Rank(2)]), Ok(vec![Rank(0)])));
+        two.forget("this").expect("deleted");
+        assert_eq!(zero.came("this"), Ok(vec![]));
+    }
+
+    #[test]
+    fn ranks_of_threads_assemble_again_and_again() {
+        let outcomes = on_ranks(&[0, 1, 2], 3, Duration::from_secs(30), |here| here.assemble().and_then(|()| here.assemble()));
+        assert_eq!(outcomes, [Ok(()), Ok(()), Ok(())]);
+    }
+
+    #[test]
+    fn all_ranks_that_came_hear_from_rank_0_which_did_not() {
+        let store = MemoryStore::new();
+        let errors = std::thread::scope(|scope| {
+            let patient = scope.spawn(|| meeting(&store, 2, 4, Duration::from_secs(30)).assemble());
+            store.wait(&["m/here/1/2"], None).expect("told");
+            [meeting(&store, 0, 4, SHORT).assemble(), patient.join().expect("no panic")]
+        });
+        for error in errors.map(|outcome| outcome.expect_err("missing")) {
+            let text = "rendezvous of 4 ranks: ranks 1, 3 did not come until the timeout, 2 did";
+            assert_eq!((error.kind, error.message.as_str()), (Kind::Timeout, text));
+        }
+        let error = on_ranks(&[1], 2, SHORT, |here| here.assemble()).remove(0).expect_err("no rank 0");
+        assert_eq!(error.message, "rendezvous of 2 ranks: rank 0 did not come until the timeout, 1 did");
+    }
+
+    #[test]
+    fn a_living_process_is_not_replaced_and_an_ended_one_is() {
+        let (store, host) = (MemoryStore::new(), Host::own().expect("/proc"));
+        let claim = |pid: u32, start_time: &str| {
+            let text = format!("{} {} {pid} {start_time}", host.boot, host.pid);
+            store.set("m/process/0", text.as_bytes()).expect("set");
+        };
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).expect("stat");
+        let start_time = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(19)).expect("field 22");
+        claim(child.id(), start_time);
+        let error = meeting(&store, 0, 1, SHORT).assemble().expect_err("claimed");
+        let text = format!("rank 0 of 1 is claimed twice: by pid {} and by pid {}", child.id(), std::process::id());
+        assert_eq!((error.kind, error.message), (Kind::Config, text));
+        // Processes that have met here may come back as other ranks.
+        let own = process::own().expect("/proc");
+        store.set("m/process/1", format!("{} {} {} {}", host.boot, host.pid, own.pid, own.start_time).as_bytes()).expect("set");
+        assert_eq!(meeting(&store, 0, 2, SHORT).refuse_taken(), Ok(()));
+        store.delete("m/process/1").expect("deleted");
+        claim(child.id(), start_time);
+        child.kill().and_then(|()| child.wait()).expect("killed");
+        assert_eq!(meeting(&store, 0, 1, SHORT).assemble(), Ok(()));
+    }
+}
