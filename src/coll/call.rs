@@ -81,7 +81,7 @@ impl Spec<'_> {
 /// let span = [Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&data) }];
 /// let (inputs, outputs) = (Cow::Borrowed(&span[..]), Cow::Borrowed(&span[..]));
 /// let spec = Spec { op: Op::AllReduce, dtype: DType::I32, inputs, outputs, ..Spec::barrier(None) };
-/// // SAFETY: `data` outlives the call, and nobody else uses it meanwhile.
+/// // SAFETY: `data` outlives the call, and no other thread uses it meanwhile.
 /// let call = unsafe { Call::new(spec, Rank(0), 2) }?;
 /// assert_eq!(call.volume(), 12);
 /// # Ok::<(), symm::error::Error>(())
@@ -93,8 +93,8 @@ impl<'a> Call<'a> {
     /// A call of rank `me` of `n`.
     ///
     /// # Safety
-    /// Until the call has ended (`run` has returned, the completion was called, or the stream has passed it) the inputs may be read and the
-    /// outputs written, nobody else writes either, and they overlap only in place.
+    /// The caller promises until the call has ended: the inputs may be read and the outputs written, no other code writes either, and they
+    /// overlap only in place. A call ends when `run` returns, when its completion is called, or when the stream has passed it.
     ///
     /// # Errors
     /// Those of [`Spec::validate`].

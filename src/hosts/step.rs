@@ -147,7 +147,7 @@ impl Step<'_> {
         Spec { dtype: DType::U8, reduce_op: ReduceOp::Sum, ..self.inner_call(op, inputs, outputs) }
     }
 
-    /// Runs collectives of the ranks of this host, on staging and on parts of what the call names.
+    /// Runs collectives of the ranks of this host. Their memory is staging, or parts of the spans of this call.
     pub(super) fn inside(&self, calls: Vec<Spec<'static>>) -> Result<()> {
         self.begin(Phase::Inside);
         let left = self.limit.left().unwrap_or_default() + GRACE;

@@ -1,4 +1,4 @@
-//! Agreement of ranks through a store: who has come, and what each rank says.
+//! Agreement of ranks through a store: which ranks have arrived, and what each one says.
 //!
 //! A meeting does not judge processes that may be dead, stopped or of an earlier run; `boot::gather` does.
 
@@ -85,7 +85,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
     /// Says `word` about `what` and returns what every rank says, in the order of ranks.
     ///
     /// # Errors
-    /// `Timeout` names the ranks that did not come.
+    /// `Timeout` names the missing ranks.
     pub fn gather(&self, what: &str, word: &[u8]) -> Result<Vec<Bytes>> {
         self.tell(what, word)?;
         let keys = self.keys(what);
@@ -101,8 +101,8 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         self.store.multi_get(&keys, Some(self.left()))
     }
 
-    /// Returns once all ranks have come to a store that rank 0 serves. At the deadline of rank 0 every rank that has come hears which
-    /// ranks have not.
+    /// Returns once all ranks have arrived at a store that rank 0 serves. At the deadline of rank 0 every rank that has arrived
+    /// hears which ones are missing.
     ///
     /// # Errors
     /// `Timeout` names the missing ranks; `Network` if rank 0 is gone; `Config` if another living process has come as this rank.
@@ -203,7 +203,7 @@ impl<S: Store + ?Sized> Meeting<'_, S> {
         })
     }
 
-    /// Keys of the round `round`: how many ranks have come, and that all have.
+    /// The keys of round `round`: the number of ranks that have arrived, and a flag that all have.
     fn door(&self, round: i64) -> [String; 2] {
         ["count", "open"].map(|what| format!("{}/round {round}/{what}", self.prefix))
     }

@@ -177,7 +177,7 @@ def beside_collectives(rank: int, world: int) -> None:
 
 
 def traffic(rank: int, world: int) -> None:
-    """Messages of all lengths between random ranks, awaited in any order, with a collective beside them."""
+    """Messages of all lengths between random ranks, awaited in any order, while a collective runs."""
     plan = random.Random(5)
     for turn in range(6):
         messages = []
@@ -242,7 +242,7 @@ def any_to_each(rank: int, world: int) -> None:
 
 
 def any_in_order(rank: int, world: int) -> None:
-    """Messages of one sender keep their order, whoever else sends."""
+    """Messages of one sender keep their order while other ranks send."""
     if rank > 0:
         for number in range(50):
             dist.send(torch.tensor([rank, number]), 0)

@@ -90,7 +90,7 @@ impl Runner {
         self.served
     }
 
-    /// Posts `call` if all that this rank sends has room beside the flag: the next that `run` gets must
+    /// Posts `call` if all bytes that this rank sends fit next to the flag: the next that `run` gets must
     /// be this call. `begins` gets its number before peers see it.
     pub fn post(&mut self, call: &Call<'_>, begins: &dyn Fn(u64)) -> bool {
         let inline = fits_post(call, choose(call, call.longest(), self.control.size(), &self.thresholds, false));
