@@ -10,8 +10,8 @@ PYTEST_FLAGS ?= -q
 # A folder for JUnit reports, one a goal; none if it is empty.
 REPORTS ?=
 PYTEST = $(BIN)/python -m pytest $(PYTEST_FLAGS) $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
-# Workers of pytest: 2 are faster on two quiet cores, but limits inside tests' kits were reached beside other work.
-PYTEST_WORKERS ?= 0
+# Workers of pytest; 0: none, one test after the other.
+PYTEST_WORKERS ?= 2
 PARALLEL = -n $(PYTEST_WORKERS) --dist loadfile
 # Alone: no other test is there to slow them down. What fails is tried once more; pytest prints how many were, and which.
 ALONE = -p no:xdist --reruns 1 -rR
