@@ -182,7 +182,7 @@ def _open(
     from torch_symm._native import load
 
     try:
-        # Not waiting for workers: that would count those who come, and `TCPStore._assemble` names those who do not.
+        # Without waiting for workers: that would count those ranks, and `TCPStore._assemble` names the missing ones.
         store: TCPStore = load().TCPStore(
             host,
             port,

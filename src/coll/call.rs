@@ -93,8 +93,9 @@ impl<'a> Call<'a> {
     /// A call of rank `me` of `n`.
     ///
     /// # Safety
-    /// The caller promises until the call has ended: the inputs may be read and the outputs written, no other code writes either, and they
-    /// overlap only in place. A call ends when `run` returns, when its completion is called, or when the stream has passed it.
+    /// The caller promises as long as the call or a clone of it exists, and until each run of it has ended: the inputs may be read and the
+    /// outputs written, no other code writes either, and they overlap only in place. A run ends when `run` returns, when its completion is
+    /// called, or when the stream has passed it.
     ///
     /// # Errors
     /// Those of [`Spec::validate`].

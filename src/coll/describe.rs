@@ -11,7 +11,7 @@ use crate::rank::Rank;
 pub struct Description {
     /// op, dtype, reduce op, [`SITED`], root from the lowest byte up.
     pub head: u64,
-    /// Bytes that must agree, see [`Spec::agreed_bytes`].
+    /// The bytes that must agree, see [`Spec::agreed_bytes`].
     pub bytes: u64,
     /// [`Norm::word`] of a norm; else 0.
     pub detail: u64,

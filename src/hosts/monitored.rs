@@ -36,7 +36,7 @@ impl HostsGroup {
         Ok(())
     }
 
-    /// Where ranks say to which monitored barriers they have come.
+    /// The place where ranks say at which monitored barriers they have arrived.
     fn told(&self) -> Option<Meeting<'_>> {
         let (store, prefix) = (self.messages.get()?.store(), self.life.name("symm-monitored", "told"));
         Some(Meeting { store, prefix, me: self.rank, size: self.layout.size() as u32, deadline: Instant::now() })
