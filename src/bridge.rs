@@ -68,6 +68,23 @@ pub mod ffi {
         call_site: u32,
     }
 
+    /// An input, by the number of its call, that must be copied before the calls are made.
+    #[derive(Clone, Copy)]
+    struct Aside {
+        call: usize,
+        input: usize,
+    }
+
+    /// What became of calls. Where there are `asides`, nothing was begun: an output would overwrite these inputs.
+    struct Outcome {
+        status: Status,
+        /// Number of the first call in the group.
+        sequence: u64,
+        /// For `wait`.
+        ticket: u64,
+        asides: Vec<Aside>,
+    }
+
     /// Group to join, and this process's part in it.
     struct JoinSpec {
         group: String,
@@ -335,10 +352,13 @@ pub mod ffi {
             backends: UniquePtr<DeviceBackendsHandle>,
             spec: &JoinSpec,
         ) -> Joined;
-        /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group.
-        fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64) -> Status;
-        /// Queues `calls` behind everything submitted before; returns a ticket for `wait`.
-        fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, done: UniquePtr<Completion>) -> u64;
+        /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group. `profiled`:
+        /// the flight recorder is to note who was waited for.
+        fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
+        /// Queues `calls` behind everything submitted before. `done` is called only if the status is 0 and there are no asides.
+        fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool, done: UniquePtr<Completion>) -> Outcome;
+        /// Checks `calls`, which are to be launched, and begins none.
+        fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;
         /// Starts a receive; the returned ticket is for `wait`.
@@ -380,8 +400,6 @@ pub mod ffi {
         fn sequence(self: &GroupHandle) -> u64;
         /// The timeout of calls that bring none.
         fn set_timeout(self: &GroupHandle, timeout_ms: i64);
-        /// Notes in the flight recorder who was waited for, from now on or no longer.
-        fn watch(self: &GroupHandle, on: bool);
         /// Index of the CUDA device on which the group is set up; -1: on none.
         fn device(self: &GroupHandle) -> i32;
         fn timeout(self: &GroupHandle) -> i64;

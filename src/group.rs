@@ -366,6 +366,11 @@ impl Group {
         Arc::clone(&self.recorder)
     }
 
+    /// Notes in the flight recorder who was waited for, from now on or no longer.
+    pub fn watch(&self, on: bool) {
+        self.recorder.watch(on);
+    }
+
     /// This rank, and the number of ranks.
     pub fn place(&self) -> (Rank, usize) {
         (self.control.rank(), self.control.size())

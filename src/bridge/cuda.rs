@@ -1,7 +1,7 @@
 //! CUDA calls: what is enqueued, and where.
 
 use super::ffi::{CallSpec, Status, Transfer};
-use super::group::{GroupHandle, message, with_calls};
+use super::group::{GroupHandle, message, with_calls, with_specs};
 use super::{guarded, milliseconds};
 use crate::config::Config;
 use crate::error::Result;
@@ -13,10 +13,12 @@ impl GroupHandle {
         let target = CudaTarget { device, stream, background };
         guarded(|| {
             let timeout = milliseconds(timeout_ms);
-            self.on_either(
-                |group| with_calls(calls, group.place(), |calls| group.launch(calls, target, timeout)),
-                |group| with_calls(calls, group.place(), |calls| group.launch(calls, target, timeout)),
-            )
+            with_specs(calls, |specs| {
+                self.on_either(
+                    |group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout)),
+                    |group| with_calls(specs, group.place(), |calls| group.launch(calls, target, timeout)),
+                )
+            })
         })
     }
 

@@ -5,7 +5,8 @@ use super::device_backends::DeviceBackends;
 use super::links::BackendLinks;
 use super::rail::{BackendRail, engines};
 use super::torch_store::TorchStore;
-use super::{ffi, from_cpp, guarded, milliseconds, started};
+use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
+use crate::coll::alias;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::config::HostsChoice;
 use crate::dtype::{DType, ReduceOp};
@@ -30,6 +31,24 @@ pub struct GroupHandle(Result<Kind>);
 enum Kind {
     OneHost(Group),
     SeveralHosts(HostsGroup),
+}
+
+impl Kind {
+    /// The ranks of this host.
+    fn inner(&self) -> &Group {
+        match self {
+            Self::OneHost(group) => group,
+            Self::SeveralHosts(group) => group.inner(),
+        }
+    }
+
+    /// This rank, the number of ranks, and the number of collectives asked for.
+    fn place_and_sequence(&self) -> ((Rank, usize), u64) {
+        match self {
+            Self::OneHost(group) => (group.place(), group.sequence()),
+            Self::SeveralHosts(group) => (group.place(), group.sequence()),
+        }
+    }
 }
 
 /// What `$body` answers for the handle's group, of either kind. A panic fails the group on all ranks.
@@ -64,15 +83,58 @@ impl GroupHandle {
         }
     }
 
-    pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64) -> ffi::Status {
-        guarded(|| with!(self, |group| with_calls(calls, group.place(), |calls| group.run(calls, milliseconds(timeout_ms)))))
+    pub(super) fn run(&self, calls: &[ffi::CallSpec], timeout_ms: i64, profiled: bool) -> ffi::Outcome {
+        self.begun(calls, |kind, calls| {
+            kind.inner().watch(profiled);
+            let timeout = milliseconds(timeout_ms);
+            match kind {
+                Kind::OneHost(group) => group.run(calls, timeout),
+                Kind::SeveralHosts(group) => group.run(calls, timeout),
+            }
+            .map(|()| 0)
+        })
     }
 
-    pub(super) fn submit(&self, calls: &[ffi::CallSpec], timeout_ms: i64, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
-        let completion = from_cpp(completion);
-        let timeout = milliseconds(timeout_ms);
-        let submit = |completion| with!(self, |group| with_calls(calls, group.place(), |calls| group.submit(calls, timeout, completion)));
-        started(submit, completion)
+    pub(super) fn submit(
+        &self,
+        calls: &[ffi::CallSpec],
+        timeout_ms: i64,
+        profiled: bool,
+        completion: cxx::UniquePtr<ffi::Completion>,
+    ) -> ffi::Outcome {
+        self.begun(calls, |kind, calls| {
+            kind.inner().watch(profiled);
+            let (completion, timeout) = (from_cpp(completion), milliseconds(timeout_ms));
+            match kind {
+                Kind::OneHost(group) => group.submit(calls, timeout, completion),
+                Kind::SeveralHosts(group) => group.submit(calls, timeout, completion),
+            }
+        })
+    }
+
+    pub(super) fn examine(&self, calls: &[ffi::CallSpec]) -> ffi::Outcome {
+        self.begun(calls, |_, _| Ok(0))
+    }
+
+    /// What `begin` makes of `calls`, a ticket, unless inputs must be copied first. A panic fails the group on all ranks.
+    fn begun(&self, calls: &[ffi::CallSpec], begin: impl FnOnce(&Kind, &[Call<'_>]) -> Result<u64>) -> ffi::Outcome {
+        let mut outcome = ffi::Outcome { status: outcome::status(Ok(())), sequence: 0, ticket: 0, asides: Vec::new() };
+        outcome.status = guarded(|| {
+            let kind = self.kind()?;
+            kind.inner().contain(|| {
+                let (place, sequence) = kind.place_and_sequence();
+                outcome.sequence = sequence + 1;
+                with_specs(calls, |specs| {
+                    let asides = alias::overwritten(specs, place.0).into_iter();
+                    outcome.asides = asides.map(|alias::Aside { call, input }| ffi::Aside { call, input }).collect();
+                    if outcome.asides.is_empty() {
+                        outcome.ticket = with_calls(specs, place, |calls| begin(kind, calls))?;
+                    }
+                    Ok(())
+                })
+            })
+        });
+        outcome
     }
 
     pub(super) fn send(&self, transfer: &ffi::Transfer, completion: cxx::UniquePtr<ffi::Completion>) -> u64 {
@@ -172,21 +234,11 @@ impl GroupHandle {
         }
     }
 
-    pub(super) fn watch(&self, on: bool) {
-        guarded(|| {
-            let watch = |group: &Group| {
-                group.recorder().watch(on);
-                Ok(())
-            };
-            self.on_either(watch, |group| watch(group.inner()))
-        });
-    }
-
     pub(super) fn device(&self) -> i32 {
         let mut device = -1;
         guarded(|| {
-            let found = |group: &Group| Ok(group.device().unwrap_or(-1));
-            device = self.on_either(found, |group| found(group.inner()))?;
+            let inner = self.kind()?.inner();
+            device = inner.contain(|| Ok(inner.device().unwrap_or(-1)))?;
             Ok(())
         });
         device
@@ -255,11 +307,11 @@ fn spans(list: &[ffi::Span]) -> &[Span] {
     unsafe { std::slice::from_raw_parts(list.as_ptr().cast(), list.len()) }
 }
 
-/// The call that `spec` is for rank `me` of `n`.
-fn translate<'a>(spec: &ffi::CallSpec<'a>, (me, n): (Rank, usize)) -> Result<Call<'a>> {
+/// The arguments that `spec` has.
+fn translate<'a>(spec: &ffi::CallSpec<'a>) -> Result<Spec<'a>> {
     let op = Op::from_code(spec.op.repr).ok_or_else(|| Error::value(format!("collective code {} is unknown", spec.op.repr)))?;
     let reduce_op = ReduceOp::from_torch(spec.reduce_op)?;
-    let spec = Spec {
+    Ok(Spec {
         op,
         dtype: if op.reduces() { DType::combined(spec.dtype, reduce_op)? } else { DType::copied(spec.dtype)? },
         reduce_op,
@@ -268,17 +320,27 @@ fn translate<'a>(spec: &ffi::CallSpec<'a>, (me, n): (Rank, usize)) -> Result<Cal
         inputs: spans(spec.inputs).into(),
         outputs: spans(spec.outputs).into(),
         call_site: CallSite::known(spec.call_site),
-    };
-    // SAFETY: the spans are those of tensors that `Operation` owns until the call has ended; `Operation::separate` has copied inputs that
-    // overlap an output other than in place.
-    unsafe { Call::new(spec, me, n) }
+    })
+}
+
+/// Runs `body` on the arguments of `calls`; a single call takes no memory.
+pub(super) fn with_specs<T>(calls: &[ffi::CallSpec], body: impl FnOnce(&[Spec<'_>]) -> Result<T>) -> Result<T> {
+    match calls {
+        [one] => body(&[translate(one)?]),
+        several => body(&several.iter().map(translate).collect::<Result<Vec<_>>>()?),
+    }
 }
 
 /// Runs `body` on the calls that `specs` are for rank `me` of `n`; a single one takes no memory.
-pub(super) fn with_calls<T>(specs: &[ffi::CallSpec], place: (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
+pub(super) fn with_calls<T>(specs: &[Spec<'_>], (me, n): (Rank, usize), body: impl FnOnce(&[Call<'_>]) -> Result<T>) -> Result<T> {
+    fn call<'a>(spec: &Spec<'a>, me: Rank, n: usize) -> Result<Call<'a>> {
+        // SAFETY: the spans are those of tensors that `Operation` owns until the call has ended. No input overlaps an output other than in
+        // place: `GroupHandle::begun` has found that, or has had those inputs copied, before calls are made.
+        unsafe { Call::new(spec.clone(), me, n) }
+    }
     match specs {
-        [one] => body(&[translate(one, place)?]),
-        several => body(&several.iter().map(|spec| translate(spec, place)).collect::<Result<Vec<_>>>()?),
+        [one] => body(&[call(one, me, n)?]),
+        several => body(&several.iter().map(|spec| call(spec, me, n)).collect::<Result<Vec<_>>>()?),
     }
 }
 

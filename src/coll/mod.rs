@@ -1,5 +1,6 @@
-//! Collectives: what was asked ([`call`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), and how long it takes ([`cost`]).
+//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), and how long it takes ([`cost`]).
 
+pub mod alias;
 pub mod call;
 pub mod cost;
 pub mod cpu;

@@ -159,7 +159,10 @@ impl Recorder {
 
     /// Notes from now on, or no longer, who was waited for.
     pub fn watch(&self, on: bool) {
-        self.watched.store(on, Ordering::Relaxed);
+        // Calls ask for it one after the other, and seldom change it.
+        if self.watched.load(Ordering::Relaxed) != on {
+            self.watched.store(on, Ordering::Relaxed);
+        }
     }
 
     /// Notes a call on the host that begins at once, as collective `sequence`; returns its number. `inside`: as in `schedule`.

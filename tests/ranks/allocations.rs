@@ -3,6 +3,7 @@
 use crate::threads::with_ranks;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+use symm::coll::alias::overwritten;
 use symm::coll::call::{Call, Op, Span, Spec};
 use symm::dtype::DType;
 use symm::rank::Rank;
@@ -44,6 +45,7 @@ fn a_short_call_on_an_idle_group_takes_no_memory() {
                 };
                 let spec =
                     Spec { op, dtype: DType::I32, root: Rank(0), inputs: inputs.into(), outputs: outputs.into(), ..Spec::barrier(None) };
+                assert_eq!(overwritten(std::slice::from_ref(&spec), me), []);
                 // SAFETY: `data` is this rank's own, and outlives the call.
                 group.run(&[unsafe { Call::new(spec, me, n) }.unwrap()], None).unwrap();
             };

@@ -30,29 +30,6 @@ void add_pieces(const at::Tensor& whole, const std::vector<int64_t>& lengths, c1
   }
 }
 
-// Whether output `out` of a call of `op` may be the same memory as input `in`.
-bool replaces(Collective op, size_t in, size_t out, size_t rank) {
-  const auto both = [&](size_t i, size_t o) { return in == i && out == o; };
-  switch (op) {
-    case Collective::AllReduce:
-    case Collective::Reduce:
-      return both(0, 0);
-    case Collective::AllReduceAddRmsNorm:
-      return both(0, 0) || both(1, 1);
-    case Collective::AllGather:
-    case Collective::Gather:
-      return both(0, rank);
-    case Collective::Scatter:
-    case Collective::ReduceScatter:
-      return both(rank, 0);
-    case Collective::Barrier:
-    case Collective::Broadcast:
-    case Collective::AllToAll:
-      return false;
-  }
-  return false;
-}
-
 // Whether two elements of the strided `tensor` may lie at one address. Exact unless dimensions interleave.
 bool elements_overlap(const at::Tensor& tensor) {
   std::vector<std::pair<int64_t, int64_t>> dimensions;
@@ -148,7 +125,6 @@ CallSpec& Operation::begin(Collective op, const at::Tensor& like) {
 void Operation::reduce_with(const ::c10d::ReduceOp& op) {
   auto& call = calls.back().spec;
   call.reduce_op = static_cast<uint8_t>(op.op_);
-  symm::check(check_reduce(call.dtype, call.reduce_op));
   if (op.op_ != ::c10d::ReduceOp::PREMUL_SUM) {
     return;
   }
@@ -268,42 +244,6 @@ std::vector<std::vector<at::Tensor>> Operation::results() const {
     }
   }
   return by_rank;
-}
-
-void Operation::separate(int rank) {
-  struct Output {
-    Span span;
-    size_t call;
-    size_t index;
-  };
-  // Apart from each other, as `writable` saw to.
-  c10::SmallVector<Output, 16> outputs;
-  for (size_t c = 0; c < calls.size(); ++c) {
-    for (size_t o = 0; o < calls[c].outputs.size(); ++o) {
-      if (calls[c].outputs[o].bytes > 0) {
-        outputs.push_back({calls[c].outputs[o], c, o});
-      }
-    }
-  }
-  const auto in_front = [](const Output& one, const Output& other) { return one.span.addr < other.span.addr; };
-  std::sort(outputs.begin(), outputs.end(), in_front);
-  for (size_t c = 0; c < calls.size(); ++c) {
-    for (size_t i = 0; i < calls[c].inputs.size(); ++i) {
-      auto& input = calls[c].inputs[i];
-      const auto overwritten = [&](const Output& output) {
-        const bool same = input.addr == output.span.addr && input.bytes == output.span.bytes;
-        const bool own = output.call == c && same && replaces(calls[c].spec.op, i, output.index, static_cast<size_t>(rank));
-        return output.call <= c && !own;
-      };
-      const auto ends_before = [](const Output& output, size_t start) { return output.span.addr + output.span.bytes <= start; };
-      const auto starts_before = [](const Output& output, size_t end) { return output.span.addr < end; };
-      const auto first = std::lower_bound(outputs.begin(), outputs.end(), input.addr, ends_before);
-      const auto last = std::lower_bound(first, outputs.end(), input.addr + input.bytes, starts_before);
-      if (input.bytes > 0 && std::any_of(first, last, overwritten)) {
-        copy_aside(input);
-      }
-    }
-  }
 }
 
 void Operation::copy_aside(Span& input) {

@@ -40,7 +40,7 @@ class Operation {
 
   // Begins a collective; the spans that follow belong to it.
   CallSpec& begin(Collective op, const at::Tensor& like);
-  // The reduce op of the current collective and its factor; refused here if it means nothing for the dtype.
+  // The reduce op of the current collective and its factor.
   void reduce_with(const ::c10d::ReduceOp& op);
   // `tensor` as an input of the current collective.
   void give(const at::Tensor& tensor);
@@ -64,9 +64,21 @@ class Operation {
   // values, one after the other, so that the last one stands.
   at::Tensor writable(const at::Tensor& tensor, bool keep_values);
   void write_back();
-  // Copies inputs that overlap an output of this or an earlier collective other than the very one that replaces them, which the core does
-  // not serve: every input is what it was before the call.
-  void separate(int rank);
+  // What `begin`, a function of the core, makes of the collectives. It begins none while inputs share memory with an output of this or an
+  // earlier collective other than the very one that replaces them: these are copied first, so that each is what it was before the call.
+  template <typename Begin>
+  Outcome begin_with(Begin begin) {
+    while (true) {
+      const auto calls = specs();
+      auto outcome = begin(rust::Slice<const CallSpec>(calls.data(), calls.size()));
+      if (outcome.asides.empty()) {
+        return outcome;
+      }
+      for (const auto& aside : outcome.asides) {
+        copy_aside(this->calls[aside.call].inputs[aside.input]);
+      }
+    }
+  }
 
   // The collectives as the core takes them, with the spans of `calls`, after those of `specs`.
   void add_specs(CallSpecs& specs) const;

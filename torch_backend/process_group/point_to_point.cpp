@@ -31,9 +31,13 @@ ProcessGroupSymm::WorkPtr ProcessGroupSymm::transfer(
     return launch_on_device(std::move(operation), transfer, from);
   }
   return recorded(*operation, from, [&] {
-    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, from.sequence, stated(timeout));
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
     auto done = std::make_unique<WorkCompletion>(work);
-    work->set_ticket(send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done)));
+    const auto ticket = send ? (*group_)->send(transfer, std::move(done)) : (*group_)->recv(transfer, std::move(done));
+    work->begun(from.sequence, ticket);
+    if (ticket == 0) {
+      work->rethrow();
+    }
     return remember(work);
   });
 } catch (...) {

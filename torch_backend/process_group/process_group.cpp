@@ -135,32 +135,25 @@ c10::intrusive_ptr<::c10d::Backend::Options> ProcessGroupSymm::getBackendOptions
   return c10::static_intrusive_pointer_cast<::c10d::Backend::Options>(options_);
 }
 
-void ProcessGroupSymm::watch(bool now) {
-  if (now != watched_.load(std::memory_order_relaxed)) {
-    watched_.store(now, std::memory_order_relaxed);
-    (*group_)->watch(now);
-  }
-}
-
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::launch(
     std::shared_ptr<Operation> operation,
     std::chrono::milliseconds timeout,
     bool async) {
-  operation->separate(getRank());
   timeout = extended(timeout);
   if (!operation->on_cpu()) {
+    check(operation->begin_with([&](auto calls) { return (*group_)->examine(calls); }).status);
     return launch_on_device(operation, timeout, async);
   }
-  watch(operation->seen);
-  const auto sequence = (*group_)->sequence() + 1;
-  return recorded(*operation, caller(sequence), [&]() -> WorkPtr {
-    const auto specs = operation->specs();
-    const rust::Slice<const CallSpec> calls(specs.data(), specs.size());
-    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, sequence, stated(timeout));
-    if (async) {
-      work->set_ticket((*group_)->submit(calls, timeout.count(), std::make_unique<WorkCompletion>(work)));
-    } else {
-      work->complete(exception_of((*group_)->run(calls, timeout.count())), -1);
+  const auto seen = operation->seen;
+  return recorded(*operation, caller(seen ? (*group_)->sequence() + 1 : 0), [&]() -> WorkPtr {
+    auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, operation, stated(timeout));
+    const auto outcome = operation->begin_with([&](auto calls) {
+      return async ? (*group_)->submit(calls, timeout.count(), seen, std::make_unique<WorkCompletion>(work))
+                   : (*group_)->run(calls, timeout.count(), seen);
+    });
+    work->begun(outcome.sequence, outcome.ticket);
+    if (!async || outcome.status.kind != Kind::None) {
+      work->complete(exception_of(outcome.status), -1);
       work->rethrow();
     }
     return remember(std::move(work));
@@ -186,7 +179,8 @@ Caller ProcessGroupSymm::caller(uint64_t sequence) const {
 }
 
 ProcessGroupSymm::WorkPtr ProcessGroupSymm::completed(std::shared_ptr<Operation> operation) {
-  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), (*group_)->sequence(), options_->timeout);
+  auto work = c10::make_intrusive<WorkSymm>(getRank(), group_, std::move(operation), options_->timeout);
+  work->begun((*group_)->sequence(), 0);
   work->complete(nullptr, -1);
   return remember(work);
 }

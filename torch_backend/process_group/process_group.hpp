@@ -173,8 +173,6 @@ class ProcessGroupSymm : public ::c10d::Backend {
   WorkPtr remember(WorkPtr work);
 
  private:
-  // Tells the core whether a profiler sees the calls of this group, where that has changed.
-  void watch(bool now);
   // Runs a prepared operation inline, or queues it, seen by a profiler if there is one.
   WorkPtr launch(std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout, bool async);
   // Enqueues an operation on CUDA tensors, or adds it to the block that is being coalesced.
@@ -237,7 +235,6 @@ class ProcessGroupSymm : public ::c10d::Backend {
   std::map<c10::DeviceIndex, std::shared_ptr<DeviceStreams>> streams_;
   std::map<std::string, c10::weak_intrusive_ptr<ProcessGroupSymm>> children_;
   std::atomic<bool> closed_ = false;
-  std::atomic<bool> watched_ = false;
 };
 
 // Joins a group of the core under the options' name, through `store` alone. It is one of those that `leave_all` leaves.

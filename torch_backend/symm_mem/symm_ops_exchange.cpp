@@ -27,10 +27,10 @@ std::vector<at::Tensor> get_remote_tensors(const at::Tensor& x, std::string grou
 }
 
 // One collective of the group, for tensors that are not in symmetric memory.
-void run_in_group(const std::string& group_name, const Operation& operation) {
+void run_in_group(const std::string& group_name, Operation& operation) {
   const auto member = membership(group_name, c10::kCPU);
-  const auto calls = operation.specs();
-  check(without_gil([&] { return (*member.group)->run({calls.data(), calls.size()}, 0); }));
+  const auto run = [&](auto calls) { return (*member.group)->run(calls, 0, operation.seen); };
+  check(without_gil([&] { return operation.begin_with(run).status; }));
 }
 
 std::vector<int64_t> stacked(const at::Tensor& tensor, int64_t rows) {

@@ -36,12 +36,10 @@ WorkSymm::WorkSymm(
     int rank,
     Group group,
     std::shared_ptr<Operation> operation,
-    uint64_t sequence,
     std::chrono::milliseconds timeout)
     : Work(rank, operation->type, operation->seen ? operation->title : nullptr, profiled_inputs(*operation)),
       group_(std::move(group)),
       operation_(std::move(operation)),
-      sequence_(sequence),
       timeout_(timeout) {}
 
 bool WorkSymm::ended() const {
@@ -73,11 +71,9 @@ std::vector<at::Tensor> WorkSymm::result() {
   return operation_->nested() ? operation_->outputs : operation_->results().front();
 }
 
-void WorkSymm::set_ticket(uint64_t ticket) {
+void WorkSymm::begun(uint64_t sequence, uint64_t ticket) {
+  sequence_ = sequence;
   ticket_ = ticket;
-  if (ticket == 0) {
-    rethrow();
-  }
 }
 
 void WorkSymm::rethrow() const {

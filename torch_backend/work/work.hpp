@@ -24,7 +24,7 @@ c10::intrusive_ptr<c10::ivalue::Future> result_of(const c10::intrusive_ptr<c10::
 // A call that runs, has run, or waits in the group's queue. Owns the call's tensors.
 class WorkSymm final : public ::c10d::Work {
  public:
-  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, uint64_t sequence, std::chrono::milliseconds timeout);
+  WorkSymm(int rank, Group group, std::shared_ptr<Operation> operation, std::chrono::milliseconds timeout);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -43,8 +43,8 @@ class WorkSymm final : public ::c10d::Work {
 
   // Ends the call: writes results back, then tells waiting threads, then the future.
   void complete(std::exception_ptr error, int source);
-  // Ticket that `Group::wait` is asked for. 0: the call was refused; throws why.
-  void set_ticket(uint64_t ticket);
+  // Its number in the group, and the ticket that `Group::wait` is asked for.
+  void begun(uint64_t sequence, uint64_t ticket);
   // Throws the call's exception, if it has one.
   void rethrow() const;
 
@@ -56,7 +56,7 @@ class WorkSymm final : public ::c10d::Work {
 
   Group group_;
   std::shared_ptr<Operation> operation_;
-  uint64_t sequence_;
+  uint64_t sequence_ = 0;
   std::chrono::milliseconds timeout_;
   uint64_t ticket_ = 0;
   int source_ = -1;
