@@ -24,7 +24,8 @@ const THOROUGH: Arch = ARCHS[1];
 const WORLDS: std::ops::RangeInclusive<u32> = 2..=8;
 /// Its ends and one between.
 const FEW_WORLDS: [u32; 3] = [2, 3, 8];
-/// Set where one architecture is compiled for with all of [`WORLDS`], the others with [`FEW_WORLDS`], which takes twice as long.
+/// Set where one architecture is compiled for with all of [`WORLDS`], the others with [`FEW_WORLDS`] and all of [`ELEMENTS`], which takes
+/// three times as long.
 const ALL_WORLDS: &str = "KERNELS_COMPILE_ALL";
 
 /// Part of the names of the only programs that are compiled.
@@ -39,6 +40,9 @@ const ELEMENTS: [(DType, ReduceOp); 6] = [
     (DType::I64, ReduceOp::Product),
     (DType::U8, ReduceOp::BitXor),
 ];
+
+/// Those of [`ELEMENTS`] that are compiled for every architecture: the most usual, and the one whose accumulators are widest.
+const FEW_ELEMENTS: [DType; 2] = [DType::F32, DType::F64];
 
 /// What one kernel needs, as ptxas says.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,6 +95,9 @@ fn variants(program: &'static Program) -> Vec<(Variant, Arch)> {
     for (arch, variant) in ARCHS.iter().flat_map(|&arch| typed.iter().map(move |&variant| (arch, variant))) {
         // Every number of ranks on one architecture at most; on the others a few, or the most alone, for time's sake.
         let thorough = arch == THOROUGH;
+        if !thorough && !all_worlds && variant.dtype.is_some_and(|dtype| !FEW_ELEMENTS.contains(&dtype)) {
+            continue;
+        }
         let wanted = |world: &u32| match (thorough, all_worlds) {
             (true, true) => true,
             (true, false) | (false, true) => FEW_WORLDS.contains(world),
