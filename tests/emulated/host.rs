@@ -195,17 +195,15 @@ impl Host {
     }
 
     pub(crate) fn run(&self, me: usize, launch: &Launch, dtype: DType, op: ReduceOp) {
-        let (path, kernel) = launch.program.names();
-        let typed = launch.program.reduces();
         let mut defines = vec![format!("-DSYMM_WORLD={}", self.n)];
-        if typed {
+        if launch.kernel.typed {
             defines.extend([format!("-DSYMM_DTYPE={}", dtype as u8), format!("-DSYMM_OP={}", op as u8)]);
         }
         defines.extend(launch.zero_copy.then(|| "-DSYMM_ZERO_COPY=1".into()));
-        let program = Program::build_with(path, &defines);
+        let program = Program::build_with(launch.kernel.program, &defines);
         let begun = Instant::now();
         // SAFETY: memory and tensors live until all ranks are done.
-        unsafe { program.launch(kernel, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
+        unsafe { program.launch(launch.kernel.symbol, me as u32, Grid { threads: THREADS, ..launch.grid }, launch.args.bytes()) };
         self.longest.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 }

@@ -6,7 +6,10 @@ use crate::on_a_gpu;
 use std::collections::HashMap;
 use symm::coll::call::{Op, Span, Spec};
 use symm::coll::cuda::arguments::{Common, DIRECT_WORD, REPORT_WORDS};
-use symm::coll::cuda::launch::{Edges, Launch, LaunchContext, Program, Symmetric};
+use symm::coll::cuda::launch::{
+    BROADCAST, EXCHANGE, EXCHANGE_LOW_LATENCY, Edges, Kernel as Launched, Launch, LaunchContext, ONE_SHOT, REDUCE_LOW_LATENCY,
+    REDUCE_STAGED, RSAG_STAGED, Symmetric, TWO_SHOT,
+};
 use symm::coll::cuda::plan::{self, Conditions, Tuning};
 use symm::coll::cuda::workspace::layout::{Layout, MAX_RANKS};
 use symm::dtype::{DType, ReduceOp};
@@ -20,7 +23,7 @@ use symm::topo::graph::CubeMesh;
 const ARENA: usize = 64 << 20;
 
 /// A program, zero-copy or not, and what it is compiled for if it looks at elements.
-type Key = (Program, bool, Option<(DType, ReduceOp)>);
+type Key = (&'static Launched, bool, Option<(DType, ReduceOp)>);
 
 struct Rank {
     memory: Mapping,
@@ -81,8 +84,8 @@ impl<'a> Group<'a> {
     /// The kernel for `launch`, loaded.
     fn kernel(&mut self, me: usize, launch: &Launch, case: &Case) -> Kernel {
         let (major, minor) = self.device.capability;
-        let key = (launch.program, launch.zero_copy, launch.program.reduces().then_some((case.dtype, case.reduce_op)));
-        let (program, symbol) = launch.program.names();
+        let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((case.dtype, case.reduce_op)));
+        let Launched { program, symbol, .. } = *launch.kernel;
         let (dtype, op) = key.2.unzip();
         let variant = Variant { program, world: self.n as u32, rank: me as u32, dtype, op, zero_copy: launch.zero_copy };
         let load = || Kernel::load(&cubin(&variant, Arch { major, minor }).unwrap(), symbol).unwrap();
@@ -187,25 +190,23 @@ const DTYPES: [DType; 3] = [DType::BF16, DType::I32, DType::F64];
 
 /// Compiles what the ranks will need, side by side, so that it is cached.
 fn compile_all(device: &Device, n: usize) {
-    use Program::{Broadcast, Exchange, ExchangeLowLatency, OneShot, ReduceLowLatency, ReduceStaged, RsagStaged, TwoShot};
     let (major, minor) = device.capability;
-    let compile = |rank: u32, program: Program, dtype: Option<DType>| {
-        let can_be_zero_copy = matches!(program, Exchange | Broadcast | ReduceStaged | RsagStaged);
-        for zero_copy in [false, true].into_iter().filter(|&zero_copy| !zero_copy || can_be_zero_copy) {
+    let compile = |rank: u32, kernel: &Launched, dtype: Option<DType>| {
+        for zero_copy in [false, true].into_iter().filter(|&zero_copy| !zero_copy || kernel.zero_copy) {
             let op = dtype.map(|_| ReduceOp::Sum);
-            let variant = Variant { program: program.names().0, world: n as u32, rank, dtype, op, zero_copy };
+            let variant = Variant { program: kernel.program, world: n as u32, rank, dtype, op, zero_copy };
             cubin(&variant, Arch { major, minor }).unwrap();
         }
     };
     std::thread::scope(|scope| {
         for rank in 0..n as u32 {
             let compile = &compile;
-            scope.spawn(move || [Exchange, ExchangeLowLatency, Broadcast].into_iter().for_each(|program| compile(rank, program, None)));
+            scope.spawn(move || [&EXCHANGE, &EXCHANGE_LOW_LATENCY, &BROADCAST].into_iter().for_each(|kernel| compile(rank, kernel, None)));
             for dtype in DTYPES {
                 scope.spawn(move || {
-                    let sentinel: &[Program] = if dtype == DType::BF16 { &[OneShot, TwoShot] } else { &[] };
-                    let programs = [ReduceLowLatency, ReduceStaged, RsagStaged].iter().chain(sentinel);
-                    programs.for_each(|&program| compile(rank, program, Some(dtype)));
+                    let sentinel: &[&Launched] = if dtype == DType::BF16 { &[&ONE_SHOT, &TWO_SHOT] } else { &[] };
+                    let kernels = [&REDUCE_LOW_LATENCY, &REDUCE_STAGED, &RSAG_STAGED];
+                    kernels.iter().chain(sentinel).for_each(|kernel| compile(rank, kernel, Some(dtype)));
                 });
             }
         }

@@ -4,7 +4,6 @@ use super::curve::Curve;
 use super::hardware::{Device, Hardware};
 use super::wire::Wire;
 use crate::coll::call::Op;
-use crate::coll::cuda::former_names;
 use crate::coll::cuda::plan::Tuning;
 use crate::coll::plan::Thresholds;
 use crate::config::{CacheDir, Config, ProfileChoice};
@@ -110,10 +109,7 @@ impl Profile {
             Some(version) => return Err(Error::value(format!("its version is {version}, this torch_symm reads {VERSION}"))),
             None => return Err(Error::value(format!("it has no version; this torch_symm reads {VERSION}"))),
         }
-        let mut profile: Self = serde_json::from_value(value).map_err(faulty)?;
-        for curve in profile.groups.iter_mut().flat_map(|group| &mut group.curves) {
-            curve.algorithm = former_names::current(&curve.algorithm).into();
-        }
+        let profile: Self = serde_json::from_value(value).map_err(faulty)?;
         profile.check()?;
         Ok(profile)
     }

@@ -314,6 +314,37 @@ impl Signal {
     }
 }
 
+/// The argument of any kernel of collectives, as the kernel reads it.
+#[derive(Clone, Copy)]
+#[repr(align(8))]
+pub struct ArgBytes {
+    bytes: [u8; MAX_ARGS],
+    length: usize,
+}
+
+/// Bytes of the longest argument.
+const MAX_ARGS: usize = size_of::<Exchange>();
+
+impl ArgBytes {
+    pub(super) fn of<T: Copy>(args: &T) -> Self {
+        const { assert!(size_of::<T>() <= MAX_ARGS) }
+        let mut bytes = [0; _];
+        bytes[..size_of::<T>()].copy_from_slice(bytes_of(args));
+        Self { bytes, length: size_of::<T>() }
+    }
+
+    /// The bytes that a kernel reads.
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+}
+
+impl std::fmt::Debug for ArgBytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes of arguments", self.length)
+    }
+}
+
 /// Bytes of `args`, as a kernel reads them. `args` is one of the structs of this module: `repr(C)`, of plain numbers.
 pub(crate) fn bytes_of<T: Copy>(args: &T) -> &[u8] {
     // SAFETY: plain numbers; padding is only copied on.

@@ -1,6 +1,6 @@
 //! The kernels of one rank of a group, compiled and loaded when they are first needed; the usual ones that the cache has, before.
 
-use super::launch::{Launch, Program};
+use super::launch::{self, KERNELS, Launch};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Result;
 use crate::kernels::cuda::compile::{Arch, Variant, cached, cubin};
@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// A program, zero-copy or not, and what it is compiled for if it looks at elements.
-type Key = (Program, bool, Option<(DType, ReduceOp)>);
+/// A kernel, zero-copy or not, and what it is compiled for if it looks at elements.
+type Key = (&'static launch::Kernel, bool, Option<(DType, ReduceOp)>);
 
 /// Kernels of a communicator, compiled and loaded when they are first needed.
 #[derive(Debug)]
@@ -30,9 +30,9 @@ impl Kernels {
         Self { world: world as u32, rank: rank as u32, overlap, loaded: BTreeMap::new() }
     }
 
-    fn variant(&self, (program, zero_copy, typed): Key) -> Variant {
+    fn variant(&self, (kernel, zero_copy, typed): Key) -> Variant {
         let (dtype, op) = typed.unzip();
-        Variant { program: program.names().0, world: self.world, rank: self.rank, dtype, op, zero_copy }
+        Variant { program: kernel.program, world: self.world, rank: self.rank, dtype, op, zero_copy }
     }
 
     /// Loads what bytes that move and the usual reductions need, as far as it was compiled before. Loading may wait for whatever runs on
@@ -41,7 +41,7 @@ impl Kernels {
         let begun = Instant::now();
         for key in usual() {
             let variant = self.variant(key);
-            let symbol = key.0.names().1;
+            let symbol = key.0.symbol;
             let load = || cached(&variant, arch(device)).map(|code| load_code(device, &variant, &code, symbol));
             match known(device, &variant, symbol).map(Ok).or_else(load) {
                 Some(Ok(kernel)) => _ = self.loaded.insert(key, kernel),
@@ -54,11 +54,11 @@ impl Kernels {
 
     /// Enqueues `launch` on `device`, whose context is current.
     pub(crate) fn launch(&mut self, device: &Device, launch: &Launch, dtype: DType, op: ReduceOp, stream: Stream) -> Result<()> {
-        let key = (launch.program, launch.zero_copy, launch.program.reduces().then_some((dtype, op)));
+        let key = (launch.kernel, launch.zero_copy, launch.kernel.typed.then_some((dtype, op)));
         let kernel = match self.loaded.get(&key) {
             Some(kernel) => *kernel,
             None => {
-                let kernel = load(device, &self.variant(key), launch.program.names().1)?;
+                let kernel = load(device, &self.variant(key), launch.kernel.symbol)?;
                 *self.loaded.entry(key).or_insert(kernel)
             }
         };
@@ -71,11 +71,11 @@ fn usual() -> Vec<Key> {
     let floats = [DType::F32, DType::BF16, DType::F16];
     let reductions: Vec<_> = floats.iter().flat_map(|&dtype| [ReduceOp::Sum, ReduceOp::Avg].map(|op| Some((dtype, op)))).collect();
     let mut keys = Vec::new();
-    for program in Program::ALL {
-        let typed: &[_] = if program.reduces() { &reductions } else { &[None] };
-        let handshakes: &[_] = if program.can_be_zero_copy() { &[false, true] } else { &[false] };
+    for kernel in KERNELS {
+        let typed: &[_] = if kernel.typed { &reductions } else { &[None] };
+        let handshakes: &[_] = if kernel.zero_copy { &[false, true] } else { &[false] };
         for &zero_copy in handshakes {
-            keys.extend(typed.iter().map(|&typed| (program, zero_copy, typed)));
+            keys.extend(typed.iter().map(|&typed| (kernel, zero_copy, typed)));
         }
     }
     keys
@@ -127,15 +127,25 @@ fn load_code(device: &Device, variant: &Variant, code: &[u8], symbol: &'static s
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::cuda::source::program;
+    use crate::coll::cuda::launch::{EXCHANGE, ONE_SHOT, REDUCE_STAGED};
+    use crate::kernels::cuda::source::{PROGRAMS, program};
 
     #[test]
-    fn usual_kernels_are_variants_that_the_sources_have() {
-        for source in Program::ALL {
-            let text = program(source.names().0).expect("it is there").text;
-            assert_eq!(text.contains("SYMM_ZERO_COPY"), source.can_be_zero_copy(), "{source:?}");
+    fn kernels_are_those_that_the_sources_have() {
+        for kernel in KERNELS {
+            let text = program(kernel.program).expect("it is there").text;
+            assert_eq!(text.contains("SYMM_ZERO_COPY"), kernel.zero_copy, "{kernel:?}");
+            assert!(text.contains(kernel.symbol), "{kernel:?}");
         }
-        let count = |program| usual().iter().filter(|key| key.0 == program).count();
-        assert_eq!([Program::Exchange, Program::OneShot, Program::ReduceStaged].map(count), [2, 6, 12]);
+        let others = ["hosts/", "signal/", "fused/"];
+        let of_collectives = |name: &str| !others.iter().any(|other| name.starts_with(other));
+        let sources: Vec<_> = PROGRAMS.iter().map(|program| program.name).filter(|name| of_collectives(name)).collect();
+        assert!(sources.iter().all(|name| KERNELS.iter().any(|kernel| kernel.program == *name)), "{sources:?}");
+    }
+
+    #[test]
+    fn what_moves_bytes_and_usual_reductions_are_loaded_early() {
+        let count = |kernel| usual().iter().filter(|key| key.0 == kernel).count();
+        assert_eq!([&EXCHANGE, &ONE_SHOT, &REDUCE_STAGED].map(count), [2, 6, 12]);
     }
 }

@@ -1,8 +1,8 @@
 //! Translation of a call and its plan into a kernel and its arguments. Pure.
 
 use super::arguments::{
-    self, AllReduce, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged, Sentinel,
-    Staging, Transfers,
+    self, AllReduce, ArgBytes, Common, Exchange, Handshake, LowLatency, Outgoing, PerRank, ReduceLowLatency, ReduceStaged, RsagStaged,
+    Sentinel, Staging, Transfers,
 };
 use super::norm;
 use super::plan::{Plan, short_bytes};
@@ -19,140 +19,86 @@ const THREADS: u32 = 512;
 /// Threads of a block of a lane where there are many blocks.
 const FEW_THREADS: u32 = 128;
 
-/// The kernels, each in a program of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Program {
-    /// Bytes from everybody to everybody.
-    Exchange,
-    /// The same of short messages alone.
-    ExchangeLowLatency,
-    /// Sends and receives.
-    Transfers,
-    /// A broadcast of a long message.
-    Broadcast,
-    /// Any reduction of short messages.
-    ReduceLowLatency,
-    /// Reduce-scatter of long messages.
-    ReduceStaged,
-    /// All-reduce in one shot.
-    OneShot,
-    /// All-reduce in two shots.
-    TwoShot,
-    /// All-reduce along the edges of a hybrid cube mesh.
-    CubeMesh,
-    /// All-reduce and reduce of long messages.
-    RsagStaged,
-    /// All-reduce of rows in one shot, with residual and norm.
-    NormOneShot,
-    /// Residual and norm of rows that have been summed.
-    NormRows,
-}
-
-impl Program {
-    /// Every program.
-    pub const ALL: [Program; 12] = [
-        Program::Exchange,
-        Program::ExchangeLowLatency,
-        Program::Transfers,
-        Program::Broadcast,
-        Program::ReduceLowLatency,
-        Program::ReduceStaged,
-        Program::OneShot,
-        Program::TwoShot,
-        Program::CubeMesh,
-        Program::RsagStaged,
-        Program::NormOneShot,
-        Program::NormRows,
-    ];
-
-    /// Names of the program's source below `src/kernels/cuda`, and of the kernel in it.
-    pub fn names(self) -> (&'static str, &'static str) {
-        match self {
-            Program::Exchange => ("exchange/exchange", "exchange"),
-            Program::ExchangeLowLatency => ("exchange/low_latency", "exchange_low_latency"),
-            Program::Transfers => ("exchange/transfers", "transfers"),
-            Program::Broadcast => ("broadcast/staged", "broadcast_staged"),
-            Program::ReduceLowLatency => ("reduce/low_latency", "reduce_low_latency"),
-            Program::ReduceStaged => ("reduce/staged", "reduce_staged"),
-            Program::OneShot => ("all_reduce/one_shot", "all_reduce_one_shot"),
-            Program::TwoShot => ("all_reduce/two_shot", "all_reduce_two_shot"),
-            Program::CubeMesh => ("all_reduce/cube_mesh", "all_reduce_cube_mesh"),
-            Program::RsagStaged => ("all_reduce/rsag_staged", "rsag_staged"),
-            Program::NormOneShot => ("norm/one_shot", "all_reduce_add_rms_norm_one_shot"),
-            Program::NormRows => ("norm/rows", "norm_rows"),
-        }
-    }
-
-    /// Whether it has a variant that knows of symmetric memory.
-    pub fn can_be_zero_copy(self) -> bool {
-        matches!(self, Program::Exchange | Program::Broadcast | Program::ReduceStaged | Program::RsagStaged)
-    }
-
+/// A kernel that collectives launch, in a program of its own.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Kernel {
+    /// Its name.
+    pub symbol: &'static str,
+    /// Name of its program's source below `src/kernels/cuda`.
+    pub program: &'static str,
     /// Whether it is compiled for an element type and an operation.
-    pub fn reduces(self) -> bool {
-        match self {
-            Program::Exchange | Program::ExchangeLowLatency | Program::Transfers | Program::Broadcast => false,
-            Program::ReduceLowLatency
-            | Program::ReduceStaged
-            | Program::OneShot
-            | Program::TwoShot
-            | Program::CubeMesh
-            | Program::RsagStaged
-            | Program::NormOneShot
-            | Program::NormRows => true,
-        }
+    pub typed: bool,
+    /// Whether it has a variant that knows of symmetric memory.
+    pub zero_copy: bool,
+}
+
+impl Kernel {
+    const fn new(program: &'static str, symbol: &'static str) -> Self {
+        Self { symbol, program, typed: true, zero_copy: false }
+    }
+
+    /// It moves bytes, whatever they mean.
+    const fn untyped(self) -> Self {
+        Self { typed: false, ..self }
+    }
+
+    const fn zero_copy(self) -> Self {
+        Self { zero_copy: true, ..self }
     }
 }
 
-/// The argument of a kernel.
-#[derive(Clone, Copy, Debug)]
-#[allow(clippy::large_enum_variant)] // Lives on the stack for the time of a launch.
-pub enum Args {
-    /// Arguments of [`Program::Exchange`] and [`Program::ExchangeLowLatency`].
-    Exchange(Exchange),
-    /// Arguments of [`Program::Transfers`].
-    Transfers(Transfers),
-    /// Arguments of [`Program::ReduceLowLatency`].
-    ReduceLowLatency(ReduceLowLatency),
-    /// Arguments of [`Program::ReduceStaged`].
-    ReduceStaged(ReduceStaged),
-    /// Arguments of the kernels on sentinel slots.
-    AllReduce(AllReduce),
-    /// Arguments of [`Program::CubeMesh`].
-    CubeMesh(arguments::CubeMesh),
-    /// Arguments of [`Program::RsagStaged`] and [`Program::Broadcast`].
-    RsagStaged(RsagStaged),
-    /// Arguments of [`Program::NormOneShot`] and [`Program::NormRows`].
-    Norm(arguments::Norm),
-}
+/// Bytes from everybody to everybody.
+pub static EXCHANGE: Kernel = Kernel::new("exchange/exchange", "exchange").untyped().zero_copy();
+/// The same of short messages alone.
+pub static EXCHANGE_LOW_LATENCY: Kernel = Kernel::new("exchange/low_latency", "exchange_low_latency").untyped();
+/// Sends and receives.
+pub static TRANSFERS: Kernel = Kernel::new("exchange/transfers", "transfers").untyped();
+/// A broadcast of a long message.
+pub static BROADCAST: Kernel = Kernel::new("broadcast/staged", "broadcast_staged").untyped().zero_copy();
+/// Any reduction of short messages.
+pub static REDUCE_LOW_LATENCY: Kernel = Kernel::new("reduce/low_latency", "reduce_low_latency");
+/// Reduce-scatter of long messages.
+pub static REDUCE_STAGED: Kernel = Kernel::new("reduce/staged", "reduce_staged").zero_copy();
+/// All-reduce in one shot.
+pub static ONE_SHOT: Kernel = Kernel::new("all_reduce/one_shot", "all_reduce_one_shot");
+/// All-reduce in two shots.
+pub static TWO_SHOT: Kernel = Kernel::new("all_reduce/two_shot", "all_reduce_two_shot");
+/// All-reduce along the edges of a hybrid cube mesh.
+pub static CUBE_MESH: Kernel = Kernel::new("all_reduce/cube_mesh", "all_reduce_cube_mesh");
+/// All-reduce and reduce of long messages.
+pub static RSAG_STAGED: Kernel = Kernel::new("all_reduce/rsag_staged", "rsag_staged").zero_copy();
+/// All-reduce of rows in one shot, with residual and norm.
+pub static NORM_ONE_SHOT: Kernel = Kernel::new("norm/one_shot", "all_reduce_add_rms_norm_one_shot");
+/// Residual and norm of rows that have been summed.
+pub static NORM_ROWS: Kernel = Kernel::new("norm/rows", "norm_rows");
 
-impl Args {
-    /// Bytes of the arguments, as the kernel reads them.
-    pub fn bytes(&self) -> &[u8] {
-        match self {
-            Args::Exchange(args) => arguments::bytes_of(args),
-            Args::Transfers(args) => arguments::bytes_of(args),
-            Args::ReduceLowLatency(args) => arguments::bytes_of(args),
-            Args::ReduceStaged(args) => arguments::bytes_of(args),
-            Args::AllReduce(args) => arguments::bytes_of(args),
-            Args::CubeMesh(args) => arguments::bytes_of(args),
-            Args::RsagStaged(args) => arguments::bytes_of(args),
-            Args::Norm(args) => arguments::bytes_of(args),
-        }
-    }
-}
+/// Every kernel that collectives launch.
+pub static KERNELS: [&Kernel; 12] = [
+    &EXCHANGE,
+    &EXCHANGE_LOW_LATENCY,
+    &TRANSFERS,
+    &BROADCAST,
+    &REDUCE_LOW_LATENCY,
+    &REDUCE_STAGED,
+    &ONE_SHOT,
+    &TWO_SHOT,
+    &CUBE_MESH,
+    &RSAG_STAGED,
+    &NORM_ONE_SHOT,
+    &NORM_ROWS,
+];
 
 /// A kernel ready to be launched.
 #[derive(Clone, Copy, Debug)]
 pub struct Launch {
-    /// Program that is launched.
-    pub program: Program,
+    /// What is launched.
+    pub kernel: &'static Kernel,
     /// Blocks and their threads.
     pub grid: Grid,
     /// The variant that knows of symmetric memory.
     pub zero_copy: bool,
     /// Arguments of the kernel.
-    pub args: Args,
+    pub args: ArgBytes,
 }
 
 /// A hybrid cube mesh as one rank sees it.
@@ -218,11 +164,10 @@ impl LaunchContext<'_> {
     }
 
     /// Threads of a block of one of `lanes` (docs/measurements/gpu-h200.md).
-    fn lane_threads(&self, program: Program, lanes: u32) -> u32 {
-        let adds = matches!(program, Program::ReduceStaged | Program::RsagStaged);
+    fn lane_threads(&self, kernel: &Kernel, lanes: u32) -> u32 {
         let wide = self.n == 2 || lanes as usize > self.layout.few_lanes();
         // A send and a receive, each a kernel, must fit beside each other: the most registers of all (tests/gpu/compile.rs).
-        let many = if adds { wide } else { program != Program::Transfers };
+        let many = if kernel.typed { wide } else { *kernel != TRANSFERS };
         if many { self.threads } else { self.threads.min(FEW_THREADS) }
     }
 
@@ -281,10 +226,10 @@ impl LaunchContext<'_> {
         let common = self.common;
         let all = |yes: bool| if yes { (1u32 << self.n) - 1 } else { 0 };
         let output = call.outputs.first().copied().unwrap_or(Span { addr: 0, bytes: 0 });
-        let launch = |program, blocks, args| Some(Launch { program, grid: Grid::new(blocks, THREADS), zero_copy: false, args });
-        let staged = |program, lanes, roles, args| {
-            let (grid, zero_copy) = (Grid::new(roles * lanes, self.lane_threads(program, lanes)), self.handshakes(plan));
-            Some(Launch { program, grid, zero_copy, args })
+        let launch = |kernel, blocks, args| Some(Launch { kernel, grid: Grid::new(blocks, THREADS), zero_copy: false, args });
+        let staged = |kernel, lanes, roles, args| {
+            let (grid, zero_copy) = (Grid::new(roles * lanes, self.lane_threads(kernel, lanes)), self.handshakes(plan));
+            Some(Launch { kernel, grid, zero_copy, args })
         };
         match plan {
             Plan::Nothing => None,
@@ -303,7 +248,7 @@ impl LaunchContext<'_> {
                 let (ll, factor) = (self.low_latency(), call.factor);
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
                 let args = ReduceLowLatency { common, ll, from: out.from, send: out.bytes, to, bytes, factor };
-                launch(Program::ReduceLowLatency, blocks, Args::ReduceLowLatency(args))
+                launch(&REDUCE_LOW_LATENCY, blocks, ArgBytes::of(&args))
             }
             Plan::ReduceStaged { lanes, chunk } => {
                 let (staging, mut out) = (self.staging(Stage::Scatter, lanes, chunk), self.outgoing(call));
@@ -314,7 +259,7 @@ impl LaunchContext<'_> {
                 }
                 let (to, bytes) = (output.addr as u64, output.bytes as u64);
                 let args = ReduceStaged { common, staging, out, to, bytes, factor: call.factor, handshake };
-                staged(Program::ReduceStaged, lanes, 2, Args::ReduceStaged(args))
+                staged(&REDUCE_STAGED, lanes, 2, ArgBytes::of(&args))
             }
             Plan::OneShot { blocks } | Plan::TwoShot { blocks } => {
                 let (input, sentinel) = (call.inputs[0], self.sentinel());
@@ -324,11 +269,11 @@ impl LaunchContext<'_> {
                 let units = input.bytes.div_ceil(UNIT).div_ceil(blocks as usize) as u32;
                 let one = matches!(plan, Plan::OneShot { .. });
                 let threads = if one { units.next_multiple_of(32).min(THREADS) } else { THREADS };
-                let program = if one { Program::OneShot } else { Program::TwoShot };
-                Some(Launch { program, grid: Grid::new(blocks, threads), zero_copy: false, args: Args::AllReduce(args) })
+                let kernel = if one { &ONE_SHOT } else { &TWO_SHOT };
+                Some(Launch { kernel, grid: Grid::new(blocks, threads), zero_copy: false, args: ArgBytes::of(&args) })
             }
-            Plan::NormOneShot { blocks, cluster } => self.norm(call, Program::NormOneShot, (blocks, cluster), call.inputs[0]),
-            Plan::NormRows { blocks } => self.norm(call, Program::NormRows, (blocks, 1), norm::reduction(call).outputs[0]),
+            Plan::NormOneShot { blocks, cluster } => self.norm(call, &NORM_ONE_SHOT, (blocks, cluster), call.inputs[0]),
+            Plan::NormRows { blocks } => self.norm(call, &NORM_ROWS, (blocks, 1), norm::reduction(call).outputs[0]),
             Plan::CubeMesh { blocks } => {
                 let Edges { mesh, peer } = self.edges.unwrap_or_else(|| unreachable!("planned where there are edges"));
                 let (me, input) = (self.me as u32, call.inputs[0]);
@@ -344,7 +289,7 @@ impl LaunchContext<'_> {
                     relay: mesh.relay[self.me],
                     first_quad: u32::from(mesh.quad_of(me).contains(&0)),
                 };
-                launch(Program::CubeMesh, blocks, Args::CubeMesh(args))
+                launch(&CUBE_MESH, blocks, ArgBytes::of(&args))
             }
             Plan::RsagStaged { lanes, chunk } => {
                 let (scatter, gather) = (self.staging(Stage::Scatter, lanes, chunk), self.staging(Stage::Gather, lanes, chunk));
@@ -355,20 +300,19 @@ impl LaunchContext<'_> {
                 // The root of a broadcast sends all it has as it is: with a piece of its own it would send that to everybody too.
                 let n = self.n as u32;
                 let broadcast = call.op == Op::Broadcast;
-                let (program, parts, first) =
-                    if broadcast { (Program::Broadcast, n - 1, (root + 1) % n) } else { (Program::RsagStaged, n, 0) };
+                let (kernel, parts, first) = if broadcast { (&BROADCAST, n - 1, (root + 1) % n) } else { (&RSAG_STAGED, n, 0) };
                 // The root of a broadcast has it all.
                 let stored = !broadcast || self.me != call.root.index();
                 let takes = stored && call.outputs.first().is_some_and(|&output| self.direct(output));
                 let (factor, handshake) = (call.factor, self.handshake(0, all(takes)));
                 let args = RsagStaged { common, scatter, gather, from, to, bytes, factor, root, parts, first, targets, handshake };
-                staged(program, lanes, 3, Args::RsagStaged(args))
+                staged(kernel, lanes, 3, ArgBytes::of(&args))
             }
         }
     }
 
-    /// The kernel `program` that norms the rows of `call`, which come `from` this rank's input or their sum.
-    fn norm(&self, call: &Spec, program: Program, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
+    /// The launch of `kernel`, which norms the rows of `call`, which come `from` this rank's input or their sum.
+    fn norm(&self, call: &Spec, kernel: &'static Kernel, (blocks, cluster): (u32, u32), from: Span) -> Option<Launch> {
         let of_call = Norm::of(call)?;
         let addr = |spans: &[Span], at: usize| spans.get(at).map_or(0, |span| span.addr as u64);
         let args = arguments::Norm {
@@ -387,7 +331,7 @@ impl LaunchContext<'_> {
             normed_type: of_call.normed as u32,
         };
         let grid = Grid { blocks, threads: norm::threads(&of_call, cluster as usize) as u32, cluster };
-        Some(Launch { program, grid, zero_copy: false, args: Args::Norm(args) })
+        Some(Launch { kernel, grid, zero_copy: false, args: ArgBytes::of(&args) })
     }
 
     /// Sends and receives as one kernel: `(to whom, what)` and `(from whom, where)`. Two messages in one direction between the same two
@@ -415,9 +359,9 @@ impl LaunchContext<'_> {
         let (give, take) = (mask(&|r| long(&out.bytes, r)), mask(&offered));
         let handshake = Handshake { lines: self.layout.offers() as u64, ..self.handshake(give, take) };
         let staging = self.staging(Stage::Scatter, lanes, self.layout.slot_bytes() as u32);
-        let threads = self.lane_threads(Program::Transfers, lanes);
-        let args = Args::Transfers(Transfers { common: self.common, staging, out, to, bytes, handshake });
-        Ok(Launch { program: Program::Transfers, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
+        let threads = self.lane_threads(&TRANSFERS, lanes);
+        let args = ArgBytes::of(&Transfers { common: self.common, staging, out, to, bytes, handshake });
+        Ok(Launch { kernel: &TRANSFERS, grid: Grid::new(2 * lanes, threads), zero_copy: false, args })
     }
 
     fn exchange(&self, plan: Plan, out: Outgoing, to: PerRank, bytes: PerRank, zero_copy: bool, handshake: Handshake) -> Launch {
@@ -428,10 +372,10 @@ impl LaunchContext<'_> {
         let args = Exchange { common: self.common, ll, staging, ll_blocks, short_bytes: short_bytes(plan), out, to, bytes, handshake };
         // What the rank keeps may be longer than the messages: more blocks copy it then.
         let keeping = out.bytes[self.me].div_ceil((LL_UNITS * UNIT) as u64).min(self.layout.lanes() as u64) as u32;
-        let (program, grid) = match lanes {
-            0 => (Program::ExchangeLowLatency, Grid::new(ll_blocks.max(keeping), THREADS)),
-            _ => (Program::Exchange, Grid::new(ll_blocks.max(2 * lanes), self.lane_threads(Program::Exchange, lanes))),
+        let (kernel, grid) = match lanes {
+            0 => (&EXCHANGE_LOW_LATENCY, Grid::new(ll_blocks.max(keeping), THREADS)),
+            _ => (&EXCHANGE, Grid::new(ll_blocks.max(2 * lanes), self.lane_threads(&EXCHANGE, lanes))),
         };
-        Launch { program, grid, zero_copy, args: Args::Exchange(args) }
+        Launch { kernel, grid, zero_copy, args: ArgBytes::of(&args) }
     }
 }

@@ -9,7 +9,6 @@ pub mod arguments;
 pub mod communicator;
 mod cube_mesh;
 pub mod failure;
-pub mod former_names;
 pub mod kernels;
 pub mod launch;
 pub mod norm;

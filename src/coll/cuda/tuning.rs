@@ -1,6 +1,5 @@
 //! Thresholds between one algorithm and the next: defaults, what the ranks tell each other, and what a user sets.
 
-use super::former_names;
 use super::workspace::layout::{MAX_LANES, SENTINEL_BLOCKS};
 
 /// Blocks of a cluster, at most, on every device that has clusters.
@@ -103,7 +102,7 @@ impl Tuning {
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (name, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not name=number"))?;
             let value = value.trim().parse::<usize>().map_err(|_| format!("{pair:?} is not name=number"))?;
-            let field = match former_names::current(name.trim()) {
+            let field = match name.trim() {
                 "one_shot_bytes" => &mut self.one_shot_bytes,
                 "two_shot_bytes" => &mut self.two_shot_bytes,
                 "zero_copy_two_shot_bytes" => &mut self.zero_copy_two_shot_bytes,
