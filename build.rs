@@ -15,7 +15,7 @@ fn main() {
 
 #[cfg(feature = "bridge")]
 fn bridge() {
-    const BRIDGES: [&str; 2] = ["src/bridge.rs", "src/bridge/fused.rs"];
+    const BRIDGES: [&str; 3] = ["src/bridge.rs", "src/bridge/fused.rs", "src/bridge/transport.rs"];
     for file in BRIDGES {
         println!("cargo::rerun-if-changed={file}");
     }

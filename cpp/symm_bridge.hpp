@@ -3,16 +3,21 @@
 
 #include "rust/cxx.h"
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
 namespace symm {
 
-struct Status;
+struct Allocated;
+struct Connected;
+struct GivenUp;
+struct Manner;
 struct Piece;
+struct Seat;
 struct Span;
+struct Started;
+struct Status;
 struct StoreAnswer;
 enum class StoreOp : uint8_t;
 
@@ -31,67 +36,52 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
-// A backend between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/rail.rs.
-class RailHandle {
+// Memory for what is on its way between hosts. The guarantees of this and the next three classes stand in src/bridge.rs.
+class BufferHandle {
  public:
-  virtual ~RailHandle() = default;
-  virtual Status engines(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
-  virtual Status make(rust::Str engine, rust::Str name, size_t host, size_t hosts, int64_t timeout_ms) const noexcept = 0;
-  virtual void give_up() const noexcept = 0;
-  virtual Status staging(size_t bytes, size_t& address) const noexcept = 0;
-  virtual Status all_gather(size_t from, size_t each, size_t to, int64_t timeout_ms) const noexcept = 0;
-  virtual Status all_to_all(
+  virtual ~BufferHandle() = default;
+  virtual size_t address() const noexcept = 0;
+};
+
+// A transfer that has begun.
+class PendingHandle {
+ public:
+  virtual ~PendingHandle() = default;
+  virtual Status wait(int64_t limit_ms) const noexcept = 0;
+  virtual Status follow() const noexcept = 0;
+  virtual Status abort() const noexcept = 0;
+};
+
+// A backend between some ranks.
+class TransportHandle {
+ public:
+  virtual ~TransportHandle() = default;
+  virtual Started all_gather(const Span& from, const Span& to, const std::shared_ptr<BufferHandle>& keep, const Manner& manner)
+      const noexcept = 0;
+  virtual Started all_to_all(
       size_t from,
       rust::Slice<const size_t> sent,
       size_t to,
       rust::Slice<const size_t> received,
-      int64_t timeout_ms) const noexcept = 0;
-  virtual Status broadcast(size_t root, size_t at, size_t bytes, int64_t timeout_ms) const noexcept = 0;
-  virtual Status wait(int64_t limit_ms) const noexcept = 0;
-};
-
-// Backends of two ranks on different hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/messages/links.rs.
-class LinksHandle {
- public:
-  virtual ~LinksHandle() = default;
-  virtual Status make(uint32_t peer, rust::Str engine, rust::Str name, bool second, int64_t timeout_ms) const noexcept = 0;
-  virtual Status send(
-      uint32_t peer,
-      rust::Slice<const uint8_t> frame,
-      int32_t traffic,
-      rust::Slice<const uint8_t> payload) const noexcept = 0;
-  virtual void confirm(uint32_t peer, uint64_t sends) const noexcept = 0;
-  virtual Status listen(uint32_t peer, int32_t traffic, size_t bytes) const noexcept = 0;
-  virtual Status wait(uint32_t peer, int32_t traffic, size_t& address) const noexcept = 0;
-  virtual void release(uint32_t peer, int32_t traffic) const noexcept = 0;
-  virtual void close(uint32_t peer) const noexcept = 0;
-};
-
-// Backends of a GPU, between hosts. What its functions guarantee stands in src/bridge.rs and src/hosts/cuda/backends.rs.
-class DeviceBackendsHandle {
- public:
-  virtual ~DeviceBackendsHandle() = default;
-  virtual Status make(
-      uint32_t which,
-      rust::Str engine,
-      rust::Str name,
-      std::array<size_t, 2> ranks,
-      int32_t device,
-      int64_t timeout_ms) const noexcept = 0;
-  virtual Status memory(int32_t device, size_t bytes, size_t& address) const noexcept = 0;
-  virtual Status follow(bool all) const noexcept = 0;
-  virtual Status all_gather(int32_t device, size_t from, size_t each, size_t to, bool beside) const noexcept = 0;
-  virtual Status all_to_all(
-      int32_t device,
-      std::array<size_t, 2> at,
-      rust::Slice<const size_t> sent,
-      rust::Slice<const size_t> received,
-      bool beside) const noexcept = 0;
-  virtual Status broadcast(int32_t device, size_t root, size_t at, size_t bytes, bool beside) const noexcept = 0;
-  virtual Status exchange(uint32_t which, int32_t device, rust::Slice<const Span> give, rust::Slice<const Span> take)
+      const std::shared_ptr<BufferHandle>& keep,
+      const Manner& manner) const noexcept = 0;
+  virtual Started broadcast(size_t root, const Span& at, const std::shared_ptr<BufferHandle>& keep, const Manner& manner)
       const noexcept = 0;
-  virtual void abort(uint32_t which) const noexcept = 0;
-  virtual void close() const noexcept = 0;
+  virtual Started send(size_t to, const Span& from, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
+  virtual Started recv(size_t from, const Span& to, int32_t tag, const std::shared_ptr<BufferHandle>& keep) const noexcept = 0;
+  virtual Started exchange(rust::Slice<const Span> give, rust::Slice<const Span> take, int32_t device) const noexcept = 0;
+  virtual void abort() const noexcept = 0;
+  virtual void shutdown() const noexcept = 0;
+};
+
+// What makes them.
+class TransportsHandle {
+ public:
+  virtual ~TransportsHandle() = default;
+  virtual Status find(rust::Str named, rust::String& cpu, rust::String& cuda) const noexcept = 0;
+  virtual Connected connect(rust::Str engine, rust::Str name, const Seat& seat, int64_t timeout_ms, rust::Box<GivenUp> given_up)
+      const noexcept = 0;
+  virtual Allocated allocate(int32_t device, size_t bytes) const noexcept = 0;
 };
 
 // Python's signals. What its function guarantees stands in src/bridge.rs.

@@ -243,38 +243,8 @@ pub mod ffi {
         fn timeout_ms(self: &StoreHandle) -> i64;
         /// Name of the store in errors: its class, and where its server is.
         fn name(self: &StoreHandle) -> String;
-        /// A `c10d::Backend` between hosts. `hosts::rail` says what its functions do; they never throw. `wait`: kind 9 while it goes on.
-        type RailHandle;
-        /// Names of the backends that `named` stands for, as `config::Engines` has them.
-        fn engines(self: &RailHandle, named: &str, cpu: &mut String, cuda: &mut String) -> Status;
-        fn make(self: &RailHandle, engine: &str, name: &str, host: usize, hosts: usize, timeout_ms: i64) -> Status;
-        fn give_up(self: &RailHandle);
-        fn staging(self: &RailHandle, bytes: usize, address: &mut usize) -> Status;
-        fn all_gather(self: &RailHandle, from: usize, each: usize, to: usize, timeout_ms: i64) -> Status;
-        fn all_to_all(self: &RailHandle, from: usize, sent: &[usize], to: usize, received: &[usize], timeout_ms: i64) -> Status;
-        fn broadcast(self: &RailHandle, root: usize, at: usize, bytes: usize, timeout_ms: i64) -> Status;
-        fn wait(self: &RailHandle, limit_ms: i64) -> Status;
-        /// Backends of two ranks on different hosts, as `hosts::messages::links` says; they never throw. `wait`: kind 5 of a closed link.
-        type LinksHandle;
-        fn make(self: &LinksHandle, peer: u32, engine: &str, name: &str, second: bool, timeout_ms: i64) -> Status;
-        fn send(self: &LinksHandle, peer: u32, frame: &[u8], traffic: i32, payload: &[u8]) -> Status;
-        fn confirm(self: &LinksHandle, peer: u32, sends: u64);
-        fn listen(self: &LinksHandle, peer: u32, traffic: i32, bytes: usize) -> Status;
-        fn wait(self: &LinksHandle, peer: u32, traffic: i32, address: &mut usize) -> Status;
-        fn release(self: &LinksHandle, peer: u32, traffic: i32);
-        fn close(self: &LinksHandle, peer: u32);
-        /// Backends of a GPU, between hosts. `hosts::cuda::backends` says what its functions do; they never throw.
-        type DeviceBackendsHandle;
-        /// `at`: the own rank, and how many there are.
-        fn make(self: &DeviceBackendsHandle, which: u32, engine: &str, name: &str, at: [usize; 2], device: i32, limit_ms: i64) -> Status;
-        fn memory(self: &DeviceBackendsHandle, device: i32, bytes: usize, address: &mut usize) -> Status;
-        fn follow(self: &DeviceBackendsHandle, all: bool) -> Status;
-        fn all_gather(self: &DeviceBackendsHandle, device: i32, from: usize, each: usize, to: usize, beside: bool) -> Status;
-        fn all_to_all(self: &DeviceBackendsHandle, device: i32, at: [usize; 2], sent: &[usize], taken: &[usize], beside: bool) -> Status;
-        fn broadcast(self: &DeviceBackendsHandle, device: i32, root: usize, at: usize, bytes: usize, beside: bool) -> Status;
-        fn exchange(self: &DeviceBackendsHandle, which: u32, device: i32, give: &[Span], take: &[Span]) -> Status;
-        fn abort(self: &DeviceBackendsHandle, which: u32);
-        fn close(self: &DeviceBackendsHandle);
+        /// What makes transports of one group.
+        type TransportsHandle = crate::bridge::transport::ffi::TransportsHandle;
         /// Handle of Python's signals.
         type InterruptHandle;
         /// Whether the calling thread, the first, is to stop because of one, and has the exception now. Never throws; takes the GIL.
@@ -345,13 +315,7 @@ pub mod ffi {
         fn own_profiles() -> Vec<u8>;
         type GroupHandle;
         /// Joins a group through `store`, and the others where it is on several hosts. On failure `status` says why and `group` is dead.
-        fn join(
-            store: UniquePtr<StoreHandle>,
-            rail: UniquePtr<RailHandle>,
-            links: UniquePtr<LinksHandle>,
-            backends: UniquePtr<DeviceBackendsHandle>,
-            spec: &JoinSpec,
-        ) -> Joined;
+        fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group. `profiled`:
         /// the flight recorder is to note who was waited for.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
@@ -486,21 +450,19 @@ pub mod ffi {
 
 mod cost;
 mod cuda;
-mod device_backends;
 mod fused;
 mod group;
 mod hosts;
 mod inform;
 mod kernels;
-mod links;
 mod load;
 mod memory;
 mod native_store;
 mod outcome;
-mod rail;
 mod topology;
 mod torch_store;
 mod trace;
+mod transport;
 mod window;
 
 use cost::{CostModel, cost_model, own_profiles, profile_key, shipped_profiles};

@@ -1,10 +1,11 @@
 //! A group, as C++ holds it.
 #![allow(unsafe_code, reason = "the promise of C++ about the memory of a call")]
 
-use super::device_backends::DeviceBackends;
-use super::links::BackendLinks;
-use super::rail::{BackendRail, engines};
 use super::torch_store::TorchStore;
+use super::transport::device::DeviceBackends;
+use super::transport::links::BackendLinks;
+use super::transport::rail::BackendRail;
+use super::transport::{Maker, engines};
 use super::{ffi, from_cpp, guarded, milliseconds, outcome, started};
 use crate::coll::alias;
 use crate::coll::call::{Call, Op, Span, Spec};
@@ -259,9 +260,7 @@ impl GroupHandle {
 
 pub(super) fn join(
     store: cxx::UniquePtr<ffi::StoreHandle>,
-    rail: cxx::UniquePtr<ffi::RailHandle>,
-    links: cxx::UniquePtr<ffi::LinksHandle>,
-    backends: cxx::UniquePtr<ffi::DeviceBackendsHandle>,
+    transports: cxx::SharedPtr<ffi::TransportsHandle>,
     spec: &ffi::JoinSpec,
 ) -> ffi::Joined {
     let mut group = Err(Error::internal("the group was never joined"));
@@ -278,7 +277,7 @@ pub(super) fn join(
         let store = TorchStore::new(store);
         let name = store.name()?;
         let store: Arc<dyn Store> = Arc::new(store);
-        let torch = |named: &str| engines(rail.as_ref().ok_or_else(|| Error::internal("there is no backend"))?, named);
+        let torch = |named: &str| engines(&transports, named);
         let choice = finding::connects(&spec.between_hosts, &options, torch)?;
         let partials = Partials::chosen(&spec.partials, spec.is_default)?;
         let worker = Worker::new(Arc::clone(&store), name)?;
@@ -286,8 +285,9 @@ pub(super) fn join(
             Place::OneHost(group) => Ok(Kind::OneHost(*group)),
             Place::SeveralHosts(several) => {
                 let HostsChoice::Engines(engines) = choice else { return Err(Error::internal("several hosts were not refused")) };
-                let (rail, links) = (BackendRail::new(rail, &engines.cpu), BackendLinks::new(links, &engines.cpu));
-                let backends = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(backends, &engines.cuda));
+                let cpu = Maker::new(&transports, &engines.cpu);
+                let (rail, links) = (BackendRail::new(cpu.clone()), BackendLinks::new(cpu));
+                let backends = (!engines.cuda.is_empty()).then(|| DeviceBackends::new(Maker::new(&transports, &engines.cuda)));
                 let between = Between { rail, links, backends, partials, engines };
                 HostsGroup::join(&store, &worker, &options, *several, between).map(Kind::SeveralHosts)
             }

@@ -24,7 +24,7 @@ Status failed(const std::string& why) {
 // of its process: of three ranks that make links at once each could wait for what the next one has not been able to say.
 class MeetingStore final : public ::c10d::PrefixStore {
  public:
-  MeetingStore(const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store, GivenUp given_up)
+  MeetingStore(const std::string& prefix, c10::intrusive_ptr<::c10d::Store> store, std::optional<rust::Box<GivenUp>> given_up)
       : PrefixStore(prefix, std::move(store)), given_up_(std::move(given_up)) {}
 
   std::vector<uint8_t> get(const std::string& key) override {
@@ -45,7 +45,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
     using std::chrono::microseconds;
     const auto due = std::chrono::steady_clock::now() + timeout;
     for (microseconds pause{200}; !check(keys); pause = std::min(2 * pause, microseconds{10'000})) {
-      if (given_up_ && *given_up_) {
+      if (given_up_ && (*given_up_)->is_set()) {
         C10_THROW_ERROR(DistStoreError, c10::str("the group ended before a peer had said ", joinKey(keys.front())));
       }
       if (std::chrono::steady_clock::now() > due) {
@@ -56,7 +56,7 @@ class MeetingStore final : public ::c10d::PrefixStore {
   }
 
  private:
-  GivenUp given_up_;
+  std::optional<rust::Box<GivenUp>> given_up_;
 };
 
 } // namespace
@@ -81,23 +81,11 @@ Status backend_failure() noexcept {
   }
 }
 
-Engine Maker::make(
-    rust::Str engine,
-    rust::Str name,
-    size_t rank,
-    size_t size,
-    int64_t timeout_ms,
-    const GivenUp& given_up,
-    int device) const {
-  const auto prefixed = c10::make_intrusive<MeetingStore>(std::string(name), store_, given_up);
-  return engines().make(
-      std::string(engine),
-      group_ + "/" + std::string(name),
-      prefixed,
-      static_cast<int>(rank),
-      static_cast<int>(size),
-      std::chrono::milliseconds(timeout_ms),
-      device);
+c10::intrusive_ptr<::c10d::Store> meeting_store(
+    const std::string& name,
+    c10::intrusive_ptr<::c10d::Store> store,
+    std::optional<rust::Box<GivenUp>> given_up) {
+  return c10::make_intrusive<MeetingStore>(name, std::move(store), std::move(given_up));
 }
 
 } // namespace symm

@@ -4,14 +4,15 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "symm/src/bridge.rs.h"
+#include "symm/src/bridge/transport.rs.h"
 #include "symm_bridge.hpp"
 
 namespace symm {
@@ -52,27 +53,10 @@ Status attempted(Body&& body) noexcept {
   }
 }
 
-// True once no rank needs the engine any more: making it ends when it next looks for a key of its peers.
-using GivenUp = std::shared_ptr<std::atomic<bool>>;
-
-// What makes engines of one group, which meet in its store.
-class Maker {
- public:
-  Maker(std::string group, c10::intrusive_ptr<::c10d::Store> store) : group_(std::move(group)), store_(std::move(store)) {}
-
-  // One that joins `name`; throws what Python or the backend throws.
-  Engine make(
-      rust::Str engine,
-      rust::Str name,
-      size_t rank,
-      size_t size,
-      int64_t timeout_ms,
-      const GivenUp& given_up = nullptr,
-      int device = -1) const;
-
- private:
-  std::string group_;
-  c10::intrusive_ptr<::c10d::Store> store_;
-};
+// The part `name` of `store`, where the ranks of an engine meet. Waiting there ends with an error once the core has given up.
+c10::intrusive_ptr<::c10d::Store> meeting_store(
+    const std::string& name,
+    c10::intrusive_ptr<::c10d::Store> store,
+    std::optional<rust::Box<GivenUp>> given_up = std::nullopt);
 
 } // namespace symm

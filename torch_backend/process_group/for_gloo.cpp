@@ -52,8 +52,8 @@ Engine SymmForGloo::gloo() {
   auto found = joined_gloo();
   if (!found) {
     const auto options = getBackendOptions();
-    const Maker maker(options->group_name, gloo_store_);
-    found = maker.make("gloo", "gloo", getRank(), getSize(), options->timeout.count());
+    found = engines().make(
+        "gloo", options->group_name + "/gloo", meeting_store("gloo", gloo_store_), getRank(), getSize(), options->timeout, -1);
     std::lock_guard<std::mutex> set(setting_);
     gloo_ = found;
   }

@@ -10,9 +10,7 @@
 #include "errors.hpp"
 #include "fused/workspace.hpp"
 #include "gil.hpp"
-#include "hosts/backend_links.hpp"
-#include "hosts/backend_rail.hpp"
-#include "hosts/device_backends.hpp"
+#include "hosts/transport.hpp"
 #include "store/store.hpp"
 
 namespace symm {
@@ -73,12 +71,7 @@ Group join_group(
   spec.timeout_ms = options.timeout.count();
   spec.between_hosts = options.between_hosts;
   spec.partials = options.partials;
-  auto joined = join(
-      std::make_unique<TorchStore>(store),
-      std::make_unique<BackendRail>(options.group_name, store),
-      std::make_unique<BackendLinks>(options.group_name, store),
-      std::make_unique<DeviceBackends>(options.group_name, store),
-      spec);
+  auto joined = join(std::make_unique<TorchStore>(store), std::make_shared<Transports>(options.group_name, store), spec);
   check(joined.status);
   auto group = std::make_shared<rust::Box<GroupHandle>>(std::move(joined.group));
   auto& all = living();

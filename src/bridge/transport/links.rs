@@ -1,0 +1,201 @@
+//! A backend for each peer, as links.
+#![allow(unsafe_code, reason = "staging of backends")]
+
+use super::ffi::{PendingHandle, Seat, TransportHandle};
+use super::{Buffer, GivenUp, HOST, Maker, begun, connected, ended, outcome, span, there};
+use crate::error::{Error, Result};
+use crate::hosts::messages::links::{Links, Traffic};
+use crate::lock::lock;
+use crate::rank::Rank;
+use cxx::SharedPtr;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Ten years: Gloo's waits break the connection when their time passes.
+const EVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// Staging that a link keeps for later transfers: fresh memory has to be given, page by page, by the system.
+const SPARE: usize = 16;
+
+/// Bytes of the shortest staging that is worth keeping.
+const WORTH_KEEPING: usize = 16 << 10;
+
+/// A backend for each peer, as links.
+pub(in crate::bridge) struct BackendLinks {
+    maker: Maker,
+    links: Mutex<HashMap<Rank, Arc<Link>>>,
+}
+
+#[derive(Default)]
+struct Link {
+    closed: GivenUp,
+    state: Mutex<LinkState>,
+}
+
+#[derive(Default)]
+struct LinkState {
+    transport: Option<SharedPtr<TransportHandle>>,
+    other: usize,
+    /// Calls of `send` that have not been confirmed, the oldest first, and how many have been.
+    sends: VecDeque<Vec<Staged>>,
+    confirmed: u64,
+    /// What is listened for, by class of traffic, the oldest first.
+    listening: [VecDeque<Staged>; 2],
+    /// What has been waited for last, until it is released.
+    arrived: [Option<Buffer>; 2],
+    spare: Vec<Buffer>,
+}
+
+/// One transfer with its staging.
+struct Staged {
+    staging: Buffer,
+    work: SharedPtr<PendingHandle>,
+}
+
+fn closed() -> Error {
+    Error::peer("the connection has been closed")
+}
+
+impl BackendLinks {
+    pub(in crate::bridge) fn new(maker: Maker) -> Self {
+        Self { maker, links: Mutex::default() }
+    }
+
+    /// The link to `peer`, which may be closed before it is made.
+    fn link(&self, peer: Rank) -> Arc<Link> {
+        Arc::clone(lock(&self.links).entry(peer).or_default())
+    }
+
+    /// Runs `body` on the link to `peer`, unless it has been closed.
+    fn on_open<T>(&self, peer: Rank, body: impl FnOnce(&mut LinkState) -> Result<T>) -> Result<T> {
+        let link = self.link(peer);
+        let mut state = lock(&link.state);
+        if link.closed.is_set() { Err(closed()) } else { body(&mut state) }
+    }
+}
+
+impl LinkState {
+    /// Staging of `bytes` bytes.
+    fn staged(&mut self, maker: &Maker, bytes: usize) -> Result<Buffer> {
+        let fits = |kept: &Buffer| bytes > WORTH_KEEPING && (bytes..=4 * bytes).contains(&kept.bytes);
+        match self.spare.iter().position(fits) {
+            Some(kept) => Ok(self.spare.remove(kept)),
+            None => maker.allocate(HOST, bytes),
+        }
+    }
+
+    /// Keeps `staging`, which nothing uses any more.
+    fn keep(&mut self, staging: Buffer) {
+        if staging.bytes > WORTH_KEEPING && self.spare.len() < SPARE {
+            self.spare.push(staging);
+        }
+    }
+
+    /// Hands over copies of `parts`, one behind the other.
+    fn send(&mut self, maker: &Maker, parts: [&[u8]; 2], traffic: Traffic) -> Result<Staged> {
+        let bytes = parts.iter().map(|part| part.len()).sum();
+        let staging = self.staged(maker, bytes)?;
+        let mut to = staging.address;
+        for part in parts {
+            // SAFETY: the staging has room for all parts, and nobody else uses it.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to as *mut u8, part.len()) };
+            to += part.len();
+        }
+        let work = begun(connected(&self.transport)?.send(self.other, &span(staging.address, bytes), traffic as i32, &staging.handle))?;
+        Ok(Staged { staging, work })
+    }
+}
+
+impl Links for BackendLinks {
+    fn make(&self, peer: Rank, name: &str, second: bool, timeout: Duration) -> Result<()> {
+        let seat = Seat { rank: usize::from(second), size: 2, device: HOST };
+        let transport = self.maker.connect(name, &seat, timeout, &self.link(peer).closed)?;
+        self.on_open(peer, |link| {
+            (link.transport, link.other) = (Some(transport), usize::from(!second));
+            Ok(())
+        })
+    }
+
+    fn send(&self, peer: Rank, frame: &[u8], traffic: Traffic, payload: &[u8]) -> Result<()> {
+        self.on_open(peer, |link| {
+            let parts = match traffic {
+                Traffic::Frame => vec![link.send(&self.maker, [frame, payload], traffic)?],
+                Traffic::Piece => {
+                    vec![link.send(&self.maker, [frame, &[]], Traffic::Frame)?, link.send(&self.maker, [payload, &[]], traffic)?]
+                }
+            };
+            link.sends.push_back(parts);
+            Ok(())
+        })
+    }
+
+    fn confirm(&self, peer: Rank, sends: u64) {
+        let link = self.link(peer);
+        let mut state = lock(&link.state);
+        while state.confirmed < sends
+            && let Some(parts) = state.sends.pop_front()
+        {
+            parts.into_iter().for_each(|part| state.keep(part.staging));
+            state.confirmed += 1;
+        }
+    }
+
+    fn listen(&self, peer: Rank, traffic: Traffic, bytes: usize) -> Result<()> {
+        self.on_open(peer, |link| {
+            let staging = link.staged(&self.maker, bytes)?;
+            let work = begun(connected(&link.transport)?.recv(link.other, &span(staging.address, bytes), traffic as i32, &staging.handle))?;
+            link.listening[traffic as usize].push_back(Staged { staging, work });
+            Ok(())
+        })
+    }
+
+    fn wait(&self, peer: Rank, traffic: Traffic) -> Result<Option<usize>> {
+        let link = self.link(peer);
+        let work = {
+            let state = lock(&link.state);
+            if link.closed.is_set() {
+                return Ok(None);
+            }
+            let oldest = state.listening[traffic as usize].front().map(|staged| staged.work.clone());
+            oldest.ok_or_else(|| Error::internal(format!("nothing is listened for of class {traffic:?}")))?
+        };
+        let ended = ended(&work, EVER);
+        let mut state = lock(&link.state);
+        // `close` has ended the wait, with an error or without, or has left the staging alone.
+        if link.closed.is_set() || !ended? {
+            return Ok(None);
+        }
+        let came = state.listening[traffic as usize].pop_front().map(|staged| staged.staging);
+        let address = came.as_ref().map(|staging| staging.address);
+        state.arrived[traffic as usize] = came;
+        Ok(address)
+    }
+
+    fn release(&self, peer: Rank, traffic: Traffic) {
+        let link = self.link(peer);
+        let mut state = lock(&link.state);
+        if let Some(staging) = state.arrived[traffic as usize].take() {
+            state.keep(staging);
+        }
+    }
+
+    fn close(&self, peer: Rank) {
+        let link = self.link(peer);
+        let (sends, listening, transport) = {
+            let mut state = lock(&link.state);
+            link.closed.set();
+            (std::mem::take(&mut state.sends), std::mem::take(&mut state.listening), state.transport.take())
+        };
+        let abort = |staged: &Staged| there(&staged.work).and_then(|work| outcome(work.abort()));
+        let failed = listening.iter().flatten().filter(|staged| abort(staged).is_err()).count();
+        if let Ok(transport) = connected(&transport)
+            && failed > 0
+        {
+            transport.abort();
+        }
+        // The connection closes once a thread that waits for it has let go, too.
+        drop(transport);
+        drop((listening, sends));
+    }
+}
