@@ -92,27 +92,27 @@ $(CLIENTS_VENV)/.all: $(CLIENTS_VENV)/.ready
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build
-	$(BIN)/python -m torch_symm.bench
-	$(BIN)/python -m torch_symm.bench --quick --ranks 2 --ops all_reduce,broadcast,all_gather --beside $$(nproc) --json out/bench-beside.json
+	$(BIN)/python -m torch_symm.tools.bench
+	$(BIN)/python -m torch_symm.tools.bench --quick --ranks 2 --ops all_reduce,broadcast,all_gather --beside $$(nproc) --json out/bench-beside.json
 
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
 bench-gpu: build
-	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
+	$(BIN)/python -m torch_symm.tools.bench.gpu $(BENCH_FLAGS)
 
 # Everything that needs the GPUs at hand: tests, all benchmarks against torch and NCCL, a profile and how exact it is. Figures go to out/.
 check-gpu: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
-	$(BIN)/python -m torch_symm.bench.gpu $(BENCH_FLAGS)
-	$(BIN)/python -m torch_symm.bench.gpu.fused
-	$(BIN)/python -m torch_symm.bench.gpu.decoder
-	$(BIN)/python -m torch_symm.bench.gpu.first_call
+	$(BIN)/python -m torch_symm.tools.bench.gpu $(BENCH_FLAGS)
+	$(BIN)/python -m torch_symm.tools.bench.gpu.fused
+	$(BIN)/python -m torch_symm.tools.bench.gpu.decoder
+	$(BIN)/python -m torch_symm.tools.bench.gpu.first_call
 	$(BIN)/python -m torch_symm tune --device cuda --output out/profile.json
 	$(BIN)/python -m torch_symm tune --device cuda --check --profile out/profile.json --json out/check.json
 	$(BIN)/python -m torch_symm tune --device cuda --plans 40 --profile out/profile.json --json out/plans.json
 
 # The stores against torch's.
 bench-stores: build
-	$(BIN)/python -m torch_symm.bench.stores
+	$(BIN)/python -m torch_symm.tools.bench.stores
 
 # The core without torch against Intel MPI's runtime.
 bench-mpi: build

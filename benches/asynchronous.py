@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.testing._internal.distributed.fake_pg
 import torch_symm.testing
-from torch_symm.bench.units import format_size, parse_size
+from torch_symm.tools.bench.units import format_size, parse_size
 
 BUCKET = 2 << 20
 COMPUTING_US = 300.0

@@ -77,7 +77,7 @@ def measure(rank: int, _layout: Sequence[int], place: Path) -> list[dict[str, An
     """What one rank finds: for each cell and side its mean time of each round, in µs."""
     import torch
     import torch.distributed as dist
-    from torch_symm.bench.units import parse_size
+    from torch_symm.tools.bench.units import parse_size
 
     torch.set_num_threads(1)
     dist.init_process_group(

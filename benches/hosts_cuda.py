@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from torch_symm._native import load
-from torch_symm.bench.units import parse_size
+from torch_symm.tools.bench.units import parse_size
 
 SIZES = ("8", "64K", "1M", "16M", "256M")
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")

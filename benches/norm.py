@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch_symm.testing
-from torch_symm._command import count
+from torch_symm.tools.command import count
 
 HIDDEN, EPS = 4096, 1e-5
 BATCHES = (1, 8, 64)

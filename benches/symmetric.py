@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch_symm.testing
-from torch_symm._command import count
-from torch_symm.bench.units import format_size, parse_size
+from torch_symm.tools.bench.units import format_size, parse_size
+from torch_symm.tools.command import count
 
 OPS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 ROUNDS = 9

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
-from torch_symm._command import PROGRAM, closest
+from torch_symm.tools.command import PROGRAM, closest
 
 #: Where each command is, and what it does. A module has ``parser()`` and ``run(parser, given)``.
 COMMANDS = {
-    "hello": ("launch.hello", "start some ranks, say what they use and how fast it is"),
-    "run": ("launch.run", "start a program in several ranks, by torchrun"),
+    "hello": ("hello", "start some ranks, say what they use and how fast it is"),
+    "run": ("run", "start a program in several ranks, by torchrun"),
     "doctor": ("doctor.command", "say whether it works here, and what to do where it does not"),
     "topo": ("topo.command", "show cores, caches, GPUs and what connects them, and which algorithm serves which size"),
     "check": ("check.command", "compare every collective with a reference, on this machine, in under a minute"),
     "bench": ("bench.command", "measure collectives, with the flags and columns of nccl-tests"),
-    "top": ("top.command", "watch the calls of a running job, and who is waited for"),
-    "trace": ("_trace.command", "say from the dumps of a failed run who is missing where"),
+    "top": ("top", "watch the calls of a running job, and who is waited for"),
+    "trace": ("trace", "say from the dumps of a failed run who is missing where"),
     "tune": ("tune.command", "measure what collectives cost here, for the cost model"),
 }
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: there is no command {name!r}{closest(name, COMMANDS)}", file=sys.stderr)
         print(f"  commands: {', '.join(COMMANDS)}\n  what they do: {PROGRAM} --help", file=sys.stderr)
         return 2
-    command = import_module(f"torch_symm.{COMMANDS[name][0]}")
+    command = import_module(f"torch_symm.tools.{COMMANDS[name][0]}")
     parser = command.parser()
     try:
         return int(command.run(parser, parser.parse(words[1:])))

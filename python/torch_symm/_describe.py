@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_symm._native import load
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 
     from torch_symm._C import ProcessGroupSymm
 
+#: torch's names of the collectives that have a price.
+OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 #: Bytes of the largest tensor that is looked at.
 LARGEST = 1 << 30
 #: Bytes between two sizes that are told apart.
@@ -86,16 +90,23 @@ def _other_hosts(own: Any) -> str:
     return same[-1] if same else ""
 
 
+def prices(device: str, ranks: int, world: int, basis: str, profile: Path | None = None) -> Any:
+    """Prices in groups of ``ranks``, all ``world`` ranks being on one host; ``None`` if nothing was measured here.
+
+    Raises:
+        SymmConfigError: the profile is faulty or of other hardware.
+    """
+    path = os.fsencode(profile) if profile else b""
+    return load()._prices(device, [ranks], world, world, basis, profile=path)
+
+
 def _rows(device: str, ranks: int) -> Iterator[tuple[str, str]]:
     if ranks == 1:
         yield "all", "alone: nothing moves"
         return
-    from torch_symm.tune import profile
-    from torch_symm.tune.points import OPS
-
-    prices = profile.prices(device, ranks, ranks, "measured") or profile.prices(device, ranks, ranks, "links")
+    known = prices(device, ranks, ranks, "measured") or prices(device, ranks, ranks, "links")
     for op in OPS:
-        steps = list(_steps(lambda size, op=op: prices.price(op, size, 0)[1]))  # type: ignore[misc]
+        steps = list(_steps(lambda size, op=op: known.price(op, size, 0)[1]))  # type: ignore[misc]
         yield op, ", ".join(name if most is None else f"{name} to {_bytes(most)}" for name, most in steps)
 
 

@@ -33,15 +33,19 @@ def announce() -> None:
         _change_all()
 
 
-def install() -> None:
-    """See :func:`torch_symm.tensor.install_redistribute`."""
+def install_redistribute() -> None:
+    """Lets DTensor use :func:`torch_symm.tensor.shard_dim_alltoall` where a mesh dimension's group is symm.
+
+    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor:
+    what is not imported yet is changed as soon as it is.
+    """
     global _refused
     _refused = False
     _change_all()
 
 
-def uninstall() -> None:
-    """See :func:`torch_symm.tensor.uninstall_redistribute`."""
+def uninstall_redistribute() -> None:
+    """Gives DTensor its own method back, for all groups and until :func:`install_redistribute`."""
     global _refused
     _refused = True
     if _watch in sys.meta_path:

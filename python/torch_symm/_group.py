@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import distributed_c10d
 
 from torch_symm import _coalescing, _dtensor, _logging, _torch
+from torch_symm._live import live
 from torch_symm._native import leave_all, load
-from torch_symm.top import live
 
 
 def create_group(options: Any, group_options: Any) -> Any:

@@ -139,7 +139,7 @@ class _Exchange:
 
 
 def _able(options: Any) -> str:
-    from torch_symm._autoload import devices
+    from torch_symm._devices import devices
     from torch_symm._native import load
 
     if getattr(options, "enable_reconfigure", False):

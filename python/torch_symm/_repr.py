@@ -1,4 +1,4 @@
-"""How objects of the native part show themselves."""
+"""How objects of the native part show themselves, and numbers of things."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def _group(self: Any) -> str:
     timeout = options._timeout.total_seconds()
     place = f"rank {self.rank()} of {self.size()}{where}"
     return f"<torch_symm.ProcessGroupSymm {group_name(self)!r}: {place}, on {devices}, timeout {timeout:g} s>"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def install(native: ModuleType) -> None:

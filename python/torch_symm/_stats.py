@@ -12,9 +12,9 @@ class Stats(dict[str, Any]):
     """Calls on CUDA tensors by algorithm. Printed, it is a table of this process's last calls on any tensors, too."""
 
     def __str__(self) -> str:
+        from torch_symm._live import table
         from torch_symm._trace import trace
         from torch_symm._trace.dump import parse
-        from torch_symm.top import table
 
         text = table.render([parse(trace(), "this process")])
         counted = {name: value for name, value in self.items() if name != "between_hosts"}

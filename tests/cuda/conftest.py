@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "pyt
 
 from limits import ends_after  # noqa: E402 - needs the path
 from pool import Pool  # noqa: E402
-from torch_symm.bench.machine import MULTICAST_SETTINGS  # noqa: E402
+from torch_symm.tools.bench.machine import MULTICAST_SETTINGS  # noqa: E402
 
 # Groups fail on purpose here: their dumps go where nobody else looks for any.
 dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")

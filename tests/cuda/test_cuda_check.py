@@ -8,8 +8,8 @@ import pytest
 import torch
 from pool import GPUS, needs_unshared_gpus
 from torch_symm import __main__ as entry
-from torch_symm.bench.ops import PLACEMENTS
-from torch_symm.check import faults
+from torch_symm.tools.bench.ops import PLACEMENTS
+from torch_symm.tools.check import faults
 
 pytestmark = needs_unshared_gpus
 
@@ -62,7 +62,7 @@ def test_nothing_is_compared_without_checks(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_limit_of_the_link_is_measured() -> None:
-    from torch_symm.bench.perf import cuda
+    from torch_symm.tools.bench.perf import cuda
 
     # No link between two GPUs is slower than a lane of PCIe.
     assert cuda._link_rate(2) > 1e9

@@ -14,7 +14,7 @@ import torch_symm
 from pool import WORLDS, Pool, device, needs_gpus, settle
 from torch.distributed.device_mesh import DeviceMesh
 from torch_symm.tensor import MeshTopoInfo
-from torch_symm.tune import profile, thresholds_cuda
+from torch_symm.tools.tune import profile, thresholds_cuda
 
 pytestmark = needs_gpus
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pool import DEVICE, GPUS, PLACES, Pool, device
 from test_cuda_hosts import hosts, run_hosts
-from torch_symm.tune import hosts as tuning
+from torch_symm.tools.tune import hosts as tuning
 
 __all__ = ["hosts"]
 

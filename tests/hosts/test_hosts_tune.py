@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from machines import run_hosts
-from torch_symm.tune import hosts, profile
+from torch_symm.tools.tune import hosts, profile
 
 FOUND = {
     "date": "2026-11-24T00:00:00+00:00",

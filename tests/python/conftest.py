@@ -16,7 +16,7 @@ import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limits import ends_after
-from torch_symm.tune import processes
+from torch_symm.tools.tune import processes
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)

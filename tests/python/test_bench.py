@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch_symm.bench import __main__ as command
-from torch_symm.bench import launch, limits, machine, plot, targets
-from torch_symm.bench.beside import Beside, running
-from torch_symm.bench.launch import Options, cells
-from torch_symm.bench.ops import OPS
-from torch_symm.bench.pattern import TILE, Pattern, WrongResult
-from torch_symm.bench.record import Cell, Run, judge, quantile, summarize
-from torch_symm.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
-from torch_symm.bench.units import format_size, parse_size
+from torch_symm.tools.bench import __main__ as command
+from torch_symm.tools.bench import launch, limits, machine, plot, targets
+from torch_symm.tools.bench.beside import Beside, running
+from torch_symm.tools.bench.launch import Options, cells
+from torch_symm.tools.bench.ops import OPS
+from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult
+from torch_symm.tools.bench.record import Cell, Run, judge, quantile, summarize
+from torch_symm.tools.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
+from torch_symm.tools.bench.units import format_size, parse_size
 
 BACKEND = os.environ.get("SYMM_TEST_BACKEND", "symm")
 KB, MB = 1 << 10, 1 << 20
@@ -136,7 +136,7 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     [
         ("sym", "no backend 'sym'; torch knows gloo"),
         ("cpu:sym", "no backend 'sym'"),
-        ("nccl", "'nccl' serves no CPU tensors; for GPUs there is python -m torch_symm.bench.gpu"),
+        ("nccl", "'nccl' serves no CPU tensors; for GPUs there is python -m torch_symm.tools.bench.gpu"),
         ("cuda:nccl", "serves no CPU tensors"),
         ("symm", None),
         ("gloo", None),

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from torch_symm.bench.gpu import decoder
-from torch_symm.bench.gpu.decoder_rank import Finished, distinct_layers
+from torch_symm.tools.bench.gpu import decoder
+from torch_symm.tools.bench.gpu.decoder_rank import Finished, distinct_layers
 
 MB = 1 << 20
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torch_symm.bench.gpu import first_call
+from torch_symm.tools.bench.gpu import first_call
 
 pytestmark = pytest.mark.usefixtures("forked")
 

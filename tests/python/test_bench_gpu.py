@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch_symm.bench.gpu import __main__ as command
-from torch_symm.bench.gpu import inputs
-from torch_symm.bench.gpu.calls import OPS
-from torch_symm.bench.gpu.cell import calls_for
-from torch_symm.bench.gpu.inputs import Inputs
-from torch_symm.bench.gpu.launch import Options, cells
-from torch_symm.bench.gpu.rank import turns_for
-from torch_symm.bench.gpu.record import Figure, Measured
-from torch_symm.bench.gpu.sides import cpu_sides, is_timeout
-from torch_symm.bench.gpu.table import progress_line, write_tables
-from torch_symm.bench.record import Cell
+from torch_symm.tools.bench.gpu import __main__ as command
+from torch_symm.tools.bench.gpu import inputs
+from torch_symm.tools.bench.gpu.calls import OPS
+from torch_symm.tools.bench.gpu.cell import calls_for
+from torch_symm.tools.bench.gpu.inputs import Inputs
+from torch_symm.tools.bench.gpu.launch import Options, cells
+from torch_symm.tools.bench.gpu.rank import turns_for
+from torch_symm.tools.bench.gpu.record import Figure, Measured
+from torch_symm.tools.bench.gpu.sides import cpu_sides, is_timeout
+from torch_symm.tools.bench.gpu.table import progress_line, write_tables
+from torch_symm.tools.bench.record import Cell
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch_symm.bench.gpu import sides, torch_calls
-from torch_symm.bench.gpu.calls import Call, Place, Setting, nccl_barrier
-from torch_symm.bench.gpu.inputs import Inputs
-from torch_symm.bench.gpu.sides import GroupFailed, NotThere, Side
+from torch_symm.tools.bench.gpu import sides, torch_calls
+from torch_symm.tools.bench.gpu.calls import nccl_barrier
+from torch_symm.tools.bench.gpu.inputs import Call, Inputs, Place, Setting
+from torch_symm.tools.bench.gpu.sides import GroupFailed, NotThere, Side
 
 CPU = torch.device("cpu")
 COUNT = 1200

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch_symm.bench.gpu.__main__ as command_line
+import torch_symm.tools.bench.gpu.__main__ as command_line
 from ranks import spawn_rank
 from torch.multiprocessing import start_processes
-from torch_symm.bench.gpu import launch
-from torch_symm.bench.gpu.calls import OPS, Call, Setting
-from torch_symm.bench.gpu.record import write_json
-from torch_symm.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
-from torch_symm.bench.progress import Doing, Progress
+from torch_symm.tools.bench.gpu import launch
+from torch_symm.tools.bench.gpu.calls import OPS
+from torch_symm.tools.bench.gpu.inputs import Call, Setting
+from torch_symm.tools.bench.gpu.record import write_json
+from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
+from torch_symm.tools.bench.progress import Doing, Progress
 
 pytestmark = pytest.mark.usefixtures("forked")
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch_symm import __main__ as entry
-from torch_symm.bench import axes, ops
-from torch_symm.bench.ops import DTYPES, PLACEMENTS, REDOPS
-from torch_symm.bench.pattern import Pattern, WrongResult, check_parts
-from torch_symm.bench.perf import columns, cuda, launch, mpi, plot, request
-from torch_symm.bench.perf.record import Absent, Figure, Found
-from torch_symm.bench.perf.request import Wanted
-from torch_symm.bench.progress import Doing, Progress, StandsStill
-from torch_symm.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
+from torch_symm.tools.bench import axes, links, ops
+from torch_symm.tools.bench.ops import DTYPES, PLACEMENTS, REDOPS
+from torch_symm.tools.bench.pattern import Pattern, WrongResult, check_parts
+from torch_symm.tools.bench.perf import columns, cuda, launch, mpi, plot, request
+from torch_symm.tools.bench.perf.record import Absent, Figure, Found
+from torch_symm.tools.bench.perf.request import Wanted
+from torch_symm.tools.bench.progress import Doing, Progress, StandsStill
+from torch_symm.tools.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
+from torch_symm.tools.doctor.child import Ended
 
 KB = 1 << 10
 pytestmark = pytest.mark.usefixtures("forked")
@@ -206,10 +207,9 @@ def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
 
 
 def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_symm.bench.gpu import patterned
-    from torch_symm.bench.gpu.calls import Place, Setting
-    from torch_symm.bench.gpu.inputs import Inputs
-    from torch_symm.bench.record import Cell
+    from torch_symm.tools.bench.gpu import patterned
+    from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
+    from torch_symm.tools.bench.record import Cell
 
     cell = Cell("all_reduce", "i32", 2, KB, KB, "max")
     assert patterned.wanted(cell) and not patterned.wanted(Cell("all_reduce", "f32", 2, KB, KB))
@@ -223,14 +223,11 @@ def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_limit_of_links_is_that_of_the_slowest_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_symm.doctor.report import Section
-    from torch_symm.topo import pairs
-
     rates = {(0, 0): 900.0, (0, 1): 90.0, (1, 0): 80.0, (0, 2): 10.0}
     found = [{"from": one, "to": to, "gb_per_s": rate} for (one, to), rate in rates.items()]
-    monkeypatch.setattr(pairs, "gpus", lambda: Section("measured", {"pairs": found}, []))
+    monkeypatch.setattr(links, "measured", lambda: Ended(found, "", 0))
     assert cuda._link_rate(2) == 80e9 and cuda._link_rate(3) == 10e9
-    monkeypatch.setattr(pairs, "gpus", lambda: Section("measured", {"error": "no GPU"}, []))
+    monkeypatch.setattr(links, "measured", lambda: Ended([{"error": "no GPU"}], "", 1))
     assert cuda._link_rate(2) == 0.0
 
 

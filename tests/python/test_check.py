@@ -13,12 +13,12 @@ from expected import reduced as expected_reduction
 from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._torch import set_timeout
-from torch_symm.check import command, faults
-from torch_symm.check.cases import LENGTHS, OPS, Case, Covered, blocks
-from torch_symm.check.exercise import Exercise
-from torch_symm.check.faults import FAULTS, RANKS, Told, judged
-from torch_symm.check.rank import Done
-from torch_symm.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
+from torch_symm.tools.check import command, faults
+from torch_symm.tools.check.cases import LENGTHS, OPS, Case, Covered, blocks
+from torch_symm.tools.check.exercise import Exercise
+from torch_symm.tools.check.faults import FAULTS, RANKS, Told, judged
+from torch_symm.tools.check.rank import Done
+from torch_symm.tools.check.reference import DTYPES, FACTOR, REDOPS, difference, reduced, served, values
 
 PAIRS = [(redop, dtype) for dtype in DTYPES for redop in REDOPS if served(redop, dtype)]
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 from torch_symm import __main__ as entry
-from torch_symm._command import closest, named
-from torch_symm._trace import command as trace
-from torch_symm.bench import __main__ as bench
-from torch_symm.bench import plot
-from torch_symm.top import files
-from torch_symm.tune import profile
+from torch_symm._live import files
+from torch_symm.tools import trace
+from torch_symm.tools.bench import __main__ as bench
+from torch_symm.tools.bench import plot
+from torch_symm.tools.command import closest, named
+from torch_symm.tools.tune import profile
 
 #: Options that take a duration or another positive number, options that take a count, and values for neither.
 SECONDS = ("top --every", "check --seconds", "tune --seconds", "bench --limit", "bench -f")
@@ -40,7 +40,7 @@ def test_help_has_examples_that_can_be_parsed(name: str, capsys: pytest.CaptureF
     assert ended.value.code == 0
     # The program that run starts prints what it likes.
     assert "--json" in said or name == "run"
-    command = import_module(f"torch_symm.{entry.COMMANDS[name][0]}")
+    command = import_module(f"torch_symm.tools.{entry.COMMANDS[name][0]}")
     lines = [line.partition("#")[0].split() for line in said.partition("examples:")[2].splitlines() if line]
     assert lines
     for line in lines:
@@ -292,7 +292,7 @@ def test_errors_are_json_where_all_is(typed: str, capsys: pytest.CaptureFixture[
 def test_a_measurement_that_fails_is_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch_symm.tune import command
+    from torch_symm.tools.tune import command
 
     def fails(*_: object) -> dict[str, object]:
         print("what people read")

@@ -20,10 +20,10 @@ from ranks import run_ranks
 from sandbox import NUMBERS, deny, needs_seccomp
 from torch_symm import _native
 from torch_symm._version import TORCH_VERSIONS
-from torch_symm.doctor import calls, cgroup, command, devices, gpus, host, library, limits, trial
-from torch_symm.doctor.child import Child, Ended, run, sentence
-from torch_symm.doctor.probed import Probed, probe
-from torch_symm.doctor.report import Problem, Section, as_json, render, verdict
+from torch_symm.tools.doctor import calls, cgroup, command, devices, gpus, host, library, limits, trial
+from torch_symm.tools.doctor.child import Child, Ended, run, sentence
+from torch_symm.tools.doctor.probed import Probed, probe
+from torch_symm.tools.doctor.report import Problem, Section, as_json, render, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(torch_symm.__file__).parent
@@ -90,7 +90,7 @@ def test_the_library_the_doctor_and_the_guide_know_the_same_system_calls() -> No
     names = re.findall(r'^    [A-Z]\w+: "(.+)", ".+";$', table, re.MULTILINE)
     assert len(names) == 17 == calls.calls().found["tried"]
     guide = (ROOT / "docs/guide/errors.md").read_text()
-    tried = (PACKAGE / "doctor/calls.py").read_text()
+    tried = (PACKAGE / "tools/doctor/calls.py").read_text()
     for name in names:
         assert f'"{name}": ' in tried, name
         for call in re.split(", | or ", name):

@@ -12,9 +12,9 @@ import pytest
 import torch_symm
 from torch.distributed import run as torchrun
 from torch_symm import __main__ as entry
-from torch_symm.doctor import child
-from torch_symm.doctor.child import Child, Ended
-from torch_symm.launch import hello
+from torch_symm.tools import hello
+from torch_symm.tools.doctor import child
+from torch_symm.tools.doctor.child import Child, Ended
 
 PROGRAM = """
 import sys
@@ -59,7 +59,7 @@ def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert len(children) == 2 and [one.environment["RANK"] for one in children] == ["0", "1"]
         return ended
 
-    monkeypatch.setattr("torch_symm.doctor.child.run", run)
+    monkeypatch.setattr("torch_symm.tools.doctor.child.run", run)
     assert entry.main(["hello", "--device", "cpu", "--ranks", "2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("2 ranks on cpu failed: rank 1: all_reduce: SymmPeerError: rank 0 has ended\n")
@@ -88,7 +88,7 @@ def test_a_program_of_gloo_runs_on_symm_and_its_status_is_kept(tmp_path: Path) -
 def test_options_are_torchruns(words: list[str], passed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(torchrun, "main", seen.append)
-    monkeypatch.setattr("torch_symm.launch.run.ranks_here", lambda: ("cpu", 2))
+    monkeypatch.setattr("torch_symm.tools.run.ranks_here", lambda: ("cpu", 2))
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
     monkeypatch.setenv("SYMM_REPLACES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch_symm
 from ranks import run_ranks
 from torch_symm import __main__ as entry
+from torch_symm._live import files, live, summary, table
 from torch_symm._native import load
 from torch_symm._trace.dump import Dump, parse
 from torch_symm._trace.report import merge
-from torch_symm.top import files, live, summary, table
 
 WORLD = 2
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from torch_symm import __main__ as entry
-from torch_symm.topo import cpu, plot
+from torch_symm.tools.topo import cpu, plot
 
 #: Two memory nodes of two cores with two threads each; a third-level cache a node.
 FILES = {

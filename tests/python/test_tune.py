@@ -16,8 +16,8 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_symm import __main__ as entry
-from torch_symm.tune import command, launch, plans, processes, profile, thresholds_cpu
-from torch_symm.tune.points import (
+from torch_symm.tools.tune import command, launch, plans, processes, profile, thresholds_cpu
+from torch_symm.tools.tune.points import (
     LARGEST,
     OPS,
     SMALLEST,
@@ -29,7 +29,7 @@ from torch_symm.tune.points import (
     rounded,
     switches,
 )
-from torch_symm.tune.thresholds import choose
+from torch_symm.tools.tune.thresholds import choose
 
 Tune = Callable[..., str]
 

@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 import torch
 from ranks import run_ranks
-from torch_symm.tune import profile, rank, thresholds_cuda
-from torch_symm.tune.points import OPS, Point
-from torch_symm.tune.thresholds_cuda import SHORT, STAGED, TWO_SHOT, WAYS, Way
+from torch_symm.tools.tune import profile, rank, thresholds_cuda
+from torch_symm.tools.tune.points import OPS, Point
+from torch_symm.tools.tune.thresholds_cuda import SHORT, STAGED, TWO_SHOT, WAYS, Way
 
 KIB, MIB = 1 << 10, 1 << 20
 POINTS = thresholds_cuda._points(4, OPS, 256 * MIB)

@@ -22,7 +22,7 @@ import draw
 import faults
 from report import Report
 from supervisor import Supervisor, Violation
-from torch_symm._command import count, positive
+from torch_symm.tools.command import count, positive
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,29 @@ SKEW_NS = 20_000
 PREFIX = "symm:"
 #: Names of events that differ from those of calls.
 OPS = {"recvAnySource": "recv"}
+
+
+def _others(n: int) -> float:
+    return (n - 1) / n
+
+
+def _one(_n: int) -> float:
+    return 1.0
+
+
+#: Bus bandwidth / algorithm bandwidth of n ranks: the factors of ``doc/PERFORMANCE.md`` of NVIDIA's nccl-tests.
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * _others(n),
+    "all_gather": _others,
+    "reduce_scatter": _others,
+    "all_to_all": _others,
+    "broadcast": _one,
+    "reduce": _one,
+    "gather": _others,
+    "scatter": _others,
+    "send_recv": _one,
+    "barrier": lambda _n: 0.0,
+}
 
 
 class Event:
@@ -119,13 +142,11 @@ def _arguments(event: Event) -> dict[str, Any]:
     ends = [call.ended_ns for call in calls]
     started, ended = first.started_ns, ends[-1]
     if started and ended and all(call.state == "completed" for call in calls):
-        from torch_symm.bench.ops import OPS as BENCHED
-
         ns = max(1, ended - started)
         found["us"] = ns / 1e3
-        if size and (op := BENCHED.get("send_recv" if first.message else first.op)):
+        if size and (factor := BUS_FACTORS.get("send_recv" if first.message else first.op)):
             found["algbw_gb_per_s"] = round(size / ns, 3)
-            found["busbw_gb_per_s"] = round(size / ns * op.bus_factor(len(view.members)), 3)
+            found["busbw_gb_per_s"] = round(size / ns * factor(len(view.members)), 3)
         waits = [(call.waited_ns, call.waited_for) for call in calls if call.waited_ns is not None]
         if waits:
             found["waited_us"] = sum(ns for ns, _ in waits) / 1e3

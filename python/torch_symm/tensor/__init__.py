@@ -14,9 +14,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch_symm._dtensor import install_redistribute, uninstall_redistribute
 from torch_symm.tensor._alltoall import shard_dim_alltoall
 from torch_symm.tensor._mesh import mesh_broadcast, mesh_scatter
-from torch_symm.tensor._redistribute import install_redistribute, uninstall_redistribute
 from torch_symm.tensor._shards import (
     check_tensor_meta,
     fill_empty_tensor_to_shards,

@@ -15,26 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from torch_symm import _dtensor
 from torch_symm._torch import group_name
 from torch_symm.tensor._alltoall import shard_dim_alltoall
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def install_redistribute() -> None:
-    """Lets DTensor use :func:`shard_dim_alltoall` where a mesh dimension's group is symm.
-
-    The first symm group of a process does so unless :func:`uninstall_redistribute` was called. Never imports DTensor:
-    what is not imported yet is changed as soon as it is.
-    """
-    _dtensor.install()
-
-
-def uninstall_redistribute() -> None:
-    """Gives DTensor its own method back, for all groups and until :func:`install_redistribute`."""
-    _dtensor.uninstall()
 
 
 def replace_method(module: ModuleType) -> Callable[[], None]:

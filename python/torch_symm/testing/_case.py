@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ._rank import shared_folder, used_cuda
-from ._report import describe
-from ._run import Ending, run_case
+from ._report import Ending, describe
+from ._run import run_case
 
 #: The line with which symm says where a dump is; the report has its calls.
 DUMPED = re.compile(r"^.*the last calls of this process are in .*\n", re.MULTILINE)

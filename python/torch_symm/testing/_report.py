@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ._rank import ours
-from ._run import Ending
+from ._rank import Outcome, ours
 
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+@dataclasses.dataclass
+class Ending:
+    """How one rank ended. ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed."""
+
+    rank: int
+    pid: int
+    status: int | None
+    outcome: Outcome | None
+    log: str
+    calls: list[str]
+    stacks: str
+    #: Seconds from the start of the case, or from another rank's failure, that it was waited for.
+    waited: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did anything but pass or skip."""
+        return self.status != 0 or self.outcome is None or self.outcome.kind == "failed"
 
 
 def describe(endings: Sequence[Ending], bad: Collection[int], expect_killed: Collection[int] = ()) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pickle
 import re
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from . import _rank
-from ._rank import Order, Outcome
+from ._rank import Order
+from ._report import Ending
+from ._report import describe as report
 
 #: Seconds that the other ranks have to end after the first has failed.
 GRACE_S = 8.0
@@ -28,26 +29,6 @@ STACKS_S = 0.5
 
 class RanksFailed(AssertionError):
     """Some rank of a case failed, died or did not end. Its text has the rank, the line, and what the others did."""
-
-
-@dataclasses.dataclass
-class Ending:
-    """How one rank ended. ``status``: its exit code, or minus a signal; ``None``: it did not end and was killed."""
-
-    rank: int
-    pid: int
-    status: int | None
-    outcome: Outcome | None
-    log: str
-    calls: list[str]
-    stacks: str
-    #: Seconds from the start of the case, or from another rank's failure, that it was waited for.
-    waited: float
-
-    @property
-    def failed(self) -> bool:
-        """Whether the rank did anything but pass or skip."""
-        return self.status != 0 or self.outcome is None or self.outcome.kind == "failed"
 
 
 class Results(list[Any]):
@@ -86,8 +67,6 @@ def run_ranks(
     Raises:
         RanksFailed: a rank raised, died or did not end.
     """
-    from ._report import describe
-
     start = time.monotonic()
     endings = run_case(
         lambda rank, size: fn(rank, size, *args),
@@ -114,7 +93,7 @@ def run_ranks(
             results[ending.rank] = ending.outcome.value
     if bad:
         logs = "".join(f"\n\nrank {rank} printed:\n{results.logs[rank][-4000:]}" for rank in bad if results.logs[rank])
-        raise RanksFailed(describe(endings, bad, expect_killed) + logs)
+        raise RanksFailed(report(endings, bad, expect_killed) + logs)
     return results
 
 

@@ -1,0 +1,302 @@
+"""``torch-symm bench``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_symm.tools.command import Parser, closest, count, overloaded, positive, ranks, whole
+
+from .units import LIMIT_S, format_size, parse_size
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .perf.record import Absent, Found
+    from .perf.request import Wanted
+
+#: What ``--against`` knows.
+AGAINST = ("nccl", "gloo", "torch", "mpi")
+CPU_RANKS = 2
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
+        "bench",
+        "Measures collectives of ordinary tensors, with the flags and columns of nccl-tests. Time is the median of "
+        "-n calls, each its slowest rank's. Exit status 1 if a result is wrong.",
+        [
+            ("all_reduce -b 8 -e 64M -f 4 -g 2", "sizes from 8 bytes to 64 MiB on 2 ranks"),
+            ("all_reduce all_gather -b 1K -e 1M -f 4 -d bf16 --against gloo", "two operations, Gloo in the same run"),
+            ("all_reduce -b 64K -e 64M -f 2 --against gloo --plot out.html", "curves and table in one file"),
+            ("all_reduce_perf --device cuda -g 4 -b 8 -e 256M -f 2 --against nccl,torch", "on 4 GPUs"),
+        ],
+    )
+    made.add_argument(
+        "ops",
+        nargs="*",
+        default=["all_reduce"],
+        metavar="OP",
+        help="torch's names or nccl-tests', or all (default: all_reduce)",
+    )
+    made.add_argument("-b", "--minbytes", default="32M", help="smallest size, as 8, 64K, 32M, 1G (default: 32M)")
+    made.add_argument("-e", "--maxbytes", help="largest size (default: -b)")
+    made.add_argument("-f", "--stepfactor", type=positive, help="each size is so many times the one before")
+    made.add_argument("-i", "--stepbytes", help="each size is so much larger than the one before (default: 1M)")
+    made.add_argument(
+        "-g",
+        "--ngpus",
+        "--ranks",
+        dest="ranks",
+        type=ranks,
+        help=f"ranks (default: all GPUs; on CPU {CPU_RANKS})",
+    )
+    made.add_argument("-n", "--iters", type=count, default=20, help="timed calls (default: 20)")
+    made.add_argument("-w", "--warmup_iters", type=whole, default=5, help="untimed calls before (default: 5)")
+    made.add_argument("-c", "--check", type=whole, default=1, help="calls whose result is compared (default: 1)")
+    made.add_argument("-o", "--op", default="sum", help="sum, prod, min, max, avg, several, or all")
+    made.add_argument("-d", "--datatype", default="float", help="float or f32, bf16, half, …, several, or all")
+    made.add_argument("-r", "--root", type=_root, default="0", help="a rank, or all (default: 0)")
+    made.add_argument("-G", "--cudagraph", type=whole, default=0, help="not 0: time of a call in a CUDA graph")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
+    made.add_argument("--backend", default="symm", help="the tested backend, on CPU (default: symm)")
+    made.add_argument(
+        "--limit",
+        type=positive,
+        default=LIMIT_S,
+        metavar="SECONDS",
+        help=f"end a run whose ranks do not get on for so long (default: {LIMIT_S:.0f})",
+    )
+    made.add_argument("--against", metavar="SIDES", help="compare in the same run, by commas: " + ", ".join(AGAINST))
+    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
+    made.add_argument("-F", "--output_file", "--csv", dest="csv", type=Path, metavar="FILE", help="write all as CSV")
+    made.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw a .png, .svg, .pdf or .html (needs matplotlib)",
+    )
+    return made
+
+
+def _root(text: str) -> int | None:
+    return None if text == "all" else whole(text)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    device: str
+    world: int
+    rows: list[Wanted]
+    against: list[str]
+
+
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
+    _check_outputs(parser, given)
+    plan = _plan(parser, given)
+    # They import torch.
+    from . import machine, plot
+    from .perf import columns
+    from .perf.record import Absent
+
+    alone = given.json == "-"
+    here = machine.describe()
+
+    def say(line: str) -> None:
+        if not alone:
+            print(line, flush=True)
+
+    several = bool(plan.against)
+    for line in _heading(plan, given, here):
+        say(f"# {line}")
+    rows: list[Found] = []
+    absent: list[Absent] = []
+    failure = ""
+    shown = ""
+    for message in _measured(plan, given):
+        if isinstance(message, str):
+            failure = message
+        elif isinstance(message, Absent):
+            absent.append(message)
+            say(f"# left out: {message.side}: {message.reason}")
+        else:
+            rows.append(message)
+            if message.wanted.op != shown:
+                shown = message.wanted.op
+                say("\n".join(columns.opening(shown, several)))
+            say("\n".join(columns.lines(message, several)))
+        _progress(plan, len(rows))
+    for line in columns.closing(rows, given.check > 0):
+        say(line)
+    found: dict[str, object] = {
+        "machine": asdict(here),
+        "arguments": sys.argv[1:],
+        "device": plan.device,
+        "absent": [asdict(one) for one in absent],
+        "notes": [{**asdict(one.wanted), "notes": dict(one.notes)} for one in rows if one.notes],
+        "rows": [record for one in rows for record in one.records()],
+        "failure": failure or None,
+    }
+    try:
+        written = _write(given, plan.device, rows, found, plot.title(asdict(here)))
+        if written:
+            say(f"# written: {', '.join(written)}")
+    except OSError as error:
+        failure = f"{failure}\n{error}".strip()
+    if failure:
+        print(f"failed after {len(rows)} of {len(plan.rows)} rows: {failure}", file=sys.stderr)
+    lost = any(not figures for one in rows for side, figures in one.sides.items() if side == given.backend)
+    return int(bool(failure) or lost or any(one.wrong for one in rows))
+
+
+def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
+    from .perf import plot
+
+    if given.plot and given.plot.suffix not in plot.ENDINGS:
+        parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    for path in (given.plot, given.csv, given.json and given.json != "-" and Path(given.json)):
+        if path and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+
+
+def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
+    import torch
+
+    from .perf import mpi, request
+
+    gpus = torch.cuda.device_count()
+    device = given.device or ("cuda" if gpus > 1 else "cpu")
+    world = given.ranks if given.ranks is not None else gpus if device == "cuda" else CPU_RANKS
+    if device == "cuda" and not 2 <= world <= gpus:
+        parser.error(f"-g {world}: from 2 ranks on, each with a GPU; torch finds {gpus} here (--device cpu needs none)")
+    against = [name for name in (given.against or "").lower().split(",") if name]
+    for name in against:
+        if name not in AGAINST:
+            parser.error(f"--against: no side {name!r}{closest(name, AGAINST) or '; there are ' + ', '.join(AGAINST)}")
+    if "mpi" in against and device == "cpu" and (lacking := mpi.missing()):
+        parser.error(f"--against mpi: {lacking}")
+    try:
+        least = parse_size(given.minbytes)
+        most = parse_size(given.maxbytes) if given.maxbytes else least
+        step = parse_size(given.stepbytes) if given.stepbytes else None
+        sizes = request.sizes(least, most, given.stepfactor, step or (None if given.stepfactor else 1 << 20))
+        roots = list(range(world)) if given.root is None else [given.root]
+        if not all(0 <= root < world for root in roots):
+            raise ValueError(f"-r {given.root}: ranks are 0 to {world - 1}")
+        rows = request.rows(
+            request.operations(given.ops),
+            request.types(given.datatype),
+            request.reductions(given.op),
+            roots,
+            sizes,
+            world,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return Plan(device, world, rows, against)
+
+
+def _heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[str]:
+    sizes = [wanted.size for wanted in plan.rows]
+    where = f"{here.cpu}, {here.cores} cores, load {here.loadavg[0]}"
+    yield f"{given.backend} on {plan.world} ranks, {plan.device} tensors; {where}"
+    yield (
+        f"minBytes {min(sizes)} maxBytes {max(sizes)} warmup iters: {given.warmup_iters} iters: {given.iters} "
+        f"validation: {given.check} graph: {given.cudagraph}"
+    )
+    yield "time: median of the calls, each its slowest rank's; busbw: factors of nccl-tests' PERFORMANCE.md"
+    if busy := overloaded():
+        yield f"warning: {busy}, so these times say little"
+    if plan.device == "cpu" and plan.world > here.cores:
+        yield f"{plan.world} ranks on {here.cores} cores wait for each other's time slices"
+
+
+def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
+    """Rows and absent sides; a text: why it ended early."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    try:
+        yield from _on_gpus(plan, given) if plan.device == "cuda" else _on_cpus(plan, given)
+    except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
+        yield str(error).strip()
+    except KeyboardInterrupt:
+        yield "interrupted"
+
+
+def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
+    from .perf import cuda
+
+    how = cuda.How(
+        calls=given.iters,
+        warmup=given.warmup_iters,
+        checks=given.check,
+        graph=bool(given.cudagraph),
+        limit=bool(given.plot),
+        still_s=given.limit,
+    )
+    yield from cuda.run(plan.rows, plan.against, how)
+
+
+def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
+    from .__main__ import unusable
+    from .perf import launch, mpi
+    from .perf.record import Absent
+
+    sides = [given.backend]
+    if reason := unusable(given.backend):
+        yield f"--backend: {reason}"
+        return
+    for name in plan.against:
+        if name == "mpi":
+            continue
+        if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else unusable(name):
+            yield Absent(name, reason)
+        elif name not in sides:
+            sides.append(name)
+    calls = (given.iters, given.warmup_iters, given.check)
+    by_mpi = {}
+    if "mpi" in plan.against:
+        by_mpi = mpi.measure(plan.world, [row for row in plan.rows if not mpi.unmeasured(row)], *calls, given.limit)
+    for found in launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit):
+        if "mpi" in plan.against:
+            reason = mpi.unmeasured(found.wanted)
+            notes = {**found.notes, **({"mpi": reason} if reason else {})}
+            found = replace(found, sides={**found.sides, "mpi": by_mpi.get(found.wanted, {})}, notes=notes)
+        yield found
+
+
+def _progress(plan: Plan, done: int) -> None:
+    """What is measured next, on a terminal; it goes away with the next line."""
+    if sys.stderr.isatty():
+        following = plan.rows[done] if done < len(plan.rows) else None
+        text = f"[{done}/{len(plan.rows)}] {following.op} {format_size(following.size)} …" if following else ""
+        print(f"\r\033[K{text}\r", end="", file=sys.stderr, flush=True)
+
+
+def _write(
+    given: argparse.Namespace, device: str, rows: list[Found], found: dict[str, object], heading: str
+) -> list[str]:
+    """Writes the files that are asked for; their names."""
+    from .perf import columns, plot
+
+    if given.json == "-":
+        print(json.dumps(found, indent=1))
+    elif given.json:
+        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+    if given.csv:
+        columns.write_csv(rows, given.csv)
+    drawn = given.plot if any(any(found.sides.values()) for found in rows) else None
+    if drawn:
+        plot.draw(rows, heading, drawn, "the slowest link" if device == "cuda" else "memory")
+    return [str(path) for path in (given.json if given.json != "-" else None, given.csv, drawn) if path]

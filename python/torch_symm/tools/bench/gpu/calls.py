@@ -1,0 +1,149 @@
+"""The measured operations: call, tensors and check. One table, everything derived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..pattern import pieces
+from .inputs import POISON, Call, Setting
+from .norm import add_rms_norm
+
+
+@dataclass(frozen=True)
+class Op:
+    """One row. ``divided``: S is divided among the ranks."""
+
+    build: Callable[[Setting], Call]
+    divided: bool = False
+
+
+def _all_reduce(at: Setting) -> Call:
+    tensor = at.given(at.inputs.count)
+    return Call(
+        lambda: tensor.copy_(at.pristine),
+        lambda: dist.all_reduce(tensor, group=at.group),
+        lambda calls: at.inputs.compare_sum(tensor, calls=calls),
+    )
+
+
+def _all_gather(at: Setting) -> Call:
+    source, output = at.given(at.share), at.taken(at.share * at.world)
+
+    def reset() -> None:
+        source.copy_(at.pristine[: at.share])
+        output.fill_(POISON)
+
+    def check(_calls: int) -> str | None:
+        return first_finding(at.inputs.compare_copy(part, rank) for rank, part in enumerate(pieces(output, at.share)))
+
+    return Call(reset, lambda: dist.all_gather_into_tensor(output, source, group=at.group), check)
+
+
+def _reduce_scatter(at: Setting) -> Call:
+    source, output = at.given(at.share * at.world), at.taken(at.share)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    return Call(
+        reset,
+        lambda: dist.reduce_scatter_tensor(output, source, group=at.group),
+        lambda _calls: at.inputs.compare_sum(output, start=at.rank * at.share),
+    )
+
+
+def _all_to_all(at: Setting) -> Call:
+    source, output = at.given(at.share * at.world), at.taken(at.share * at.world)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    def check(_calls: int) -> str | None:
+        parts = enumerate(pieces(output, at.share))
+        return first_finding(at.inputs.compare_copy(part, rank, at.rank * at.share) for rank, part in parts)
+
+    return Call(reset, lambda: dist.all_to_all_single(output, source, group=at.group), check)
+
+
+def _broadcast(at: Setting) -> Call:
+    tensor = at.given(at.inputs.count)
+    return Call(
+        lambda: tensor.copy_(at.pristine) if at.rank == 0 else tensor.fill_(POISON),
+        lambda: dist.broadcast(tensor, 0, group=at.group),
+        lambda _calls: at.inputs.compare_copy(tensor, 0),
+    )
+
+
+def _send_recv(at: Setting) -> Call:
+    if at.rank > 1:
+        return Call(lambda: None, lambda: None, lambda _calls: None)
+    peer = 1 - at.rank
+    source, output = at.given(at.inputs.count), at.taken(at.inputs.count)
+
+    def reset() -> None:
+        source.copy_(at.pristine)
+        output.fill_(POISON)
+
+    def run() -> None:
+        if at.rank == 0:
+            dist.send(source, peer, group=at.group)
+            dist.recv(output, peer, group=at.group)
+        else:
+            dist.recv(output, peer, group=at.group)
+            dist.send(source, peer, group=at.group)
+
+    return Call(reset, run, lambda _calls: at.inputs.compare_copy(output, peer))
+
+
+def _barrier(at: Setting) -> Call:
+    # Named by its device: a group that serves CPU tensors too would meet on the host.
+    device = at.inputs.device
+    ids = [device.index] if device.type == "cuda" else None
+    return Call(lambda: None, lambda: dist.barrier(group=at.group, device_ids=ids), lambda _calls: None)
+
+
+def nccl_barrier(at: Setting) -> Call:
+    """dist.barrier; in a graph its stream waits: NCCL's own wait would block the host and end the recording."""
+    ids = [at.inputs.device.index]
+
+    def run() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            work = dist.barrier(group=at.group, device_ids=ids, async_op=True)
+            assert work is not None
+            work.synchronize()
+        else:
+            dist.barrier(group=at.group, device_ids=ids)
+
+    return Call(lambda: None, run, lambda _calls: None)
+
+
+def in_stream_or_host() -> None:
+    """Makes the host wait for the current stream, unless a graph records it."""
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
+
+
+def first_finding(findings: Iterable[str | None]) -> str | None:
+    """The first that is one."""
+    return next((finding for finding in findings if finding is not None), None)
+
+
+OPS: dict[str, Op] = {
+    "all_reduce": Op(_all_reduce),
+    "all_gather": Op(_all_gather, divided=True),
+    "reduce_scatter": Op(_reduce_scatter, divided=True),
+    "all_to_all": Op(_all_to_all, divided=True),
+    "broadcast": Op(_broadcast),
+    "send_recv": Op(_send_recv),
+    "barrier": Op(_barrier),
+    "all_reduce_add_rms_norm": Op(add_rms_norm),
+}
+
+#: Those that are measured unless others are named.
+USUAL = tuple(op for op in OPS if op != "all_reduce_add_rms_norm")

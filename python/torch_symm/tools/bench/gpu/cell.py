@@ -1,0 +1,218 @@
+"""One cell on all sides: made and compared, captured and compared, timed in turns, compared once more."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from ..ops import DTYPES, OPS
+from ..record import Cell
+from . import host, patterned
+from .inputs import Call, Inputs, Setting
+from .process import Process
+from .record import Figure, Measured
+from .sides import Builder, Side
+
+LARGE = 4 << 20
+MANY_CALLS, FEW_CALLS = 20, 5
+HOST_TURNS = 5
+
+#: A side's call, and the graph of it if there is one; by the side's number.
+Ready: TypeAlias = dict[int, tuple[Call, torch.cuda.CUDAGraph | None]]
+
+
+def calls_for(size: int) -> int:
+    """Calls per graph, and per eager loop."""
+    return MANY_CALLS if size < LARGE else FEW_CALLS
+
+
+def measure(process: Process, cell: Cell, turns: int, seed: int) -> Measured:
+    """``cell`` on all sides of ``process``. Called by all ranks."""
+    return _Bench(process, cell, turns, seed).measured()
+
+
+class _Bench:
+    """A cell, its tensors, and the figures so far."""
+
+    def __init__(self, process: Process, cell: Cell, turns: int, seed: int) -> None:
+        self._process, self._cell, self._turns = process, cell, turns
+        self._clock, self._meeting = process.clock, process.meeting
+        self._calls = calls_for(cell.size)
+        dtype = DTYPES[cell.dtype]
+        self._inputs = Inputs(process.task.world, cell.bytes // dtype.itemsize, dtype, process.device, seed)
+        self._pristine = torch.empty(self._inputs.count, dtype=dtype, device=process.device)
+        if not patterned.wanted(cell):
+            self._inputs.fill(self._pristine, process.rank)
+        self._figures: dict[str, Figure] = {}
+
+    def measured(self) -> Measured:
+        cell, ready = self._cell, Ready()
+        for number, side in list(self._process.sides.items()):
+            build = self._builder(side)
+            if build is None:
+                continue
+            self._figures[side.name] = Figure()
+            call = self._prepared(number, build)
+            if call is not None:
+                graph = self._captured(number, call)
+                # Recording or replaying may have been the side's end.
+                if number in self._process.sides:
+                    ready[number] = call, graph
+        self._alternate(ready)
+        for number, (call, _graph) in ready.items():
+            if self._process.task.checks and not self._still_right(number, call):
+                continue
+            self._read(number)
+            if cell.op in host.OPS and cell.size == host.SIZE and not patterned.wanted(cell):
+                self._host_times(number, call)
+        return Measured(cell, self._calls, self._figures)
+
+    def _builder(self, side: Side) -> Builder | None:
+        if not patterned.wanted(self._cell):
+            return side.builder(self._cell.op, self._cell.bytes)
+        return patterned.builder(self._cell) if side.is_plain else None
+
+    def _figure(self, number: int) -> Figure:
+        return self._figures[self._process.task.sides[number]]
+
+    def _setting(self, number: int) -> Setting:
+        side = self._process.sides[number]
+        return Setting(self._process.rank, self._inputs, self._pristine, side.group, side.place)
+
+    def _prepared(self, number: int, build: Builder) -> Call | None:
+        """The call, once it has been made and found right."""
+        found: list[Call] = []
+        task = self._process.task
+
+        def once() -> str | None:
+            call = build(self._setting(number))
+            call.reset()
+            call.run()
+            self._process.settle(self._process.sides[number])
+            found.append(call)
+            wrong = call.check(1) if task.checks else None
+            for _ in range(task.checks - 1):
+                if wrong is None:
+                    call.reset()
+                    call.run()
+                    wrong = call.check(1)
+            for _ in range(task.warmup):
+                call.run()
+            self._process.settle(self._process.sides[number])
+            return wrong and f"wrong: {wrong}"
+
+        error = self._process.together(number, once)
+        if error is None:
+            return found[0]
+        self._process.fail(number, self._figure(number), error)
+        return None
+
+    def _captured(self, number: int, call: Call) -> torch.cuda.CUDAGraph | None:
+        """A graph of the calls that was replayed once and found right."""
+        if not self._clock.has_graphs:
+            return None
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def capture() -> None:
+            graphs.append(self._clock.capture(call.run, self._calls))
+
+        def replay() -> str | None:
+            call.reset()
+            graphs[0].replay()
+            self._process.settle(self._process.sides[number])
+            wrong = call.check(self._calls) if self._process.task.checks else None
+            return wrong and f"wrong in a graph: {wrong}"
+
+        # Two steps: where one rank has no graph, the others must not wait for it on the GPU.
+        error = self._process.together(number, capture)
+        if error is not None:
+            self._process.fail(number, self._figure(number), f"in a graph: {error}")
+            return None
+        error = self._process.together(number, replay)
+        if error is not None:
+            self._process.fail(number, self._figure(number), error)
+            return None
+        return graphs[0]
+
+    def _alternate(self, ready: Ready) -> None:
+        """The sides in turn, each turn in the opposite order; samples go to the meeting."""
+        for turn in range(self._turns):
+            order: Sequence[int] = list(ready) if turn % 2 == 0 else list(reversed(ready))
+            for number in order:
+                call, graph = ready[number]
+                for mode in ("graph", "eager") if graph is not None else ("eager",):
+
+                    def sample(
+                        mode: str = mode,
+                        call: Call = call,
+                        graph: torch.cuda.CUDAGraph | None = graph,
+                        number: int = number,
+                        turn: int = turn,
+                    ) -> None:
+                        call.reset()
+                        if mode == "graph":
+                            assert graph is not None
+                            us = self._clock.replay_us(graph)
+                        else:
+                            us = self._clock.eager_us(call, self._calls)
+                        self._process.sides[number].sound(self._process.device)
+                        self._meeting.note(number, mode, self._process.rank, turn, us)
+
+                    self._meeting.align()
+                    error = self._process.together(number, sample)
+                    if error is not None:
+                        self._process.fail(number, self._figure(number), error)
+                        del ready[number]
+                        break
+
+    def _still_right(self, number: int, call: Call) -> bool:
+        """Whether calls in a row give the right result, too."""
+
+        def check() -> str | None:
+            call.reset()
+            for _ in range(self._calls):
+                call.run()
+            self._process.settle(self._process.sides[number])
+            wrong = call.check(self._calls)
+            return wrong and f"wrong after {self._calls} calls: {wrong}"
+
+        error = self._process.together(number, check)
+        if error is not None:
+            self._process.fail(number, self._figure(number), error)
+        return error is None
+
+    def _read(self, number: int) -> None:
+        messages = OPS[self._cell.op].messages_per_call if self._cell.op in OPS else 1
+        figure, divisor = self._figure(number), self._calls * messages
+        figure.eager_turns = [us / divisor for us in self._meeting.slowest(number, "eager", self._turns)]
+        figure.eager_us = statistics.median(figure.eager_turns)
+        if self._clock.has_graphs and not (figure.note and "graph" in figure.note):
+            figure.graph_turns = [us / divisor for us in self._meeting.slowest(number, "graph", self._turns)]
+            figure.graph_us = statistics.median(figure.graph_turns)
+
+    def _host_times(self, number: int, whole: Call) -> None:
+        side, figure = self._process.sides[number], self._figure(number)
+        calls = host.entrances(self._setting(number), self._cell.op, whole, side)
+        for turn in range(HOST_TURNS):
+
+            def sample(turn: int = turn) -> str | None:
+                for entrance, call in calls.items():
+                    call.reset()
+                    call.run()
+                    self._process.settle(self._process.sides[number])
+                    wrong = call.check(1)
+                    if wrong:
+                        return f"wrong through {entrance}: {wrong}"
+                    self._meeting.note(number, entrance, self._process.rank, turn, self._clock.host_us(call))
+                return None
+
+            error = self._process.together(number, sample)
+            if error is not None:
+                self._process.fail(number, figure, error)
+                return
+        for entrance in calls:
+            us = statistics.median(self._meeting.slowest(number, entrance, HOST_TURNS))
+            setattr(figure, f"{entrance}_us", us)

@@ -1,0 +1,66 @@
+"""What the commands of this folder have in common: how many ranks, what is printed first, and how results come in."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from torch_symm.tools.command import overloaded
+
+from .. import machine
+from ..progress import StandsStill
+from .launch import POLL_S
+
+MAX_RANKS = 8
+#: What ends a measurement: a rank failed or was killed, or nobody gets on.
+FAILURES = (ProcessRaisedException, ProcessExitedException, StandsStill)
+
+
+def ranks(parser: ArgumentParser, requested: int | None, device: str) -> int:
+    """The number of ranks: as requested, else a rank for each GPU, without GPUs 2. Refuses more than GPUs, or one."""
+    # NVML answers, so that this process gets no context on a GPU.
+    there = torch.cuda.device_count() if device == "cuda" else MAX_RANKS
+    world = requested or (min(there, MAX_RANKS) if device == "cuda" else 2)
+    if world < 2 or world > there:
+        parser.error(
+            f"{world} ranks need as many GPUs and at least 2; this machine has {there} (--device cpu needs none)"
+        )
+    return world
+
+
+def begin(world: int, device: str, settings: dict[str, str]) -> tuple[machine.Machine, machine.Gpus]:
+    """Takes ``settings`` where the environment has none, is interrupted by SIGTERM, and prints what is measured on."""
+    for name, value in (machine.MULTICAST_SETTINGS | settings).items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    here, gpus = machine.describe(), machine.describe_gpus(world if device == "cuda" else 0)
+    print(f"{here.date}  {gpus.summary()}, torch {here.torch}, commit {here.commit}", flush=True)
+    if busy := overloaded():
+        print(f"warning: {busy}, so these times say little", flush=True)
+    return here, gpus
+
+
+def collect(results: Any, count: int, started: Sequence[Any], still_s: float, what: str) -> Iterator[Any]:
+    """``count`` results of the ranks that were ``started``, each when it is there.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
+        StandsStill: no result came for ``still_s`` seconds, or no more will come; ``what`` they are.
+    """
+    left, until = count, time.monotonic() + still_s
+    while left:
+        try:
+            yield results.get(timeout=POLL_S)
+            left, until = left - 1, time.monotonic() + still_s
+        except queue.Empty:
+            ended = [each.join(timeout=0) for each in started]
+            if time.monotonic() > until or any(ended):
+                raise StandsStill(f"{left} {what} are missing") from None

@@ -1,0 +1,147 @@
+"""``python -m torch_symm.tools.bench.gpu.decoder``: what the all-reduces of a decoder cost in one CUDA graph a token.
+
+A layer is what tensor parallelism leaves of one of Llama 70B around its all-reduces: the product that ends attention
+(8192 / n x 8192), the one that ends the MLP (28672 / n x 8192), and after each an all-reduce, the addition of the
+residual and RMSNorm. Rows are as many as the batch; all is bfloat16. The sides:
+
+* ``without``: the products, and what Inductor makes of addition and norm; no communication. What the others are
+  compared with;
+* ``symm``, ``nccl``: the same with ``dist.all_reduce`` before the norm;
+* ``fused``: ``torch.ops.symm.all_reduce_add_rms_norm_`` in place of all-reduce, addition and norm.
+
+The first product takes this rank's columns of the normed rows; the second takes a fixed tensor, since there is no MLP
+to make it. Layers share weights, but as many differ as exceed four times the GPU's L2 cache, and two at least: so every
+product reads its weight from memory, as in a whole model.
+
+Sides take turns, every second turn in the opposite order. In a turn the ranks start together; an untimed replay absorbs
+the skew, a second one is timed between two events (`clock`). A turn took as long as its slowest rank, and µs a token is
+the median over turns. µs an all-reduce is the difference to ``without``, divided by the all-reduces of a token. Before
+and after, the rows at the end of every side are compared with those of all-reduces by NCCL and norms by eager torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
+
+from torch_symm.tools.command import count, counts
+
+from ..progress import end
+from ..units import format_size
+from . import decoder_rank
+from .command import FAILURES, begin, collect, ranks
+from .decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
+from .launch import PATIENT_SETTINGS, START_S
+from .meeting import MAX_TURNS, Meeting
+from .record import write_json
+from .table import write_table
+
+BATCHES, LAYERS, TURNS, QUICK_TURNS = "1,8,32,64", 80, 15, 5
+#: A pool of compiler processes in every rank would take longer to start than the one kernel to compile.
+COMPILE_SETTINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
+    """Every batch when it is finished.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
+        StandsStill: no batch was finished for ``still_s`` seconds.
+    """
+    context = mp.get_context("spawn")
+    meeting = Meeting(task.world, len(task.sides), context.Barrier(task.world))
+    results: Any = context.Queue()
+    processes = spawn(decoder_rank.enter, (task, meeting, results), nprocs=task.world, join=False)  # type: ignore[no-untyped-call]
+    try:
+        yield from collect(results, len(task.batches), [processes], still_s, "batches")
+    finally:
+        end(processes.processes)
+
+
+def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:
+    """A line of the table: µs a token of every side, then µs an all-reduce more than without."""
+    fields = [str(finished.batch), format_size(finished.bytes)]
+    for side in sides:
+        us = finished.us(side)
+        fields.append("-" if us is None else f"{us:.1f}")
+    for side in sides:
+        more = finished.more_us(side, POINTS * layers)
+        if side != WITHOUT:
+            fields.append("-" if more is None else f"{more:.2f}")
+    return fields
+
+
+def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
+    """What the command line asks for, but for where the ranks meet; and where the JSON goes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_symm.tools.bench.gpu.decoder",
+        description=(__doc__ or "").split("\n")[0].partition(": ")[2],
+    )
+    parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
+    parser.add_argument(
+        "--batches", type=counts, default=BATCHES, help=f"comma-separated rows of a step (default: {BATCHES})"
+    )
+    parser.add_argument("--layers", type=count, default=LAYERS, help=f"default: {LAYERS}")
+    parser.add_argument("--sides", help=f"comma-separated, of: {WITHOUT}, symm, nccl, {FUSED} (default: all)")
+    parser.add_argument("--turns", type=count, default=TURNS, help=f"at most {MAX_TURNS} (default: {TURNS})")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TURNS} turns")
+    parser.add_argument("--json", type=Path, default=Path("out/bench-decoder.json"), help="where to write all figures")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program without a GPU, against gloo"
+    )
+    given = parser.parse_args(arguments)
+    world = ranks(parser, given.ranks, given.device)
+    if world not in (2, 4, 8):
+        parser.error(f"{world} ranks: 2, 4 or 8 share a row and the MLP evenly")
+    known = [WITHOUT, "symm", PEER[given.device], FUSED]
+    sides = given.sides.split(",") if given.sides else known
+    unknown = [side for side in sides if side not in known]
+    if unknown:
+        parser.error(f"--sides: no {unknown[0]!r}; there are {', '.join(known)}")
+    turns = QUICK_TURNS if given.quick else given.turns
+    if turns > MAX_TURNS:
+        parser.error(f"--turns is at most {MAX_TURNS}")
+    return Task(world, given.device, given.batches, given.layers, tuple(sides), turns, ""), given.json
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; 0 if every side gave right rows, 1 otherwise, with what was measured until then."""
+    asked, path = task_from(arguments)
+    here, gpus = begin(asked.world, asked.device, PATIENT_SETTINGS | COMPILE_SETTINGS)
+    found: list[Finished] = []
+    failure: str | None = None
+    with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
+        task = replace(asked, rendezvous="symm+" + (Path(folder) / "rendezvous").as_uri())
+        try:
+            for finished in measure(task):
+                found.append(finished)
+                parts = [f"{side} {finished.us(side):.1f}" for side in finished.turns]
+                print(f"[{len(found)}/{len(task.batches)}] batch {finished.batch}: {', '.join(parts)}", flush=True)
+                for name, note in finished.notes.items():
+                    print(f"  {name}: {note}", flush=True)
+        except FAILURES as error:
+            failure = str(error).strip()
+        except KeyboardInterrupt:
+            failure = "interrupted"
+    headings = ["batch", "bytes", *task.sides, *(f"{side} more" for side in task.sides if side != WITHOUT)]
+    title = f"decoder of {task.layers} layers, {task.world} ranks, µs a token; more: µs an all-reduce above {WITHOUT}"
+    write_table(title, headings, [row(each, task.sides, task.layers) for each in found], sys.stdout)
+    more = {side: [each.more_us(side, POINTS * task.layers) for each in found] for side in task.sides}
+    written = {"machine": asdict(here), "gpus": asdict(gpus), "arguments": list(arguments), "task": asdict(asked)}
+    write_json(path, {**written, "batches": [asdict(each) for each in found], "more_us": more, "failure": failure})
+    print(f"written to {path}", flush=True)
+    if failure is not None:
+        print(f"failed: {failure}", file=sys.stderr, flush=True)
+    return 1 if failure or any(set(each.notes) - {"norm"} for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

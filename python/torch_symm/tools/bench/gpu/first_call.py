@@ -1,0 +1,208 @@
+"""``python -m torch_symm.tools.bench.gpu.first_call``: how long a job takes until its first collectives are done.
+
+Each start is one of fresh processes that have imported torch and made a context on their GPU. They start together;
+then each goes through
+
+1. ``init``: ``dist.init_process_group`` through ``tcp://``;
+2. ``first``: an all_reduce of 64 KB, until the device is done: the set-up of the group and of its first kernel;
+3. ``second``: an all_gather, until the device is done: a kernel of another kind.
+
+A start took as long in a step as its slowest rank; a figure is the median over starts. The kinds of start take turns.
+``symm cold`` begins with an empty cache of compiled kernels, ``symm warm`` with one that an earlier start has filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
+
+from torch_symm.tools.command import count
+
+from ..progress import StandsStill, end
+from .command import FAILURES, begin, ranks
+from .launch import POLL_S
+from .record import write_json
+from .sides import GROUP_TIMEOUT
+from .table import write_table
+
+STEPS = ("init", "first", "second")
+ELEMENTS = 16 << 10
+START_LIMIT_S = 150.0
+CACHE = "SYMM_CACHE_DIR"
+KINDS = {"cuda": ("symm cold", "symm warm", "nccl"), "cpu": ("symm cold", "symm warm", "gloo")}
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """Seconds of one kind of start: the median of each step, and those of every start by step."""
+
+    kind: str
+    init_s: float
+    first_s: float
+    second_s: float
+    starts: list[list[float]]
+
+
+def enter(
+    rank: int, world: int, backend: str, device_type: str, address: str, line: Barrier, spent: torch.Tensor
+) -> None:
+    """Entry point of a rank process; writes the seconds of its steps into ``spent[rank]``."""
+    torch.set_num_threads(1)
+    on_gpu = device_type == "cuda"
+    device = torch.device(f"cuda:{rank}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    tensor = torch.ones(ELEMENTS, device=device)
+    gathered = torch.zeros(ELEMENTS * world, device=device)
+
+    def settle() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    settle()
+    line.wait(START_LIMIT_S)
+    stamps = [time.perf_counter()]
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    stamps.append(time.perf_counter())
+    dist.all_reduce(tensor)
+    settle()
+    stamps.append(time.perf_counter())
+    dist.all_gather_into_tensor(gathered, tensor)
+    settle()
+    stamps.append(time.perf_counter())
+    if not bool((gathered == world).all()):
+        raise AssertionError(f"{backend}: rank {rank} got sums from {gathered.min()} to {gathered.max()}, not {world}")
+    spent[rank] = torch.tensor([after - before for before, after in pairwise(stamps)])
+    # Nobody leaves while others still need the store that rank 0 holds.
+    line.wait(START_LIMIT_S)
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def start(world: int, backend: str, device_type: str) -> list[float]:
+    """Seconds of each step in one start, of its slowest rank.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
+        StandsStill: it took longer than 150 s.
+    """
+    context = mp.get_context("spawn")
+    spent = torch.zeros(world, len(STEPS), dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    given = (world, backend, device_type, address, context.Barrier(world), spent)
+    processes = spawn(enter, given, nprocs=world, join=False)  # type: ignore[no-untyped-call]
+    until = time.monotonic() + START_LIMIT_S
+    try:
+        while not processes.join(timeout=POLL_S):
+            if time.monotonic() > until:
+                raise StandsStill(f"a start with {backend} did not end within {START_LIMIT_S:.0f} s")
+    finally:
+        end(processes.processes)
+    slowest: list[float] = spent.max(dim=0).values.tolist()
+    return slowest
+
+
+@contextmanager
+def _cache(folder: str) -> Iterator[None]:
+    """Processes started within keep compiled kernels in ``folder``."""
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CACHE]
+        else:
+            os.environ[CACHE] = before
+
+
+def measure(world: int, device_type: str, kinds: Sequence[str], starts: int) -> Iterator[tuple[str, list[float] | str]]:
+    """The seconds of every start, kind after kind, ``starts`` times; of a kind that failed why, once."""
+    left = list(kinds)
+    with tempfile.TemporaryDirectory(prefix="torch-symm-first-call-") as folder:
+        filled = Path(folder) / "filled"
+        if "symm warm" in kinds:
+            with _cache(str(filled)), suppress(*FAILURES):  # the next ones say what is wrong
+                start(world, "symm", device_type)
+        for number in range(starts):
+            for kind in list(left):
+                with _cache(str(filled if kind == "symm warm" else Path(folder) / f"empty-{number}")):
+                    try:
+                        yield kind, start(world, kind.split()[0], device_type)
+                    except FAILURES as error:
+                        left.remove(kind)
+                        yield kind, str(error).strip()
+
+
+def summarize(kind: str, starts: list[list[float]]) -> FirstCall:
+    """The medians of a kind of start."""
+    init_s, first_s, second_s = (statistics.median(step) for step in zip(*starts, strict=True))
+    return FirstCall(kind, init_s, first_s, second_s, starts)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; 0 if every start went through, 1 otherwise, with what was measured until then."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_symm.tools.bench.gpu.first_call",
+        description="Measures how long a job takes until its first collectives are done.",
+    )
+    parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
+    parser.add_argument("--starts", type=count, default=3, help="starts of each kind (default: 3)")
+    parser.add_argument("--kinds", help="comma-separated, of: " + ", ".join(KINDS["cuda"]))
+    parser.add_argument(
+        "--json", type=Path, default=Path("out/bench-first-call.json"), help="where to write all figures"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without a GPU, against gloo")
+    given = parser.parse_args(arguments)
+    world = ranks(parser, given.ranks, given.device)
+    kinds = given.kinds.split(",") if given.kinds else list(KINDS[given.device])
+    unknown = [kind for kind in kinds if kind not in KINDS[given.device]]
+    if unknown or given.starts < 1:
+        parser.error(
+            f"no {unknown[0]!r}; there are {', '.join(KINDS[given.device])}" if unknown else "--starts: 1 at least"
+        )
+    here, gpus = begin(world, given.device, {})
+    found: dict[str, list[list[float]]] = {}
+    failures: dict[str, str] = {}
+    try:
+        for kind, spent in measure(world, given.device, kinds, given.starts):
+            if isinstance(spent, str):
+                failures[kind] = spent
+                continue
+            found.setdefault(kind, []).append(spent)
+            print(
+                f"{kind}: " + ", ".join(f"{step} {s:.3f} s" for step, s in zip(STEPS, spent, strict=True)), flush=True
+            )
+    except KeyboardInterrupt:
+        failures["run"] = "interrupted"
+    figures = [summarize(kind, starts) for kind, starts in found.items()]
+    lines = [[f.kind, *(f"{s:.3f}" for s in (f.init_s, f.first_s, f.second_s)), str(len(f.starts))] for f in figures]
+    write_table(f"seconds until done, {world} ranks", ["", *STEPS, "starts"], lines, sys.stdout)
+    written = {"machine": asdict(here), "gpus": asdict(gpus), "arguments": list(arguments), "world": world}
+    write_json(given.json, {**written, "figures": [asdict(figure) for figure in figures], "failures": failures})
+    print(f"written to {given.json}", flush=True)
+    for kind, failure in failures.items():
+        print(f"{kind} failed: {failure}", file=sys.stderr, flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Random inputs that every rank can make for every other, their float64 reference; memory and calls of a side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..pattern import pieces
+
+# Elements that are made and compared at a time; bounds the memory of the float64 reference.
+PIECE = 1 << 24
+POISON = float("nan")
+#: Types of which there are random values and bounds for their sums.
+RANDOM = ("bf16", "f32")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of all ranks in one cell: ``count`` elements each, uniform in [-1, 1)."""
+
+    world: int
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+    def piece(self, rank: int, number: int) -> torch.Tensor:
+        """Elements ``number * PIECE`` and on of the tensor of ``rank``, at most ``PIECE``."""
+        generator = torch.Generator(self.device).manual_seed((self.seed * 1009 + rank) * 8191 + number)
+        count = min(PIECE, self.count - number * PIECE)
+        values = torch.empty(count, dtype=torch.float32, device=self.device)
+        return values.uniform_(-1.0, 1.0, generator=generator).to(self.dtype)
+
+    def fill(self, tensor: torch.Tensor, rank: int) -> None:
+        """Writes the whole tensor of ``rank`` into the flat ``tensor``."""
+        for number, part in enumerate(pieces(tensor, PIECE)):
+            part.copy_(self.piece(rank, number))
+
+    def _pieces(self, ranks: Sequence[int], start: int, count: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The parts of elements ``start .. start + count``, each with its offset from ``start``, one per rank."""
+        for number in range(start // PIECE, -(-(start + count) // PIECE)):
+            first, last = max(start, number * PIECE), min(start + count, (number + 1) * PIECE)
+            within = slice(first - number * PIECE, last - number * PIECE)
+            yield first - start, [self.piece(rank, number)[within] for rank in ranks]
+
+    def compare_sum(self, got: torch.Tensor, start: int = 0, calls: int = 1) -> str | None:
+        """Why ``got`` is not the sum of all ranks' elements from ``start`` on; None if it is.
+
+        ``calls``: how often the sum was summed again, each time of ``world`` equal tensors. The bound is that of a sum
+        rounded to the dtype at every step, which some backends do.
+        """
+        scale = float(self.world) ** (calls - 1)
+        bound = self.world * calls * torch.finfo(self.dtype).eps
+        for offset, parts in self._pieces(range(self.world), start, got.numel()):
+            wanted = torch.zeros_like(parts[0], dtype=torch.float64)
+            size = torch.zeros_like(wanted)
+            for part in parts:
+                wanted += part
+                size += part.abs()
+            found = got[offset : offset + wanted.numel()].to(torch.float64)
+            # Written so that NaN is wrong.
+            wrong = ~((found - wanted * scale).abs() <= size * (scale * bound))
+            if bool(wrong.any()):
+                return _first(wrong, found, wanted * scale, offset, got.numel())
+        return None
+
+    def compare_copy(self, got: torch.Tensor, rank: int, start: int = 0) -> str | None:
+        """Why ``got`` is not what ``rank`` has from ``start`` on; None if it is."""
+        for offset, (wanted,) in self._pieces([rank], start, got.numel()):
+            found = got[offset : offset + wanted.numel()]
+            if not torch.equal(found, wanted):
+                return _first(found != wanted, found, wanted, offset, got.numel())
+        return None
+
+
+def _first(wrong: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor, offset: int, count: int) -> str:
+    where = int(wrong.nonzero()[0])
+    return (
+        f"{int(wrong.sum())} elements wrong, the first is {offset + where} of {count}: "
+        f"{found[where].item():.6g}, should be {wanted[where].item():.6g}"
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory for one cell on one side: flat tensors of bytes, ``source`` and ``target``, at least as large as S."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def given(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements of ``source``."""
+        return self.source[: count * dtype.itemsize].view(dtype)
+
+    def taken(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """``count`` elements of ``target``."""
+        return self.target[: count * dtype.itemsize].view(dtype)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a builder needs. ``pristine`` holds this rank's input."""
+
+    rank: int
+    inputs: Inputs
+    pristine: torch.Tensor
+    group: dist.ProcessGroup
+    place: Place
+
+    @property
+    def world(self) -> int:
+        """Ranks in the group."""
+        return self.inputs.world
+
+    @property
+    def share(self) -> int:
+        """Elements of one rank's part of S."""
+        return self.inputs.count // self.world
+
+    def given(self, count: int) -> torch.Tensor:
+        """An input or in-place tensor."""
+        return self.place.given(self.inputs.dtype, count)
+
+    def taken(self, count: int) -> torch.Tensor:
+        """An output."""
+        return self.place.taken(self.inputs.dtype, count)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation on one side. ``check(k)``: what is wrong after ``reset`` and ``k`` of ``run``, or None."""
+
+    reset: Callable[[], object]
+    run: Callable[[], object]
+    check: Callable[[int], str | None]

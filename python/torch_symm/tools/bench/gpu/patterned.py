@@ -1,0 +1,44 @@
+"""Rows of any type, reduction and root: the operations and exact values of `..ops`, on the device."""
+
+from __future__ import annotations
+
+from ..ops import DTYPES, PLACEMENTS, Shape
+from ..pattern import WrongResult
+from ..record import Cell
+from .calls import OPS
+from .inputs import RANDOM, Call, Setting
+from .sides import Builder
+
+#: Operations that are called in place, where torch knows both ways.
+IN_PLACE = ("all_reduce", "broadcast", "reduce")
+
+
+def wanted(cell: Cell) -> bool:
+    """Whether ``cell`` is none that every side measures with random values."""
+    return cell.op not in OPS or cell.dtype not in RANDOM or (cell.redop, cell.root) != ("sum", 0)
+
+
+def builder(cell: Cell) -> Builder:
+    """Makes the call of ``cell`` on tensors of its own, in ordinary memory."""
+    out_of_place, in_place = PLACEMENTS[cell.op]
+    build = in_place if cell.op in IN_PLACE else out_of_place
+    assert build is not None, cell.op
+
+    def made(at: Setting) -> Call:
+        dtype = DTYPES[cell.dtype]
+        count = cell.bytes // dtype.itemsize
+        work = build(Shape(at.rank, at.world, dtype, count, cell.redop, cell.root, at.inputs.device))
+
+        def check(calls: int) -> str | None:
+            if calls != 1 and not work.checks_chain:
+                # Calls feed on each other's results: what comes out of several is not defined.
+                return None
+            try:
+                work.check(calls)
+            except WrongResult as wrong:
+                return f"{wrong.count} elements wrong: {wrong}"
+            return None
+
+        return Call(work.reset, lambda: work.call(at.group), check)
+
+    return made

@@ -1,0 +1,42 @@
+"""Copies between GPUs: ``python -m torch_symm.tools.bench.links`` sends the rate of each pair."""
+
+from __future__ import annotations
+
+import os
+
+from torch_symm.tools.doctor.child import Child, Ended, run, send
+
+#: Bytes of a copy, how many are timed, and seconds for all.
+BYTES, COPIES, SECONDS = 256 << 20, 10, 120.0
+
+
+def measured() -> Ended:
+    """GB/s of a copy from each GPU to each, and the same on one, as a process of its own finds and sends them."""
+    return run([Child("torch_symm.tools.bench.links", [], dict(os.environ))], SECONDS)[0]
+
+
+def main() -> None:
+    """Sends the rate of each pair."""
+    import torch
+
+    count = torch.cuda.device_count()
+    for one in range(count):
+        source = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{one}")
+        for to in range(count):
+            target = torch.empty(BYTES, dtype=torch.uint8, device=f"cuda:{to}")
+            target.copy_(source)
+            torch.cuda.synchronize(one)
+            torch.cuda.synchronize(to)
+            with torch.cuda.device(one):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                for _ in range(COPIES):
+                    target.copy_(source, non_blocking=True)
+                end.record()
+                end.synchronize()
+            send({"from": one, "to": to, "gb_per_s": round(BYTES * COPIES / start.elapsed_time(end) / 1e6, 1)})
+            del target
+
+
+if __name__ == "__main__":
+    main()

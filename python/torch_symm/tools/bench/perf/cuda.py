@@ -1,0 +1,108 @@
+"""Rows on GPUs: what `torch_symm.tools.bench.gpu` measures, as nccl-tests shows it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .. import links, machine
+from ..gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
+from ..gpu.meeting import MAX_TURNS
+from ..gpu.patterned import IN_PLACE
+from ..gpu.record import Absent as GpuAbsent
+from ..gpu.record import Measured
+from ..gpu.sides import cpu_sides, gpu_sides
+from ..record import Cell
+from .record import Absent, Figure, Found
+from .request import REDUCING, ROOTED, Wanted
+
+#: Sides of the benchmark, by what ``--against`` calls them.
+AGAINST = {
+    "nccl": ("nccl", "nccl window"),
+    "torch": ("torch one-shot", "torch two-shot", "torch low contention"),
+    "gloo": ("gloo",),
+}
+
+
+@dataclass(frozen=True)
+class How:
+    """``calls`` timed ones, about; ``graph``: the time of a call in a CUDA graph; ``limit``: that of the links, too."""
+
+    calls: int
+    warmup: int
+    checks: int
+    graph: bool = False
+    limit: bool = False
+    still_s: float = STILL_S
+    device: str = "cuda"
+
+
+def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Found | Absent]:
+    """The rows, and sides that are not there.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException, StandsStill: a rank failed outside of any
+            side, or hangs there.
+    """
+    makers = gpu_sides if how.device == "cuda" else cpu_sides
+    for name, value in (machine.MULTICAST_SETTINGS | PATIENT_SETTINGS).items():
+        os.environ.setdefault(name, value)
+    known = makers()
+    sides = ["symm", *(side for name in against for side in AGAINST.get(name, ()) if side in known)]
+    for name in against:
+        if not any(side in known for side in AGAINST.get(name, ())):
+            yield Absent(name, f"is not measured on {how.device} tensors")
+    world = rows[0].world
+    options = Options(
+        world=world,
+        device=how.device,
+        makers=makers,
+        sides=tuple(sides),
+        ops=(),
+        dtypes=(),
+        sizes=(),
+        seconds=float("inf"),
+        # Of 20 calls each, or 5 long ones; a median wants three.
+        turns=min(MAX_TURNS, max(3, -(-how.calls // 20))),
+        still_s=how.still_s,
+        warmup=how.warmup,
+        checks=how.checks,
+        rows=tuple(_cell(wanted) for wanted in rows),
+    )
+    rate = _link_rate(world) if how.limit and how.device == "cuda" else 0.0
+    for message in measure(options):
+        yield Absent(message.side, message.reason) if isinstance(message, GpuAbsent) else _found(message, how, rate)
+
+
+def _cell(wanted: Wanted) -> Cell:
+    redop = "sum" if wanted.redop == "none" else wanted.redop
+    return Cell(wanted.op, wanted.dtype, wanted.world, wanted.size, wanted.size, redop, max(0, wanted.root))
+
+
+def _link_rate(world: int) -> float:
+    """Bytes per second of a plain copy over the slowest link between two of the first ``world`` GPUs; 0: not known."""
+    found = [pair for pair in links.measured().messages if "gb_per_s" in pair]
+    rates = [pair["gb_per_s"] for pair in found if pair["from"] != pair["to"] and max(pair["from"], pair["to"]) < world]
+    return min(rates, default=0.0) * 1e9
+
+
+def _found(measured: Measured, how: How, rate: float) -> Found:
+    cell = measured.cell
+    root = cell.root if cell.op in ROOTED else -1
+    redop = cell.redop if cell.op in REDUCING else "none"
+    wanted = Wanted(cell.op, cell.dtype, redop, root, cell.bytes, cell.world)
+    placement = "in_place" if cell.op in IN_PLACE else "out_of_place"
+    sides: dict[str, dict[str, Figure]] = {}
+    notes: dict[str, str] = {}
+    for side, figure in measured.figures.items():
+        sides[side] = {}
+        turns = sorted(figure.graph_turns if how.graph else figure.eager_turns)
+        us = figure.graph_us if how.graph else figure.eager_us
+        if figure.note:
+            notes[side] = figure.note
+        if us is not None and turns:
+            calls = measured.calls * len(turns)
+            wrong = 0 if how.checks else None
+            sides[side][placement] = Figure(us, sum(turns) / len(turns), turns[-1], turns[0], calls, wrong)
+    return Found(wanted, sides, notes, wanted.size * wanted.bus_factor / rate * 1e6 if rate else None)

@@ -1,0 +1,80 @@
+"""Starts the ranks on CPU tensors and yields the rows as they are found."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
+
+from ..launch import reported
+from ..progress import Doing, Progress, StandsStill, Watch, stopped
+from ..timing import FIXED_ROUNDS, MAX_BURST, SharedTensors
+from ..units import LIMIT_S, format_size
+from . import rank as rank_process
+from .record import Found
+from .request import Wanted
+
+#: Processes import torch and meet before they get to a side.
+START_S = 60.0
+
+
+def measure(
+    world: int,
+    sides: Sequence[str],
+    rows: Sequence[Wanted],
+    calls: int,
+    warmup: int,
+    checks: int,
+    bandwidth: bool,
+    limit_s: float = LIMIT_S,
+) -> Iterator[Found]:
+    """All ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with that of plain copies.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
+        StandsStill: the ranks did not get on for ``limit_s``. The message names side, row and ranks.
+    """
+    context = mp.get_context("spawn")
+    # What is rounded up to whole rounds and bursts has room.
+    samples = calls + FIXED_ROUNDS * (calls // MAX_BURST + 16)
+    shared = SharedTensors(world, context.Barrier(world), len(sides), samples)
+    progress, results = Progress(world), context.Queue()
+    watch = Watch(progress, START_S + limit_s, limit_s)
+
+    def watched(processes: Sequence[Any]) -> None:
+        if doing := watch.stuck():
+            where = _place(doing, sides, rows)
+            raise StandsStill(f"{where}: {_who(doing, stopped(processes), world)} for {watch.limit_s:g} s (--limit)")
+
+    with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
+        rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
+        # The launcher is first to tell, in the same words for all sides.
+        patience = limit_s + 30.0
+        task = rank_process.Task(
+            world, tuple(sides), tuple(rows), rendezvous, calls, warmup, checks, bandwidth, patience
+        )
+        arguments = (task, shared, progress, results)
+        processes = spawn(rank_process.main, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        yield from reported(processes, results, len(rows), watched=watched)
+
+
+def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
+    if doing.cell is None:
+        return "before the first row"
+    side = "between sides" if doing.side is None else sides[doing.side]
+    wanted = rows[doing.cell]
+    return f"{side}, {wanted.op} {wanted.dtype} {format_size(wanted.size)}"
+
+
+def _who(doing: Doing, halted: Sequence[int], world: int) -> str:
+    """Which ranks did nothing: those whose processes are stopped, else those that did not come as far as others."""
+    late = halted or doing.behind
+    if not late:
+        return f"none of {world} ranks got on"
+    ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+    return f"{ranks} of {world} {'stopped' if halted else 'did not get on'}"

@@ -1,0 +1,211 @@
+"""``torch-symm check``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_symm._repr import counted
+from torch_symm.tools.command import Parser, named, positive
+
+if TYPE_CHECKING:
+    from .cases import Covered
+    from .faults import Seen
+    from .rank import Done
+
+#: For all cases together; what is left then is said.
+SECONDS = 45.0
+WORLDS = "2,3"
+#: Exit status of a run that found nothing wrong, but did not make all calls.
+UNFINISHED = 3
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
+        "check",
+        "Compares every collective, type, reduction and odd length with a reference, bit for bit, on this machine. For "
+        "a new machine or driver, or with a report of a bug. Exit status 1 if something is wrong, 3 "
+        "if the time was over before all calls were made.",
+        [
+            ("", "all collectives on CPU tensors, in less than a minute"),
+            ("--faults", "also what ranks are told when one dies, is late or calls something else"),
+            ("--ops all_reduce,broadcast --ranks 4", "two collectives on 4 ranks"),
+            ("--device cuda --ranks 2 --json", "on GPUs, as JSON"),
+        ],
+    )
+    made.add_argument("--ranks", default=WORLDS, help=f"sizes of groups, by commas (default: {WORLDS})")
+    made.add_argument("--ops", help="collectives, by commas (default: all)")
+    made.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors are (default: cpu)")
+    made.add_argument("--faults", action="store_true", help="also let ranks fail, and see what the others are told")
+    made.add_argument("--quick", action="store_true", help="few lengths")
+    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"limit for all calls (default: {SECONDS:.0f})")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Checks, prints what was checked; 1 if something was wrong."""
+    worlds, ops = _wanted(parser, given)
+    started = time.monotonic()
+    if not given.json:
+        where = f"groups of {' and '.join(map(str, worlds))} ranks, {given.device} tensors"
+        print(f"checking {counted(len(ops), 'collective')}, {where} …", flush=True)
+    done, failure = _check(given, worlds, ops)
+    calls = sum((one.calls for one in done if one.rank == 0), Counter[tuple[str, int]]())
+    findings = [finding for one in done for finding in one.findings] + ([failure] if failure else [])
+    left = max((one.left for one in done), default=0)
+    covered = next((one.covered for one in done if one.rank == 0), {})
+    if not given.json:
+        _say(calls, covered, worlds, findings, left)
+        for op in ops:
+            if op not in covered:
+                print(f"  {op:<18} NOT CHECKED")
+    seen = _faults(given) if given.faults else []
+    wrong = len(findings) + sum(not one.right for one in seen)
+    # A run without a call has checked nothing, whatever the reason.
+    unfinished = left > 0 or not calls
+    found = {
+        "ok": wrong == 0 and not unfinished,
+        "machine": _machine(),
+        "device": given.device,
+        "quick": given.quick,
+        "calls": [{"op": op, "ranks": world, "calls": number} for (op, world), number in calls.items()],
+        "covered": {op: {name: sorted(part) for name, part in asdict(one).items()} for op, one in covered.items()},
+        "left": left,
+        "findings": findings,
+        "faults": [{**asdict(one.fault), "right": one.right, "seen": one.text} for one in seen],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    print(json.dumps(found, indent=1) if given.json else _verdict(found, calls, wrong, len(ops)))
+    return 1 if wrong else UNFINISHED if unfinished else 0
+
+
+def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    import torch
+
+    from .cases import OPS
+
+    try:
+        worlds = tuple(sorted({int(word) for word in given.ranks.split(",")}))
+    except ValueError:
+        parser.error(f"--ranks: {given.ranks!r} are no numbers of ranks")
+    if min(worlds) < 2 or max(worlds) > 8:
+        parser.error(f"--ranks {given.ranks}: groups of 2 to 8 ranks are checked")
+    gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+    if given.device == "cuda":
+        if given.ranks == WORLDS:
+            worlds = tuple(world for world in worlds if world <= gpus)
+        if not worlds or max(worlds) > gpus:
+            parser.error(f"--device cuda: each rank needs a GPU, at least 2, and torch finds {gpus} here")
+    try:
+        ops = tuple(named("collective", word, OPS) for word in given.ops.split(",")) if given.ops else OPS
+    except ValueError as error:
+        parser.error(f"--ops: {error}")
+    return worlds, ops
+
+
+def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[Done], str]:
+    """What each rank found; and why there is nothing more."""
+    import torch
+    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    from torch_symm.tools.bench.launch import reported
+    from torch_symm.tools.tune import processes
+
+    from . import rank
+
+    world = max(worlds)
+    barrier = mp.get_context(processes.METHOD).Barrier(world)
+    stop = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    results, done = processes.queue(), []
+    with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
+        rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
+        task = rank.Task(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
+        started = processes.start(rank.main, (task, barrier, stop, results), world, None)
+        try:
+            for message in reported(started, results, world):
+                done.append(message)
+        except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
+            return done, str(error).strip().splitlines()[-1]
+    return done, ""
+
+
+def _faults(given: argparse.Namespace) -> list[Seen]:
+    import torch
+
+    from . import faults
+
+    seen = []
+    world = min(faults.RANKS, torch.cuda.device_count()) if given.device == "cuda" else faults.RANKS
+    for one in faults.play(given.device, world):
+        seen.append(one)
+        if not given.json:
+            print(f"  a rank {one.fault.does}: {'' if one.right else 'WRONG: '}{one.text}", flush=True)
+    return seen
+
+
+def _say(
+    calls: Counter[tuple[str, int]],
+    covered: dict[str, Covered],
+    worlds: tuple[int, ...],
+    findings: list[str],
+    left: int,
+) -> None:
+    for op, what in covered.items():
+        each = ", ".join(f"{calls[op, world]} of {world} ranks" for world in worlds if calls[op, world])
+        print(f"  {op:<18} calls: {each}: {what}")
+    if left:
+        print(f"  {left} calls were left out, since the time was over (--seconds)")
+    for finding in findings:
+        print(f"WRONG: {finding}")
+
+
+def _machine() -> dict[str, Any]:
+    from torch_symm.tools.bench import machine
+
+    return {**asdict(machine.describe()), "system": platform.platform(), "torch_symm": _version()}
+
+
+def _version() -> str:
+    from torch_symm._version import __version__
+
+    return str(__version__)
+
+
+def _verdict(found: dict[str, Any], calls: Counter[tuple[str, int]], wrong: int, asked: int) -> str:
+    from .cases import Covered
+
+    here = found["machine"]
+    everything = Covered()
+    for one in found["covered"].values():
+        for name, part in one.items():
+            getattr(everything, name).update(part)
+    lines = [
+        f"what I checked: {len(found['covered'])} of {asked} collectives, {everything}, bit for bit"
+        if calls
+        else "what I checked: nothing",
+        f"where: {here['date']}, {here['cpu']}, {here['cores']} cores, {here['system']}, torch {here['torch']}, "
+        f"torch-symm {here['torch_symm']}",
+    ]
+    total = sum(calls.values())
+    if wrong:
+        lines.append(
+            f"{wrong} of {total} calls and faults WRONG: report this, with the output of torch-symm doctor --json"
+        )
+    elif found["left"] or not total:
+        lines.append(
+            f"NOT FINISHED: {total} calls right, {found['left']} not made for want of time: --seconds sets the limit"
+        )
+    else:
+        faults = f" and {len(found['faults'])} faults" if found["faults"] else ""
+        lines.append(f"all {total} calls{faults} right, in {found['seconds']} s")
+    return "\n".join(lines)

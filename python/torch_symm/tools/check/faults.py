@@ -1,0 +1,170 @@
+"""What the other ranks are told when one fails: each fault on ranks of its own, on CPU or CUDA tensors."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torch_symm._torch import set_timeout
+from torch_symm.tools.tune import processes
+
+#: Ranks of a fault, where each has a GPU if it needs one. The last of them fails.
+RANKS = 3
+#: Of the group, once its first call went well.
+TIMEOUT_S = 2.0
+#: Seconds for a fault, starting included; contexts on GPUs and the compilation of kernels take most of it.
+LIMIT_S = {"cpu": 30.0, "cuda": 90.0}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank does, and which exception, with that rank's name, the others must get; or all (``everyone``)."""
+
+    name: str
+    does: str
+    raises: str
+    everyone: bool = False
+
+
+FAULTS = (
+    Fault("killed", "is killed inside the job", "SymmPeerError"),
+    Fault("exited", "ends without a word", "SymmPeerError"),
+    Fault("left", "leaves the group while others call", "SymmPeerError"),
+    Fault("late", f"does not come within {TIMEOUT_S:g} s", "SymmTimeout"),
+    Fault("stopped", f"is stopped for more than {TIMEOUT_S:g} s", "SymmTimeout"),
+    Fault("other", "calls with another length", "SymmMismatch", everyone=True),
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank was told, and how many seconds after its call."""
+
+    rank: int
+    kind: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A fault and whether all was as it must be; ``text`` says what was."""
+
+    fault: Fault
+    right: bool
+    text: str
+
+
+def play(device: str = "cpu", world: int = RANKS) -> Iterator[Seen]:
+    """Each fault in turn, on ``world`` ranks with tensors on ``device``; their logs are off, their traces dropped."""
+    before = {name: os.environ.get(name) for name in ("SYMM_LOG", "SYMM_TRACE_DIR")}
+    try:
+        for fault in FAULTS:
+            with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
+                os.environ.update(SYMM_LOG="off", SYMM_TRACE_DIR=folder)
+                yield _played(fault, device, world, Path(folder))
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _played(fault: Fault, device: str, world: int, folder: Path) -> Seen:
+    results = processes.queue()
+    rendezvous = "symm+" + (folder / "rendezvous").as_uri()
+    started: Any = processes.start(main, (fault, device, world, rendezvous, results), world, None)
+    told: list[Told] = []
+    limit = LIMIT_S[device]
+    deadline = time.monotonic() + limit
+    try:
+        while len(told) < expected(fault, world) and time.monotonic() < deadline:
+            try:
+                told.append(results.get(timeout=0.2))
+            except queue.Empty:
+                if not any(process.is_alive() for process in started.processes):
+                    break
+    finally:
+        for process in started.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return judged(fault, told, world, limit)
+
+
+def expected(fault: Fault, world: int) -> int:
+    """How many ranks must be told."""
+    return world if fault.everyone else world - 1
+
+
+def judged(fault: Fault, told: list[Told], world: int = RANKS, limit: float = LIMIT_S["cpu"]) -> Seen:
+    """Whether enough ranks were told the right thing."""
+    for one in told:
+        if one.kind != fault.raises or f"rank {world - 1}" not in one.text:
+            return Seen(fault, False, f"rank {one.rank} got {one.kind}: {one.text}")
+    if len(told) < expected(fault, world):
+        return Seen(fault, False, f"{len(told)} of {expected(fault, world)} ranks were told within {limit:g} s")
+    return Seen(fault, True, f"{fault.raises} on {len(told)} ranks after {max(one.seconds for one in told):.2f} s")
+
+
+def main(rank: int, fault: Fault, device: str, world: int, rendezvous: str, results: Queue[Told]) -> None:
+    """Entry point of a rank process: one call that goes well, and the fault."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    limit = timedelta(seconds=LIMIT_S[device])
+    dist.init_process_group("symm", init_method=rendezvous, rank=rank, world_size=world, timeout=limit)
+    tensor = torch.ones(1000, device=device)
+    dist.all_reduce(tensor)
+    # Kernels report when they are waited for.
+    settle = torch.cuda.synchronize if device == "cuda" else _nothing
+    settle()
+    if fault.raises == "SymmTimeout":
+        set_timeout(timedelta(seconds=TIMEOUT_S))
+    fails = rank == world - 1
+    if fails:
+        _fail(fault, LIMIT_S[device])
+    started = time.monotonic()
+    try:
+        for _ in range(100):
+            dist.all_reduce(tensor[: 500 if fails else 1000])
+            settle()
+        told = Told(rank, "no exception", "100 calls went through", time.monotonic() - started)
+    except Exception as error:
+        told = Told(rank, type(error).__name__, str(error), time.monotonic() - started)
+    results.put(told)
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _fail(fault: Fault, limit: float) -> None:
+    if fault.name == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.name == "exited":
+        os._exit(3)
+    elif fault.name == "left":
+        dist.destroy_process_group()
+        os._exit(0)
+    elif fault.name == "stopped":
+        # Until it is killed.
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.name == "late":
+        time.sleep(limit)

@@ -1,0 +1,83 @@
+"""``torch-symm doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+
+from torch_symm.tools.command import Parser, count
+
+from . import calls, devices, host, library
+from .probed import Probed, probe
+from .report import NAMES, Section, as_json, problems, render, verdict
+from .trial import RANKS, SECONDS, trial
+
+#: Variables in which launchers say how many ranks a host has.
+LAUNCHED = ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
+        "doctor",
+        "Says which software and hardware is at hand, what collectives will use, and whether ranks can form a group; "
+        "with a remedy for each problem. Exit status 1 if something would fail.",
+        [("", "everything, in some seconds"), ("--ranks 8 --quick", "whether 8 ranks fit, without starting any")],
+    )
+    made.add_argument("--ranks", type=count, help="ranks that will be started (default: a launcher's, GPUs, or 2)")
+    made.add_argument("--quick", action="store_true", help="leave out the trial with real ranks")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def run(_parser: Parser, given: argparse.Namespace) -> int:
+    """Prints section by section; 1 if something would fail."""
+    sections = []
+
+    def say(line: str) -> None:
+        if not given.json:
+            print(f"{'':<{NAMES}} {line} …", flush=True)
+
+    for section in _sections(given.ranks or _launched(), given.quick, say):
+        sections.append(section)
+        if not given.json:
+            print(render(section), flush=True)
+    found = problems(sections)
+    print(json.dumps(as_json(sections), indent=1) if given.json else verdict(found), flush=True)
+    return int(any(problem.fatal for problem in found))
+
+
+def _launched() -> int:
+    """Ranks that a launcher started on this host; 0 if none says so."""
+    numbers = (os.environ.get(name, "") for name in LAUNCHED)
+    return next((int(number) for number in numbers if number.isdecimal()), 0)
+
+
+def _sections(ranks: int, quick: bool, say: Callable[[str], None]) -> Iterator[Section]:
+    """The sections as they are found; ``say`` takes what takes seconds before it begins."""
+    yield (system := host.system())
+    if system.found["system"] != "Linux":
+        return
+    yield calls.calls()
+    say("loading torch and the native part")
+    probed = probe(ranks)
+    ranks = ranks or max(2, probed.gpus)
+    yield library.versions(probed)
+    yield library.native(probed)
+    yield from (host.cores(ranks), host.memory(), host.descriptors(ranks), host.namespaces(), host.folders())
+    yield library.settings(probed)
+    yield devices.gpus(probed, ranks)
+    yield from (section for section in (devices.links(probed), devices.kernels(probed)) if section)
+    yield from library.collectives(probed)
+    if not quick:
+        yield from _trials(probed, say)
+
+
+def _trials(probed: Probed, say: Callable[[str], None]) -> Iterator[Section]:
+    if not probed.works:
+        return
+    for device in ("cpu", "cuda") if probed.gpus > 1 else ("cpu",):
+        say(f"starting {RANKS} ranks on {device}, which end after {SECONDS:.0f} s at the latest")
+        yield trial(device)

@@ -1,0 +1,66 @@
+"""What was found: sections of values, problems with remedies; as a screen, or as one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch_symm._repr import counted
+
+#: Width of the column of names.
+NAMES = 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What fails (``fatal``) or could be better, and what to do about it."""
+
+    text: str
+    remedy: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """What was found about a subject: ``found`` for programs, ``lines`` for people."""
+
+    name: str
+    found: dict[str, Any]
+    lines: Sequence[str]
+    problems: Sequence[Problem] = field(default=())
+
+
+def problems(sections: Iterable[Section]) -> list[Problem]:
+    """Those of all sections, the fatal ones first."""
+    found = [problem for section in sections for problem in section.problems]
+    return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def render(section: Section) -> str:
+    """The section's part of the screen."""
+    names = [section.name, *[""] * len(section.lines)]
+    return "\n".join(f"{name:<{NAMES}} {line}".rstrip() for name, line in zip(names, section.lines, strict=False))
+
+
+def verdict(found: Sequence[Problem]) -> str:
+    """The end of the screen: every problem with its remedy, and how many there are."""
+    text = ""
+    for problem in found:
+        kind = "FAILS" if problem.fatal else "warning"
+        text += f"\n{kind}: {problem.text}\n  remedy: {problem.remedy}"
+    fatal = sum(problem.fatal for problem in found)
+    warnings = len(found) - fatal
+    counts = [f"{fatal} would fail" if fatal else "nothing would fail"]
+    counts += [counted(warnings, "warning")] if warnings else []
+    return f"{text}\n\n{', '.join(counts)}"
+
+
+def as_json(sections: Sequence[Section]) -> dict[str, Any]:
+    """``ok``, ``problems``, and what each section found by the section's name."""
+    found = problems(sections)
+    head: dict[str, Any] = {
+        "ok": not any(problem.fatal for problem in found),
+        "problems": [asdict(one) for one in found],
+    }
+    return head | {section.name: section.found for section in sections}

@@ -1,0 +1,104 @@
+"""Whether ``init_process_group("symm")`` and an all-reduce work here: two real ranks, with a deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from .child import Child, Ended, run, sentence
+from .report import Problem, Section
+
+RANKS = 2
+SECONDS = 60.0
+#: Variables of a launcher, which the ranks have of their own.
+LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SYMM_LOG",
+    "SYMM_TRACE_DIR",
+)
+REMEDY = "docs/guide/errors.md has the messages and what to do about each"
+
+
+def trial(device: str) -> Section:
+    """Two ranks on ``device`` form a group, and compare the sums of a short and a long tensor."""
+    name = f"trial_{device}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="torch-symm-doctor-") as folder:
+            ended = run(children("torch_symm.tools.doctor.rank", device, RANKS, folder), SECONDS)
+    except OSError as error:
+        text = f"no ranks could be started: {sentence(error)}"
+        return Section(
+            name, {"ok": False, "error": text}, [text], [Problem(text, "free memory, descriptors or processes", True)]
+        )
+    if failure := failed(ended):
+        rank, why = failure
+        text = f"{RANKS} ranks on {device} failed: rank {rank}: {why}"
+        return Section(name, {"ok": False, "error": text}, ["fails, see below"], [Problem(text, REMEDY, fatal=True)])
+    return _worked(name, device, ended)
+
+
+def _worked(name: str, device: str, ended: list[Ended]) -> Section:
+    seconds = max(message["seconds"] for one in ended for message in one.messages if "seconds" in message)
+    logs = "\n".join(one.errors for one in ended)
+    direct, how = transport(device, logs)
+    found: dict[str, Any] = {"ok": True, "ranks": RANKS, "seconds": seconds}
+    line = f"{RANKS} ranks formed a group and summed in {seconds:.1f} s; {how}"
+    problems = []
+    if device == "cpu":
+        found["direct_reads"] = direct
+        if not direct and os.environ.get("SYMM_CMA", "").strip() != "0":
+            text = "ranks cannot read each other's memory (process_vm_readv): long sends between CPU ranks are slower"
+            problems.append(Problem(text, "allow it: docker run --cap-add=SYS_PTRACE, or kernel.yama.ptrace_scope=0"))
+    else:
+        found["mapped"] = direct
+        if not direct and os.environ.get("SYMM_P2P", "").strip() != "0":
+            text = "GPUs cannot map each other's memory: they exchange through the host's, slowly"
+            problems.append(Problem(text, "see that the driver lets GPUs be peers (`nvidia-smi topo -p2p r`)"))
+    return Section(name, found, [line], problems)
+
+
+def transport(device: str, logs: str) -> tuple[bool, str]:
+    """Whether ranks reach each other's memory, as their logs say, and how data goes between them."""
+    if device == "cpu":
+        direct = "reads long messages from the sender's memory" in logs
+        return direct, f"shared memory; long messages {'are read from the sender' if direct else 'go in pieces'}"
+    direct = bool(re.search(r"MiB on each GPU", logs))
+    return direct, "through GPU memory" if direct else "through the host's memory"
+
+
+def children(module: str, device: str, ranks: int, folder: str) -> list[Child]:
+    """Ranks that run ``module`` with ``device``, meet at a free port of this host, and log into what they write."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    plain |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    # What happened is read from the log; dumps of a failure are not kept.
+    plain |= {"SYMM_LOG": "info", "SYMM_TRACE_DIR": folder}
+    each = [plain | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [Child(module, [device], environment) for environment in each]
+
+
+def failed(ended: Sequence[Ended]) -> tuple[int, str] | None:
+    """The rank whose failure is nearest to the cause, and why it failed; ``None`` if all ended well."""
+    failures = [(rank, why) for rank, one in enumerate(ended) if (why := _failure(one))]
+    # What a rank says itself is nearer to the cause than how another ended.
+    return min(failures, key=lambda one: not any("error" in m for m in ended[one[0]].messages), default=None)
+
+
+def _failure(ended: Ended) -> str:
+    """Why a rank failed; empty if it did not."""
+    for message in ended.messages:
+        if "error" in message:
+            return f"{message['step']}: {message['error']}"
+    return "" if ended.status == 0 and ended.messages else ended.last_words()

@@ -1,0 +1,80 @@
+"""``torch-symm run``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from torch_symm.tools.command import PROGRAM, Parser
+
+from .hello import ranks_here
+
+#: The values of ``SYMM_REPLACES``.
+REPLACED = ("gloo",)
+#: Options of torchrun that say where ranks meet; without any of them they meet on this host.
+MEETING = ("standalone", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
+
+
+class _RunParser(Parser):
+    """Leaves all words to torchrun's parser, which alone knows where the program's begin."""
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            super().parse(arguments)
+            self.error("name a program to run")
+        return argparse.Namespace(words=list(arguments))
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = _RunParser(
+        "run",
+        "Starts PROGRAM in several ranks by torchrun, whose options go before PROGRAM. Without --nproc-per-node there "
+        "are as many ranks as GPUs, or as cores (2 to 8); without an option that says where ranks meet, they meet on "
+        "this host (--standalone). The exit status is torchrun's.",
+        [
+            ("train.py --epochs 3", "a program that calls init_process_group('symm')"),
+            ("--replace gloo train.py", "an unchanged program that asks for Gloo: CPU tensors go through symm"),
+            ("--nproc-per-node 4 -m package.train", "options of torchrun"),
+        ],
+    )
+    made.usage = f"{PROGRAM} run [--replace gloo] [options of torchrun] PROGRAM ..."
+    made.add_argument("--replace", choices=REPLACED, help="the backend that symm replaces: sets SYMM_REPLACES")
+    return made
+
+
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Runs the program; a rank that failed raises torchrun's error, as under torchrun."""
+    from torch.distributed import run as torchrun
+
+    known = torchrun.get_args_parser()
+    known.prog, known.usage = parser.prog, parser.usage
+    known.add_argument("--replace", choices=REPLACED)
+    words: list[str] = given.words
+    found = known.parse_args(words)
+    program = len(words) - len(found.training_script_args) - 1
+    options = _without_replace(words[:program])
+    if found.replace:
+        os.environ["SYMM_REPLACES"] = found.replace
+    asked = any(word.startswith(("--nproc-per-node", "--nproc_per_node")) for word in options)
+    if not asked and "PET_NPROC_PER_NODE" not in os.environ:
+        options.insert(0, f"--nproc-per-node={ranks_here()[1]}")
+    if all(getattr(found, name) == known.get_default(name) for name in MEETING):
+        options.insert(0, "--standalone")
+    # One thread for each rank is torchrun's choice, too; it says so in five lines of warning unless this is set.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.stdout.flush()
+    torchrun.main([*options, *words[program:]])
+    return 0
+
+
+def _without_replace(options: Sequence[str]) -> list[str]:
+    left, words = [], iter(options)
+    for word in words:
+        if word == "--replace":
+            next(words, None)
+        elif not word.startswith("--replace="):
+            left.append(word)
+    return left

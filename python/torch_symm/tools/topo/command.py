@@ -1,0 +1,88 @@
+"""``torch-symm topo``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch_symm.tools.command import Parser, count
+from torch_symm.tools.doctor import devices, library
+from torch_symm.tools.doctor.probed import Probed, probe
+from torch_symm.tools.doctor.report import Section, render
+
+from . import cpu, plot
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
+        "topo",
+        "Shows cores, caches, memory nodes and GPUs, the links between them, peer access as it was tried, and which "
+        "algorithm serves which size of which collective here.",
+        [
+            ("", "all of it"),
+            ("--ranks 8", "for 8 ranks"),
+            ("--measure", "with the bandwidth of each pair of GPUs, or of two ranks on CPU"),
+            ("--plot host.svg", "with a drawing"),
+        ],
+    )
+    made.add_argument("--ranks", type=count, default=0, help="ranks that will be started (default: GPUs, or 2)")
+    made.add_argument("--measure", action="store_true", help="measure the bandwidth of pairs")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .svg, .png or .pdf (needs matplotlib)")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    return made
+
+
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Prints section by section; 1 if torch or the native part cannot be loaded."""
+    if given.plot and given.plot.suffix not in plot.ENDINGS:
+        parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
+    if given.plot and not given.plot.absolute().parent.is_dir():
+        parser.error(f"--plot {given.plot}: there is no folder {given.plot.parent}")
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+    probed = probe(given.ranks)
+    sections = []
+    for section in _sections(probed, given.ranks or max(2, probed.gpus), given.measure):
+        sections.append(section)
+        if not given.json:
+            print(render(section), flush=True)
+            for problem in section.problems:
+                print(f"             {problem.text}; {problem.remedy}", flush=True)
+    if given.json:
+        print(json.dumps({section.name: section.found for section in sections}, indent=1))
+    if given.plot:
+        devices, nvlinks = probed.of("gpus").get("devices", []), probed.of("links").get("nvlinks", [])
+        if not devices and "links" in probed.found:
+            devices, nvlinks = _described()
+        plot.draw(sections[0].found, devices, nvlinks, given.plot)
+    return int(not probed.works)
+
+
+def _described() -> tuple[list[dict[str, str]], list[list[int]]]:
+    """GPUs and links of ``SYMM_TOPOLOGY_FILE``, which the native part has accepted."""
+    file = os.environ.get("SYMM_TOPOLOGY_FILE", "").strip()
+    if not file:
+        return [], []
+    links: list[list[int]] = json.loads(Path(file).read_text())["links"]
+    return [{"name": "as described"}] * len(links), links
+
+
+def _sections(probed: Probed, ranks: int, measure: bool) -> Iterator[Section]:
+    yield cpu.section(ranks)
+    yield devices.gpus(probed, ranks)
+    links = devices.links(probed)
+    if links is not None:
+        yield links
+    if not probed.works:
+        yield library.native(probed)
+        return
+    yield from library.collectives(probed)
+    if measure:
+        from . import pairs
+
+        yield pairs.gpus() if probed.gpus > 1 else pairs.ranks()

@@ -1,0 +1,307 @@
+"""``torch-symm tune``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from contextlib import nullcontext, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_symm.tools.bench.units import parse_size
+from torch_symm.tools.command import MOST_RANKS, Parser, check_figures, count, positive
+
+from . import points as sizes
+from .points import LARGEST, OPS, SMALLEST, Point
+from .report import progress, say, table
+
+if TYPE_CHECKING:
+    from .launch import Launches
+
+SECONDS = 60.0
+#: Of them, the share that goes to the search for thresholds.
+SEARCH = 0.2
+#: Times that all ranks are started anew: memory lies elsewhere each time.
+LAUNCHES = 3
+#: Visits of each point in each.
+VISITS = 6
+#: Ranks on CPU if nobody says how many.
+CPU_RANKS = 4
+
+
+class Unmeasured(Exception):
+    """Says in a sentence why nothing was measured."""
+
+
+def parser() -> Parser:
+    """Of the command."""
+    made = Parser(
+        "tune",
+        "Measures what collectives cost on this machine and writes a profile for the cost model, or compares one with "
+        "what is measured now.",
+        [
+            ("", "about a minute; the profile goes to the user's cache"),
+            ("--device cpu --ranks 2 --seconds 20", "shorter, for 2 ranks"),
+            ("--check --json out/check.json", "how exact the profile is"),
+            ("--seconds 20 --json", "shorter, for programs: one JSON object"),
+            ("--hosts", "of all hosts' torchrun: the network between them"),
+        ],
+    )
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there are two GPUs, else cpu")
+    made.add_argument("--ranks", type=count, help=f"processes (default: all GPUs; on CPU {CPU_RANKS})")
+    made.add_argument("--seconds", type=positive, default=SECONDS, help=f"time for measuring (default: {SECONDS:.0f})")
+    made.add_argument("--largest", default=str(LARGEST), help="largest tensor (default: 256M)")
+    made.add_argument("--ops", default=",".join(OPS), help="comma-separated, of: " + ", ".join(OPS))
+    made.add_argument("--output", type=Path, help="the profile to write (default: in the user's cache)")
+    made.add_argument("--hosts", action="store_true", help="measure what is between the hosts of a job of torchrun")
+    made.add_argument("--check", action="store_true", help="compare a profile with what is measured at other sizes")
+    made.add_argument("--plans", type=count, metavar="N", help="time all ways of N random redistributions")
+    made.add_argument("--profile", type=Path, help="the profile to check (default: the one that would be used)")
+    made.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write all as JSON; alone: print only that")
+    made.add_argument("--plot", type=Path, help="where --check draws the curves (needs matplotlib)")
+    made.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier check, measure nothing")
+    return made
+
+
+def run(parser: Parser, given: argparse.Namespace) -> int:
+    """Measures, checks or draws; 0 if it went through.
+
+    With ``--json`` one object says what was measured, or in ``error`` why nothing was. Without a file it is all that
+    goes to standard output; what people read goes to standard error then.
+    """
+    if given.draw:
+        return _draw(parser, given)
+    if given.plot:
+        _need_matplotlib(parser)
+    if given.hosts:
+        return _hosts(parser, given)
+    import torch
+
+    ops = tuple(given.ops.split(","))
+    unknown = [op for op in ops if op not in OPS]
+    if unknown:
+        parser.error(f"--ops: no price for {unknown[0]!r}; there are {', '.join(OPS)}")
+    try:
+        largest = parse_size(given.largest)
+    except ValueError as error:
+        parser.error(f"--largest: {error}")
+    if largest < 2 * SMALLEST:
+        parser.error(f"--largest: at least {2 * SMALLEST} bytes, not {largest}")
+    gpus = torch.cuda.device_count()
+    device = given.device or ("cuda" if gpus > 1 else "cpu")
+    world = given.ranks or (gpus if device == "cuda" else CPU_RANKS)
+    if world > MOST_RANKS:
+        parser.error(f"--ranks {world}: at most {MOST_RANKS}")
+    if device == "cuda" and gpus < 2:
+        parser.error(f"--device cuda: needs at least 2 GPUs, and torch finds {gpus} here; --device cpu needs none")
+    if world < 2 or (device == "cuda" and world > gpus):
+        parser.error(f"--ranks: {world} ranks cannot be measured on {gpus} GPUs" if gpus else "--ranks: at least 2")
+    if given.json and given.json != "-":
+        Path(given.json).absolute().parent.mkdir(parents=True, exist_ok=True)
+    with redirect_stdout(sys.stderr) if given.json == "-" else nullcontext():
+        status, found = _measured(given, device, world, ops, largest)
+    if given.json == "-":
+        print(json.dumps({"device": device, "ranks": world, **found}, indent=1))
+    elif given.json:
+        Path(given.json).write_text(json.dumps({"device": device, "ranks": world, **found}, indent=1) + "\n")
+        say(f"written to {given.json}")
+    return status
+
+
+def _measured(
+    given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int
+) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was measured or went wrong."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+    from torch_symm import SymmConfigError
+
+    try:
+        if given.plans is not None:
+            return 0, _plans(given, device, world)
+        return 0, (_check if given.check else _calibrate)(given, device, world, ops, largest)
+    except Unmeasured as error:
+        text, status = str(error), 1
+        print(text, file=sys.stderr, flush=True)
+    except (ProcessRaisedException, ProcessExitedException, SymmConfigError, RuntimeError, OSError) as error:
+        text, status = str(error).strip(), 1
+        print(f"failed: {text}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        text, status = "interrupted; nothing was written", 130
+        print(text, file=sys.stderr, flush=True)
+    return status, {"error": text}
+
+
+def _hosts(parser: Parser, given: argparse.Namespace) -> int:
+    device = given.device or "cpu"
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--hosts --device cuda: torch finds no GPU here")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        parser.error("--hosts: start it on every host: torchrun --nnodes 2 ... -m torch_symm tune --hosts")
+    from .hosts import run as measured
+
+    return measured(given.seconds, given.output, device)
+
+
+def _need_matplotlib(parser: Parser) -> None:
+    """Ends the command before anything is measured that could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def _measure(title: str, device: str, world: int, points: list[Point], seconds: float, path: Path | None) -> Launches:
+    from .launch import measure
+
+    distinct = list(dict.fromkeys(points))
+    with progress(title, LAUNCHES * VISITS * len(distinct)) as on_visit:
+        return [measure(world, device, distinct, seconds / LAUNCHES, VISITS, on_visit, path) for _ in range(LAUNCHES)]
+
+
+def _calibrate(
+    given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int
+) -> dict[str, Any]:
+    from . import profile, thresholds_cpu, thresholds_cuda
+    from .launch import all_times, state
+
+    here, load = profile.key(device, world), [round(value, 2) for value in os.getloadavg()]
+    path = given.output or profile.own_path(here)
+    if path is None:
+        raise Unmeasured("there is no cache to write to (SYMM_CACHE_DIR): say where with --output")
+    say(f"{here.says}; load {load[0]}")
+    started = time.monotonic()
+    settings, left = _in_force(device, world), given.seconds
+    if not settings:
+        thresholds = thresholds_cuda if device == "cuda" else thresholds_cpu
+        with progress("comparing", thresholds.count(world, ops, largest)) as on_visit:
+            settings = thresholds.search(here, ops, largest, SEARCH * given.seconds, on_visit)
+        left -= SEARCH * given.seconds
+    with profile.draft(here, settings) as draft:
+        known = {ranks: profile.prices(device, ranks, world, "measured", draft) for ranks in sizes.group_sizes(world)}
+        todo = []
+        for ranks in sizes.group_sizes(world):
+            for op in ops:
+                grid = sizes.points([ranks], [op], sizes.calibrated(largest))
+                todo += grid + [new for pair in pairwise(grid) for new in sizes.switches(*pair, known[ranks])]
+        if len(ops) == len(OPS):
+            todo += sizes.local(device, world)
+        launches = _measure("calibrating", device, world, todo, left, draft)
+    reference_us = state(launches)
+    found, share = all_times(launches, reference_us)
+    command = "python -m torch_symm " + shlex.join(["tune", *_shown(given)])
+    measured = profile.measured(command, load, reference_us)
+    made = profile.assemble(profile.bare(here, settings), found, measured, known)
+    profile.write(path, {**made, **profile.between_hosts(path)})
+    for ranks, setting in settings.items():
+        say(f"groups of {ranks}: " + ", ".join(f"{name} = {value}" for name, value in setting.items()))
+    _say_state(reference_us, share)
+    seconds = time.monotonic() - started
+    say(f"{len(found)} points in {seconds:.0f} s, written to {path}")
+    return {"written": str(path), "seconds": round(seconds, 1), "points": len(found), "share": share, "profile": made}
+
+
+def _say_state(reference_us: float, share: float) -> None:
+    if reference_us:
+        say(f"{share:.0%} of the visits count: those in which the machine's reference took about {reference_us:.0f} µs")
+
+
+def _in_force(device: str, world: int) -> dict[int, dict[str, Any]]:
+    """The thresholds under which is measured, by ranks of a group: what the profile says they are from now on."""
+    tuning = os.environ.get("SYMM_CUDA_TUNING", "").strip()
+    return {ranks: {"cuda_tuning": tuning} for ranks in sizes.group_sizes(world)} if device == "cuda" and tuning else {}
+
+
+def _shown(given: argparse.Namespace) -> list[str]:
+    """The options that decide what was measured."""
+    values = {"--device": given.device, "--ranks": given.ranks, "--seconds": given.seconds, "--largest": given.largest}
+    usual = {"--seconds": SECONDS, "--largest": str(LARGEST)}
+    return [
+        word
+        for name, value in values.items()
+        if value is not None and usual.get(name) != value
+        for word in (name, f"{value:g}" if isinstance(value, float) else str(value))
+    ]
+
+
+def _check(given: argparse.Namespace, device: str, world: int, ops: tuple[str, ...], largest: int) -> dict[str, Any]:
+    from . import profile
+    from .check import GOAL_MEDIAN, GOAL_WORST, HEADINGS, compare, summary
+    from .launch import all_times, state, times
+
+    here, load = profile.key(device, world), os.getloadavg()[0]
+    known = profile.prices(device, world, world, "measured", given.profile)
+    if known is None:
+        raise Unmeasured(f"there is no profile of {here.says}: run `python -m torch_symm tune` first")
+    say(f"{here.says}; load {load:.2f}; {known.origin}")
+    todo = sizes.points(sizes.group_sizes(world), ops, sizes.checked(largest))
+    launches = _measure("checking", device, world, todo, given.seconds, given.profile)
+    # Profiles of before there were states count as of the one that is there now.
+    reference_us = known.reference_us or state(launches)
+    found, share = times(launches, reference_us)
+    if not found:
+        found, _ = all_times(launches, reference_us)
+    compared = compare(device, world, found, given.profile)
+    table(f"relative errors at {len(compared)} points that calibration did not measure", HEADINGS, summary(compared))
+    errors = [one.error for one in compared]
+    median, worst = statistics.median(errors), max(errors)
+    met = median <= GOAL_MEDIAN and worst <= GOAL_WORST
+    verdict = "met" if met else "NOT met"
+    if share == 0.0:
+        say(f"the machine was never in the profile's state (reference {reference_us:.0f} µs): all visits count")
+    else:
+        _say_state(reference_us, share)
+    if len(found) < len(launches[0]):
+        say(f"{len(launches[0]) - len(found)} points were never visited in that state")
+    say(f"wanted: median ≤ {GOAL_MEDIAN:.0%}, worst ≤ {GOAL_WORST:.0%}: {verdict} ({median:.1%}, {worst:.0%})")
+    for one in sorted(compared, key=lambda one: -one.error)[:5]:
+        where = f"{one.op} of {one.bytes:,} bytes, {one.ranks} ranks ({one.algorithm})"
+        say(f"  {one.error:.0%}: {where}: measured {one.measured:.1f} µs, predicted {one.predicted:.1f} µs")
+    if given.plot:
+        from .plot import draw
+
+        draw(compared, here.says, given.plot)
+    return {
+        "origin": f"{here.says}; load {load:.2f}",
+        "load": load,
+        "median": median,
+        "worst": worst,
+        "met": met,
+        "points": list(map(dataclasses.asdict, compared)),
+    }
+
+
+def _draw(parser: Parser, given: argparse.Namespace) -> int:
+    from .check import Compared
+    from .plot import draw
+
+    if not given.plot:
+        parser.error("--draw: say where with --plot")
+    try:
+        read = json.loads(given.draw.read_text())
+        compared = [Compared(**point) for point in read["points"]]
+        check_figures(value for one in compared for name, value in vars(one).items() if name not in ("op", "algorithm"))
+        title = str(read["origin"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        parser.error(f"--draw: {given.draw} holds no check: {error}")
+    _need_matplotlib(parser)
+    draw(compared, title, given.plot)
+    return 0
+
+
+def _plans(given: argparse.Namespace, device: str, world: int) -> dict[str, Any]:
+    from .plans import HEADINGS, measure, summary
+
+    with progress("timing plans", given.plans) as on_visit:
+        cases = measure(world, device, given.plans, given.profile, on_visit)
+    table("what the cheapest plan of each model is worth", HEADINGS, summary(cases))
+    return {"cases": [dataclasses.asdict(case) for case in cases]}

@@ -1,0 +1,89 @@
+"""Starts the rank processes and gathers what they report."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from torch_symm.tools.bench.launch import reported
+
+from . import processes
+from . import rank as rank_process
+from .points import SLICE, STEP, Point
+from .rank import Visit
+
+#: The visits of each point, launch by launch.
+Launches: TypeAlias = Sequence[Mapping[Point, Sequence[Visit]]]
+#: References that differ by no more than this factor are of one state.
+SAME = 1.1
+
+
+def measure(
+    world: int,
+    device: str,
+    points: Sequence[Point],
+    seconds: float,
+    visits: int,
+    on_visit: Callable[[Point, float], None],
+    profile: Path | None = None,
+    graphs: bool = False,
+) -> dict[Point, list[Visit]]:
+    """The visits of each point; ``heard`` is told of each.
+
+    ``world`` processes visit every point ``visits`` times, once at least, within about ``seconds``. ``profile``: whose
+    thresholds hold, in place of those that are found. ``graphs``: see :class:`torch_symm.tools.tune.rank.Task`.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
+        torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
+    """
+    results = processes.queue()
+    found: dict[Point, list[Visit]] = {point: [] for point in points}
+    distinct = tuple(found)
+    with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
+        rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
+        task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
+        started = processes.start(rank_process.main, (task, results), world, profile)
+        for message in reported(started, results, 1, rank_process.Done):
+            if isinstance(message, Visit):
+                found[distinct[message.index]].append(message)
+                on_visit(distinct[message.index], message.us)
+    return found
+
+
+def state(launches: Launches) -> float:
+    """The reference of the state in which the machine was most: the middle of where most references lie, in µs."""
+    references = sorted(visit.reference_us for launch in launches for visits in launch.values() for visit in visits)
+
+    def alike(reference: float) -> int:
+        return bisect_right(references, reference * SAME) - bisect_left(references, reference / SAME)
+
+    return max(references, key=alike)
+
+
+def times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
+    """µs of each point that was visited while the machine was in a state, and the share of visits in which it was.
+
+    The median of these visits; of steps the least: whatever else the host does only adds to its time. ``reference_us``:
+    what the reference takes in that state.
+    """
+    found, alike, total = {}, 0, 0
+    for point in launches[0]:
+        visits = [visit for launch in launches for visit in launch[point]]
+        counting = [v.us for v in visits if reference_us / SAME <= v.reference_us <= reference_us * SAME]
+        alike, total = alike + len(counting), total + len(visits)
+        if counting:
+            found[point] = min(counting) if point.op in (STEP, SLICE) else statistics.median(counting)
+    return found, alike / total
+
+
+def all_times(launches: Launches, reference_us: float) -> tuple[dict[Point, float], float]:
+    """As :func:`times`; a point that was never visited in that state has the median of its visits in others."""
+    found, share = times(launches, reference_us)
+    for point in launches[0].keys() - found.keys():
+        found[point] = statistics.median(visit.us for launch in launches for visit in launch[point])
+    return {point: found[point] for point in launches[0]}, share

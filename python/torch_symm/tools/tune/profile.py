@@ -1,0 +1,187 @@
+"""The file that calibration writes: ``docs/design/cost-model.md`` has its fields.
+
+The native part reads and validates it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_symm._describe import prices as prices
+from torch_symm._native import load
+from torch_symm._version import __version__
+
+from .points import OPS, Point, Priced, group_sizes, local
+
+
+@dataclass(frozen=True)
+class Key:
+    """The hardware that a profile is for. ``file``: its name among profiles; ``says``: for people."""
+
+    hardware: dict[str, Any]
+    file: str
+    says: str
+
+
+def key(device: str, world: int) -> Key:
+    """The hardware of this host, for ``world`` ranks.
+
+    Raises:
+        SymmConfigError: NVML does not say what GPUs these are.
+    """
+    found = json.loads(load()._profile_key(device, world))
+    if found is None:
+        raise load().SymmConfigError("what GPUs these are cannot be told: NVML does not answer")
+    return Key(found["hardware"], found["file"], found["says"])
+
+
+def measured(command: str, load_before: list[float], reference_us: float) -> dict[str, Any]:
+    """When and how a profile is measured: now. ``reference_us``: what the reference takes in the state that counts."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    software = f"torch_symm {__version__}, torch {torch.__version__}"
+    state = {"reference_us": round(reference_us, 3)} if reference_us else {}
+    return {"date": now, "software": software, "command": command, "load": load_before, **state}
+
+
+def bare(here: Key, settings: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """A profile without times. ``settings``: thresholds, by ranks of a group."""
+    groups = [
+        {"ranks": ranks, **settings.get(ranks, {}), "curves": list[Any]()}
+        for ranks in group_sizes(here.hardware["ranks"])
+    ]
+    return {
+        "format": "torch_symm profile",
+        "version": 1,
+        "measured": measured("", [], 0.0),
+        "hardware": here.hardware,
+        "groups": groups,
+    }
+
+
+@contextmanager
+def draft(here: Key, settings: Mapping[int, dict[str, Any]]) -> Iterator[Path]:
+    """The file of a profile without times, for as long as it is measured under."""
+    with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
+        path = Path(folder) / "draft.json"
+        write(path, bare(here, settings))
+        yield path
+
+
+def assemble(
+    profile: dict[str, Any], times: Mapping[Point, float], measured: dict[str, Any], known: Mapping[int, Priced]
+) -> dict[str, Any]:
+    """``profile``, a bare one, with ``times``. ``measured``: as :func:`measured`. ``known``: algorithms, by ranks."""
+    groups = [
+        {
+            **group,
+            "curves": [curve for op in OPS for curve in _curves(group["ranks"], op, times, known[group["ranks"]])],
+        }
+        for group in profile["groups"]
+    ]
+    return {**profile, "measured": measured, "groups": groups, **_local(profile["hardware"], times)}
+
+
+def _local(hardware: Mapping[str, Any], times: Mapping[Point, float]) -> dict[str, dict[str, float]]:
+    """The entry of that name, if it was measured."""
+    points = local(hardware["device"], hardware["ranks"])
+    if not all(point in times for point in points):
+        return {}
+    step, slice, collective, copy = (times[point] for point in points)
+    rate = points[-1].bytes / copy / 1e3
+    found = {"step_us": max(step - collective, 0.001), "slice_us": slice, "copy_gb_per_s": rate}
+    return {"local": {name: round(value, 3) for name, value in found.items()}}
+
+
+def _curves(ranks: int, op: str, times: Mapping[Point, float], known: Priced) -> list[dict[str, Any]]:
+    by_algorithm: dict[str, list[Point]] = {}
+    for point in sorted(times, key=lambda point: point.bytes):
+        if (point.ranks, point.op) == (ranks, op):
+            by_algorithm.setdefault(known.price(op, point.bytes, 0)[1], []).append(point)
+    return [
+        {
+            "op": op,
+            "algorithm": algorithm,
+            "bytes": [point.bytes for point in points],
+            "us": [round(times[point], 3) for point in points],
+        }
+        for algorithm, points in by_algorithm.items()
+    ]
+
+
+def known(path: Path) -> dict[str, Any]:
+    """Returns the profile that is at ``path``; empty without a valid one. Standard error names a faulty one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        _validate(path, found)
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, load().SymmConfigError) as error:
+        print(f"profile {path} is faulty and will be replaced: {error}", file=sys.stderr, flush=True)
+        return {}
+
+
+def between_hosts(path: Path) -> dict[str, Any]:
+    """What the profile that is at ``path`` now says of the network between hosts, to be kept in the next one."""
+    found = known(path)
+    return {"between_hosts": found["between_hosts"]} if "between_hosts" in found else {}
+
+
+def own_path(here: Key) -> Path | None:
+    """Where the user's profile of this hardware belongs; ``None`` without a cache."""
+    folder = os.fsdecode(load()._own_profiles())
+    return Path(folder) / here.file if folder else None
+
+
+def write(path: Path, profile: Mapping[str, Any]) -> None:
+    """Writes ``profile`` so that nobody ever reads half of it, and reads it back as the cost model would.
+
+    Raises:
+        SymmConfigError: it is not valid, which would be a bug; OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".new")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(_text(profile))
+        _validate(Path(name), profile)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _validate(path: Path, profile: Mapping[str, Any]) -> None:
+    hardware = profile["hardware"]
+    ranks = profile["groups"][0]["ranks"] if profile["groups"] else 1
+    prices(hardware["device"], ranks, hardware["ranks"], "measured", path)
+
+
+def _text(profile: Mapping[str, Any]) -> str:
+    """JSON with a line for each list of numbers."""
+    text = json.dumps(profile, indent=1)
+    lines, listed = [], ""
+    for line in text.splitlines():
+        bare = line.strip()
+        if listed:
+            listed += " " + bare if bare[0] not in "]}" else bare
+            if bare[0] == "]":
+                lines.append(listed.replace("[ ", "["))
+                listed = ""
+        elif bare.endswith("[") and ('"bytes"' in bare or '"us"' in bare or '"load"' in bare):
+            listed = line
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
