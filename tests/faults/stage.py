@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch_symm.launch.ranks import Forked
 
 from . import leftovers
 from .case import CRASH, GONE, HANG, RIGHT, WRONG, Case, Outcome, Promise, Saw, add
@@ -196,8 +196,9 @@ def play(
         stage = Stage(side, world, place, timeout, free_port() if over_tcp else None, layout)
         names, adopted = leftovers.shared_names(), leftovers.children()
         deadline = time.monotonic() + limit
-        pids = [_start(stage, body, rank, join, env or {}) for rank in range(world)]
-        statuses = _await(pids, deadline, victims)
+        forked = Forked()
+        pids = [forked.fork(partial(_rank, stage, body, rank, join, env or {})) for rank in range(world)]
+        statuses = _await(forked, pids, deadline, victims)
         outcome = Outcome(pids=dict(enumerate(pids)))
         bystanders = {int(path.name.rpartition("-")[2]) for path in place.glob("bystander-*")}
         outcome.left["processes"] += leftovers.end_orphans(adopted, bystanders)
@@ -212,18 +213,6 @@ def play(
                 outcome.figures[name] = max(outcome.figures.get(name, value), value)
         outcome.left = +outcome.left
         return outcome
-
-
-def _start(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        _rank(stage, body, rank, join, env)
-    except BaseException:  # Forked: it must not return into the caller
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) -> None:
@@ -261,23 +250,14 @@ def _rank(stage: Stage, body: Body, rank: int, join: bool, env: dict[str, str]) 
     os._exit(0)
 
 
-def _await(pids: list[int], deadline: float, victims: Collection[int]) -> list[int | None]:
+def _await(forked: Forked, pids: list[int], deadline: float, victims: Collection[int]) -> list[int | None]:
     """Exit codes, negative for signals; ``None`` for those that had to be ended. Victims may lie stopped or sleep."""
-    codes: list[int | None] = [None] * len(pids)
-    running = set(range(len(pids)))
-    while running and time.monotonic() < deadline:
-        if running <= set(victims):
-            deadline = min(deadline, time.monotonic() + 0.5)
-        for rank in list(running):
-            pid, status = os.waitpid(pids[rank], os.WNOHANG)
-            if pid:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-                running.discard(rank)
-        time.sleep(0.002)
-    for rank in running:
-        os.kill(pids[rank], signal.SIGKILL)
-        os.waitpid(pids[rank], 0)
-    return codes
+    while forked.running and (left := deadline - time.monotonic()) > 0:
+        if {pids.index(pid) for pid in forked.running} <= set(victims):
+            left, deadline = min(left, 0.5), min(deadline, time.monotonic() + 0.5)
+        forked.wait(left)
+    forked.end()
+    return [forked.status.get(pid) for pid in pids]
 
 
 def _report(stage: Stage, rank: int, code: int | None) -> Saw:

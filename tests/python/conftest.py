@@ -16,7 +16,7 @@ import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limits import ends_after
-from torch_symm.tools.tune import processes
+from torch_symm.launch import ranks as launched
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
@@ -38,14 +38,10 @@ def limit() -> Iterator[None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forks ranks of every tool from the process that `tune` has for that: an import of torch takes 4 s of CPU."""
-
-    def start(fn: object, args: tuple[object, ...], nprocs: int, *_: object, **__: object) -> object:
-        return processes.start(fn, args, nprocs, None)  # type: ignore[arg-type]
-
+    """Forks ranks of every tool from one process that has imported torch, which takes 4 s of CPU."""
     # Tools take over the signal and add settings of NCCL.
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(sys.modules["torch.multiprocessing.spawn"], "start_processes", start)
+    monkeypatch.setattr(launched, "ANEW", launched.WARM)
     yield
     signal.signal(signal.SIGTERM, handler)
     for name in os.environ.keys() - environment.keys():

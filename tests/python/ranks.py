@@ -7,13 +7,10 @@ starting a rank takes milliseconds.
 from __future__ import annotations
 
 import faulthandler
-import os
 import re
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch_symm
 from torch_symm import testing
+from torch_symm.launch.ranks import fork
 from torch_symm.testing._rank import log_to as redirect
 
 #: Where the ranks of this run meet and leave files; set in ranks only.
@@ -104,18 +102,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **settings: A
 
 def spawn_rank(fn: Callable[..., Any], rank: int, world_size: int, *args: Any) -> int:
     """Forks this rank; the child calls ``fn(rank, world_size, *args)`` and ends with 0, or 1 after a traceback."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        fn(rank, world_size, *args)
-        status = 0
-    except BaseException:  # The child must not return into the parent's code
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+    return fork(lambda: fn(rank, world_size, *args))
 
 
 def log_to(path: Path) -> None:

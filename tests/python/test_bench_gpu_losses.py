@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 import torch_symm.tools.bench.gpu.__main__ as command_line
 from ranks import spawn_rank
-from torch.multiprocessing import start_processes
+from torch_symm.launch import ranks as launched
+from torch_symm.launch.watch import Doing, Progress
 from torch_symm.tools.bench.gpu import launch
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.inputs import Call, Setting
 from torch_symm.tools.bench.gpu.record import write_json
 from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
-from torch_symm.tools.bench.progress import Doing, Progress
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -151,8 +151,7 @@ def run_until_it_is_ended(_rank: int, _world: int, path: Path, output: int) -> N
     # It runs in the background, where it may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command_line.measure = two  # type: ignore[assignment]
-    forks = functools.partial(start_processes, start_method="fork")
-    sys.modules["torch.multiprocessing.spawn"].start_processes = lambda *args, **_: forks(*args[:3], join=False)  # type: ignore[attr-defined]
+    launched.ANEW = "fork"
     status = command_line.main(["--device", "cpu", "--quick", "--sizes", "1K", "--json", str(path)])
     sys.stdout.flush()
     os._exit(status)

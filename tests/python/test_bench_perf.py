@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch_symm import __main__ as entry
+from torch_symm.launch.ranks import Ended
+from torch_symm.launch.watch import Doing, Progress, StandsStill
 from torch_symm.tools.bench import axes, links, ops
 from torch_symm.tools.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.tools.bench.pattern import Pattern, WrongResult, check_parts
 from torch_symm.tools.bench.perf import columns, cuda, launch, mpi, plot, request
 from torch_symm.tools.bench.perf.record import Absent, Figure, Found
 from torch_symm.tools.bench.perf.request import Wanted
-from torch_symm.tools.bench.progress import Doing, Progress, StandsStill
 from torch_symm.tools.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
-from torch_symm.tools.doctor.child import Ended
 
 KB = 1 << 10
 pytestmark = pytest.mark.usefixtures("forked")

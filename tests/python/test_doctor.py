@@ -20,8 +20,9 @@ from ranks import run_ranks
 from sandbox import NUMBERS, deny, needs_seccomp
 from torch_symm import _native
 from torch_symm._version import TORCH_VERSIONS
+from torch_symm.launch.messages import sentence
+from torch_symm.launch.ranks import Ended, Program, run
 from torch_symm.tools.doctor import calls, cgroup, command, devices, gpus, host, library, limits, trial
-from torch_symm.tools.doctor.child import Child, Ended, run, sentence
 from torch_symm.tools.doctor.probed import Probed, probe
 from torch_symm.tools.doctor.report import Problem, Section, as_json, render, verdict
 
@@ -141,7 +142,7 @@ def test_too_few_descriptors_fail(descriptors: int, tmp_path: Path) -> None:
 
 def test_a_child_has_a_deadline_and_its_messages_are_kept() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-    (ended,) = run([Child("timeit", ["-n", "1", "-r", "1", "__import__('time').sleep(60)"], environment)], 0.5)
+    (ended,) = run([Program("timeit", ["-n", "1", "-r", "1", "__import__('time').sleep(60)"], environment)], 0.5)
     assert ended.status is None and ended.last_words() == "did not end in time"
     assert Ended([], "first\nlast\n", -9).last_words() == "was killed by SIGKILL: last"
     assert sentence(chained()) == "OSError: the cause"

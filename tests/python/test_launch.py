@@ -12,9 +12,8 @@ import pytest
 import torch_symm
 from torch.distributed import run as torchrun
 from torch_symm import __main__ as entry
+from torch_symm.launch.ranks import Ended, Program
 from torch_symm.tools import hello
-from torch_symm.tools.doctor import child
-from torch_symm.tools.doctor.child import Child, Ended
 
 PROGRAM = """
 import sys
@@ -32,8 +31,8 @@ sys.exit(3)
 def test_hello_says_what_was_used_and_how_fast(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, kept = child.run, list[Ended]()
-    monkeypatch.setattr(child, "run", lambda *given: kept or kept.extend(run(*given)) or kept)
+    run, kept = hello.run_programs, list[Ended]()
+    monkeypatch.setattr(hello, "run_programs", lambda *given: kept or kept.extend(run(*given)) or kept)
     assert entry.main(["hello", "--ranks", "3", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["device"], found["ranks"], found["sum"]) == ("cpu", 3, 6.0)
@@ -55,11 +54,11 @@ def test_hello_has_as_many_ranks_as_cores(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ended = [Ended([], "", -9), Ended([{"step": "all_reduce", "error": "SymmPeerError: rank 0 has ended"}], "", 1)]
 
-    def run(children: list[Child], seconds: float) -> list[Ended]:
+    def run(children: list[Program], seconds: float) -> list[Ended]:
         assert len(children) == 2 and [one.environment["RANK"] for one in children] == ["0", "1"]
         return ended
 
-    monkeypatch.setattr("torch_symm.tools.doctor.child.run", run)
+    monkeypatch.setattr(hello, "run_programs", run)
     assert entry.main(["hello", "--device", "cpu", "--ranks", "2"]) == 1
     said = capsys.readouterr().err
     assert said.startswith("2 ranks on cpu failed: rank 1: all_reduce: SymmPeerError: rank 0 has ended\n")

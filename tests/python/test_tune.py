@@ -16,7 +16,8 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch_symm import __main__ as entry
-from torch_symm.tools.tune import command, launch, plans, processes, profile, thresholds_cpu
+from torch_symm.launch import ranks as launched
+from torch_symm.tools.tune import command, launch, plans, profile, thresholds_cpu
 from torch_symm.tools.tune.points import (
     LARGEST,
     OPS,
@@ -130,7 +131,7 @@ def tuned(rank: int, world: int) -> int:
 
 
 def test_a_profile_goes_into_the_cache_and_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "METHOD", "fork")
+    monkeypatch.setattr(launched, "WARM", "fork")
     cache = {"SYMM_CACHE_DIR": str(tmp_path)}
     assert run_ranks(tuned, 1, backend=None, env=cache) == [0]
     (file,) = (tmp_path / "profiles").iterdir()

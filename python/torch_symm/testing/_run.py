@@ -6,15 +6,14 @@ import contextlib
 import os
 import pickle
 import re
-import select
 import signal
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+from torch_symm.launch.ranks import Forked
 
 from . import _rank
 from ._rank import Order
@@ -124,100 +123,46 @@ def run_case(
 
 
 class _Ranks:
-    """Forked ranks until all of them have been waited for."""
+    """The ranks of a case until all of them have been reaped."""
 
     def __init__(self) -> None:
         self.pids: list[int] = []
-        #: Exit codes, or minus a signal, of ranks that ended by themselves.
-        self.status: dict[int, int] = {}
         self.waited = 0.0
-        self._files: dict[int, int] = {}
-        #: Ranks that have ended and are not reaped, because processes that they started still run.
-        self._unreaped: list[int] = []
-        self._poll = select.poll()
+        self.forked = Forked()
         self._start = time.monotonic()
 
     def fork(self, order: Order, rank: int) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(ValueError, OSError):
-                stream.flush()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            # Python 3.12 warns where there are threads. A rank uses none of their locks and runs no exit handlers.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            _rank.serve(order, rank, parent)
-        self.pids.append(pid)
-        # A descriptor: unlike a pipe, children that the rank forked do not hold it.
-        file = os.pidfd_open(pid)
-        self._files[file] = rank
-        self._poll.register(file, select.POLLIN)
+        self.pids.append(self.forked.fork(lambda: _rank.serve(order, rank, parent)))
 
     def wait(self, timeout: float, may_end: Collection[int]) -> None:
         """Returns when all have ended or time is up; then those left have been asked for their stacks."""
         since, deadline = self._start, self._start + timeout
-        while self._files and (left := deadline - time.monotonic()) > 0:
-            for file, _ in self._poll.poll(left * 1000):
-                rank = self._take(file)
-                if self.status[rank] != 0 and rank not in may_end and time.monotonic() + GRACE_S < deadline:
+        while self.forked.running and (left := deadline - time.monotonic()) > 0:
+            for pid in self.forked.wait(left):
+                expected = self.pids.index(pid) in may_end
+                if self.forked.status[pid] != 0 and not expected and time.monotonic() + GRACE_S < deadline:
                     since, deadline = time.monotonic(), time.monotonic() + GRACE_S
         self.waited = time.monotonic() - since
-        for rank in self._files.values():
-            os.kill(self.pids[rank], signal.SIGCONT)
-            os.kill(self.pids[rank], signal.SIGUSR1)
-        if self._files:
+        for pid in self.forked.running:
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)
+        if self.forked.running:
             time.sleep(STACKS_S)
-            for file, _ in self._poll.poll(0):
-                self._take(file)
-
-    def _take(self, file: int) -> int:
-        rank = self._files.pop(file)
-        self._poll.unregister(file)
-        os.close(file)
-        pid = self.pids[rank]
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        self.status[rank] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        # The system may reuse the number of a reaped process. Keep it while other members of the process group run.
-        if _members(pid) - {pid}:
-            self._unreaped.append(pid)
-        else:
-            os.waitpid(pid, 0)
-        return rank
+            self.forked.wait(0)
 
     def kill(self) -> None:
         """Ends whoever is left, with all children of ranks, and removes the shared memory of those killed."""
-        left = list(self._files.items())
-        for _, rank in left:
+        left = self.forked.running
+        for pid in left:
             # So that it maps and forks nothing more.
-            os.kill(self.pids[rank], signal.SIGSTOP)
-        memory = {path for _, rank in left for path in _shared_memory(self.pids[rank])}
-        for file, rank in left:
-            os.kill(self.pids[rank], signal.SIGKILL)
-            os.close(file)
-        self._files = {}
-        for pid in [*self._unreaped, *(self.pids[rank] for _, rank in left)]:
-            # Not reaped yet, so no other process group can have this number.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self._unreaped = []
+            os.kill(pid, signal.SIGSTOP)
+        memory = {path for pid in left for path in _shared_memory(pid)}
+        self.forked.end()
         for path in memory:
             with contextlib.suppress(OSError):
                 if path.stat().st_ctime >= time.time() - (time.monotonic() - self._start) - 1:
                     path.unlink()
-
-
-def _members(group: int) -> set[int]:
-    """Returns the processes of a process group."""
-    found = set()
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            # The command's name may contain spaces and parentheses; state, parent and process group follow it.
-            if int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[2]) == group:
-                found.add(int(name))
-    return found
 
 
 def _shared_memory(pid: int) -> Iterable[Path]:
@@ -240,5 +185,5 @@ def _ending(folder: Path, ranks: _Ranks, rank: int) -> Ending:
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         # Written by a process that this one forked, in a folder of mode 0700.
         outcome = pickle.loads((folder / f"outcome-{rank}").read_bytes())
-    calls, status = text("calls").splitlines(), ranks.status.get(rank)
+    calls, status = text("calls").splitlines(), ranks.forked.status.get(ranks.pids[rank])
     return Ending(rank, ranks.pids[rank], status, outcome, text("log"), calls, text("stacks"), ranks.waited)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import warnings
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import pytest
 from _pytest.runner import runtestprotocol
+
+from torch_symm.launch.ranks import fork
 
 from ._rank import dies_with
 
@@ -85,18 +86,13 @@ class WarmProcess:
         """Forks the process; it knows the session's stash as it is now."""
         ours, theirs = Pipe()
         parent = os.getpid()
-        with warnings.catch_warnings():
-            # pytest-xdist's workers have a thread; the process uses none of its locks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if self._pid == 0:
-            ours.close()
-            self._serve(theirs, parent)
+        self._pid = fork(lambda: self._serve(ours, theirs, parent))
         theirs.close()
         self._connection: Connection[Any, Any] = ours
 
-    def _serve(self, requests: Connection[Any, Any], parent: int) -> NoReturn:
+    def _serve(self, ours: Connection[Any, Any], requests: Connection[Any, Any], parent: int) -> NoReturn:
         try:
+            ours.close()
             dies_with(parent)
             WarmProcess.inside = True
             # Captures into files of its own: those of the parent have one offset for both.

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_symm import _version
 from torch_symm._repr import counted
+from torch_symm.launch.ranks import run as run_programs
 from torch_symm.tools.bench.units import format_size, format_us
 from torch_symm.tools.command import PROGRAM, Parser, count, overloaded
 from torch_symm.tools.doctor import cgroup
@@ -72,11 +73,9 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
 def _tried(device: str, ranks: int) -> dict[str, Any]:
     """Starts the ranks and returns their findings, or an ``error``."""
     found = {"device": device, "ranks": ranks, "torch_symm": _version.__version__, "python": platform.python_version()}
-    from torch_symm.tools.doctor.child import run as run_children
-
     try:
         with tempfile.TemporaryDirectory(prefix="torch-symm-hello-") as folder:
-            ended = run_children(children("torch_symm.tools.hello_rank", device, ranks, folder), LIMIT_S)
+            ended = run_programs(children("torch_symm.tools.hello_rank", device, ranks, folder), LIMIT_S)
     except OSError as error:
         return found | {"error": f"no ranks could be started: {error}"}
     if failure := failed(ended):

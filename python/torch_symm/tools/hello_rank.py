@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torch_symm.tools.doctor.child import send, sentence
+from torch_symm.launch.messages import send, sentence
 
 #: Bytes of the tensors that are timed, and calls of each.
 SIZES, CALLS = (8, 1 << 20), 200

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import queue
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
+from torch_symm.launch import ranks
+from torch_symm.launch.messages import reported
 
 from . import rank as rank_process
 from .beside import Beside, running
 from .ops import DTYPES, OPS
-from .progress import end
 from .record import Cell, Row
 from .timing import SharedTensors
-
-POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -76,9 +71,8 @@ def measure(options: Options) -> Iterator[CopyRate | Row]:
 
 
 def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: float) -> Iterator[CopyRate | Row]:
-    context = mp.get_context("spawn")
-    shared = SharedTensors(world, context.Barrier(world))
-    results = context.Queue()
+    shared = SharedTensors(world, ranks.barrier(world))
+    results = ranks.queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         task = rank_process.Task(
             world=world,
@@ -90,40 +84,6 @@ def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: flo
             least=options.least,
             rounds=options.rounds,
         )
-        arguments = (task, shared, results)
-        processes = spawn(rank_process.main, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
-        for message in reported(processes, results, len(part) + 1):
-            yield CopyRate(world, message) if isinstance(message, float) else message
-
-
-def reported(
-    processes: Any,
-    results: Any,
-    expected: int,
-    counts: type = object,
-    watched: Callable[[Sequence[Any]], None] = lambda _processes: None,
-) -> Iterator[Any]:
-    """What rank processes put into ``results``, until there were ``expected`` messages of type ``counts``.
-
-    ``watched`` is called every now and then with the processes; what it raises ends the run. Ends the processes,
-    however it ends.
-
-    Raises:
-        RuntimeError: the processes have ended without some of the messages.
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
-    """
-    try:
-        while expected:
-            try:
-                message = results.get(timeout=POLL_S)
-            except queue.Empty:
-                if processes.join(timeout=0) and results.empty():
-                    raise RuntimeError(f"the ranks ended with {expected} results missing") from None
-                watched(processes.processes)
-                continue
-            expected -= isinstance(message, counts)
-            yield message
-        while not processes.join(timeout=POLL_S):
-            watched(processes.processes)
-    finally:
-        end(processes.processes)
+        with ranks.started(rank_process.main, (task, shared, results), world) as started:
+            for message in reported(started, results, len(part) + 1):
+                yield CopyRate(world, message) if isinstance(message, float) else message

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from torch_symm.tools.doctor.child import Child, Ended, run, send
+from torch_symm.launch.messages import send
+from torch_symm.launch.ranks import Ended, Program, run
 
 #: Bytes of a copy, how many are timed, and seconds for all.
 BYTES, COPIES, SECONDS = 256 << 20, 10, 120.0
@@ -12,7 +13,7 @@ BYTES, COPIES, SECONDS = 256 << 20, 10, 120.0
 
 def measured() -> Ended:
     """GB/s of a copy from each GPU to each, and the same on one, as a process of its own finds and sends them."""
-    return run([Child("torch_symm.tools.bench.links", [], dict(os.environ))], SECONDS)[0]
+    return run([Program("torch_symm.tools.bench.links", [], dict(os.environ))], SECONDS)[0]
 
 
 def main() -> None:

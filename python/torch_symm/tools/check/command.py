@@ -115,25 +115,23 @@ def _wanted(parser: Parser, given: argparse.Namespace) -> tuple[tuple[int, ...],
 def _check(given: argparse.Namespace, worlds: tuple[int, ...], ops: tuple[str, ...]) -> tuple[list[Done], str]:
     """What each rank found; and why there is nothing more."""
     import torch
-    import torch.multiprocessing as mp
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-    from torch_symm.tools.bench.launch import reported
-    from torch_symm.tools.tune import processes
+    from torch_symm.launch import ranks
+    from torch_symm.launch.messages import reported
 
     from . import rank
 
     world = max(worlds)
-    barrier = mp.get_context(processes.METHOD).Barrier(world)
     stop = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    results, done = processes.queue(), []
+    barrier, results, done = ranks.barrier(world), ranks.queue(), []
     with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank.Task(worlds, given.device, ops, given.quick, given.seconds, rendezvous)
-        started = processes.start(rank.main, (task, barrier, stop, results), world, None)
         try:
-            for message in reported(started, results, world):
-                done.append(message)
+            with ranks.started(rank.main, (task, barrier, stop, results), world, warm=True) as started:
+                for message in reported(started, results, world):
+                    done.append(message)
         except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
             return done, str(error).strip().splitlines()[-1]
     return done, ""

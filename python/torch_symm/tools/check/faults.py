@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torch_symm._torch import set_timeout
-from torch_symm.tools.tune import processes
+from torch_symm.launch import ranks
 
 #: Ranks of a fault, where each has a GPU if it needs one. The last of them fails.
 RANKS = 3
@@ -69,39 +68,27 @@ class Seen:
 
 def play(device: str = "cpu", world: int = RANKS) -> Iterator[Seen]:
     """Each fault in turn, on ``world`` ranks with tensors on ``device``; their logs are off, their traces dropped."""
-    before = {name: os.environ.get(name) for name in ("SYMM_LOG", "SYMM_TRACE_DIR")}
-    try:
-        for fault in FAULTS:
-            with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
-                os.environ.update(SYMM_LOG="off", SYMM_TRACE_DIR=folder)
-                yield _played(fault, device, world, Path(folder))
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory(prefix="torch-symm-check-") as folder:
+            yield _played(fault, device, world, Path(folder))
 
 
 def _played(fault: Fault, device: str, world: int, folder: Path) -> Seen:
-    results = processes.queue()
+    results = ranks.queue()
     rendezvous = "symm+" + (folder / "rendezvous").as_uri()
-    started: Any = processes.start(main, (fault, device, world, rendezvous, results), world, None)
     told: list[Told] = []
     limit = LIMIT_S[device]
     deadline = time.monotonic() + limit
-    try:
+    settings = {"SYMM_LOG": "off", "SYMM_TRACE_DIR": str(folder)}
+    with ranks.started(main, (fault, device, world, rendezvous, results), world, True, settings) as started:
         while len(told) < expected(fault, world) and time.monotonic() < deadline:
             try:
                 told.append(results.get(timeout=0.2))
             except queue.Empty:
                 if not any(process.is_alive() for process in started.processes):
                     break
-    finally:
         for process in started.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+            process.kill()
     return judged(fault, told, world, limit)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_symm._torch import new_group
+from torch_symm.launch.messages import in_a_line
 
 from .cases import Case, Covered, blocks
 from .exercise import Exercise
@@ -81,7 +82,7 @@ def main(rank: int, task: Task, barrier: Barrier, stop: torch.Tensor, results: Q
     except Exception as error:
         done.failed = True
         if not done.findings:
-            done.findings.append(f"rank {rank}: {_sentence(error)}")
+            done.findings.append(f"rank {rank}: {in_a_line(error)}")
         barrier.abort()
     results.put(done)
 
@@ -91,15 +92,11 @@ def _make(done: Done, block: list[Case], world: int, group: dist.ProcessGroup, d
         try:
             finding = Exercise(case, done.rank, world, group, device).finding()
         except dist.DistBackendError as error:
-            done.findings.append(f"{case}, rank {done.rank} of {world}: {_sentence(error)}")
+            done.findings.append(f"{case}, rank {done.rank} of {world}: {in_a_line(error)}")
             raise
         except Exception as error:
-            finding = _sentence(error)
+            finding = in_a_line(error)
         done.calls[case.op, world] += 1
         done.covered.setdefault(case.op, Covered()).add(case)
         if finding and len(done.findings) < MOST:
             done.findings.append(f"{case}, rank {done.rank} of {world}: {finding}")
-
-
-def _sentence(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch_symm._repr import counted
+from torch_symm.launch.messages import sentence
 
-from .child import sentence
 from .report import Problem, Section
 
 REMEDY = "allow it in the container's seccomp profile or security module, and run Linux 5.3 or newer"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from torch_symm._native import nvrtc_folders
-
-from .child import sentence
+from torch_symm.launch.messages import sentence
 
 #: Names of NVIDIA's run-time compiler, newest first, as `src/kernels/cuda/nvrtc/find.rs` has them.
 NVRTC = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch_symm._live import files
 from torch_symm._repr import counted
+from torch_symm.launch.messages import sentence
 from torch_symm.tools.command import overloaded
 
 from . import cgroup
-from .child import sentence
 from .limits import CPU_RANKS
 from .report import Problem, Section
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from .child import send, sentence
+from torch_symm.launch.messages import send, sentence
+
 from .limits import CPU_RANKS, GPU_RANKS
 
 #: Of tensors whose algorithms are shown.

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .child import Child, Ended, run, sentence
+from torch_symm.launch.messages import sentence
+from torch_symm.launch.ranks import Ended, Program, run
 
 #: Torch may have to be read from a slow disk, and contexts to be made on many GPUs.
 SECONDS = 120.0
@@ -44,7 +45,7 @@ def probe(ranks: int) -> Probed:
     if importlib.util.find_spec("torch") is None:
         return Probed(errors={"torch": MISSING})
     levels = ",".join(filter(None, ("symm::config=warn", os.environ.get("SYMM_LOG", "").strip())))
-    child = Child("torch_symm.tools.doctor.probe", [str(ranks)], {**os.environ, "SYMM_LOG": levels})
+    child = Program("torch_symm.tools.doctor.probe", [str(ranks)], {**os.environ, "SYMM_LOG": levels})
     try:
         (ended,) = run([child], SECONDS)
     except OSError as error:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .child import send, sentence
+from torch_symm.launch.messages import send, sentence
 
 #: Elements of the tensors: of a short call and of one that goes in pieces.
 LENGTHS = (4, 1 << 20)

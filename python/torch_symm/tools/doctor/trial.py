@@ -9,7 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from .child import Child, Ended, run, sentence
+from torch_symm.launch.messages import sentence
+from torch_symm.launch.ranks import Ended, Program, run
+
 from .report import Problem, Section
 
 RANKS = 2
@@ -76,7 +78,7 @@ def transport(device: str, logs: str) -> tuple[bool, str]:
     return direct, "through GPU memory" if direct else "through the host's memory"
 
 
-def children(module: str, device: str, ranks: int, folder: str) -> list[Child]:
+def children(module: str, device: str, ranks: int, folder: str) -> list[Program]:
     """Ranks that run ``module`` with ``device``, meet at a free port of this host, and log into what they write."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     with socket.socket() as free:
@@ -86,7 +88,7 @@ def children(module: str, device: str, ranks: int, folder: str) -> list[Child]:
     # What happened is read from the log; dumps of a failure are not kept.
     plain |= {"SYMM_LOG": "info", "SYMM_TRACE_DIR": folder}
     each = [plain | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return [Child(module, [device], environment) for environment in each]
+    return [Program(module, [device], environment) for environment in each]
 
 
 def failed(ended: Sequence[Ended]) -> tuple[int, str] | None:

@@ -14,7 +14,7 @@ How a point (ranks of a group, collective, size) is measured:
 
 Calibration measures every power of two from 1 KB to 256 MB, steps of √2 where tensors leave the caches, and both sides
 of each size at which another algorithm takes over. The check measures sizes halfway between. Before, thresholds between
-algorithms are searched for; of GPUs in CUDA graphs. Modules, from leaf to root: `points`, `rank`, `processes`,
+algorithms are searched for; of GPUs in CUDA graphs. Modules, from leaf to root: `points`, `rank`,
 `launch`, `profile`, `thresholds`, `thresholds_cpu`, `thresholds_cuda`, `report`, `check`, `plot`, `plans`, `hosts`,
 `command`.
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from torch_symm.tools.bench.launch import reported
+from torch_symm.launch import ranks
+from torch_symm.launch.messages import reported
 
-from . import processes
 from . import rank as rank_process
 from .points import SLICE, STEP, Point
 from .rank import Visit
@@ -41,17 +41,18 @@ def measure(
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
     """
-    results = processes.queue()
+    results = ranks.queue()
     found: dict[Point, list[Visit]] = {point: [] for point in points}
     distinct = tuple(found)
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = rank_process.Task(world, device, distinct, visits, seconds, rendezvous, graphs)
-        started = processes.start(rank_process.main, (task, results), world, profile)
-        for message in reported(started, results, 1, rank_process.Done):
-            if isinstance(message, Visit):
-                found[distinct[message.index]].append(message)
-                on_visit(distinct[message.index], message.us)
+        settings = {"SYMM_PROFILE": str(profile)} if profile else {}
+        with ranks.started(rank_process.main, (task, results), world, warm=True, settings=settings) as started:
+            for message in reported(started, results, 1, rank_process.Done):
+                if isinstance(message, Visit):
+                    found[distinct[message.index]].append(message)
+                    on_visit(distinct[message.index], message.us)
     return found
 
 

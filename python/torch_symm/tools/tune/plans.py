@@ -27,11 +27,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+from torch_symm.launch import ranks as launched
+from torch_symm.launch.messages import reported
 from torch_symm.tensor._cost import Basis, MeshTopoInfo, from_prices
 from torch_symm.tensor._paths import local_bytes, price_step
-from torch_symm.tools.bench.launch import reported
 
-from . import processes
 from .points import Point
 from .rank import GROUP_TIMEOUT
 
@@ -82,15 +82,16 @@ def measure(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed, for want of a profile among others.
     """
-    results = processes.queue()
+    results = launched.queue()
     found: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="torch-symm-tune-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
         task = Task(world, device, cases, profile, rendezvous)
-        started = processes.start(main, (task, results), world, profile)
-        for case in reported(started, results, cases):
-            found.append(case)
-            on_visit(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
+        settings = {"SYMM_PROFILE": str(profile)} if profile else {}
+        with launched.started(main, (task, results), world, warm=True, settings=settings) as started:
+            for case in reported(started, results, cases):
+                found.append(case)
+                on_visit(Point(world, "redistribute", case.bytes), min(plan.us for plan in case.plans))
     return found
 
 

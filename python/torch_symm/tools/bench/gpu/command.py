@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import time
 from argparse import ArgumentParser
@@ -13,11 +12,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from torch_symm.launch.messages import reported
+from torch_symm.launch.watch import StandsStill
 from torch_symm.tools.command import overloaded
 
 from .. import machine
-from ..progress import StandsStill
-from .launch import POLL_S
 
 MAX_RANKS = 8
 #: What ends a measurement: a rank failed or was killed, or nobody gets on.
@@ -56,11 +55,11 @@ def collect(results: Any, count: int, started: Sequence[Any], still_s: float, wh
         StandsStill: no result came for ``still_s`` seconds, or no more will come; ``what`` they are.
     """
     left, until = count, time.monotonic() + still_s
-    while left:
-        try:
-            yield results.get(timeout=POLL_S)
-            left, until = left - 1, time.monotonic() + still_s
-        except queue.Empty:
-            ended = [each.join(timeout=0) for each in started]
-            if time.monotonic() > until or any(ended):
-                raise StandsStill(f"{left} {what} are missing") from None
+
+    def watched() -> None:
+        if left and time.monotonic() > until:
+            raise StandsStill(f"{left} {what} are missing")
+
+    for message in reported(started, results, count, watched=watched):
+        left, until = left - 1, time.monotonic() + still_s
+        yield message

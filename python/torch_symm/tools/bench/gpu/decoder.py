@@ -27,14 +27,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
-
+from torch_symm.launch import ranks as launched
 from torch_symm.tools.command import count, counts
 
-from ..progress import end
 from ..units import format_size
 from . import decoder_rank
 from .command import FAILURES, begin, collect, ranks
@@ -56,14 +52,10 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
         StandsStill: no batch was finished for ``still_s`` seconds.
     """
-    context = mp.get_context("spawn")
-    meeting = Meeting(task.world, len(task.sides), context.Barrier(task.world))
-    results: Any = context.Queue()
-    processes = spawn(decoder_rank.enter, (task, meeting, results), nprocs=task.world, join=False)  # type: ignore[no-untyped-call]
-    try:
-        yield from collect(results, len(task.batches), [processes], still_s, "batches")
-    finally:
-        end(processes.processes)
+    meeting = Meeting(task.world, len(task.sides), launched.barrier(task.world))
+    results = launched.queue()
+    with launched.started(decoder_rank.enter, (task, meeting, results), task.world) as started:
+        yield from collect(results, len(task.batches), [started], still_s, "batches")
 
 
 def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:

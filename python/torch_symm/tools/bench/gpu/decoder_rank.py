@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torch_symm._torch import new_group
+from torch_symm.launch.messages import in_a_line
 
-from ..progress import in_a_line
 from .clock import GpuClock, HostClock
 from .inputs import Call
 from .meeting import Meeting

@@ -14,14 +14,13 @@ A start took as long in a step as its slowest rank; a figure is the median over 
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
@@ -29,14 +28,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
 
+from torch_symm.launch import ranks as launched
+from torch_symm.launch.messages import POLL_S
+from torch_symm.launch.watch import StandsStill
 from torch_symm.tools.command import count
 
-from ..progress import StandsStill, end
 from .command import FAILURES, begin, ranks
-from .launch import POLL_S
 from .record import write_json
 from .sides import GROUP_TIMEOUT
 from .table import write_table
@@ -102,36 +100,18 @@ def start(world: int, backend: str, device_type: str) -> list[float]:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
         StandsStill: it took longer than 150 s.
     """
-    context = mp.get_context("spawn")
     spent = torch.zeros(world, len(STEPS), dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    given = (world, backend, device_type, address, context.Barrier(world), spent)
-    processes = spawn(enter, given, nprocs=world, join=False)  # type: ignore[no-untyped-call]
+    given = (world, backend, device_type, address, launched.barrier(world), spent)
     until = time.monotonic() + START_LIMIT_S
-    try:
-        while not processes.join(timeout=POLL_S):
+    with launched.started(enter, given, world) as started:
+        while not started.join(timeout=POLL_S):
             if time.monotonic() > until:
                 raise StandsStill(f"a start with {backend} did not end within {START_LIMIT_S:.0f} s")
-    finally:
-        end(processes.processes)
     slowest: list[float] = spent.max(dim=0).values.tolist()
     return slowest
-
-
-@contextmanager
-def _cache(folder: str) -> Iterator[None]:
-    """Processes started within keep compiled kernels in ``folder``."""
-    before = os.environ.get(CACHE)
-    os.environ[CACHE] = folder
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[CACHE]
-        else:
-            os.environ[CACHE] = before
 
 
 def measure(world: int, device_type: str, kinds: Sequence[str], starts: int) -> Iterator[tuple[str, list[float] | str]]:
@@ -140,11 +120,13 @@ def measure(world: int, device_type: str, kinds: Sequence[str], starts: int) -> 
     with tempfile.TemporaryDirectory(prefix="torch-symm-first-call-") as folder:
         filled = Path(folder) / "filled"
         if "symm warm" in kinds:
-            with _cache(str(filled)), suppress(*FAILURES):  # the next ones say what is wrong
+            with launched.environment({CACHE: str(filled)}), suppress(*FAILURES):  # the next ones say what is wrong
                 start(world, "symm", device_type)
         for number in range(starts):
             for kind in list(left):
-                with _cache(str(filled if kind == "symm warm" else Path(folder) / f"empty-{number}")):
+                with launched.environment(
+                    {CACHE: str(filled if kind == "symm warm" else Path(folder) / f"empty-{number}")}
+                ):
                     try:
                         yield kind, start(world, kind.split()[0], device_type)
                     except FAILURES as error:

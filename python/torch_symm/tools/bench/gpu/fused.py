@@ -12,22 +12,17 @@ Before and after, every side is compared with the unfused call.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
-
+from torch_symm.launch import ranks as launched
 from torch_symm.tools.command import count, whole
 
-from ..progress import end
 from . import fused_rank
 from .command import FAILURES, begin, collect, ranks
 from .fused_rank import Finished, Task
@@ -40,21 +35,6 @@ from .table import write_table
 TURNS, QUICK_TURNS = 7, 3
 
 
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Processes started within have ``changes`` in their environment."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
     """Every shape when it is finished.
 
@@ -62,21 +42,16 @@ def measure(task: Task, still_s: float = START_S) -> Iterator[Finished]:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process failed.
         StandsStill: no shape was finished for ``still_s`` seconds.
     """
-    context = mp.get_context("spawn")
     processes = task.world * len(task.engines)
-    meeting = Meeting(processes, len(task.sides()), context.Barrier(processes))
-    results: Any = context.Queue()
-    started: list[Any] = []
-    known = engines(task.device)
-    try:
+    meeting = Meeting(processes, len(task.sides()), launched.barrier(processes))
+    results, known = launched.queue(), engines(task.device)
+    with ExitStack() as stack:
+        started = []
         for number, name in enumerate(task.engines):
-            with _environment(dict(known[name].environment)):
+            with launched.environment(known[name].environment):
                 given = (number, task, meeting, results)
-                started.append(spawn(fused_rank.main, given, nprocs=task.world, join=False))  # type: ignore[no-untyped-call]
+                started.append(stack.enter_context(launched.started(fused_rank.main, given, task.world)))
         yield from collect(results, len(task.shapes), started, still_s, "shapes")
-    finally:
-        for each in started:
-            end(each.processes)
 
 
 def medians(finished: Finished, mode: str) -> dict[str, float]:

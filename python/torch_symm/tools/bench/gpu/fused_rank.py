@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from torch_symm._torch import new_group
+from torch_symm.launch.messages import in_a_line
 
-from ..progress import in_a_line
 from .clock import GpuClock, HostClock
 from .fused_sides import TOLERANCE, Engine, Inputs, Shape, Side, engines, unfused
 from .inputs import Call

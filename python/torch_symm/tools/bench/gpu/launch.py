@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import queue
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from torch_symm.launch import ranks
+from torch_symm.launch.messages import reported
+from torch_symm.launch.watch import Doing, StandsStill, Watch
 
 from ..ops import DTYPES
-from ..progress import Doing, StandsStill, Watch, end
 from ..record import Cell
 from ..units import format_size
 from . import rank as rank_process
@@ -24,7 +24,6 @@ from .process import Message, Task
 from .record import Absent, Measured
 from .sides import GROUP_TIMEOUT, Makers
 
-POLL_S = 0.2
 # A call that waits in vain ends after the group's timeout, by itself or by NCCL's watchdog; the rest is room to do so.
 STILL_S = GROUP_TIMEOUT.total_seconds() + 25.0
 # Processes import torch, make a context on their GPU and meet, before they get to a side.
@@ -85,8 +84,7 @@ def measure(options: Options) -> Iterator[Message]:
     deadline = time.monotonic() + options.seconds
     sides, todo = list(options.sides), cells(options)
     while sides:
-        context = mp.get_context("spawn")
-        meeting = Meeting(options.world, len(sides), context.Barrier(options.world))
+        meeting = Meeting(options.world, len(sides), ranks.barrier(options.world))
         # The ranks count sides and cells of this start.
         started_sides, started_cells = tuple(sides), tuple(todo)
         try:
@@ -113,7 +111,7 @@ def measure(options: Options) -> Iterator[Message]:
 def _start(
     options: Options, meeting: Meeting, sides: Sequence[str], todo: Sequence[Cell], deadline: float
 ) -> Iterator[Message]:
-    results: Any = mp.get_context("spawn").Queue()
+    results = ranks.queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         task = Task(
             world=options.world,
@@ -127,26 +125,14 @@ def _start(
             warmup=options.warmup,
             checks=options.checks,
         )
-        processes = spawn(rank_process.main, (task, meeting, results), nprocs=options.world, join=False)  # type: ignore[no-untyped-call]
-        try:
-            yield from _reported(processes, results, meeting, options.still_s)
-        finally:
-            end(processes.processes)
+        watch = Watch(meeting.progress, START_S, options.still_s)
 
+        def watched() -> None:
+            if watch.stuck():
+                raise StandsStill(f"nothing happened for {watch.limit_s:.0f} s")
 
-def _reported(processes: Any, results: Any, meeting: Meeting, still_s: float) -> Iterator[Message]:
-    """What the ranks put into ``results``, until all of them have ended."""
-    watch = Watch(meeting.progress, START_S, still_s)
-    while True:
-        try:
-            yield results.get(timeout=POLL_S)
-            continue
-        except queue.Empty:
-            pass
-        if processes.join(timeout=0) and results.empty():
-            return
-        if watch.stuck():
-            raise StandsStill(f"nothing happened for {watch.limit_s:.0f} s")
+        with ranks.started(rank_process.main, (task, meeting, results), options.world) as started:
+            yield from reported(started, results, None, watched=watched)
 
 
 def _place(doing: Doing, todo: Sequence[Cell]) -> str:

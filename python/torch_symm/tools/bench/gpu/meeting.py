@@ -6,7 +6,7 @@ from multiprocessing.synchronize import Barrier
 
 import torch
 
-from ..progress import Progress
+from torch_symm.launch.watch import Progress
 
 MAX_TURNS = 16
 MODES = ("graph", "eager", "host", "group", "backend", "launch", "operator")

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from ..progress import in_a_line
+from torch_symm.launch.messages import in_a_line
+
 from ..record import Cell
 from .clock import GpuClock, HostClock
 from .meeting import Meeting

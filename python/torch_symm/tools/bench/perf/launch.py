@@ -5,13 +5,11 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch.multiprocessing as mp
-from torch.multiprocessing.spawn import spawn
+from torch_symm.launch import ranks
+from torch_symm.launch.messages import reported
+from torch_symm.launch.watch import Doing, Progress, StandsStill, Watch, stopped
 
-from ..launch import reported
-from ..progress import Doing, Progress, StandsStill, Watch, stopped
 from ..timing import FIXED_ROUNDS, MAX_BURST, SharedTensors
 from ..units import LIMIT_S, format_size
 from . import rank as rank_process
@@ -39,17 +37,11 @@ def measure(
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
         StandsStill: the ranks did not get on for ``limit_s``. The message names side, row and ranks.
     """
-    context = mp.get_context("spawn")
     # What is rounded up to whole rounds and bursts has room.
     samples = calls + FIXED_ROUNDS * (calls // MAX_BURST + 16)
-    shared = SharedTensors(world, context.Barrier(world), len(sides), samples)
-    progress, results = Progress(world), context.Queue()
+    shared = SharedTensors(world, ranks.barrier(world), len(sides), samples)
+    progress, results = Progress(world), ranks.queue()
     watch = Watch(progress, START_S + limit_s, limit_s)
-
-    def watched(processes: Sequence[Any]) -> None:
-        if doing := watch.stuck():
-            where = _place(doing, sides, rows)
-            raise StandsStill(f"{where}: {_who(doing, stopped(processes), world)} for {watch.limit_s:g} s (--limit)")
 
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
         rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
@@ -58,9 +50,14 @@ def measure(
         task = rank_process.Task(
             world, tuple(sides), tuple(rows), rendezvous, calls, warmup, checks, bandwidth, patience
         )
-        arguments = (task, shared, progress, results)
-        processes = spawn(rank_process.main, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
-        yield from reported(processes, results, len(rows), watched=watched)
+        with ranks.started(rank_process.main, (task, shared, progress, results), world) as started:
+
+            def watched() -> None:
+                if doing := watch.stuck():
+                    who = _who(doing, stopped(started.processes), world)
+                    raise StandsStill(f"{_place(doing, sides, rows)}: {who} for {watch.limit_s:g} s (--limit)")
+
+            yield from reported(started, results, len(rows), watched=watched)
 
 
 def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
+from torch_symm.launch.watch import StandsStill
+
 from ..ops import DTYPES, OPS, Shape
 from ..pattern import WrongResult, check_parts, pieces
-from ..progress import StandsStill
 from ..record import quantile
 from ..units import format_size
 from .record import Figure

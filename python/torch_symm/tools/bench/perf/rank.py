@@ -15,10 +15,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from torch_symm.launch.messages import in_a_line
+from torch_symm.launch.watch import Progress
+
 from .. import limits
 from ..ops import DTYPES, OPS, PLACEMENTS, Shape, Work
 from ..pattern import WrongResult
-from ..progress import Progress, in_a_line
 from ..rank import copy_bandwidth, join
 from ..record import quantile
 from ..timing import Rhythm, SharedTensors, burst, check_once, fixed

@@ -1,4 +1,4 @@
-"""What the ranks of a run are at, in memory that the launcher reads; and how it ends ranks that do not get on."""
+"""What the ranks of a run are at, in memory that the launcher reads: which of them do not get on."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
 
 NOBODY = -1
-KILL_S = 5.0
 
 
 class StandsStill(RuntimeError):
     """The ranks have not got on for so long that one of them must hang."""
-
-
-def in_a_line(error: Exception) -> str:
-    """Type and first line of ``error``."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,8 @@ class Progress:
 
     def __init__(self, world: int) -> None:
         """For ``world`` ranks."""
+        import torch
+
         self._rows: torch.Tensor = torch.zeros((world, 3), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._rows[:, 1:] = NOBODY
 
@@ -83,25 +81,12 @@ class Watch:
 
 def stopped(processes: Sequence[Any]) -> tuple[int, ...]:
     """The ranks whose processes are stopped, by a signal or a debugger."""
-    return tuple(rank for rank, process in enumerate(processes) if _state(process.pid) in ("T", "t"))
+    return tuple(rank for rank, process in enumerate(processes) if state(process.pid) in ("T", "t"))
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """The letter that Linux has for what a process does; empty if it is not there."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def end(processes: Sequence[Any]) -> None:
-    """Ends processes, whatever they are waiting for."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    until = time.monotonic() + KILL_S
-    for process in processes:
-        # One that is stopped does not hear of it.
-        process.join(0.1 if _state(process.pid) in ("T", "t") else max(0.0, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join(KILL_S)

@@ -1,0 +1,74 @@
+"""What rank processes report: through a queue, or as lines of a program's output, which are there after any end."""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .watch import StandsStill
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
+#: How a line begins that holds a message; libraries may write others.
+MARK = "torch_symm.message "
+POLL_S = 0.2
+
+
+def reported(
+    started: ProcessContext | Sequence[ProcessContext],
+    results: Any,
+    expected: int | None,
+    counts: type = object,
+    watched: Callable[[], None] = lambda: None,
+) -> Iterator[Any]:
+    """What ranks put into ``results``, until there were ``expected`` messages of type ``counts`` and all have ended.
+
+    ``expected`` None: until all have ended. ``watched`` is called every now and then; what it raises ends the run.
+
+    Raises:
+        StandsStill: the processes have ended without some of the messages.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a process has failed.
+    """
+    contexts = started if isinstance(started, Sequence) else [started]
+    left = expected
+    while left != 0:
+        try:
+            message = results.get(timeout=POLL_S)
+        except queue.Empty:
+            if all([each.join(timeout=0) for each in contexts]) and results.empty():
+                if left is None:
+                    return
+                raise StandsStill(f"the ranks ended with {left} results missing") from None
+            watched()
+            continue
+        if left is not None:
+            left -= isinstance(message, counts)
+        yield message
+    while not all([each.join(timeout=POLL_S) for each in contexts]):
+        watched()
+
+
+def send(message: Mapping[str, Any]) -> None:
+    """Sends a message from a program to the process that runs it."""
+    print(MARK + json.dumps(message), flush=True)
+
+
+def received(output: str) -> list[dict[str, Any]]:
+    """The messages in what a program wrote."""
+    return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
+
+
+def sentence(error: BaseException) -> str:
+    """The first line of an exception, with its type; of its cause where it has many lines of advice."""
+    while error.__cause__ is not None and "\n" in str(error).strip():
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def in_a_line(error: Exception) -> str:
+    """Type and first line of ``error``."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,286 @@
+"""Starts rank processes by fork, by ``multiprocessing`` or as programs, and leaves none behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .messages import received
+from .watch import state
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
+#: Methods of ``multiprocessing``: ranks that import all anew, as under torchrun; and those that are forked from a
+#: process that has imported torch, which takes seconds less.
+ANEW, WARM = "spawn", "forkserver"
+PREFIX = "SYMM_"
+#: Seconds that a process gets to end after it was asked, or killed.
+GRACE_S = 5.0
+
+
+def fork(main: Callable[[], object]) -> int:
+    """Forks a process that calls ``main`` and ends with 0, or with 1 after a traceback; returns its number."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(ValueError, OSError):
+            stream.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns where there are threads. The child uses none of their locks and runs no exit handlers.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _live(main)
+    return pid
+
+
+def _live(main: Callable[[], object]) -> NoReturn:
+    status = 1
+    try:
+        main()
+        status = 0
+    except BaseException:  # The child must not return into its parent's code
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(ValueError, OSError):
+                stream.flush()
+        os._exit(status)
+
+
+class Forked:
+    """Forked processes until all have been reaped. ``status``: exit codes, or minus a signal, of those that ended."""
+
+    def __init__(self) -> None:
+        self.status: dict[int, int] = {}
+        self._files: dict[int, int] = {}
+        #: Those that have ended and are not reaped, because processes that they started still run.
+        self._unreaped: list[int] = []
+        self._poll = select.poll()
+
+    def fork(self, main: Callable[[], object]) -> int:
+        """As :func:`fork`."""
+        pid = fork(main)
+        # A descriptor: unlike a pipe, children that the process forked do not hold it.
+        file = os.pidfd_open(pid)
+        self._files[file] = pid
+        self._poll.register(file, select.POLLIN)
+        return pid
+
+    @property
+    def running(self) -> list[int]:
+        """The processes of which :meth:`wait` has not said that they ended."""
+        return list(self._files.values())
+
+    def wait(self, seconds: float) -> list[int]:
+        """Returns the processes that have ended, once one has or the time is up."""
+        ended = [file for file, _ in self._poll.poll(max(0.0, seconds) * 1000)]
+        return [self._take(file) for file in ended]
+
+    def _take(self, file: int) -> int:
+        pid = self._files.pop(file)
+        self._poll.unregister(file)
+        os.close(file)
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        self.status[pid] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        # The system may reuse the number of a reaped process. Keep it while other members of the process group run.
+        if _members(pid) - {pid}:
+            self._unreaped.append(pid)
+        else:
+            os.waitpid(pid, 0)
+        return pid
+
+    def end(self) -> None:
+        """Kills the processes that are left, with the process groups that they lead, and reaps all."""
+        for file, pid in self._files.items():
+            os.kill(pid, signal.SIGKILL)
+            os.close(file)
+        for pid in [*self._unreaped, *self._files.values()]:
+            # Not reaped yet, so no other process group can have this number.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._files, self._unreaped = {}, []
+
+
+def _members(group: int) -> set[int]:
+    """Returns the processes of a process group."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            # The command's name may contain spaces and parentheses; state, parent and process group follow it.
+            if int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[2]) == group:
+                found.add(int(name))
+    return found
+
+
+@contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Processes started within have ``changes`` in their environment."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def queue() -> Any:
+    """A queue for what ranks report."""
+    import torch.multiprocessing as mp
+
+    return mp.get_context("spawn").Queue()
+
+
+def barrier(world: int) -> Any:
+    """A barrier of ``world`` ranks."""
+    import torch.multiprocessing as mp
+
+    return mp.get_context("spawn").Barrier(world)
+
+
+@contextmanager
+def started(
+    main: Callable[..., None],
+    arguments: tuple[Any, ...],
+    world: int,
+    warm: bool = False,
+    settings: Mapping[str, str] | None = None,
+) -> Iterator[ProcessContext]:
+    """Processes that run ``main(rank, *arguments)`` from now on; those that are left at the end are ended.
+
+    ``warm``: forked from one that has imported torch. They have this process's settings and ``settings`` besides.
+    """
+    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import start_processes
+
+    method = WARM if warm else ANEW
+    if method == "forkserver":
+        mp.get_context(method).set_forkserver_preload(["torch", "torch.distributed.tensor", main.__module__])
+    ours = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)} | dict(settings or {})
+    given = (main, ours, arguments)
+    context: ProcessContext = start_processes(_run, given, nprocs=world, join=False, start_method=method)  # type: ignore[no-untyped-call]
+    try:
+        yield context
+    finally:
+        end(context.processes)
+
+
+def _run(rank: int, main: Callable[..., None], settings: dict[str, str], arguments: tuple[Any, ...]) -> None:
+    # A forked process has the environment in which the first launch began.
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]
+    os.environ.update(settings)
+    main(rank, *arguments)
+
+
+def end(processes: Sequence[Any]) -> None:
+    """Ends processes, whatever they are waiting for."""
+    for process in processes:
+        if process.is_alive():
+            # One that is stopped does not hear of anything else.
+            (process.kill if state(process.pid) in ("T", "t") else process.terminate)()
+    until = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(GRACE_S)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module to run, its arguments and its environment."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a program sent and wrote to standard error, and how it ended; ``status`` is ``None`` at the deadline."""
+
+    messages: Sequence[dict[str, Any]]
+    errors: str
+    status: int | None
+
+    def last_words(self) -> str:
+        """How it ended, as the end of a sentence."""
+        if self.status is None:
+            return "did not end in time"
+        try:
+            how = f"was killed by {signal.Signals(-self.status).name}"
+        except ValueError:
+            how = f"exited with code {self.status}"
+        lines = self.errors.strip().splitlines()
+        return f"{how}: {lines[-1].strip()}" if lines else how
+
+
+def run(programs: Sequence[Program], seconds: float) -> list[Ended]:
+    """Runs all at once; after ``seconds`` those that still run are killed.
+
+    Raises:
+        OSError: a process cannot be started.
+    """
+    deadline = time.monotonic() + seconds
+    running: list[subprocess.Popen[str]] = []
+    pipe = subprocess.PIPE
+    try:
+        for program in programs:
+            command = [sys.executable, "-m", program.module, *program.arguments]
+            given: Any = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "env": dict(program.environment)}
+            running.append(subprocess.Popen(command, text=True, errors="replace", **given))
+        with ThreadPoolExecutor(len(running)) as pool:
+            try:
+                return list(pool.map(lambda process: _ended(process, deadline), running))
+            except BaseException:
+                # The threads wait for the programs, and the pool for the threads.
+                _kill(running)
+                raise
+    finally:
+        _kill(running)
+
+
+def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            # A driver may hold a process that is killed.
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+
+
+def _ended(process: subprocess.Popen[str], deadline: float) -> Ended:
+    late = False
+    try:
+        output, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        late = True
+        process.kill()
+        try:
+            output, errors = process.communicate(timeout=GRACE_S)
+        except subprocess.TimeoutExpired as held:
+            output, errors = _text(held.output), _text(held.stderr)
+    return Ended(received(output), errors, None if late else process.returncode)
+
+
+def _text(read: bytes | str | None) -> str:
+    """What was read before a limit passed: bytes, whatever the pipe is."""
+    return read.decode(errors="replace") if isinstance(read, bytes) else read or ""
