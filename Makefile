@@ -103,16 +103,16 @@ bench-gpu: build
 check-gpu: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
 	$(BIN)/python -m torch_symm.tools.bench.gpu $(BENCH_FLAGS)
-	$(BIN)/python -m torch_symm.tools.bench.gpu.fused
-	$(BIN)/python -m torch_symm.tools.bench.gpu.decoder
-	$(BIN)/python -m torch_symm.tools.bench.gpu.first_call
+	$(BIN)/python benches/fused.py
+	$(BIN)/python benches/decoder.py
+	$(BIN)/python benches/first_call.py
 	$(BIN)/python -m torch_symm tune --device cuda --output out/profile.json
 	$(BIN)/python -m torch_symm tune --device cuda --check --profile out/profile.json --json out/check.json
 	$(BIN)/python -m torch_symm tune --device cuda --plans 40 --profile out/profile.json --json out/plans.json
 
 # The stores against torch's.
 bench-stores: build
-	$(BIN)/python -m torch_symm.tools.bench.stores
+	$(BIN)/python benches/stores.py
 
 # The core without torch against Intel MPI's runtime.
 bench-mpi: build

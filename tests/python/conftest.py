@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # sympy: once, not in each forked rank that uses symm_mem
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benches"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from limits import ends_after

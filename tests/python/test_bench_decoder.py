@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import decoder
 import pytest
-from torch_symm.tools.bench.gpu import decoder
-from torch_symm.tools.bench.gpu.decoder_rank import Finished, distinct_layers
+from decoder_rank import Finished, distinct_layers
 
 MB = 1 << 20
 

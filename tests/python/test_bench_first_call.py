@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import first_call
 import pytest
-from torch_symm.tools.bench.gpu import first_call
 
 pytestmark = pytest.mark.usefixtures("forked")
 

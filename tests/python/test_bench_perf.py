@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch_symm import __main__ as entry
 from torch_symm.launch.ranks import Ended
-from torch_symm.launch.watch import Doing, Progress, StandsStill
+from torch_symm.launch.watch import Doing, Progress
 from torch_symm.tools.bench import axes, links, ops
 from torch_symm.tools.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.tools.bench.pattern import Pattern, WrongResult, check_parts
-from torch_symm.tools.bench.perf import columns, cuda, launch, mpi, plot, request
+from torch_symm.tools.bench.perf import columns, cuda, launch, plot, request
 from torch_symm.tools.bench.perf.record import Absent, Figure, Found
 from torch_symm.tools.bench.perf.request import Wanted
 from torch_symm.tools.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
@@ -269,46 +269,6 @@ def test_who_stands_still_is_named() -> None:
     assert launch._who(Doing(5, 0, 1, behind=(1, 2)), (), 4) == "ranks 1, 2 of 4 did not get on"
     assert launch._who(Doing(5, 0, 1, behind=(1,)), (3,), 4) == "rank 3 of 4 stopped"
     assert launch._who(Doing(5, 0, 1), (), 4) == "none of 4 ranks got on"
-
-
-def test_without_mpi_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mpi, "missing", lambda: f"needs mpi4py, which is not installed: {mpi.NEEDS}")
-    with pytest.raises(SystemExit) as ended:
-        entry.main(["bench", "--against", "mpi", "--device", "cpu"])
-    assert ended.value.code == 2
-    assert "pip install impi-rt mpi4py" in capsys.readouterr().err
-
-
-def test_rows_that_mpi_lacks_are_told() -> None:
-    assert "no type for bf16" in str(mpi.unmeasured(Wanted("broadcast", "bf16", "none", 0, 8, 2)))
-    assert "no reduction avg" in str(mpi.unmeasured(Wanted("reduce", "f32", "avg", 0, 8, 2)))
-    assert mpi.unmeasured(Wanted("all_gather", "f32", "none", -1, 8, 2)) is None
-
-
-@pytest.mark.skipif(mpi.missing() is not None, reason=str(mpi.missing()))
-def test_mpi_is_measured_in_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["bench", "all", "-b", "4K", "-n", "2", "-w", "1", "-d", "f32,bf16", "--against", "mpi", "--device", "cpu"]
-    assert entry.main([*typed, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = [row for row in found["rows"] if row["side"] == "mpi"]
-    assert {row["op"] for row in rows} == set(PLACEMENTS)
-    assert all(row["wrong"] == 0 and row["median_us"] > 0 and row["dtype"] == "f32" for row in rows)
-    assert all("no type for bf16" in one["notes"]["mpi"] for one in found["notes"])
-
-
-def test_mpi_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "mpiexec"
-    program.write_text("#!/bin/sh\necho starting\nexec sleep 100\n")
-    program.chmod(0o700)
-    monkeypatch.setattr(mpi, "_mpiexec", lambda: str(program))
-    rows = request.rows(["all_reduce"], ["f32"], ["sum"], [0], [KB], 2)
-    with pytest.raises(StandsStill, match=r"mpi, all_reduce f32 1 KB: nothing for 0.5 s"):
-        mpi.measure(2, rows, 1, 1, 1, 0.5)
-    program.write_text("#!/bin/sh\necho out of luck\nexit 3\n")
-    with pytest.raises(RuntimeError, match="mpi ended with status 3: out of luck"):
-        mpi.measure(2, rows, 1, 1, 1, 5.0)
 
 
 def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .perf.request import Wanted
 
 #: What ``--against`` knows.
-AGAINST = ("nccl", "gloo", "torch", "mpi")
+AGAINST = ("nccl", "gloo", "torch")
 CPU_RANKS = 2
 
 
@@ -102,7 +102,7 @@ class Plan:
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
     _check_outputs(parser, given)
-    plan = _plan(parser, given)
+    todo = plan(parser, given)
     # They import torch.
     from . import machine, plot
     from .perf import columns
@@ -115,14 +115,14 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
         if not alone:
             print(line, flush=True)
 
-    several = bool(plan.against)
-    for line in _heading(plan, given, here):
+    several = bool(todo.against)
+    for line in heading(todo, given, here):
         say(f"# {line}")
     rows: list[Found] = []
     absent: list[Absent] = []
     failure = ""
     shown = ""
-    for message in _measured(plan, given):
+    for message in _measured(todo, given):
         if isinstance(message, str):
             failure = message
         elif isinstance(message, Absent):
@@ -134,26 +134,26 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
                 shown = message.wanted.op
                 say("\n".join(columns.opening(shown, several)))
             say("\n".join(columns.lines(message, several)))
-        _progress(plan, len(rows))
+        _progress(todo, len(rows))
     for line in columns.closing(rows, given.check > 0):
         say(line)
     found: dict[str, object] = {
         "machine": asdict(here),
         "arguments": sys.argv[1:],
-        "device": plan.device,
+        "device": todo.device,
         "absent": [asdict(one) for one in absent],
         "notes": [{**asdict(one.wanted), "notes": dict(one.notes)} for one in rows if one.notes],
         "rows": [record for one in rows for record in one.records()],
         "failure": failure or None,
     }
     try:
-        written = _write(given, plan.device, rows, found, plot.title(asdict(here)))
+        written = _write(given, todo.device, rows, found, plot.title(asdict(here)))
         if written:
             say(f"# written: {', '.join(written)}")
     except OSError as error:
         failure = f"{failure}\n{error}".strip()
     if failure:
-        print(f"failed after {len(rows)} of {len(plan.rows)} rows: {failure}", file=sys.stderr)
+        print(f"failed after {len(rows)} of {len(todo.rows)} rows: {failure}", file=sys.stderr)
     lost = any(not figures for one in rows for side, figures in one.sides.items() if side == given.backend)
     return int(bool(failure) or lost or any(one.wrong for one in rows))
 
@@ -170,10 +170,11 @@ def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
             parser.error(f"{path}: there is no folder {path.parent}")
 
 
-def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
+def plan(parser: Parser, given: argparse.Namespace) -> Plan:
+    """What the command line asks for."""
     import torch
 
-    from .perf import mpi, request
+    from .perf import request
 
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
@@ -184,8 +185,6 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
     for name in against:
         if name not in AGAINST:
             parser.error(f"--against: no side {name!r}{closest(name, AGAINST) or '; there are ' + ', '.join(AGAINST)}")
-    if "mpi" in against and device == "cpu" and (lacking := mpi.missing()):
-        parser.error(f"--against mpi: {lacking}")
     try:
         least = parse_size(given.minbytes)
         most = parse_size(given.maxbytes) if given.maxbytes else least
@@ -207,7 +206,8 @@ def _plan(parser: Parser, given: argparse.Namespace) -> Plan:
     return Plan(device, world, rows, against)
 
 
-def _heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[str]:
+def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[str]:
+    """What stands above all rows."""
     sizes = [wanted.size for wanted in plan.rows]
     where = f"{here.cpu}, {here.cores} cores, load {here.loadavg[0]}"
     yield f"{given.backend} on {plan.world} ranks, {plan.device} tensors; {where}"
@@ -250,7 +250,7 @@ def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
 
 def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
     from .__main__ import unusable
-    from .perf import launch, mpi
+    from .perf import launch
     from .perf.record import Absent
 
     sides = [given.backend]
@@ -258,22 +258,12 @@ def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent |
         yield f"--backend: {reason}"
         return
     for name in plan.against:
-        if name == "mpi":
-            continue
         if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else unusable(name):
             yield Absent(name, reason)
         elif name not in sides:
             sides.append(name)
     calls = (given.iters, given.warmup_iters, given.check)
-    by_mpi = {}
-    if "mpi" in plan.against:
-        by_mpi = mpi.measure(plan.world, [row for row in plan.rows if not mpi.unmeasured(row)], *calls, given.limit)
-    for found in launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit):
-        if "mpi" in plan.against:
-            reason = mpi.unmeasured(found.wanted)
-            notes = {**found.notes, **({"mpi": reason} if reason else {})}
-            found = replace(found, sides={**found.sides, "mpi": by_mpi.get(found.wanted, {})}, notes=notes)
-        yield found
+    yield from launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit)
 
 
 def _progress(plan: Plan, done: int) -> None:

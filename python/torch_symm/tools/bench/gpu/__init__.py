@@ -37,6 +37,5 @@ NVLink multicast is switched off for every side unless the environment says othe
 and NCCL's watchdog ends calls instead of processes (`launch.PATIENT_SETTINGS`).
 
 Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `host`, `meeting`, `clock`, `sides`, `record`, `table`,
-`process`, `cell`, `rank`, `launch`, `command`, ``__main__``; and commands of their own: `first_call`, `fused`,
-`decoder`.
+`process`, `cell`, `rank`, `launch`, `command`, ``__main__``.
 """

@@ -1,18 +1,14 @@
-"""What the commands of this folder have in common: how many ranks, what is printed first, and how results come in."""
+"""What the commands of this folder have in common: how many ranks, and what is printed first."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from torch_symm.launch.messages import reported
 from torch_symm.launch.watch import StandsStill
 from torch_symm.tools.command import overloaded
 
@@ -45,21 +41,3 @@ def begin(world: int, device: str, settings: dict[str, str]) -> tuple[machine.Ma
     if busy := overloaded():
         print(f"warning: {busy}, so these times say little", flush=True)
     return here, gpus
-
-
-def collect(results: Any, count: int, started: Sequence[Any], still_s: float, what: str) -> Iterator[Any]:
-    """``count`` results of the ranks that were ``started``, each when it is there.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank failed.
-        StandsStill: no result came for ``still_s`` seconds, or no more will come; ``what`` they are.
-    """
-    left, until = count, time.monotonic() + still_s
-
-    def watched() -> None:
-        if left and time.monotonic() > until:
-            raise StandsStill(f"{left} {what} are missing")
-
-    for message in reported(started, results, count, watched=watched):
-        left, until = left - 1, time.monotonic() + still_s
-        yield message

@@ -1,4 +1,4 @@
-"""``python -m torch_symm.tools.bench.gpu.first_call``: how long a job takes until its first collectives are done.
+"""``python benches/first_call.py``: how long a job takes until its first collectives are done.
 
 Each start is one of fresh processes that have imported torch and made a context on their GPU. They start together;
 then each goes through
@@ -28,16 +28,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.messages import POLL_S
 from torch_symm.launch.watch import StandsStill
+from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
+from torch_symm.tools.bench.gpu.record import write_json
+from torch_symm.tools.bench.gpu.sides import GROUP_TIMEOUT
+from torch_symm.tools.bench.gpu.table import write_table
 from torch_symm.tools.command import count
-
-from .command import FAILURES, begin, ranks
-from .record import write_json
-from .sides import GROUP_TIMEOUT
-from .table import write_table
 
 STEPS = ("init", "first", "second")
 ELEMENTS = 16 << 10
@@ -143,7 +141,7 @@ def summarize(kind: str, starts: list[list[float]]) -> FirstCall:
 def main(arguments: Sequence[str]) -> int:
     """Measures; 0 if every start went through, 1 otherwise, with what was measured until then."""
     parser = argparse.ArgumentParser(
-        prog="python -m torch_symm.tools.bench.gpu.first_call",
+        prog="python benches/first_call.py",
         description="Measures how long a job takes until its first collectives are done.",
     )
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
+from fused_sides import TOLERANCE, Engine, Inputs, Shape, Side, engines, unfused
 from torch_symm._torch import new_group
 from torch_symm.launch.messages import in_a_line
-
-from .clock import GpuClock, HostClock
-from .fused_sides import TOLERANCE, Engine, Inputs, Shape, Side, engines, unfused
-from .inputs import Call
-from .meeting import Meeting
-from .sides import GROUP_TIMEOUT
+from torch_symm.tools.bench.gpu.clock import GpuClock, HostClock
+from torch_symm.tools.bench.gpu.inputs import Call
+from torch_symm.tools.bench.gpu.meeting import Meeting
+from torch_symm.tools.bench.gpu.sides import GROUP_TIMEOUT
 
 #: Calls of a graph, and of a timed loop.
 CALLS = 10

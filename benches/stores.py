@@ -1,4 +1,4 @@
-"""``python -m torch_symm.tools.bench.stores``: torch's stores against this package's, in one run.
+"""``python benches/stores.py``: torch's stores against this package's, in one run.
 
 Clients are threads of this process, each with a store object (and so a connection, or an open file) of its own. They
 call the stores through ``c10d::Store``, as torch does, from native code: Python's lock would hide what is measured.
@@ -29,14 +29,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch_symm
 from rich.console import Console
 from rich.table import Table
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
-
-import torch_symm
+from torch_symm.tools.bench import machine
 from torch_symm.tools.command import counts
-
-from . import machine
 
 WORKS = ("set", "get", "add", "wait", "mix", "hand over")
 ROUNDS = 5
@@ -168,9 +166,7 @@ def show(figures: Sequence[Figure]) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_symm.tools.bench.stores", description="Measures stores against torch's."
-    )
+    parser = argparse.ArgumentParser(prog="python benches/stores.py", description="Measures stores against torch's.")
     parser.add_argument("--stores", default="tcp,file", help="comma-separated, of: tcp, file")
     parser.add_argument("--clients", type=counts, default="1,16,256", help="comma-separated numbers of clients")
     parser.add_argument(

@@ -1,4 +1,6 @@
-"""MPI as a side: Intel MPI through mpi4py, in processes of its own, since mpiexec starts them.
+"""``python benches/mpi_torch.py``: the rows of ``torch-symm bench`` on CPU tensors, and Intel MPI in the same rows.
+
+It takes the options of ``torch-symm bench``. MPI runs through mpi4py in processes of its own: mpiexec starts them.
 
 Row after row as on the other sides: ``-w`` untimed calls, ``-n`` timed ones from a barrier on, the slowest rank's time
 of each; then ``-c`` checked ones, on exact values. Buffers are NumPy's.
@@ -17,26 +19,29 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch_symm.launch.watch import StandsStill
-
-from ..ops import DTYPES, OPS, Shape
-from ..pattern import WrongResult, check_parts, pieces
-from ..record import quantile
-from ..units import format_size
-from .record import Figure
-from .request import REDUCING, Wanted
+from torch_symm.tools.bench import command, machine
+from torch_symm.tools.bench.ops import DTYPES, OPS, Shape
+from torch_symm.tools.bench.pattern import WrongResult, check_parts, pieces
+from torch_symm.tools.bench.perf import columns, launch
+from torch_symm.tools.bench.perf.record import Figure, Found
+from torch_symm.tools.bench.perf.request import REDUCING, Wanted
+from torch_symm.tools.bench.record import quantile
+from torch_symm.tools.bench.units import format_size
 
 #: What is to be installed for it.
 NEEDS = "pip install impi-rt mpi4py"
 #: MPI's names of types and reductions, by ours.
 TYPES = {"f64": "DOUBLE", "f32": "FLOAT", "i32": "INT32_T", "i64": "INT64_T", "i8": "INT8_T", "u8": "UINT8_T"}
 REDOPS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
+#: The argument with which mpiexec starts a rank.
+RANK = "--mpi-rank"
 _OUT, _IN = "out_of_place", "in_place"
 
 
@@ -74,7 +79,7 @@ def measure(
     task = {"rows": [asdict(wanted) for wanted in rows], "calls": calls, "warmup": warmup, "checks": checks}
     # One host; NumPy's buffers of ordinary pages, as torch's.
     environment = {**os.environ, "I_MPI_FABRICS": "shm", "NUMPY_MADVISE_HUGEPAGE": "0", "OMP_NUM_THREADS": "1"}
-    command = [_mpiexec() or "mpiexec", "-n", str(world), sys.executable, "-m", __name__]
+    command = [_mpiexec() or "mpiexec", "-n", str(world), sys.executable, __file__, RANK]
     found: dict[Wanted, dict[str, Figure]] = {}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -151,7 +156,7 @@ class _Calls:
     check: Callable[[], object]
 
 
-def main() -> None:
+def rank_main() -> None:
     """Entry point of an MPI rank: rank 0 reads the task, and prints a line for each row."""
     from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
 
@@ -284,5 +289,34 @@ def _placements(mpi: Any, wanted: Wanted) -> dict[str, _Calls]:
     return calls[wanted.op]
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
+    parser = command.parser()
+    given = parser.parse([*arguments, "--device", "cpu"])
+    if lacking := missing():
+        parser.error(lacking)
+    plan = command.plan(parser, given)
+    calls = (given.iters, given.warmup_iters, given.check)
+    rows: list[Found] = []
+    print("\n".join(f"# {line}" for line in command.heading(plan, given, machine.describe())), flush=True)
+    try:
+        by_mpi = measure(plan.world, [row for row in plan.rows if not unmeasured(row)], *calls, given.limit)
+        for found in launch.measure(plan.world, [given.backend], plan.rows, *calls, False, given.limit):
+            reason = unmeasured(found.wanted)
+            notes = {**found.notes, **({"mpi": reason} if reason else {})}
+            row = replace(found, sides={**found.sides, "mpi": by_mpi.get(found.wanted, {})}, notes=notes)
+            opening = columns.opening(row.wanted.op, True) if not rows or rows[-1].wanted.op != row.wanted.op else []
+            print("\n".join([*opening, *columns.lines(row, True)]), flush=True)
+            rows.append(row)
+    except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
+        print(f"failed after {len(rows)} of {len(plan.rows)} rows: {str(error).strip()}", file=sys.stderr)
+        return 1
+    print("\n".join(columns.closing(rows, given.check > 0)), flush=True)
+    return int(any(row.wrong for row in rows))
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == [RANK]:
+        rank_main()
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""``python -m torch_symm.tools.bench.gpu.fused``: matrix products fused with an all-gather or a reduce-scatter.
+"""``python benches/fused.py``: matrix products fused with an all-gather or a reduce-scatter.
 
 Each side is a way to get the same result: ours, torch's fused operators, torch's with its native asynchronous products,
 and the collective and the product one after the other, with NCCL and with symm; ``mm`` is the product alone. torch has
 one engine of symmetric memory per process, and reads its switches once: so every engine has processes of its own, one
 per GPU, and all engines' processes live at the same time. In each step one side of one engine runs, while the others
 wait on the host. Sides alternate in turns, every second turn in the opposite order, in graphs of 10 calls and in loops
-of 10 eager calls (`clock`). A turn took as long as its slowest rank; a figure is the median over turns, per call.
+of 10 eager calls. A turn took as long as its slowest rank; a figure is the median over turns, per call.
 Before and after, every side is compared with the unfused call.
 """
 
@@ -20,17 +20,17 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+import fused_rank
+from collected import collect
+from fused_rank import Finished, Task
+from fused_sides import MM, OURS, SMALL, engines, shapes
 from torch_symm.launch import ranks as launched
+from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
+from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
+from torch_symm.tools.bench.gpu.meeting import Meeting
+from torch_symm.tools.bench.gpu.record import write_json
+from torch_symm.tools.bench.gpu.table import write_table
 from torch_symm.tools.command import count, whole
-
-from . import fused_rank
-from .command import FAILURES, begin, collect, ranks
-from .fused_rank import Finished, Task
-from .fused_sides import MM, OURS, SMALL, engines, shapes
-from .launch import PATIENT_SETTINGS, START_S
-from .meeting import Meeting
-from .record import write_json
-from .table import write_table
 
 TURNS, QUICK_TURNS = 7, 3
 
@@ -75,9 +75,7 @@ def row(finished: Finished, modes: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Measures; 0 if every side gave every result, 1 otherwise, with what was measured until then."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torch_symm.tools.bench.gpu.fused", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python benches/fused.py", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
     parser.add_argument("--engines", help="comma-separated, of: " + ", ".join(engines("cuda")))
     parser.add_argument("--shapes", help="comma-separated numbers of the table's lines, from 0 (default: all)")

@@ -1,4 +1,4 @@
-"""``python -m torch_symm.tools.bench.gpu.decoder``: what the all-reduces of a decoder cost in one CUDA graph a token.
+"""``python benches/decoder.py``: what the all-reduces of a decoder cost in one CUDA graph a token.
 
 A layer is what tensor parallelism leaves of one of Llama 70B around its all-reduces: the product that ends attention
 (8192 / n x 8192), the one that ends the MLP (28672 / n x 8192), and after each an all-reduce, the addition of the
@@ -14,7 +14,7 @@ to make it. Layers share weights, but as many differ as exceed four times the GP
 product reads its weight from memory, as in a whole model.
 
 Sides take turns, every second turn in the opposite order. In a turn the ranks start together; an untimed replay absorbs
-the skew, a second one is timed between two events (`clock`). A turn took as long as its slowest rank, and µs a token is
+the skew, a second one is timed between two events. A turn took as long as its slowest rank, and µs a token is
 the median over turns. µs an all-reduce is the difference to ``without``, divided by the all-reduces of a token. Before
 and after, the rows at the end of every side are compared with those of all-reduces by NCCL and norms by eager torch.
 """
@@ -28,17 +28,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import decoder_rank
+from collected import collect
+from decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
 from torch_symm.launch import ranks as launched
+from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
+from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
+from torch_symm.tools.bench.gpu.meeting import MAX_TURNS, Meeting
+from torch_symm.tools.bench.gpu.record import write_json
+from torch_symm.tools.bench.gpu.table import write_table
+from torch_symm.tools.bench.units import format_size
 from torch_symm.tools.command import count, counts
-
-from ..units import format_size
-from . import decoder_rank
-from .command import FAILURES, begin, collect, ranks
-from .decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
-from .launch import PATIENT_SETTINGS, START_S
-from .meeting import MAX_TURNS, Meeting
-from .record import write_json
-from .table import write_table
 
 BATCHES, LAYERS, TURNS, QUICK_TURNS = "1,8,32,64", 80, 15, 5
 #: A pool of compiler processes in every rank would take longer to start than the one kernel to compile.
@@ -74,7 +74,7 @@ def row(finished: Finished, sides: Sequence[str], layers: int) -> list[str]:
 def task_from(arguments: Sequence[str]) -> tuple[Task, Path]:
     """What the command line asks for, but for where the ranks meet; and where the JSON goes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torch_symm.tools.bench.gpu.decoder",
+        prog="python benches/decoder.py",
         description=(__doc__ or "").split("\n")[0].partition(": ")[2],
     )
     parser.add_argument("--ranks", type=count, help="number of GPUs (default: all, at most 8)")
