@@ -92,8 +92,14 @@ $(CLIENTS_VENV)/.all: $(CLIENTS_VENV)/.ready
 
 # Every collective against Gloo; a few beside as many busy processes as there are cores.
 bench: build
-	$(BIN)/python -m torch_symm.tools.bench
-	$(BIN)/python -m torch_symm.tools.bench --quick --ranks 2 --ops all_reduce,broadcast,all_gather --beside $$(nproc) --json out/bench-beside.json
+	mkdir -p out
+	for ranks in 2 4; do \
+		$(BIN)/python -m torch_symm bench all barrier functional_all_reduce --device cpu --ranks $$ranks --against gloo \
+			--sizes 8,1K,64K,1M,16M,64M,256M --seconds 240 --json out/bench-$$ranks.json || exit 1; \
+	done
+	$(BIN)/python benches/targets.py out/bench-4.json
+	$(BIN)/python -m torch_symm bench all_reduce broadcast all_gather --device cpu --ranks 2 --against gloo --beside $$(nproc) \
+		--sizes 8,64K,1M,16M --seconds 35 --json out/bench-beside.json
 
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
 bench-gpu: build

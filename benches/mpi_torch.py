@@ -26,13 +26,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch_symm.launch.watch import StandsStill
-from torch_symm.tools.bench import command, machine
+from torch_symm.tools.bench import columns, command, launch, machine
 from torch_symm.tools.bench.ops import DTYPES, OPS, Shape
 from torch_symm.tools.bench.pattern import WrongResult, check_parts, pieces
-from torch_symm.tools.bench.perf import columns, launch
-from torch_symm.tools.bench.perf.record import Figure, Found
-from torch_symm.tools.bench.perf.request import REDUCING, Wanted
-from torch_symm.tools.bench.record import quantile
+from torch_symm.tools.bench.record import Figure, Found, quantile
+from torch_symm.tools.bench.request import REDUCING, Wanted
 from torch_symm.tools.bench.units import format_size
 
 #: What is to be installed for it.

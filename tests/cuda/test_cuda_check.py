@@ -62,7 +62,7 @@ def test_nothing_is_compared_without_checks(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_limit_of_the_link_is_measured() -> None:
-    from torch_symm.tools.bench.perf import cuda
+    from torch_symm.tools.bench import cuda
 
     # No link between two GPUs is slower than a lane of PCIe.
     assert cuda._link_rate(2) > 1e9

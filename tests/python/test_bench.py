@@ -6,19 +6,19 @@ import json
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import targets
 import torch
 import torch.distributed as dist
-from torch_symm.tools.bench import __main__ as command
-from torch_symm.tools.bench import launch, limits, machine, plot, targets
+from torch_symm import __main__ as entry
+from torch_symm.tools.bench import launch, limits, machine
 from torch_symm.tools.bench.beside import Beside, running
-from torch_symm.tools.bench.launch import Options, cells
 from torch_symm.tools.bench.ops import OPS
 from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult
-from torch_symm.tools.bench.record import Cell, Run, judge, quantile, summarize
+from torch_symm.tools.bench.record import Figure, Found, quantile, read
+from torch_symm.tools.bench.request import Wanted
 from torch_symm.tools.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
 from torch_symm.tools.bench.units import format_size, parse_size
 
@@ -66,6 +66,15 @@ def test_targets_follow_the_bands() -> None:
     assert targets.is_met("send_recv", MB, 4, 1.0, None) is None
 
 
+def test_a_run_is_judged_by_its_targets() -> None:
+    def row(ours: float, theirs: float, others: float = 0.0) -> Found:
+        sides = {side: {"in_place": Figure(us, us, us, us, 20, 0)} for side, us in (("symm", ours), ("gloo", theirs))}
+        return Found(Wanted("all_reduce", "f32", "sum", -1, MB, 4), sides, {}, None, None, others)
+
+    assert targets.verdicts([row(10.0, 110.0)]) == [("all_reduce f32 1 MB in_place: 11.0 of 10", True)]
+    assert targets.verdicts([row(10.0, 90.0, 0.6)]) == [("all_reduce f32 1 MB in_place: 9.0 of 10 ?", False)]
+
+
 @pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_staging_costs_more_than_the_floor(op: str, world: int) -> None:
@@ -91,52 +100,12 @@ def test_the_rhythm_fits_the_shared_and_the_exponent(estimate: float, world: int
         assert torch.isfinite(torch.tensor(256.0 * float(world) ** (calls - 1), dtype=torch.bfloat16))
 
 
-def test_median_and_p99() -> None:
-    cell = Cell("all_reduce", "f32", 4, MB, MB)
-    side = summarize(cell, "x", [float(value) for value in range(1, 101)], 100)
-    assert (side.median_us, side.p99_us, side.min_us) == (50.5, 99.0, 1.0)
-    assert side.algbw == pytest.approx(MB / 50.5e-6 / 1e9)
-    assert side.busbw == pytest.approx(1.5 * side.algbw)
-    assert quantile([7.0], 0.99) == 7.0
-
-
-def test_divided_sizes_are_rounded_up_to_one_element_a_rank() -> None:
-    options = Options(
-        "symm", None, (("all_gather", "f32"), ("barrier", "f32")), (8, KB), (4,), 1.0, 1.0, 1, 1, Beside()
-    )
-    assert [(cell.size, cell.bytes) for cell in cells(options, 4)] == [(8, 16), (KB, KB), (0, 0)]
-
-
-def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    cell = Cell("all_reduce", "f32", 2, KB, KB)
-    ours, theirs = summarize(cell, "symm", [2.0], 1), summarize(cell, "gloo", [20.0], 1)
-    rows = [judge(cell, ours, theirs, 1e9, 0.0), judge(cell, ours, None, 1e9, 0.0)]
-    here, path = machine.describe(), tmp_path / "run.json"
-    Run(here, [], rows, {2: 1e9}, [0.0, 0.0, 0.0], 1.0).write(path)
-    found, title = plot.read(path)
-    assert found == rows
-    assert here.cpu in title
-    path.write_text('{"rows": [{}]}')
-    with pytest.raises(ValueError, match=r"run\.json holds no run of this benchmark"):
-        plot.read(path)
-
-
-def test_a_run_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="--plot needs matplotlib, which is not installed")
-    cell = Cell("all_reduce", "f32", 2, KB, KB)
-    ours, theirs = summarize(cell, "symm", [2.0], 1), summarize(cell, "gloo", [20.0], 1)
-    plot.draw([judge(cell, ours, theirs, 1e9, 0.0), judge(cell, ours, None, 1e9, 0.0)], "here", tmp_path / "run.svg")
-    assert "symm" in (tmp_path / "run.svg").read_text()
-    with pytest.raises(ValueError, match="nothing that was measured has a size"):
-        plot.draw([], "here", tmp_path / "none.svg")
-
-
 @pytest.mark.parametrize(
     ("backend", "output"),
     [
         ("sym", "no backend 'sym'; torch knows gloo"),
         ("cpu:sym", "no backend 'sym'"),
-        ("nccl", "'nccl' serves no CPU tensors; for GPUs there is python -m torch_symm.tools.bench.gpu"),
+        ("nccl", "'nccl' serves no CPU tensors; for GPUs there is --device cuda"),
         ("cuda:nccl", "serves no CPU tensors"),
         ("symm", None),
         ("gloo", None),
@@ -146,7 +115,7 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
 def test_a_backend_that_cannot_be_measured_is_refused_in_one_sentence(backend: str, output: str | None) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
         output = "this torch was built without 'nccl'"
-    found = command.unusable(backend)
+    found = launch.unusable(backend)
     assert found is None if output is None else found is not None and output in found and "\n" not in found
 
 
@@ -183,23 +152,24 @@ def _cpu_ticks(process: str) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[11])
 
 
+def test_quantiles_are_values_of_the_list() -> None:
+    values = [float(value) for value in range(1, 101)]
+    assert (quantile(values, 0.5), quantile(values, 0.99), quantile([7.0], 0.99)) == (50.0, 99.0, 7.0)
+
+
 @pytest.mark.usefixtures("forked")
-def test_a_short_run_checks_everything_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, requested = tmp_path / "bench.json", command.options_from
-
-    def shorter(arguments: list[str]) -> object:
-        options, outputs = requested(arguments)
-        return replace(options, side_seconds=0.01, least=3, rounds=1), outputs
-
-    beside: list[Beside] = []
-    monkeypatch.setattr(command, "options_from", shorter)
+def test_a_run_of_some_seconds_checks_all_and_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, beside = tmp_path / "bench.json", list[Beside]()
     monkeypatch.setattr(launch, "running", lambda wanted: nullcontext(beside.append(wanted)))
-    typed = ["--backend", BACKEND, "--quick", "--ranks", "2", "--sizes", "20K", "--seconds", "4", "--beside", "1"]
-    assert command.main([*typed, "--json", str(path)]) == 0
+    typed = ["bench", *OPS, "--sizes", "20K", "--seconds", "4", "--beside", "1", "--device", "cpu", "--json", str(path)]
+    assert entry.main([*typed, "--backend", BACKEND, "--against", "gloo"]) == 0
     found = json.loads(path.read_text())
-    assert {row["cell"]["op"] for row in found["rows"]} == set(OPS)
-    assert len(found["rows"]) == len(OPS) + 1, "all_reduce has two types"
-    assert beside == [Beside(1)]
-    assert all(row["tested"]["median_us"] > 0 and row["ratio"] > 0 for row in found["rows"])
-    assert found["failure"] is None
-    assert found["machine"]["cores"] >= 1
+    rows, here = read(path)
+    assert [row.wanted.op for row in rows] == list(OPS) and here["cpu"] == machine.cpu_model()
+    assert [record for row in rows for record in row.records()] == found["rows"]
+    for row in rows:
+        for placed in row.sides.values():
+            assert all(figure.wrong == 0 and figure.iterations >= 5 for figure in placed.values())
+        assert set(row.sides) == {BACKEND, "gloo"} and row.ratio("gloo", next(iter(row.sides["gloo"]))) > 0
+        assert row.other_cores is not None
+    assert beside == [Beside(1)] and found["failure"] is None and found["machine"]["cores"] >= 1

@@ -15,10 +15,9 @@ from torch_symm.tools.bench.gpu.cell import calls_for
 from torch_symm.tools.bench.gpu.inputs import Inputs
 from torch_symm.tools.bench.gpu.launch import Options, cells
 from torch_symm.tools.bench.gpu.rank import turns_for
-from torch_symm.tools.bench.gpu.record import Figure, Measured
+from torch_symm.tools.bench.gpu.record import Cell, Figure, Measured
 from torch_symm.tools.bench.gpu.sides import cpu_sides, is_timeout
 from torch_symm.tools.bench.gpu.table import progress_line, write_tables
-from torch_symm.tools.bench.record import Cell
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20

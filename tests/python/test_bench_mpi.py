@@ -8,9 +8,9 @@ from pathlib import Path
 import mpi_torch as mpi
 import pytest
 from torch_symm.launch.watch import StandsStill
+from torch_symm.tools.bench import request
 from torch_symm.tools.bench.ops import PLACEMENTS
-from torch_symm.tools.bench.perf import request
-from torch_symm.tools.bench.perf.request import Wanted
+from torch_symm.tools.bench.request import Wanted
 
 KB = 1 << 10
 

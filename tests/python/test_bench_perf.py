@@ -18,12 +18,11 @@ import torch
 from torch_symm import __main__ as entry
 from torch_symm.launch.ranks import Ended
 from torch_symm.launch.watch import Doing, Progress
-from torch_symm.tools.bench import axes, links, ops
+from torch_symm.tools.bench import axes, columns, cuda, launch, links, ops, plot, request
 from torch_symm.tools.bench.ops import DTYPES, PLACEMENTS, REDOPS
 from torch_symm.tools.bench.pattern import Pattern, WrongResult, check_parts
-from torch_symm.tools.bench.perf import columns, cuda, launch, plot, request
-from torch_symm.tools.bench.perf.record import Absent, Figure, Found
-from torch_symm.tools.bench.perf.request import Wanted
+from torch_symm.tools.bench.record import Absent, Figure, Found
+from torch_symm.tools.bench.request import Wanted
 from torch_symm.tools.bench.timing import FIXED_ROUNDS, MAX_BURST, fixed
 
 KB = 1 << 10
@@ -59,6 +58,9 @@ def test_counts_are_of_one_part_where_the_size_is_divided() -> None:
         Wanted("broadcast", "f32", "none", 1, 8, 4),
     ]
     assert [row.count for row in rows] == [2, 2, 1, 2, 2]
+    assert request.rows(["barrier"], ["f32", "bf16"], ["sum"], [0], [8, KB], 4) == [
+        Wanted("barrier", "f32", "none", -1, 0, 4)
+    ]
 
 
 def test_bus_bandwidth_has_the_factors_of_nccl_tests() -> None:
@@ -182,7 +184,7 @@ def test_out_of_place_is_the_operator_of_symm_where_the_group_is_one(monkeypatch
     monkeypatch.setattr(ops, "is_symm", lambda group, device: group.group_name == "ours")
     monkeypatch.setattr(ops.funcol, "all_reduce", lambda tensor, op, group: reduced(tensor, op, "functional"))
     monkeypatch.setattr(ops.funcol, "wait_tensor", lambda tensor: tensor)
-    out_of_place, _ = PLACEMENTS["all_reduce"]
+    out_of_place, _ = ops.OPS["all_reduce"].builds
     assert out_of_place is not None
     work = out_of_place(ops.Shape(0, 2, torch.float32, 4, "prod"))
     ours, theirs = Group("ours"), Group("theirs")
@@ -209,7 +211,7 @@ def test_what_gpus_do_is_shown_in_the_same_columns() -> None:
 def test_a_wrong_result_on_gpus_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_symm.tools.bench.gpu import patterned
     from torch_symm.tools.bench.gpu.inputs import Inputs, Place, Setting
-    from torch_symm.tools.bench.record import Cell
+    from torch_symm.tools.bench.gpu.record import Cell
 
     cell = Cell("all_reduce", "i32", 2, KB, KB, "max")
     assert patterned.wanted(cell) and not patterned.wanted(Cell("all_reduce", "f32", 2, KB, KB))
@@ -279,6 +281,13 @@ def test_curves_of_all_sides_are_drawn(tmp_path: Path) -> None:
     ]
     for ending in plot.ENDINGS:
         plot.draw(rows, "here", tmp_path / f"run{ending}")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        plot.draw([], "here", tmp_path / "none.svg")
+    run = tmp_path / "run.json"
+    here = {"date": "2026-11-28", "cpu": "a CPU", "cores": 2, "torch": "2.15"}
+    run.write_text(json.dumps({"machine": here, "rows": [record for row in rows for record in row.records()]}))
+    assert entry.main(["bench", "--draw", str(run), "--plot", str(tmp_path / "again.svg")]) == 0
+    assert "2026-11-28, a CPU, 2 cores, torch 2.15" in (tmp_path / "again.svg").read_text()
     page = (tmp_path / "run.html").read_text()
     assert "limit of memory" in page and "out-of-place" in page
 

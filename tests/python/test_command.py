@@ -17,8 +17,7 @@ from ranks import run_ranks
 from torch_symm import __main__ as entry
 from torch_symm._live import files
 from torch_symm.tools import trace
-from torch_symm.tools.bench import __main__ as bench
-from torch_symm.tools.bench import plot
+from torch_symm.tools.bench.record import read
 from torch_symm.tools.command import closest, named
 from torch_symm.tools.tune import profile
 
@@ -157,16 +156,13 @@ def test_one_corrupt_trace_is_named_and_the_others_are_shown(
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        *((f"--ranks=2,{value}", f"'{value}' is not a number of ranks") for value in (*ODD, "", "²")),
         *((f"--sizes=8,{value}", "not a size") for value in (*ODD, "", "²")),
         *((f"--beside={value}", "neither a number of processes up to 9999 nor") for value in ("10000", "-1", "x", "²")),
-        ("--ranks=1", "2 to 128"),
-        ("--ranks=2,129", "2 to 128"),
     ],
 )
-def test_bench_all_refuses_odd_numbers(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_refuses_odd_sizes_and_processes(typed: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench.options_from([typed])
+        entry.main(["bench", "--device", "cpu", typed])
     assert says in capsys.readouterr().err
 
 
@@ -188,7 +184,7 @@ def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for content in NOT_THAT:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"--draw: .*file\.json holds no run"):
-            plot.read(path)
+            read(path)
         with pytest.raises(SystemExit):
             entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])
         assert f"--draw: {path} holds no check" in capsys.readouterr().err
@@ -200,22 +196,21 @@ def test_corrupt_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_numbers_of_a_drawn_run_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file.json"
-    cell = {"op": "all_reduce", "dtype": "f32", "world": 2, "size": 8, "bytes": 8}
-    figures = ("median_us", "p99_us", "mean_us", "min_us", "iterations", "algbw", "busbw")
-    row = dict.fromkeys(("peer", "ratio", "target", "met", "floor_us", "staged_us"))
-    tested = {"backend": "symm", **dict.fromkeys(figures, 1.0), "median_us": 777}
+    wanted = {"op": "all_reduce", "dtype": "f32", "redop": "sum", "root": -1, "size": 8, "world": 2}
+    figures = dict.fromkeys(("mean_us", "p99_us", "min_us", "iterations"), 1.0)
+    rest = dict.fromkeys(("wrong", "limit_us", "staged_us", "other_cores"))
     run = {
         "machine": {"date": "2026-11-27", "cpu": "a CPU", "cores": 2, "torch": "2.15"},
-        "rows": [{**row, "cell": cell, "tested": tested, "other_cores": 0.0}],
+        "rows": [{**wanted, **figures, **rest, "side": "symm", "placement": "in_place", "median_us": 777}],
     }
     point = {"ranks": 2, "op": "all_reduce", "bytes": 8, "algorithm": "inline"}
     check = {"origin": "a profile", "points": [{**point, "measured": 777, "predicted": 1, "links": 1, "torch": 1}]}
     path.write_text(json.dumps(run))
-    assert len(plot.read(path)[0]) == 1
+    assert len(read(path)[0]) == 1
     for value in ("NaN", "1e999", "-1", '"1"', "null", "[]", "1" + "0" * 400):
         path.write_text(json.dumps(run).replace("777", value))
         with pytest.raises(ValueError, match="is not a number from 0"):
-            plot.read(path)
+            read(path)
         path.write_text(json.dumps(check).replace("777", value))
         with pytest.raises(SystemExit):
             entry.main(["tune", "--draw", str(path), "--plot", "out.svg"])

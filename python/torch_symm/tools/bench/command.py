@@ -17,8 +17,8 @@ from .units import LIMIT_S, format_size, parse_size
 
 if TYPE_CHECKING:
     from .machine import Machine
-    from .perf.record import Absent, Found
-    from .perf.request import Wanted
+    from .record import Absent, Found
+    from .request import Wanted
 
 #: What ``--against`` knows.
 AGAINST = ("nccl", "gloo", "torch")
@@ -57,7 +57,10 @@ def parser() -> Parser:
         type=ranks,
         help=f"ranks (default: all GPUs; on CPU {CPU_RANKS})",
     )
+    made.add_argument("--sizes", help="these sizes, by commas, in place of -b, -e, -f and -i")
     made.add_argument("-n", "--iters", type=count, default=20, help="timed calls (default: 20)")
+    made.add_argument("--seconds", type=positive, help="to spend, about, in place of -n; on CPU all calls are checked")
+    made.add_argument("--beside", metavar="N", default="0", help="on CPU: busy processes besides; loader: one per core")
     made.add_argument("-w", "--warmup_iters", type=whole, default=5, help="untimed calls before (default: 5)")
     made.add_argument("-c", "--check", type=whole, default=1, help="calls whose result is compared (default: 1)")
     made.add_argument("-o", "--op", default="sum", help="sum, prod, min, max, avg, several, or all")
@@ -82,6 +85,7 @@ def parser() -> Parser:
         metavar="FILE",
         help="draw a .png, .svg, .pdf or .html (needs matplotlib)",
     )
+    made.add_argument("--draw", type=Path, metavar="JSON", help="with --plot: draw an earlier run, measure nothing")
     return made
 
 
@@ -102,11 +106,12 @@ class Plan:
 def run(parser: Parser, given: argparse.Namespace) -> int:
     """Measures and prints row after row; 1 if a result was wrong or a rank failed."""
     _check_outputs(parser, given)
+    if given.draw:
+        return _draw(parser, given)
     todo = plan(parser, given)
     # They import torch.
-    from . import machine, plot
-    from .perf import columns
-    from .perf.record import Absent
+    from . import columns, machine, plot
+    from .record import Absent
 
     alone = given.json == "-"
     here = machine.describe()
@@ -158,8 +163,23 @@ def run(parser: Parser, given: argparse.Namespace) -> int:
     return int(bool(failure) or lost or any(one.wrong for one in rows))
 
 
+def _draw(parser: Parser, given: argparse.Namespace) -> int:
+    from . import plot
+    from .record import read
+
+    if not given.plot:
+        parser.error("--draw: --plot says where the figure goes")
+    try:
+        rows, here = read(given.draw)
+        plot.draw(rows, plot.title(here), given.plot)
+    except (OSError, ValueError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _check_outputs(parser: Parser, given: argparse.Namespace) -> None:
-    from .perf import plot
+    from . import plot
 
     if given.plot and given.plot.suffix not in plot.ENDINGS:
         parser.error(f"--plot {given.plot}: the name ends in one of {', '.join(plot.ENDINGS)}")
@@ -174,7 +194,8 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
     """What the command line asks for."""
     import torch
 
-    from .perf import request
+    from . import request
+    from .beside import Beside
 
     gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if gpus > 1 else "cpu")
@@ -190,6 +211,9 @@ def plan(parser: Parser, given: argparse.Namespace) -> Plan:
         most = parse_size(given.maxbytes) if given.maxbytes else least
         step = parse_size(given.stepbytes) if given.stepbytes else None
         sizes = request.sizes(least, most, given.stepfactor, step or (None if given.stepfactor else 1 << 20))
+        if given.sizes:
+            sizes = [parse_size(size) for size in given.sizes.split(",")]
+        Beside.parse(given.beside)
         roots = list(range(world)) if given.root is None else [given.root]
         if not all(0 <= root < world for root in roots):
             raise ValueError(f"-r {given.root}: ranks are 0 to {world - 1}")
@@ -218,6 +242,8 @@ def heading(plan: Plan, given: argparse.Namespace, here: Machine) -> Iterator[st
     yield "time: median of the calls, each its slowest rank's; busbw: factors of nccl-tests' PERFORMANCE.md"
     if busy := overloaded():
         yield f"warning: {busy}, so these times say little"
+    if given.beside != "0":
+        yield f"processes besides the ranks: {given.beside}"
     if plan.device == "cpu" and plan.world > here.cores:
         yield f"{plan.world} ranks on {here.cores} cores wait for each other's time slices"
 
@@ -235,7 +261,7 @@ def _measured(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent 
 
 
 def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
-    from .perf import cuda
+    from . import cuda
 
     how = cuda.How(
         calls=given.iters,
@@ -244,26 +270,30 @@ def _on_gpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent]:
         graph=bool(given.cudagraph),
         limit=bool(given.plot),
         still_s=given.limit,
+        seconds=given.seconds or float("inf"),
     )
     yield from cuda.run(plan.rows, plan.against, how)
 
 
 def _on_cpus(plan: Plan, given: argparse.Namespace) -> Iterator[Found | Absent | str]:
-    from .__main__ import unusable
-    from .perf import launch
-    from .perf.record import Absent
+    from . import launch
+    from .beside import Beside
+    from .record import Absent
 
     sides = [given.backend]
-    if reason := unusable(given.backend):
+    if reason := launch.unusable(given.backend):
         yield f"--backend: {reason}"
         return
     for name in plan.against:
-        if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else unusable(name):
+        if reason := "serves CUDA tensors only" if name in ("nccl", "torch") else launch.unusable(name):
             yield Absent(name, reason)
         elif name not in sides:
             sides.append(name)
     calls = (given.iters, given.warmup_iters, given.check)
-    yield from launch.measure(plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit)
+    beside = Beside.parse(given.beside)
+    yield from launch.measure(
+        plan.world, sides, plan.rows, *calls, bool(given.plot), given.limit, given.seconds, beside
+    )
 
 
 def _progress(plan: Plan, done: int) -> None:
@@ -278,7 +308,7 @@ def _write(
     given: argparse.Namespace, device: str, rows: list[Found], found: dict[str, object], heading: str
 ) -> list[str]:
     """Writes the files that are asked for; their names."""
-    from .perf import columns, plot
+    from . import columns, plot
 
     if given.json == "-":
         print(json.dumps(found, indent=1))

@@ -1,89 +1,101 @@
-"""Starts the rank processes of one number of ranks after the other and yields what they report."""
+"""Starts the ranks on CPU tensors and yields the rows as they are found."""
 
 from __future__ import annotations
 
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 from torch_symm.launch import ranks
 from torch_symm.launch.messages import reported
+from torch_symm.launch.watch import Doing, Progress, StandsStill, Watch, stopped
 
 from . import rank as rank_process
 from .beside import Beside, running
-from .ops import DTYPES, OPS
-from .record import Cell, Row
-from .timing import SharedTensors
+from .record import Found
+from .request import Wanted
+from .timing import FIXED_ROUNDS, MAX_BURST, MAX_ROUNDS, MAX_SAMPLES, SharedTensors
+from .units import LIMIT_S, format_size
+
+#: Processes import torch and meet before they get to a side.
+START_S = 60.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to measure, and beside what. ``peer`` None measures the tested backend alone. Times in seconds."""
-
-    backend: str
-    peer: str | None
-    ops: tuple[tuple[str, str], ...]
-    sizes: tuple[int, ...]
-    worlds: tuple[int, ...]
-    seconds: float
-    side_seconds: float
-    least: int
-    rounds: int
-    beside: Beside
+def unusable(backend: str) -> str | None:
+    """Why ``backend``, a name or ``device:name`` pairs, cannot be measured on CPU tensors here; ``None``: it can."""
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    serving = dict(pair.split(":", 1) for pair in backend.lower().split(",") if ":" in pair) or {"cpu": backend.lower()}
+    for name in serving.values():
+        if name not in known:
+            return f"no backend {name!r}; torch knows {', '.join(known)}"
+        if not dist.is_backend_available(name):
+            return f"this torch was built without {name!r}"
+    if "cpu" not in serving or (":" not in backend and "cpu" not in dist.Backend.backend_capability[serving["cpu"]]):
+        return f"{backend!r} serves no CPU tensors; for GPUs there is --device cuda"
+    return None
 
 
-@dataclass(frozen=True)
-class CopyRate:
-    """The memory bandwidth found with ``world`` ranks copying at once, in bytes touched per second."""
+def measure(
+    world: int,
+    sides: Sequence[str],
+    rows: Sequence[Wanted],
+    calls: int,
+    warmup: int,
+    checks: int,
+    bandwidth: bool,
+    limit_s: float = LIMIT_S,
+    seconds: float | None = None,
+    beside: Beside = Beside(),  # noqa: B008 - frozen
+) -> Iterator[Found]:
+    """All ``rows`` on all ``sides``, in the same processes; ``bandwidth``: with that of plain copies.
 
-    world: int
-    bytes_per_s: float
-
-
-def cells(options: Options, world: int) -> list[Cell]:
-    """The cells of ``world`` ranks, operation by operation, from small to large."""
-    found = []
-    for op, dtype in options.ops:
-        for size in options.sizes if op != "barrier" else (0,):
-            unit = DTYPES[dtype].itemsize * (world if OPS[op].divided else 1)
-            found.append(Cell(op, dtype, world, size, -(-size // unit) * unit))
-    return found
-
-
-def measure(options: Options) -> Iterator[CopyRate | Row]:
-    """Runs everything, yielding each figure when it is there.
+    ``seconds``: to spend, about, in place of a number of ``calls``. ``beside``: other processes to run meanwhile.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; its text holds the rank's traceback.
         torch.multiprocessing.ProcessExitedException: a rank was killed or ended the process.
+        StandsStill: the ranks did not get on for ``limit_s``. The message names side, row and ranks.
     """
-    started = time.monotonic()
-    todo = [(world, cells(options, world)) for world in options.worlds]
-    total = sum(len(part) for _, part in todo)
-    done = 0
-    for world, part in todo:
-        done += len(part)
-        # Each world gets its share of the whole; time that an earlier one left over goes to the next.
-        with running(options.beside):
-            yield from _one_world(options, world, part, started + options.seconds * done / max(1, total))
+    # What is rounded up to whole rounds and bursts has room.
+    samples = max(calls + FIXED_ROUNDS * (calls // MAX_BURST + 16), MAX_SAMPLES + MAX_ROUNDS if seconds else 0)
+    shared = SharedTensors(world, ranks.barrier(world), len(sides), samples)
+    progress, results = Progress(world), ranks.queue()
+    watch = Watch(progress, START_S + limit_s, limit_s)
 
-
-def _one_world(options: Options, world: int, part: Sequence[Cell], deadline: float) -> Iterator[CopyRate | Row]:
-    shared = SharedTensors(world, ranks.barrier(world))
-    results = ranks.queue()
     with tempfile.TemporaryDirectory(prefix="torch-symm-bench-") as folder:
+        rendezvous = "symm+" + (Path(folder) / "rendezvous").as_uri()
+        # The launcher is first to tell, in the same words for all sides.
+        patience = limit_s + 30.0
+        deadline = time.monotonic() + seconds if seconds else None
         task = rank_process.Task(
-            world=world,
-            backends=(options.backend,) if options.peer is None else (options.backend, options.peer),
-            cells=tuple(part),
-            rendezvous="symm+" + (Path(folder) / "rendezvous").as_uri(),
-            deadline=deadline,
-            side_seconds=options.side_seconds,
-            least=options.least,
-            rounds=options.rounds,
+            world, tuple(sides), tuple(rows), rendezvous, calls, warmup, checks, bandwidth, patience, deadline
         )
-        with ranks.started(rank_process.main, (task, shared, results), world) as started:
-            for message in reported(started, results, len(part) + 1):
-                yield CopyRate(world, message) if isinstance(message, float) else message
+        given = (task, shared, progress, results)
+        with running(beside), ranks.started(rank_process.main, given, world) as started:
+
+            def watched() -> None:
+                if doing := watch.stuck():
+                    who = _who(doing, stopped(started.processes), world)
+                    raise StandsStill(f"{_place(doing, sides, rows)}: {who} for {watch.limit_s:g} s (--limit)")
+
+            yield from reported(started, results, len(rows), watched=watched)
+
+
+def _place(doing: Doing, sides: Sequence[str], rows: Sequence[Wanted]) -> str:
+    if doing.cell is None:
+        return "before the first row"
+    side = "between sides" if doing.side is None else sides[doing.side]
+    wanted = rows[doing.cell]
+    return f"{side}, {wanted.op} {wanted.dtype} {format_size(wanted.size)}"
+
+
+def _who(doing: Doing, halted: Sequence[int], world: int) -> str:
+    """Which ranks did nothing: those whose processes are stopped, else those that did not come as far as others."""
+    late = halted or doing.behind
+    if not late:
+        return f"none of {world} ranks got on"
+    ranks = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+    return f"{ranks} of {world} {'stopped' if halted else 'did not get on'}"

@@ -90,9 +90,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Op:
-    """One row of the table. ``floor`` and ``staged`` are bytes / S for n ranks: see `limits`."""
+    """One row of the table. ``floor`` and ``staged`` are bytes / S for n ranks: see `limits`.
 
-    build: Callable[[Shape], Work]
+    ``builds``: how it is called into other tensors, and in place; ``None`` where torch has no such call.
+    """
+
+    builds: tuple[Callable[[Shape], Work] | None, Callable[[Shape], Work] | None]
     bus_factor: Callable[[int], float]
     floor: Callable[[int], float]
     staged: Callable[[int], float]
@@ -315,33 +318,39 @@ def _refill(*outputs: torch.Tensor) -> None:
 
 # Derivation of `floor` and `staged`: docs/guide/benchmarking.md, "Memory limit".
 OPS: dict[str, Op] = {
-    "all_reduce": Op(_all_reduce, BUS_FACTORS["all_reduce"], lambda n: 2.0 * n, lambda n: 5.0 * n - 2),
+    "all_reduce": Op(
+        (_all_reduce_out_of_place, _all_reduce), BUS_FACTORS["all_reduce"], lambda n: 2.0 * n, lambda n: 5.0 * n - 2
+    ),
     # As DTensor and torch.compile call it: asynchronous, into a new tensor, which is awaited at once.
     "functional_all_reduce": Op(
-        _functional_all_reduce, BUS_FACTORS["all_reduce"], lambda n: 4.0 * n, lambda n: 7.0 * n - 2
+        (_functional_all_reduce, None), BUS_FACTORS["all_reduce"], lambda n: 4.0 * n, lambda n: 7.0 * n - 2
     ),
-    "all_gather": Op(_all_gather, BUS_FACTORS["all_gather"], lambda n: 1.0 + n, lambda n: 2.0 * n + 1, divided=True),
+    "all_gather": Op(
+        (_all_gather, _all_gather_in_place),
+        BUS_FACTORS["all_gather"],
+        lambda n: 1.0 + n,
+        lambda n: 2.0 * n + 1,
+        divided=True,
+    ),
     "reduce_scatter": Op(
-        _reduce_scatter, BUS_FACTORS["reduce_scatter"], lambda n: 1.0 + n, lambda n: 3.0 * n - 1, divided=True
+        (_reduce_scatter, _reduce_scatter_in_place),
+        BUS_FACTORS["reduce_scatter"],
+        lambda n: 1.0 + n,
+        lambda n: 3.0 * n - 1,
+        divided=True,
     ),
-    "all_to_all": Op(_all_to_all, BUS_FACTORS["all_to_all"], lambda n: 2.0 * n, lambda n: 4.0 * n - 2, divided=True),
-    "broadcast": Op(_broadcast, BUS_FACTORS["broadcast"], float, lambda n: 2.0 * n),
-    "reduce": Op(_reduce, BUS_FACTORS["reduce"], lambda n: n + 1.0, lambda n: 3.0 * n - 1),
-    "gather": Op(_gather, BUS_FACTORS["gather"], lambda _n: 2.0, lambda n: 2.0 + 2 * (n - 1) / n, divided=True),
-    "scatter": Op(_scatter, BUS_FACTORS["scatter"], lambda _n: 2.0, lambda n: 2.0 + 2 * (n - 1) / n, divided=True),
-    "send_recv": Op(_send_recv, BUS_FACTORS["send_recv"], lambda _n: 2.0, lambda _n: 4.0, messages_per_call=2),
-    "barrier": Op(_barrier, BUS_FACTORS["barrier"], lambda _n: 0.0, lambda _n: 0.0),
+    "all_to_all": Op(
+        (_all_to_all, None), BUS_FACTORS["all_to_all"], lambda n: 2.0 * n, lambda n: 4.0 * n - 2, divided=True
+    ),
+    "broadcast": Op((_functional_broadcast, _broadcast), BUS_FACTORS["broadcast"], float, lambda n: 2.0 * n),
+    "reduce": Op((None, _reduce), BUS_FACTORS["reduce"], lambda n: n + 1.0, lambda n: 3.0 * n - 1),
+    "gather": Op((_gather, None), BUS_FACTORS["gather"], lambda _n: 2.0, lambda n: 2.0 + 2 * (n - 1) / n, divided=True),
+    "scatter": Op(
+        (_scatter, None), BUS_FACTORS["scatter"], lambda _n: 2.0, lambda n: 2.0 + 2 * (n - 1) / n, divided=True
+    ),
+    "send_recv": Op((_send_recv, None), BUS_FACTORS["send_recv"], lambda _n: 2.0, lambda _n: 4.0, messages_per_call=2),
+    "barrier": Op((None, _barrier), BUS_FACTORS["barrier"], lambda _n: 0.0, lambda _n: 0.0),
 }
 
-#: How each operation of nccl-tests is called into other tensors, and in place; ``None`` where torch has no such call.
-PLACEMENTS: dict[str, tuple[Callable[[Shape], Work] | None, Callable[[Shape], Work] | None]] = {
-    "all_reduce": (_all_reduce_out_of_place, _all_reduce),
-    "all_gather": (_all_gather, _all_gather_in_place),
-    "reduce_scatter": (_reduce_scatter, _reduce_scatter_in_place),
-    "all_to_all": (_all_to_all, None),
-    "broadcast": (_functional_broadcast, _broadcast),
-    "reduce": (None, _reduce),
-    "gather": (_gather, None),
-    "scatter": (_scatter, None),
-    "send_recv": (_send_recv, None),
-}
+#: The operations of nccl-tests.
+PLACEMENTS = tuple(op for op in OPS if op not in ("functional_all_reduce", "barrier"))

@@ -1,75 +1,75 @@
-"""A run as curves, time over size, for each operation; as bars if it has one size (needs matplotlib)."""
+"""Time and bus bandwidth over size, of all sides, with what plain copies would allow (needs matplotlib)."""
 
 from __future__ import annotations
 
-import json
+import html
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_symm.tools.command import check_figures
-
-from . import axes
-from .record import Cell, Row, Side
+from . import axes, columns
+from .record import Figure, Found
 from .units import format_size
 
+#: Formats by the ending of the file.
+ENDINGS = (".png", ".svg", ".pdf", ".html")
+TIME, BANDWIDTH = "µs per call", "bus bandwidth, GB/s"
 
-def draw(rows: Sequence[Row], heading: str, path: Path) -> None:
-    """Writes a figure of ``rows``, a plot for each operation, type and number of ranks; bars if all have one size.
 
-    The ending of ``path`` says the format, such as ``.svg``.
+def draw(rows: Sequence[Found], heading: str, path: Path, bound: str = "memory") -> None:
+    """Writes a figure of ``rows`` to ``path``: a row of two plots for each operation, type, reduction and root.
+
+    Operations with one size each share a row, as bars. ``bound``: what sets the limit that is drawn. ``.html`` has
+    figure and table in one file that needs no other.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no row has a size.
+        OSError: the file cannot be written.
+        ValueError: no row has a figure.
     """
-    measured = [row for row in rows if row.cell.size]
-    if not measured:
-        raise ValueError("--plot: nothing that was measured has a size")
     pyplot = axes.pyplot()
-    if len({row.cell.size for row in measured}) == 1:
-        figure, axis = pyplot.subplots(figsize=(9.6, 1.6 + 0.5 * len(measured)))
-        label = f"µs per call (median) of {format_size(measured[0].cell.size)}"
-        axes.bars(axis, [(_name(row), _sides(row)) for row in measured], label)
+    measured = [found for found in rows if any(found.sides.values()) and found.wanted.size]
+    if not measured:
+        raise ValueError("--plot: nothing was measured")
+    kinds = list(dict.fromkeys(_kind(found) for found in measured))
+    parts = [[found for found in measured if _kind(found) == kind] for kind in kinds]
+    curves = [part for part in parts if len(part) > 1]
+    single = [found for part in parts if len(part) == 1 for found in part]
+    heights = [3.9] * len(curves)
+    if single:
+        heights.append(1.4 + 0.35 * len(single) + 0.18 * sum(len(_bars(found, "median_us")) for found in single))
+    figure, panels = pyplot.subplots(
+        len(heights), 2, figsize=(12.8, sum(heights)), squeeze=False, height_ratios=heights
+    )
+    for (left, right), part in zip(panels, curves, strict=False):
+        _curves(left, part, TIME, "median_us")
+        _curves(right, part, BANDWIDTH, "busbw")
+        # The bytes that must move grow with the size, and so the rate is one.
+        limits = [
+            found.wanted.size / found.limit_us / 1e3 * found.wanted.bus_factor for found in part if found.limit_us
+        ]
+        if limits:
+            right.axhline(max(limits), linestyle=":", color="#c0392b", label=f"limit of {bound}")
+        shown = [us for found in part for us in _bars(found, "median_us").values()]
+        axes.times(left, min(shown), max(shown))
+        right.set_ylim(bottom=0)
+        for axis in (left, right):
+            axis.set_title(f"{_name(part[0])}, {part[0].wanted.world} ranks", fontsize=10)
+            axis.legend(fontsize=8)
+    if single:
+        for axis, label, value in zip(panels[-1], (TIME, BANDWIDTH), ("median_us", "busbw"), strict=True):
+            groups = [(f"{_name(found)}\n{format_size(found.wanted.size)}", _bars(found, value)) for found in single]
+            axes.bars(axis, groups, f"{label}; {single[0].wanted.world} ranks")
+    figure.text(0.5, 0.005, heading, fontsize=8, ha="center")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    if path.suffix == ".html":
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+        path.write_text(_page(rows, heading, drawn.getvalue()))
     else:
-        kinds = list(dict.fromkeys(_name(row) for row in measured))
-        figure, panels = pyplot.subplots(1, len(kinds), figsize=(6.4 * len(kinds), 3.8), squeeze=False, sharey=True)
-        for axis, kind in zip(panels[0], kinds, strict=True):
-            _curves(axis, kind, sorted((r for r in measured if _name(r) == kind), key=lambda row: row.cell.size))
-        times = [us for row in measured for us in _sides(row).values()]
-        axes.times(panels[0][0], min(row.tested.median_us for row in measured) / 3, max(times))
-    figure.text(0.5, 0.015, heading, fontsize=8, ha="center")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
     pyplot.close(figure)
-
-
-def _name(row: Row) -> str:
-    return f"{row.cell.op}, {row.cell.dtype}, {row.cell.world} ranks"
-
-
-def _sides(row: Row) -> dict[str, float]:
-    """Medians by backend, the tested one first."""
-    return {side.backend: side.median_us for side in (row.tested, row.peer) if side is not None}
-
-
-def _curves(axis: Any, kind: str, part: Sequence[Row]) -> None:
-    measured = [row.cell.size for row in part]
-    axis.plot(measured, [row.tested.median_us for row in part], "o-", color="#0b6e4f", label=part[0].tested.backend)
-    peers = [(row.cell.size, row.peer) for row in part if row.peer is not None]
-    if peers:
-        theirs = [peer.median_us for _, peer in peers]
-        axis.plot([size for size, _ in peers], theirs, "s--", color="#8a8a8a", label=peers[0][1].backend)
-    for row in part:
-        if row.ratio is not None:
-            place, below = (row.cell.size, row.tested.median_us), (0, -14)
-            says = f"{row.ratio:.0f}×" if row.ratio >= 10 else f"{row.ratio:.1f}×"
-            axis.annotate(says, place, below, textcoords="offset points", ha="center", fontsize=7)
-    axes.sizes(axis, measured, len(measured))
-    axis.set_title(kind, fontsize=10)
-    axis.set_xlabel("size of the tensor")
-    axis.set_ylabel("µs per call (median)")
-    axis.legend(loc="upper left")
 
 
 def title(machine: Mapping[str, Any]) -> str:
@@ -77,34 +77,51 @@ def title(machine: Mapping[str, Any]) -> str:
     return f"{machine['date'][:10]}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
 
 
-def _figures(one: Side | Cell) -> list[object]:
-    """Returns the values of all fields but names."""
-    return [value for name, value in vars(one).items() if name not in ("backend", "op", "dtype", "redop")]
+def _kind(found: Found) -> tuple[str, ...]:
+    wanted = found.wanted
+    redop = "" if wanted.redop == "none" else wanted.redop
+    return (wanted.op, wanted.dtype, redop, f"root {wanted.root}" if wanted.root > 0 else "")
 
 
-def read(path: Path) -> tuple[list[Row], str]:
-    """The rows of a run that was written to ``path`` as JSON, and its title.
+def _name(found: Found) -> str:
+    return ", ".join(filter(None, _kind(found)))
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no run.
-    """
-    try:
-        run = json.loads(path.read_text())
-        rows = [
-            Row(
-                **{
-                    **row,
-                    "cell": Cell(**row["cell"]),
-                    "tested": Side(**row["tested"]),
-                    "peer": Side(**row["peer"]) if row["peer"] else None,
-                }
-            )
-            for row in run["rows"]
-        ]
-        for row in rows:
-            check_figures(_figures(row.cell) + _figures(row.tested) + (_figures(row.peer) if row.peer else []))
-            check_figures([] if row.ratio is None else [row.ratio])
-        return rows, title(run["machine"])
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--draw: {path} holds no run of this benchmark: {error}") from error
+
+def _value(found: Found, figure: Figure, value: str) -> float:
+    return found.busbw(figure) if value == "busbw" else figure.median_us
+
+
+def _bars(found: Found, value: str) -> dict[str, float]:
+    """Values of all sides, by side and placement."""
+    return {
+        f"{side}, {placement.replace('_', '-')}": _value(found, figure, value)
+        for side, placed in found.sides.items()
+        for placement, figure in placed.items()
+    }
+
+
+def _curves(axis: Any, part: Sequence[Found], label: str, value: str) -> None:
+    sides = list(dict.fromkeys(side for found in part for side in found.sides))
+    for color, side in zip(axes.COLORS * len(sides), sides, strict=False):
+        for placement, style in (("in_place", "o-"), ("out_of_place", "s--")):
+            points: list[tuple[int, float]] = [
+                (found.wanted.size, _value(found, one, value))
+                for found in part
+                if (one := found.sides.get(side, {}).get(placement)) is not None
+            ]
+            if points:
+                name = f"{side}, {placement.replace('_', '-')}"
+                axis.plot(*zip(*points, strict=True), style, color=color, label=name, markersize=4)
+    axes.sizes(axis, [found.wanted.size for found in part])
+    axis.set_xlabel("size")
+    axis.set_ylabel(label)
+
+
+def _page(rows: Sequence[Found], heading: str, drawn: str) -> str:
+    table = "\n".join(columns.table(rows))
+    svg = drawn[drawn.index("<svg") :]
+    title = html.escape(heading)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
+        f"<body><h1>torch-symm bench</h1><p>{title}</p>\n{svg}\n<pre>{html.escape(table)}</pre></body></html>\n"
+    )

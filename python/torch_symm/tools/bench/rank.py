@@ -1,13 +1,14 @@
-"""One rank process: makes both groups, measures the memory, walks through the cells; rank 0 reports to the launcher."""
+"""A rank process: a group for each side, row after row on all of them; rank 0 reports to the launcher."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.queues import Queue
 from typing import TypeAlias
 
@@ -15,38 +16,46 @@ import torch
 import torch.distributed as dist
 
 from torch_symm._torch import new_group
+from torch_symm.launch.messages import in_a_line
+from torch_symm.launch.watch import Progress
 
-from . import limits
+from . import limits, record
 from .machine import busy_seconds
 from .ops import DTYPES, OPS, Shape, Work
 from .pattern import WrongResult
-from .record import Cell, Row, Side, judge, summarize
-from .timing import Rhythm, SharedTensors, burst, check_once, plan
+from .record import Figure, Found, quantile
+from .request import Wanted
+from .timing import Rhythm, SharedTensors, burst, check_once, fixed, plan
 
-CALIBRATION_CALLS = 3
-SLOW_US = 50_000.0
-GROUP_TIMEOUT = timedelta(seconds=120)
-
-# What rank 0 sends: first the copy bandwidth of all ranks in bytes/s, then rows.
-Message: TypeAlias = float | Row
+#: What rank 0 sends.
+Message: TypeAlias = Found
+#: With a deadline: upper limit on the seconds of a side, lower limit on its samples, number of rounds, and the µs of a
+#: call from which one sample a round is enough.
+SIDE_S, LEAST, ROUNDS, SLOW_US = 1.5, 20, 5, 50_000.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of one world do. ``backends``: the tested one first. ``deadline`` by ``time.monotonic()``."""
+    """What all ranks do. ``sides``: the tested one first; ``calls`` timed ones after ``warmup``, ``checks`` checked.
+
+    ``bandwidth``: whether to measure that of plain copies; ``timeout_s``: of the groups. ``deadline``: by
+    ``time.monotonic()``, in place of ``calls``: as many are made as the time allows, and all bursts are checked.
+    """
 
     world: int
-    backends: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    sides: tuple[str, ...]
+    rows: tuple[Wanted, ...]
     rendezvous: str
-    deadline: float
-    side_seconds: float
-    least: int
-    rounds: int
+    calls: int
+    warmup: int
+    checks: int
+    bandwidth: bool
+    timeout_s: float
+    deadline: float | None = None
 
 
 def join(
-    rank: int, world: int, backends: Sequence[str], rendezvous: str, timeout: timedelta = GROUP_TIMEOUT
+    rank: int, world: int, backends: Sequence[str], rendezvous: str, timeout: timedelta
 ) -> list[dist.ProcessGroup]:
     """Makes this process rank ``rank`` of a group of each backend, the default group first."""
     torch.set_num_threads(1)
@@ -64,101 +73,150 @@ def copy_bandwidth(rank: int, shared: SharedTensors) -> float:
     return float(shared.copy_rates.sum(dim=0).max())
 
 
-def main(rank: int, task: Task, shared: SharedTensors, results: Queue[Message]) -> None:
-    """Entry point of a rank process.
-
-    Raises:
-        WrongResult: a backend returned a wrong value; names backend, cell and element.
-    """
-    groups = join(rank, task.world, task.backends, task.rendezvous)
-    bandwidth = copy_bandwidth(rank, shared)
-    if rank == 0:
-        results.put(bandwidth)
+def main(rank: int, task: Task, shared: SharedTensors, progress: Progress, results: Queue[Message]) -> None:
+    """Entry point of a rank process."""
+    groups = join(rank, task.world, task.sides, task.rendezvous, timedelta(seconds=task.timeout_s))
+    bandwidth = copy_bandwidth(rank, shared) if task.bandwidth else 0.0
     gc.disable()
-    for number, cell in enumerate(task.cells):
-        measurement = _Measurement(rank, task, shared, groups, cell)
-        measurement.agree_on_rhythm(cells_left=len(task.cells) - number)
-        measurement.alternate()
+    for number, wanted in enumerate(task.rows):
+        sides: dict[str, dict[str, Figure]] = {side: {} for side in task.sides}
+        notes: dict[str, str] = {}
+        began, busy, own = time.monotonic(), busy_seconds(), time.process_time()
+        for placement, build in zip(record.PLACEMENTS, OPS[wanted.op].builds, strict=True):
+            if build is not None:
+                _Row(rank, task, shared, progress, groups, number, build).measure(sides, placement, notes)
+        shared.cpu_seconds[rank] = time.process_time() - own
+        shared.align()
         if rank == 0:
-            results.put(measurement.row(bandwidth))
+            of_others = busy_seconds() - busy - float(shared.cpu_seconds.sum())
+            others = max(0.0, of_others / max(1e-6, time.monotonic() - began))
+            limit, staged = (
+                limits.limit_us(wanted.op, wanted.size, task.world, bandwidth, staged=staged)
+                for staged in (False, True)
+            )
+            results.put(Found(wanted, sides, notes, limit, staged, others))
         shared.align()
         gc.collect()
     dist.destroy_process_group()
 
 
-class _Measurement:
-    """One cell on this rank."""
+class _Row:
+    """A row with one placement, on this rank."""
 
     def __init__(
-        self, rank: int, task: Task, shared: SharedTensors, groups: list[dist.ProcessGroup], cell: Cell
+        self,
+        rank: int,
+        task: Task,
+        shared: SharedTensors,
+        progress: Progress,
+        groups: Sequence[dist.ProcessGroup],
+        number: int,
+        build: Callable[[Shape], Work],
     ) -> None:
-        self._rank, self._task, self._shared, self._groups, self._cell = rank, task, shared, groups, cell
-        dtype = DTYPES[cell.dtype]
-        self._work: Work = OPS[cell.op].build(Shape(rank, task.world, dtype, cell.bytes // dtype.itemsize))
-        self._rhythms: list[Rhythm] = []
+        wanted = task.rows[number]
+        self._rank, self._task, self._shared, self._groups, self._wanted = rank, task, shared, groups, wanted
+        self._enter, self._number = partial(progress.enter, rank, number), number
+        dtype = DTYPES[wanted.dtype]
+        redop = "sum" if wanted.redop == "none" else wanted.redop
+        shape = Shape(rank, task.world, dtype, wanted.size // dtype.itemsize, redop, max(0, wanted.root))
+        self._work = build(shape)
+        self._errors: dict[int, str] = {}
         self._filled = [0] * len(groups)
-        self._elapsed = self._busy = 0.0
 
-    def agree_on_rhythm(self, cells_left: int) -> None:
-        """Warms up, checks and estimates each side; every rank derives the same rhythm from the shared estimates."""
+    def measure(self, sides: dict[str, dict[str, Figure]], placement: str, notes: dict[str, str]) -> None:
+        """Adds the figures of each side, or a note."""
         shared, task = self._shared, self._task
-        if self._rank == 0:
-            share = max(0.0, task.deadline - time.monotonic()) / cells_left
-            shared.budget_s[0] = min(task.side_seconds, 0.4 * share)
-        for side, group in enumerate(self._groups):
-            shared.align()
-            with self._naming(side):
-                check_once(self._work, group)
-            self._work.reset()
-            start = time.perf_counter_ns()
-            for _ in range(CALIBRATION_CALLS):
-                self._work.call(group)
-            shared.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / CALIBRATION_CALLS
+        shared.wrong[:, self._rank] = shared.failed[:, self._rank] = 0.0
+        able = []
+        if self._rank == 0 and task.deadline is not None:
+            rows_left = len(task.rows) - self._number
+            builds = sum(build is not None for build in OPS[self._wanted.op].builds)
+            share = max(0.0, task.deadline - time.monotonic()) / rows_left / builds
+            shared.budget_s[0] = min(SIDE_S, 0.8 / len(task.sides) * share)
+        for side, name in enumerate(task.sides):
+            if self._tried(side):
+                able.append(side)
+            else:
+                notes[name] = self._errors.get(side, "fails on another rank")
+        rhythms = {side: self._rhythm(float(shared.estimates[side].max())) for side in able}
+        rounds = max((rhythm.rounds for rhythm in rhythms.values()), default=0)
+        for turn in range(rounds):
+            for side in able if turn % 2 == 0 else reversed(able):
+                self._timed(side, rhythms[side])
+        for side in able:
+            self._enter(side)
+            for _ in range(task.checks - 1):
+                with self._counting(side):
+                    check_once(self._work, self._groups[side])
         shared.align()
-        budget = float(shared.budget_s[0])
-        for side in range(len(self._groups)):
-            estimate = float(shared.estimates[side].max())
-            least = task.least if estimate < SLOW_US else task.rounds
-            self._rhythms.append(plan(estimate, budget, task.world, least, task.rounds))
+        for side in able:
+            sides[task.sides[side]][placement] = self._figure(side, rhythms[side])
 
-    def alternate(self) -> None:
-        """Blocks of the sides in turn, each turn in the opposite order; samples go to the shared tensors."""
-        shared = self._shared
-        sides = list(range(len(self._groups)))
-        began, busy, own = time.monotonic(), busy_seconds(), time.process_time()
-        for turn in range(self._task.rounds):
-            for side in sides if turn % 2 == 0 else reversed(sides):
-                shared.align()
-                for _ in range(self._rhythms[side].bursts):
-                    with self._naming(side):
-                        samples = burst(self._work, self._groups[side], self._rhythms[side])
-                    start = self._filled[side]
-                    self._filled[side] += len(samples)
-                    shared.samples[side, self._rank, start : self._filled[side]] = torch.tensor(
-                        samples, dtype=torch.float64
-                    )
-        shared.cpu_seconds[self._rank] = time.process_time() - own
+    def _rhythm(self, estimate_us: float) -> Rhythm:
+        task = self._task
+        if task.deadline is None:
+            return fixed(task.calls, estimate_us, task.world)
+        least = LEAST if estimate_us < SLOW_US else ROUNDS
+        return plan(estimate_us, float(self._shared.budget_s[0]), task.world, least, ROUNDS)
+
+    def _tried(self, side: int) -> bool:
+        """Makes the first call, checked, and the untimed ones; whether all ranks could."""
+        shared, group, work = self._shared, self._groups[side], self._work
         shared.align()
-        self._elapsed, self._busy = time.monotonic() - began, busy_seconds() - busy
+        self._enter(side)
+        try:
+            work.reset()
+            work.call(group)
+            if self._task.checks:
+                with self._counting(side):
+                    work.check(1)
+        except Exception as error:
+            self._errors[side] = in_a_line(error)
+            shared.failed[side, self._rank] = 1.0
+        shared.align()
+        if bool(shared.failed[side].any()):
+            return False
+        self._enter(side)
+        work.reset()
+        start = time.perf_counter_ns()
+        for _ in range(self._task.warmup):
+            work.call(group)
+        shared.estimates[side, self._rank] = (time.perf_counter_ns() - start) / 1e3 / max(1, self._task.warmup)
+        shared.align()
+        return True
 
-    def row(self, bandwidth: float) -> Row:
-        """The figures of the cell from the samples of all ranks."""
-        sides = [self._summary(side) for side in range(len(self._groups))]
-        others = (self._busy - float(self._shared.cpu_seconds.sum())) / max(1e-6, self._elapsed)
-        return judge(self._cell, sides[0], sides[1] if len(sides) > 1 else None, bandwidth, max(0.0, others))
+    def _timed(self, side: int, rhythm: Rhythm) -> None:
+        self._shared.align()
+        for _ in range(rhythm.bursts):
+            self._enter(side)
+            samples = burst(self._work, self._groups[side], rhythm)
+            if self._task.deadline is not None and self._task.checks:
+                with self._counting(side):
+                    if self._work.checks_chain:
+                        self._work.check(rhythm.samples * rhythm.batch + int(rhythm.lead))
+                    else:
+                        check_once(self._work, self._groups[side])
+            start = self._filled[side]
+            self._filled[side] += len(samples)
+            self._shared.samples[side, self._rank, start : self._filled[side]] = torch.tensor(
+                samples, dtype=torch.float64
+            )
 
-    def _summary(self, side: int) -> Side:
+    def _figure(self, side: int, rhythm: Rhythm) -> Figure:
         slowest = self._shared.samples[side, :, : self._filled[side]].max(dim=0).values
-        slowest /= OPS[self._cell.op].messages_per_call
-        samples: list[float] = slowest.tolist()
-        return summarize(self._cell, self._task.backends[side], samples, self._rhythms[side].iterations)
+        ordered: list[float] = sorted((slowest / OPS[self._wanted.op].messages_per_call).tolist())
+        return Figure(
+            median_us=quantile(ordered, 0.5),
+            mean_us=sum(ordered) / len(ordered),
+            p99_us=quantile(ordered, 0.99),
+            min_us=ordered[0],
+            iterations=rhythm.iterations,
+            wrong=int(self._shared.wrong[side].sum()) if self._task.checks else None,
+        )
 
     @contextmanager
-    def _naming(self, side: int) -> Iterator[None]:
-        """Adds backend, rank and cell to a wrong result."""
+    def _counting(self, side: int) -> Iterator[None]:
         try:
             yield
         except WrongResult as wrong:
-            cell = self._cell
-            where = f"{self._task.backends[side]}, rank {self._rank} of {cell.world}, {cell.dtype}, {cell.bytes} bytes"
-            raise WrongResult(f"{where}: {wrong}") from None
+            self._shared.wrong[side, self._rank] += wrong.count

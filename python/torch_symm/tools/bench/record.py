@@ -1,91 +1,104 @@
-"""What one run writes down, and how it is read from and written to JSON."""
+"""What a run finds, and how it is read from JSON."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from . import limits, targets
-from .machine import Machine
+from torch_symm.tools.command import check_figures
+
 from .ops import OPS
+from .request import NCCL_TYPES, Wanted
 
+#: Where results go: to tensors of their own, or over the input.
+PLACEMENTS = ("out_of_place", "in_place")
 DISTURBED_CORES = 0.5
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One thing to measure. ``size`` is S as asked for; ``bytes`` is S rounded up to whole elements (a rank).
+class Figure:
+    """Times of one side in µs per call, each call its slowest rank's; ``wrong`` elements, ``None``: not checked."""
 
-    ``redop`` and ``root`` say how, where the operation has them.
-    """
-
-    op: str
-    dtype: str
-    world: int
-    size: int
-    bytes: int
-    redop: str = "sum"
-    root: int = 0
-
-
-@dataclass(frozen=True)
-class Side:
-    """One backend's figures in one cell. Times in µs per call, bandwidths in GB/s (10^9 bytes)."""
-
-    backend: str
     median_us: float
-    p99_us: float
     mean_us: float
+    p99_us: float
     min_us: float
     iterations: int
-    algbw: float
-    busbw: float
+    wrong: int | None
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measured cell. ``ratio`` is peer median / tested median; limits in µs; ``other_cores`` others kept busy."""
+class Found:
+    """A finished row: figures by side and placement. ``notes``: why a side has none, by side."""
 
-    cell: Cell
-    tested: Side
-    peer: Side | None
-    ratio: float | None
-    target: float | None
-    met: bool | None
-    floor_us: float | None
-    staged_us: float | None
-    other_cores: float
+    wanted: Wanted
+    sides: Mapping[str, Mapping[str, Figure]]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    #: The least time that memory allows, in µs, where it sets a limit; and if every byte that crosses is staged.
+    limit_us: float | None = None
+    staged_us: float | None = None
+    #: Cores that other processes kept busy meanwhile.
+    other_cores: float | None = None
 
     @property
     def disturbed(self) -> bool:
-        """Whether others kept more than half a core busy, so that ratio and verdict say little."""
-        return self.other_cores > DISTURBED_CORES
+        """Whether others kept more than half a core busy, so that the figures say little."""
+        return (self.other_cores or 0.0) > DISTURBED_CORES
+
+    def algbw(self, figure: Figure) -> float:
+        """GB/s (10⁹ bytes): S / time."""
+        return self.wanted.size / figure.median_us / 1e3
+
+    def busbw(self, figure: Figure) -> float:
+        """GB/s as the links see it."""
+        return self.algbw(figure) * self.wanted.bus_factor
+
+    def ratio(self, side: str, placement: str) -> float | None:
+        """How many times as long ``side`` takes as the first side."""
+        first = next(iter(self.sides.values()), {}).get(placement)
+        other = self.sides.get(side, {}).get(placement)
+        return other.median_us / first.median_us if first and other else None
 
     @property
-    def times_floor(self) -> float | None:
-        """Tested median as a multiple of the memory limit `floor_us`."""
-        return self.tested.median_us / self.floor_us if self.floor_us else None
+    def wrong(self) -> int:
+        """Wrong elements in all."""
+        return sum(figure.wrong or 0 for placed in self.sides.values() for figure in placed.values())
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat record for each side and placement."""
+        head: dict[str, Any] = {
+            **asdict(self.wanted),
+            "count": self.wanted.count,
+            "type": NCCL_TYPES[self.wanted.dtype],
+            "limit_us": self.limit_us,
+            "staged_us": self.staged_us,
+            "other_cores": self.other_cores,
+        }
+        return [
+            {
+                **head,
+                "side": side,
+                "placement": placement,
+                **asdict(figure),
+                "algbw": self.algbw(figure),
+                "busbw": self.busbw(figure),
+                "ratio": self.ratio(side, placement),
+            }
+            for side, placed in self.sides.items()
+            for placement, figure in placed.items()
+        ]
 
 
 @dataclass(frozen=True)
-class Run:
-    """Everything that one run found. ``copy_bytes_per_s`` by number of ranks; ``failure`` if it ended early."""
+class Absent:
+    """A side that cannot be measured here, and why."""
 
-    machine: Machine
-    arguments: list[str]
-    rows: list[Row]
-    copy_bytes_per_s: dict[int, float]
-    loadavg_after: list[float]
-    seconds: float
-    failure: str | None = None
-
-    def write(self, path: Path) -> None:
-        """Writes the run to ``path`` as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+    side: str
+    reason: str
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -93,36 +106,30 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def summarize(cell: Cell, backend: str, samples_us: Sequence[float], iterations: int) -> Side:
-    """Figures of one side from its samples in µs, each the slowest rank's."""
-    ordered = sorted(samples_us)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    algbw = cell.bytes / median / 1e3 if cell.size else 0.0
-    return Side(
-        backend=backend,
-        median_us=median,
-        p99_us=quantile(ordered, 0.99),
-        mean_us=sum(ordered) / len(ordered),
-        min_us=ordered[0],
-        iterations=iterations,
-        algbw=algbw,
-        busbw=algbw * OPS[cell.op].bus_factor(cell.world),
-    )
+def read(path: Path) -> tuple[list[Found], dict[str, Any]]:
+    """The rows of a run that ``--json`` wrote to ``path``, and its machine.
 
-
-def judge(cell: Cell, tested: Side, peer: Side | None, bytes_per_second: float, other_cores: float) -> Row:
-    """The row of a measured cell: ratio, target and limits."""
-    ratio = peer.median_us / tested.median_us if peer else None
-    known = peer is not None and peer.backend == targets.PEER
-    return Row(
-        cell=cell,
-        tested=tested,
-        peer=peer,
-        ratio=ratio,
-        target=targets.ratio_target(cell.op, cell.size, cell.world),
-        met=targets.is_met(cell.op, cell.size, cell.world, tested.median_us, ratio if known else None),
-        floor_us=limits.limit_us(cell.op, cell.bytes, cell.world, bytes_per_second, staged=False),
-        staged_us=limits.limit_us(cell.op, cell.bytes, cell.world, bytes_per_second, staged=True),
-        other_cores=other_cores,
-    )
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no run.
+    """
+    try:
+        run = json.loads(path.read_text())
+        found: dict[Wanted, Found] = {}
+        for row in run["rows"]:
+            wanted = Wanted(**{name: row[name] for name in Wanted.__dataclass_fields__})
+            figure = Figure(**{name: row[name] for name in Figure.__dataclass_fields__})
+            check_figures([wanted.size, wanted.world, *(v for name, v in vars(figure).items() if name != "wrong")])
+            rest = {name: row[name] for name in ("limit_us", "staged_us", "other_cores")}
+            check_figures([value for value in rest.values() if value is not None])
+            one = found.setdefault(wanted, Found(wanted, {}, {}, **rest))
+            sides: Any = one.sides
+            sides.setdefault(row["side"], {})[row["placement"]] = figure
+            if wanted.op not in OPS or not figure.median_us > 0 or wanted.dtype not in NCCL_TYPES:
+                raise ValueError(f"no row: {str(row)[:80]}")
+        here = {name: run["machine"][name] for name in ("date", "cpu", "cores", "torch")}
+        if not all(isinstance(value, (str, int)) for value in here.values()):
+            raise ValueError("no machine")
+        return list(found.values()), here
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--draw: {path} holds no run of this benchmark: {error}") from error

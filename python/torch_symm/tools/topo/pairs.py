@@ -27,8 +27,8 @@ def gpus() -> Section:
 
 def ranks() -> Section:
     """GB/s of a message between two ranks of CPU tensors, and how long a short one takes."""
-    from torch_symm.tools.bench.perf import launch
-    from torch_symm.tools.bench.perf.request import Wanted
+    from torch_symm.tools.bench import launch
+    from torch_symm.tools.bench.request import Wanted
 
     sizes = (8, CPU_BYTES)
     rows = [Wanted("send_recv", "f32", "none", -1, size, 2) for size in sizes]

@@ -9,11 +9,10 @@ from typing import TypeAlias
 import torch
 
 from ..ops import DTYPES, OPS
-from ..record import Cell
 from . import host, patterned
 from .inputs import Call, Inputs, Setting
 from .process import Process
-from .record import Figure, Measured
+from .record import Cell, Figure, Measured
 from .sides import Builder, Side
 
 LARGE = 4 << 20

@@ -15,13 +15,12 @@ from torch_symm.launch.messages import reported
 from torch_symm.launch.watch import Doing, StandsStill, Watch
 
 from ..ops import DTYPES
-from ..record import Cell
 from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
 from .meeting import Meeting
 from .process import Message, Task
-from .record import Absent, Measured
+from .record import Absent, Cell, Measured
 from .sides import GROUP_TIMEOUT, Makers
 
 # A call that waits in vain ends after the group's timeout, by itself or by NCCL's watchdog; the rest is room to do so.

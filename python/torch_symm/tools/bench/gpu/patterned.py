@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ..ops import DTYPES, PLACEMENTS, Shape
+from ..ops import DTYPES, Shape
+from ..ops import OPS as PLACED
 from ..pattern import WrongResult
-from ..record import Cell
 from .calls import OPS
 from .inputs import RANDOM, Call, Setting
+from .record import Cell
 from .sides import Builder
 
 #: Operations that are called in place, where torch knows both ways.
@@ -20,7 +21,7 @@ def wanted(cell: Cell) -> bool:
 
 def builder(cell: Cell) -> Builder:
     """Makes the call of ``cell`` on tensors of its own, in ordinary memory."""
-    out_of_place, in_place = PLACEMENTS[cell.op]
+    out_of_place, in_place = PLACED[cell.op].builds
     build = in_place if cell.op in IN_PLACE else out_of_place
     assert build is not None, cell.op
 

@@ -10,10 +10,9 @@ import torch
 
 from torch_symm.launch.messages import in_a_line
 
-from ..record import Cell
 from .clock import GpuClock, HostClock
 from .meeting import Meeting
-from .record import Absent, Figure, Measured
+from .record import Absent, Cell, Figure, Measured
 from .sides import Makers, NotThere, Side, is_timeout
 
 Message: TypeAlias = Absent | Measured

@@ -9,7 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from ..machine import Gpus, Machine
-from ..record import Cell
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure. ``size`` is S as asked for; ``bytes`` is S rounded up to whole elements (a rank).
+
+    ``redop`` and ``root`` say how, where the operation has them.
+    """
+
+    op: str
+    dtype: str
+    world: int
+    size: int
+    bytes: int
+    redop: str = "sum"
+    root: int = 0
+
 
 #: Sides that are the tested backend.
 OURS = ("symm", "symm pool")

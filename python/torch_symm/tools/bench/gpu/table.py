@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from ..table import plain_text
 from ..units import format_size, format_us
 from .record import OURS, Figure, Measured
 
@@ -111,3 +110,17 @@ def _us(us: float | None) -> str:
 
 def _ratio(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+def plain_text(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], left: range) -> str:
+    """A table without rich. ``left``: the columns that are aligned to the left."""
+    everything = [headings, *lines]
+    widths = [max(len(line[column]) for line in everything) for column in range(len(headings))]
+    text = [title]
+    for line in everything:
+        padded = [
+            field.ljust(width) if column in left else field.rjust(width)
+            for column, (field, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(padded).rstrip())
+    return "\n".join([*text, ""])

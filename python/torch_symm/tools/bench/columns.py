@@ -57,6 +57,8 @@ def lines(found: Found, several: bool) -> list[str]:
             line = head + "".join(_figures(found, placed.get(placement)) for placement in PLACEMENTS)
             ratios = "".join(_ratio(found.ratio(side, placement)) for placement in PLACEMENTS)
             text.append(line + (f"  {side:<11}{ratios}" if several else ""))
+    if found.disturbed:
+        text.append(f"# other processes kept {found.other_cores:.1f} cores busy, so this row says little")
     return text + [f"# {side}: {note}" for side, note in found.notes.items()]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch_symm.tools.command import named
 
-from ..ops import DTYPES, OPS, PLACEMENTS, REDOPS
+from .ops import DTYPES, OPS, PLACEMENTS, REDOPS
 
 #: nccl-tests' names of types, by ours.
 NCCL_TYPES = {
@@ -23,7 +23,7 @@ _TYPES = {name: name for name in DTYPES} | {theirs: ours for ours, theirs in NCC
 _OTHER_OPS = {"alltoall": "all_to_all", "sendrecv": "send_recv", "allreduce": "all_reduce", "allgather": "all_gather"}
 _OTHER_REDOPS = {"product": "prod", "mean": "avg"}
 #: Operations that combine values, and that have a root.
-REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+REDUCING = ("all_reduce", "functional_all_reduce", "reduce_scatter", "reduce")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 #: Sizes that a run may have at most.
 MOST_SIZES = 200
@@ -60,7 +60,7 @@ def operations(words: list[str]) -> list[str]:
     if words == ["all"]:
         return list(PLACEMENTS)
     plain = (word.removesuffix("_perf") for word in words)
-    return [named("operation", _OTHER_OPS.get(word, word), PLACEMENTS) for word in plain]
+    return [named("operation", _OTHER_OPS.get(word, word), OPS) for word in plain]
 
 
 def types(text: str) -> list[str]:
@@ -108,10 +108,10 @@ def rows(
     """Every combination that differs, operation by operation, from small to large."""
     found: dict[Wanted, None] = {}
     for op in ops:
-        for dtype in dtypes:
+        for dtype in dtypes if op != "barrier" else dtypes[:1]:
             for redop in redops if op in REDUCING else ["none"]:
                 for root in roots if op in ROOTED else [-1]:
-                    for size in sizes:
+                    for size in sizes if op != "barrier" else [0]:
                         unit = DTYPES[dtype].itemsize * (world if OPS[op].divided else 1)
                         found[Wanted(op, dtype, redop, root, -(-size // unit) * unit, world)] = None
     return list(found)

@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .. import links, machine
-from ..gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
-from ..gpu.meeting import MAX_TURNS
-from ..gpu.patterned import IN_PLACE
-from ..gpu.record import Absent as GpuAbsent
-from ..gpu.record import Measured
-from ..gpu.sides import cpu_sides, gpu_sides
-from ..record import Cell
+from . import links, machine
+from .gpu.launch import PATIENT_SETTINGS, STILL_S, Options, measure
+from .gpu.meeting import MAX_TURNS
+from .gpu.patterned import IN_PLACE
+from .gpu.record import Absent as GpuAbsent
+from .gpu.record import Cell, Measured
+from .gpu.sides import cpu_sides, gpu_sides
 from .record import Absent, Figure, Found
 from .request import REDUCING, ROOTED, Wanted
 
@@ -36,6 +35,7 @@ class How:
     limit: bool = False
     still_s: float = STILL_S
     device: str = "cuda"
+    seconds: float = float("inf")
 
 
 def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Found | Absent]:
@@ -62,7 +62,7 @@ def run(rows: Sequence[Wanted], against: Sequence[str], how: How) -> Iterator[Fo
         ops=(),
         dtypes=(),
         sizes=(),
-        seconds=float("inf"),
+        seconds=how.seconds,
         # Of 20 calls each, or 5 long ones; a median wants three.
         turns=min(MAX_TURNS, max(3, -(-how.calls // 20))),
         still_s=how.still_s,
