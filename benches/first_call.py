@@ -28,13 +28,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpu_shared import FAILURES, begin, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.messages import POLL_S
 from torch_symm.launch.watch import StandsStill
-from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
-from torch_symm.tools.bench.gpu.record import write_json
 from torch_symm.tools.bench.gpu.sides import GROUP_TIMEOUT
-from torch_symm.tools.bench.gpu.table import write_table
 from torch_symm.tools.command import count
 
 STEPS = ("init", "first", "second")

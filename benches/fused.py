@@ -21,15 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import fused_rank
-from collected import collect
 from fused_rank import Finished, Task
 from fused_sides import MM, OURS, SMALL, engines, shapes
+from gpu_shared import FAILURES, begin, collect, ranks, write_json, write_table
 from torch_symm.launch import ranks as launched
-from torch_symm.tools.bench.gpu.command import FAILURES, begin, ranks
 from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, START_S
 from torch_symm.tools.bench.gpu.meeting import Meeting
-from torch_symm.tools.bench.gpu.record import write_json
-from torch_symm.tools.bench.gpu.table import write_table
 from torch_symm.tools.command import count, whole
 
 TURNS, QUICK_TURNS = 7, 3

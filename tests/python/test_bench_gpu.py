@@ -6,9 +6,10 @@ import io
 import json
 from pathlib import Path
 
+import gpu_collectives as command
 import pytest
 import torch
-from torch_symm.tools.bench.gpu import __main__ as command
+from gpu_table import progress_line, write_tables
 from torch_symm.tools.bench.gpu import inputs
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.cell import calls_for
@@ -17,7 +18,6 @@ from torch_symm.tools.bench.gpu.launch import Options, cells
 from torch_symm.tools.bench.gpu.rank import turns_for
 from torch_symm.tools.bench.gpu.record import Cell, Figure, Measured
 from torch_symm.tools.bench.gpu.sides import cpu_sides, is_timeout
-from torch_symm.tools.bench.gpu.table import progress_line, write_tables
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20

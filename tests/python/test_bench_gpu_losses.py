@@ -13,17 +13,17 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import gpu_collectives as command_line
 import pytest
 import torch
 import torch.distributed as dist
-import torch_symm.tools.bench.gpu.__main__ as command_line
+from gpu_shared import write_json
 from ranks import spawn_rank
 from torch_symm.launch import ranks as launched
 from torch_symm.launch.watch import Doing, Progress
 from torch_symm.tools.bench.gpu import launch
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.inputs import Call, Setting
-from torch_symm.tools.bench.gpu.record import write_json
 from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
 
 pytestmark = pytest.mark.usefixtures("forked")

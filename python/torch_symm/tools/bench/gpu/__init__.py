@@ -1,6 +1,7 @@
-"""Measures the collectives of GPUs: symm against NCCL, NCCL with registered windows and torch's symmetric memory.
+"""The clock of GPUs: symm against NCCL, NCCL with registered windows and torch's symmetric memory.
 
-    python -m torch_symm.tools.bench.gpu --help
+`torch-symm bench --device cuda` and the programs of benches/ for GPUs use it; ``benches/gpu_collectives.py`` shows
+all of a run.
 
 How a cell (operation, dtype, size) is measured:
 
@@ -19,8 +20,8 @@ The barrier: in a graph, the device's alone, as the streams meet; eagerly, the h
 what ``dist.barrier`` does and what torch's barrier of signal pads is made to do by waiting for its stream.
 
 Host time of a call: 100 synchronous calls of all_reduce of 64 KB by the clock of the host, which does not wait for the
-GPU; entered at three levels (`host`), so that the time of torch.distributed's Python and of its dispatcher can be told
-from the backend's. For CPU tensors it is the time of the calls.
+GPU; entered at three levels (``benches/gpu_host.py``), so that the time of torch.distributed's Python and of its
+dispatcher can be told from the backend's. For CPU tensors it is the time of the calls.
 
 What goes wrong costs one side, not the run:
 
@@ -36,6 +37,6 @@ and all_to_all (input). send/recv is a ping-pong of ranks 0 and 1, and its time 
 NVLink multicast is switched off for every side unless the environment says otherwise (`machine.MULTICAST_SETTINGS`),
 and NCCL's watchdog ends calls instead of processes (`launch.PATIENT_SETTINGS`).
 
-Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `host`, `meeting`, `clock`, `sides`, `record`, `table`,
-`process`, `cell`, `rank`, `launch`, `command`, ``__main__``.
+Modules, from leaf to root: `inputs`, `calls`, `torch_calls`, `meeting`, `clock`, `sides`, `record`, `process`, `cell`,
+`rank`, `launch`.
 """

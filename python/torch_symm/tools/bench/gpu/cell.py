@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 
 from ..ops import DTYPES, OPS
-from . import host, patterned
+from . import patterned
 from .inputs import Call, Inputs, Setting
-from .process import Process
+from .process import Entrances, Process
 from .record import Cell, Figure, Measured
 from .sides import Builder, Side
 
@@ -65,8 +65,8 @@ class _Bench:
             if self._process.task.checks and not self._still_right(number, call):
                 continue
             self._read(number)
-            if cell.op in host.OPS and cell.size == host.SIZE and not patterned.wanted(cell):
-                self._host_times(number, call)
+            if self._process.task.entrances is not None and not patterned.wanted(cell):
+                self._host_times(number, call, self._process.task.entrances)
         return Measured(cell, self._calls, self._figures)
 
     def _builder(self, side: Side) -> Builder | None:
@@ -192,9 +192,11 @@ class _Bench:
             figure.graph_turns = [us / divisor for us in self._meeting.slowest(number, "graph", self._turns)]
             figure.graph_us = statistics.median(figure.graph_turns)
 
-    def _host_times(self, number: int, whole: Call) -> None:
+    def _host_times(self, number: int, whole: Call, entrances: Entrances) -> None:
         side, figure = self._process.sides[number], self._figure(number)
-        calls = host.entrances(self._setting(number), self._cell.op, whole, side)
+        calls = entrances(self._setting(number), self._cell, whole, side)
+        if not calls:
+            return
         for turn in range(HOST_TURNS):
 
             def sample(turn: int = turn) -> str | None:

@@ -19,7 +19,7 @@ from ..units import format_size
 from . import rank as rank_process
 from .calls import OPS
 from .meeting import Meeting
-from .process import Message, Task
+from .process import Entrances, Message, Task
 from .record import Absent, Cell, Measured
 from .sides import GROUP_TIMEOUT, Makers
 
@@ -57,6 +57,7 @@ class Options:
     warmup: int = 0
     checks: int = 1
     rows: tuple[Cell, ...] = ()
+    entrances: Entrances | None = None
 
 
 def cells(options: Options) -> list[Cell]:
@@ -123,6 +124,7 @@ def _start(
             turns=options.turns,
             warmup=options.warmup,
             checks=options.checks,
+            entrances=options.entrances,
         )
         watch = Watch(meeting.progress, START_S, options.still_s)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,11 +11,14 @@ import torch
 from torch_symm.launch.messages import in_a_line
 
 from .clock import GpuClock, HostClock
+from .inputs import Call, Setting
 from .meeting import Meeting
 from .record import Absent, Cell, Figure, Measured
 from .sides import Makers, NotThere, Side, is_timeout
 
 Message: TypeAlias = Absent | Measured
+#: The calls whose time on the host is measured, by where an operation is entered; a function of a module.
+Entrances: TypeAlias = Callable[[Setting, Cell, Call, Side], Mapping[str, Call]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Task:
     turns: int
     warmup: int = 0
     checks: int = 1
+    entrances: Entrances | None = None
 
 
 class Process:

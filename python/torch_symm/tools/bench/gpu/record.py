@@ -1,14 +1,8 @@
-"""What a run writes down."""
+"""What is found of a cell."""
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
-
-from ..machine import Gpus, Machine
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ OURS = ("symm", "symm pool")
 class Figure:
     """One side in one cell: µs per call, median over turns, and those of every turn. ``note``: why one is missing.
 
-    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered (`host`);
+    ``host_us``, ``group_us`` and ``backend_us``: what the host spends in a call, by where it is entered;
     ``launch_us``: in the driver's launch of an empty kernel; ``operator_us``: in ``torch.ops.symm.all_reduce``.
     """
 
@@ -81,30 +75,3 @@ class Absent:
     side: str
     reason: str
     lost: bool = False
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run has found. ``cells_wanted``: how many it was to find; ``failure``: why it ended early, if it did."""
-
-    machine: Machine
-    gpus: Gpus
-    arguments: list[str]
-    world: int
-    cells: list[Measured]
-    cells_wanted: int
-    absent: list[Absent]
-    seconds: float
-    failure: str | None = None
-
-    def write(self, path: Path) -> None:
-        """Writes the run to ``path`` as JSON; a file that is there is replaced as a whole."""
-        write_json(path, asdict(self))
-
-
-def write_json(path: Path, found: dict[str, Any]) -> None:
-    """Writes ``found`` to ``path``, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n")
-    unfinished.replace(path)

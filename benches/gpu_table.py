@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from ..units import format_size, format_us
-from .record import OURS, Figure, Measured
+from gpu_shared import write_table
+from torch_symm.tools.bench.gpu.record import OURS, Figure, Measured
+from torch_symm.tools.bench.units import format_size, format_us
 
 HEADINGS = ("dtype", "size")
 PEER_HEADINGS = ("best peer", "which", "ratio")
@@ -49,11 +50,6 @@ def _write_host(cells: Sequence[Measured], stream: TextIO) -> None:
     cell = cells[0].cell
     title = f"host time of a call, {cell.dtype} {format_size(cell.size)}, {cell.world} ranks, µs"
     write_table(title, headings, lines, stream)
-
-
-def write_table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], stream: TextIO) -> None:
-    """A plain table whose first column is text."""
-    stream.write(plain_text(title, headings, lines, range(0, 1)))
 
 
 def _write_one(op: str, cells: Sequence[Measured], stream: TextIO) -> None:
@@ -110,17 +106,3 @@ def _us(us: float | None) -> str:
 
 def _ratio(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
-
-
-def plain_text(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], left: range) -> str:
-    """A table without rich. ``left``: the columns that are aligned to the left."""
-    everything = [headings, *lines]
-    widths = [max(len(line[column]) for line in everything) for column in range(len(headings))]
-    text = [title]
-    for line in everything:
-        padded = [
-            field.ljust(width) if column in left else field.rjust(width)
-            for column, (field, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(padded).rstrip())
-    return "\n".join([*text, ""])

@@ -1,4 +1,4 @@
-"""``python -m torch_symm.tools.bench.gpu``: measures, shows progress, writes tables and JSON."""
+"""``python benches/gpu_collectives.py``: measures, shows progress, writes tables and JSON."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import gpu_host as host
+from gpu_shared import FAILURES, MAX_RANKS, begin, ranks, write_json
+from gpu_table import progress_line, write_tables
+from torch_symm.tools.bench.gpu.calls import OPS, USUAL
+from torch_symm.tools.bench.gpu.inputs import RANDOM as DTYPES
+from torch_symm.tools.bench.gpu.launch import PATIENT_SETTINGS, Options, cells, measure
+from torch_symm.tools.bench.gpu.record import Absent, Measured
+from torch_symm.tools.bench.gpu.sides import cpu_sides, gpu_sides
+from torch_symm.tools.bench.machine import Gpus, Machine
+from torch_symm.tools.bench.units import parse_size
 from torch_symm.tools.command import count, positive
-
-from ..units import parse_size
-from . import host
-from .calls import OPS, USUAL
-from .command import FAILURES, MAX_RANKS, begin, ranks
-from .inputs import RANDOM as DTYPES
-from .launch import PATIENT_SETTINGS, Options, cells, measure
-from .record import Absent, Measured, Run
-from .sides import cpu_sides, gpu_sides
-from .table import progress_line, write_tables
 
 SIZES = "1K,8K,64K,256K,1M,4M,16M,64M,256M"
 QUICK_SIZES = "1K,64K,1M,16M,64M"
@@ -27,10 +28,29 @@ TURNS, QUICK_TURNS = 7, 3
 HOST_SIDES = {"cuda": ["symm", "nccl", "torch one-shot"], "cpu": ["symm", "gloo"]}
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a run has found. ``cells_wanted``: how many it was to find; ``failure``: why it ended early, if it did."""
+
+    machine: Machine
+    gpus: Gpus
+    arguments: list[str]
+    world: int
+    cells: list[Measured]
+    cells_wanted: int
+    absent: list[Absent]
+    seconds: float
+    failure: str | None = None
+
+    def write(self, path: Path) -> None:
+        """Writes the run to ``path`` as JSON; a file that is there is replaced as a whole."""
+        write_json(path, asdict(self))
+
+
 def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
     """What the command line asks for, and where the JSON goes."""
     parser = argparse.ArgumentParser(
-        prog="python -m torch_symm.tools.bench.gpu",
+        prog="python benches/gpu_collectives.py",
         description="Measures the collectives of GPUs against NCCL and torch's symmetric memory, in one run.",
     )
     parser.add_argument("--ranks", type=count, help=f"number of GPUs (default: all, at most {MAX_RANKS})")
@@ -83,6 +103,7 @@ def options_from(arguments: Sequence[str]) -> tuple[Options, Path | None]:
         sizes=(*sizes, 1 << 30) if given.full else tuple(sizes),
         seconds=given.seconds or (QUICK_SECONDS if given.quick else SECONDS),
         turns=QUICK_TURNS if given.quick else TURNS,
+        entrances=host.entrances,
     )
     return options, None if given.no_json else given.json
 
