@@ -8,13 +8,15 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import draw
 import rank
 from table import CHILD, JOINING, LEAVING, PID, STORMING, STRUCK, Table
+from torch_symm.launch.ranks import Forked
 
 #: Seconds for a round; the longest wait in one is a timeout of some 3 s, twice.
 DEADLINE = 90.0
@@ -44,8 +46,8 @@ class Supervisor:
         os.environ["SYMM_BLOCKING_WAIT"] = "1"
         self.table = Table(world)
         self.shared = _shared()
-        self.context = get_context("fork")
-        self.processes: list[Any] = [None] * world
+        self.forked = Forked()
+        self.pids = [0] * world
         self.orders: list[Any] = [None] * world
         # Children of killed ranks become ours, so that none is left unseen.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -69,18 +71,19 @@ class Supervisor:
         return program, answers
 
     def _start(self, process: int) -> None:
-        living = self.processes[process]
-        if living is not None and living.is_alive():
+        if self._is_alive(process):
             return
-        if living is not None:
+        if self.pids[process]:
             self.orders[process].close()
-            living.close()
-        self.orders[process], theirs = self.context.Pipe()
+        self.orders[process], theirs = Pipe()
         log = self.folder / f"log-{process}"
         arguments = (process, theirs, self.table, self.folder, log, self.device)
-        self.processes[process] = self.context.Process(target=rank.serve, args=arguments)
-        self.processes[process].start()
+        self.pids[process] = self.forked.fork(lambda: rank.serve(*arguments))
         theirs.close()
+
+    def _is_alive(self, process: int) -> bool:
+        self.forked.wait(0)
+        return self.pids[process] in self.forked.running
 
     def _watch(self, program: draw.Program) -> dict[int, rank.Outcome]:
         """Until every rank that should live has answered; sends signals meanwhile."""
@@ -100,11 +103,11 @@ class Supervisor:
                         deadline = min(deadline, now + GRACE)
                     else:
                         answers[process] = answer
-                elif process in expected - answers.keys() and not self.processes[process].is_alive():
-                    wrong.append(f"process {process} ended with {self.processes[process].exitcode}")
+                elif process in expected - answers.keys() and not self._is_alive(process):
+                    wrong.append(f"process {process} ended with {self.forked.status[self.pids[process]]}")
                     deadline = min(deadline, now + GRACE)
                     expected = expected - {process}
-            ended = all(not self.processes[process].is_alive() for process in doomed)
+            ended = not any(map(self._is_alive, doomed))
             if not wrong and not pending and expected <= answers.keys() and ended:
                 return answers
             if wrong and len(wrong) + len(answers) >= self.world - len(doomed):
@@ -162,10 +165,9 @@ class Supervisor:
             codes = {"code 0": 0, "code 3": 3, "in order": 0, "segfault": -signal.SIGSEGV}
             wanted = codes[fault.variant] if fault.kind == "exit" else -signal.SIGKILL
             for victim in fault.victims:
-                process = self.processes[program.order[victim]]
-                process.join()
-                if process.exitcode != wanted:
-                    raise Violation(f"rank {victim} ended with {process.exitcode}, should be {wanted}")
+                status = self.forked.status[self.pids[program.order[victim]]]
+                if status != wanted:
+                    raise Violation(f"rank {victim} ended with {status}, should be {wanted}")
         for number in range(self.world):
             if child := int(self.table.get(number, CHILD)):
                 os.kill(child, signal.SIGKILL)
@@ -173,7 +175,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Buries children of ranks that have died."""
-        own = {process.pid for process in self.processes if process is not None}
+        own = set(self.forked.running)
         deadline = time.monotonic() + 5
         while leftovers := set(_children()) - own:
             for leftover in leftovers:
@@ -188,25 +190,23 @@ class Supervisor:
             raise Violation(f"left in /dev/shm: {left}")
 
     def _stacks(self) -> str:
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGCONT)
-                os.kill(process.pid, signal.SIGUSR1)
+        self.forked.wait(0)
+        for pid in self.forked.running:
+            os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGUSR1)
         time.sleep(1)
         logs = [(number, self.folder / f"log-{number}") for number in range(self.world)]
         return "\n".join(f"--- process {n}\n{log.read_text()[-6000:]}" for n, log in logs if log.exists())
 
     def close(self) -> None:
         """Ends all processes."""
-        for process, orders in zip(self.processes, self.orders, strict=True):
-            if process is not None and process.is_alive():
-                try:
-                    orders.send(None)
-                    process.join(2)
-                except OSError:
-                    pass
-                process.kill()
-                process.join()
+        for process in filter(self._is_alive, range(self.world)):
+            with suppress(OSError):
+                self.orders[process].send(None)
+        until = time.monotonic() + 2
+        while self.forked.running and time.monotonic() < until:
+            self.forked.wait(until - time.monotonic())
+        self.forked.end()
 
 
 def _children() -> list[int]:
