@@ -8,28 +8,13 @@ from functools import reduce
 import numpy as np
 import torch
 from torch.distributed import ReduceOp
+from torch_symm.tools.check.reference import BITWISE as BITWISE
+from torch_symm.tools.check.reference import COMPLEX, FLOAT8, FLOATS, INTEGERS, REDOPS
+from torch_symm.tools.check.reference import DTYPES as DTYPES
+from torch_symm.tools.check.reference import served as served
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+OPS = REDOPS
 NARROW = (torch.float16, torch.bfloat16, *FLOAT8)
-FLOATS = (torch.float64, torch.float32, *NARROW)
-SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
-INTEGERS = (*SIGNED, *UNSIGNED)
-COMPLEX = (torch.complex64, torch.complex128)
-DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
-BITWISE = ("BAND", "BOR", "BXOR")
-OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE, "PREMUL_SUM")
-
-
-def served(op: str, dtype: torch.dtype) -> bool:
-    """Whether the op is defined for the dtype; the others are refused."""
-    if dtype in FLOATS:
-        return op not in BITWISE
-    if dtype in INTEGERS:
-        return op != "PREMUL_SUM"
-    if dtype in COMPLEX:
-        return op in ("SUM", "AVG", "PREMUL_SUM")
-    return op not in ("AVG", "PREMUL_SUM")
 
 
 def name(dtype: torch.dtype) -> str:
@@ -56,7 +41,7 @@ def reduced(op: str, inputs: Sequence[torch.Tensor], factors: Sequence[float] = 
     if dtype in COMPLEX:
         return torch.view_as_complex(reduced(op, [torch.view_as_real(x.contiguous()) for x in inputs], factors))
     if dtype == torch.bool:
-        return _reduced_bools(op, inputs)
+        return reduce(_BOOLS[op], inputs)
     if dtype in INTEGERS:
         return _reduced_integers(op, inputs)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -97,17 +82,11 @@ def rounded(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return wide.to(dtype)
 
 
-def _reduced_bools(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    combine = {
-        "SUM": torch.logical_or,
-        "MAX": torch.logical_or,
-        "BOR": torch.logical_or,
-        "PRODUCT": torch.logical_and,
-        "MIN": torch.logical_and,
-        "BAND": torch.logical_and,
-        "BXOR": torch.logical_xor,
-    }[op]
-    return reduce(combine, inputs)
+_BOOLS = {
+    **dict.fromkeys(("SUM", "MAX", "BOR"), torch.logical_or),
+    **dict.fromkeys(("PRODUCT", "MIN", "BAND"), torch.logical_and),
+    "BXOR": torch.logical_xor,
+}
 
 
 def _reduced_integers(op: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import time
@@ -18,7 +19,7 @@ from torch_symm.tools.bench.beside import Beside, running
 from torch_symm.tools.bench.ops import OPS
 from torch_symm.tools.bench.pattern import TILE, Pattern, WrongResult
 from torch_symm.tools.bench.record import Figure, Found, quantile, read
-from torch_symm.tools.bench.request import Wanted
+from torch_symm.tools.bench.request import ROOTED, Wanted
 from torch_symm.tools.bench.timing import MAX_ROUNDS, MAX_SAMPLES, plan
 from torch_symm.tools.bench.units import format_size, parse_size
 
@@ -158,18 +159,25 @@ def test_quantiles_are_values_of_the_list() -> None:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_run_of_some_seconds_checks_all_and_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, beside = tmp_path / "bench.json", list[Beside]()
+def test_a_run_of_all_operations_is_right_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, table, beside = tmp_path / "bench.json", tmp_path / "rows.csv", list[Beside]()
     monkeypatch.setattr(launch, "running", lambda wanted: nullcontext(beside.append(wanted)))
-    typed = ["bench", *OPS, "--sizes", "20K", "--seconds", "4", "--beside", "1", "--device", "cpu", "--json", str(path)]
-    assert entry.main([*typed, "--backend", BACKEND, "--against", "gloo"]) == 0
+    typed = ["bench", *OPS, "--sizes", "20K", "-w", "1", "-o", "avg", "-r", "1", "--seconds", "4", "--beside", "1"]
+    typed += ["--backend", BACKEND, "--against", "gloo,nccl", "--device", "cpu", "--csv", str(table)]
+    assert entry.main([*typed, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
+    assert found["absent"] == [{"side": "nccl", "reason": "serves CUDA tensors only"}]
+    assert beside == [Beside(1)] and found["failure"] is None and found["machine"]["cores"] >= 1
     rows, here = read(path)
-    assert [row.wanted.op for row in rows] == list(OPS) and here["cpu"] == machine.cpu_model()
+    assert list(dict.fromkeys(row.wanted.op for row in rows)) == list(OPS) and here["cpu"] == machine.cpu_model()
     assert [record for row in rows for record in row.records()] == found["rows"]
     for row in rows:
-        for placed in row.sides.values():
-            assert all(figure.wrong == 0 and figure.iterations >= 5 for figure in placed.values())
-        assert set(row.sides) == {BACKEND, "gloo"} and row.ratio("gloo", next(iter(row.sides["gloo"]))) > 0
-        assert row.other_cores is not None
-    assert beside == [Beside(1)] and found["failure"] is None and found["machine"]["cores"] >= 1
+        assert set(row.sides) == {BACKEND, "gloo"} and row.other_cores is not None
+        assert row.wanted.root == (1 if row.wanted.op in ROOTED else -1)
+        for placement, figure in (pair for placed in row.sides.values() for pair in placed.items()):
+            assert figure.wrong == 0 and figure.iterations >= 5 and figure.median_us > 0
+            assert row.ratio("gloo", placement) > 0
+    placed = {(row.wanted.op, placement) for row in rows for placement in row.sides[BACKEND]}
+    assert ("reduce_scatter", "in_place") in placed and ("reduce", "out_of_place") not in placed
+    with table.open() as file:
+        assert len(list(csv.DictReader(file))) == len(found["rows"])

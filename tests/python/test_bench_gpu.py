@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import gpu_collectives as command
+import gpu_host
 import pytest
 import torch
 from gpu_table import progress_line, write_tables
@@ -132,30 +133,27 @@ def test_without_gpus_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_short_run_on_cpu_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_on_cpu_tensors_with_host_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "bench.json"
     monkeypatch.setattr(command, "QUICK_TURNS", 1)
-    typed = ["--device", "cpu", "--quick", "--sizes", "5M", "--ops", ",".join(OPS), "--json", str(path)]
+    typed = ["--device", "cpu", "--quick", "--sizes", "64K", "--ops", ",".join(OPS), "--json", str(path)]
     assert command.main(typed) == 0
     found = json.loads(path.read_text())
     assert len(found["cells"]) == found["cells_wanted"] == len(OPS)
     assert found["failure"] is None and found["absent"] == []
+    hosted = set()
     for measured in found["cells"]:
         assert set(measured["figures"]) == {"symm", "gloo"}
-        assert all(figure["eager_us"] > 0 and figure["note"] is None for figure in measured["figures"].values())
+        for side, figure in measured["figures"].items():
+            assert figure["eager_us"] > 0 and figure["note"] is None
+            if measured["cell"]["op"] == "all_reduce":
+                entrances = ("group_us", "backend_us", *(["operator_us"] if side == "symm" else []))
+                assert all(figure[entrance] > 0 for entrance in entrances)
+            hosted |= {measured["cell"]["op"]} if figure["host_us"] else set()
+    assert hosted == set(gpu_host.OPS)
 
 
-@pytest.mark.usefixtures("forked")
-def test_host_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bench.json"
-    monkeypatch.setattr(command, "TURNS", 1)
-    assert command.main(["--device", "cpu", "--host", "--json", str(path)]) == 0
-    cells = {each["cell"]["op"]: each for each in json.loads(path.read_text())["cells"]}
-    assert set(cells) == {"all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"}
-    for measured in cells.values():
-        assert measured["cell"]["size"] == 64 * KB
-        assert all(figure["host_us"] > 0 for figure in measured["figures"].values())
-    for figure in cells["all_reduce"]["figures"].values():
-        assert all(figure[entrance] > 0 for entrance in ("group_us", "backend_us"))
-    assert cells["all_reduce"]["figures"]["symm"]["operator_us"] > 0
-    assert "dispatcher" in capsys.readouterr().out
+def test_host_times_alone_are_asked_for() -> None:
+    options, _ = command.options_from(["--device", "cpu", "--host"])
+    assert options.ops == gpu_host.OPS == ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+    assert (options.sizes, options.dtypes, options.sides) == ((64 * KB,), ("bf16",), ("symm", "gloo"))

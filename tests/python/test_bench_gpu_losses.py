@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -24,12 +23,12 @@ from torch_symm.launch.watch import Doing, Progress
 from torch_symm.tools.bench.gpu import launch
 from torch_symm.tools.bench.gpu.calls import OPS
 from torch_symm.tools.bench.gpu.inputs import Call, Setting
-from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Side, cpu_sides
+from torch_symm.tools.bench.gpu.sides import ORDINARY, Maker, Makers, Side, cpu_sides
 
 pytestmark = pytest.mark.usefixtures("forked")
 
 
-def broken(op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> Maker:
+def broken(name: str, op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> Maker:
     """A side of symm, of which rank 1 does ``run`` instead of ``op``."""
 
     def build(at: Setting) -> Call:
@@ -39,7 +38,7 @@ def broken(op: str, run: Callable[[Setting], None], timeout_s: float = 20.0) -> 
     def make(device: torch.device, size: int) -> Side:
         group = dist.new_group(backend="symm", timeout=timedelta(seconds=timeout_s))
         usual = cpu_sides()["symm"](device, size)
-        return Side("broken", group, usual.place, builders={**ORDINARY, op: build}, keep=[usual])
+        return Side(name, group, usual.place, builders={**ORDINARY, op: build}, keep=[usual])
 
     return make
 
@@ -63,51 +62,58 @@ def die_when_made(_device: torch.device, _size: int) -> Side:
 
 
 BROKEN: Mapping[str, Maker] = {
-    "dies": broken("all_gather", die),
-    "hangs": broken("all_gather", hang),
-    "times out": broken("all_gather", stay_away, timeout_s=1.0),
+    "dies": broken("dies", "all_gather", die),
+    "hangs": broken("hangs", "all_gather", hang),
+    "times out": broken("times out", "all_gather", stay_away, timeout_s=1.0),
     "cannot be made": die_when_made,
-    "dies alone": broken("all_reduce", die),
+    "dies alone": broken("dies alone", "all_reduce", die),
 }
 
 
-def sides(kind: str) -> Mapping[str, Maker]:
+#: Why each is lost.
+REASONS = {
+    "cannot be made": "while it was made: process 1 terminated with exit code 8",
+    "dies": "at all_gather bf16 1 KB: process 1 terminated with exit code 7",
+    "hangs": "at all_gather bf16 1 KB: nothing happened for 6 s",
+    "times out": "given up: SymmTimeout: ",
+    "dies alone": "at all_reduce bf16 1 KB: process 1 terminated with exit code 7",
+}
+
+
+def some_broken() -> Mapping[str, Maker]:
     """A rank gets the function and makes its own."""
-    return {**({} if kind == "dies alone" else cpu_sides()), "broken": BROKEN[kind]}
+    return {**cpu_sides(), **{kind: BROKEN[kind] for kind in ("cannot be made", "dies", "hangs", "times out")}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("dies", "at all_gather bf16 1 KB: process 1 terminated with exit code 7"),
-        ("hangs", "at all_gather bf16 1 KB: nothing happened for 4 s"),
-        ("times out", "given up: SymmTimeout: "),
-        ("cannot be made", "while it was made: process 1 terminated with exit code 8"),
-        ("dies alone", "at all_reduce bf16 1 KB: process 1 terminated with exit code 7"),
-    ],
-)
-def test_a_broken_side_does_not_cost_the_run_but_shows_in_its_status(
-    kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def alone() -> Mapping[str, Maker]:
+    """One that dies."""
+    return {"dies alone": BROKEN["dies alone"]}
+
+
+@pytest.mark.parametrize("sides", [some_broken, alone])
+def test_broken_sides_do_not_cost_the_run_but_show_in_its_status(
+    sides: Makers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, measure = tmp_path / "bench.json", launch.measure
-    monkeypatch.setattr(command_line, "cpu_sides", functools.partial(sides, kind))
-    still_s = 4.0 if kind == "hangs" else 60.0
-    monkeypatch.setattr(command_line, "measure", lambda options: measure(replace(options, turns=1, still_s=still_s)))
+    path, measure, broken = tmp_path / "bench.json", launch.measure, sides().keys() - cpu_sides().keys()
+    monkeypatch.setattr(command_line, "cpu_sides", sides)
+    monkeypatch.setattr(command_line, "measure", lambda options: measure(replace(options, turns=1, still_s=6.0)))
     ops = ["all_reduce", "all_gather", "barrier"]
     typed = ["--device", "cpu", "--quick", "--ops", ",".join(ops), "--sizes", "1K", "--json", str(path)]
     assert command_line.main(typed) == 1
     found, said = json.loads(path.read_text()), capsys.readouterr()
-    (lost,) = found["absent"]
-    assert lost["side"] == "broken" and lost["reason"].startswith(reason) and lost["lost"]
-    assert f"left out: broken: {reason}" in said.out
-    if kind == "dies alone":
+    assert {lost["side"] for lost in found["absent"]} == broken, said
+    for lost in found["absent"]:
+        assert lost["reason"].startswith(REASONS[lost["side"]]) and lost["lost"]
+        assert f"left out: {lost['side']}: {REASONS[lost['side']]}" in said.out
+    if sides is alone:
         assert found["failure"] == "no side is left" and "failed: no side is left" in said.err
         return
     assert found["failure"] is None and [cell["cell"]["op"] for cell in found["cells"]] == ops
     for cell in found["cells"]:
-        broken = cell["figures"].pop("broken", {"eager_us": None, "note": "is absent"})
-        works = cell["cell"]["op"] == "all_reduce" and kind != "cannot be made"
-        assert (broken["eager_us"] is not None, broken["note"] is None) == (works, works)
+        for kind in broken:
+            figure = cell["figures"].pop(kind, {"eager_us": None, "note": "is absent"})
+            works = cell["cell"]["op"] == "all_reduce" and kind != "cannot be made"
+            assert (figure["eager_us"] is not None, figure["note"] is None) == (works, works)
         assert set(cell["figures"]) == {"symm", "gloo"}
         assert all(figure["note"] is None and figure["eager_us"] > 0 for figure in cell["figures"].values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import multiprocessing
 import os
@@ -133,24 +132,6 @@ def test_columns_are_those_of_nccl_tests() -> None:
     assert head[1].split()[1:] == ["size", "count", "type", "redop", "root", *("time", "algbw", "busbw", "#wrong") * 2]
     assert columns.closing([both], True)[0] == "# Out of bounds values : 7 FAILED"
     assert columns.closing([alone], False)[0].endswith("not checked (-c 0)")
-
-
-def test_rows_of_all_operations_are_measured_and_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "rows.csv"
-    typed = ["bench", "all", "-b", "8", "-e", "4K", "-f", "512", "-n", "2", "-w", "1", "-o", "avg", "--device", "cpu"]
-    assert entry.main([*typed, "-r", "1", "--against", "gloo,nccl", "--csv", str(table), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["absent"] == [{"side": "nccl", "reason": "serves CUDA tensors only"}]
-    assert found["failure"] is None
-    rows = found["rows"]
-    assert {row["op"] for row in rows} == set(PLACEMENTS)
-    assert {(row["side"], row["wrong"]) for row in rows} == {("symm", 0), ("gloo", 0)}
-    assert all(row["median_us"] > 0 and row["iterations"] >= 2 for row in rows)
-    assert {row["root"] for row in rows if row["op"] in request.ROOTED} == {1}
-    placed = {(row["op"], row["placement"]) for row in rows if row["side"] == "symm"}
-    assert ("reduce_scatter", "in_place") in placed and ("reduce", "out_of_place") not in placed
-    with table.open() as file:
-        assert len(list(csv.DictReader(file))) == len(rows)
 
 
 def test_a_short_run_says_what_out_of_place_is_and_that_the_machine_is_busy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "python"
@@ -21,7 +22,7 @@ def modules() -> dict[str, Path]:
 def named(module: str, is_package: bool, nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yields the names that the code imports when it is loaded or run, anywhere in it, but not for its types."""
     for node in nodes:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -30,14 +31,17 @@ def named(module: str, is_package: bool, nodes: Iterable[ast.AST]) -> Iterator[s
             base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
             yield base
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and "import_module" in (
+            getattr(node.func, name, "") for name in ("id", "attr")
+        ):
             yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
         yield from named(module, is_package, ast.iter_child_nodes(node))
 
 
-def imports(files: dict[str, Path]) -> dict[str, set[str]]:
+@cache
+def imports() -> dict[str, set[str]]:
     """The modules that each imports. A package stands for itself only where nothing in it is named."""
-    found: dict[str, set[str]] = {}
+    found, files = dict[str, set[str]](), modules()
     for module, file in files.items():
         names = set(named(module, file.name == "__init__.py", ast.parse(file.read_text()).body)) & files.keys()
         found[module] = {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {module}
@@ -56,7 +60,7 @@ def circles(found: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def test_modules_import_each_other_in_one_direction() -> None:
-    found = imports(modules())
+    found = imports()
     assert sum(map(len, found.values())) > len(found) > 100
     assert circles(found) == {}
 
@@ -71,8 +75,7 @@ def test_a_circle_is_found() -> None:
 
 
 def test_the_backend_imports_nothing_of_the_tools() -> None:
-    files = modules()
-    for module, names in imports(files).items():
+    for module, names in imports().items():
         if module != ENTRY and not module.startswith(TOOLS):
             assert not [name for name in names if name.startswith(TOOLS)], module
-    assert any(name.startswith(TOOLS) for name in imports(files)[ENTRY])
+    assert any(name.startswith(TOOLS) for name in imports()[ENTRY])
