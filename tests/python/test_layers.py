@@ -49,7 +49,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def circles(found: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns the modules on circles: drops, until none is left, each that imports no other or that none imports."""
+    """Returns the modules on circles: drops, as long as it can, modules at the beginning or the end of all imports."""
     left = {module: set(names) for module, names in found.items()}
     while True:
         used = set().union(*left.values()) if left else set()

@@ -1,4 +1,4 @@
-"""What rank processes report: through a queue, or as lines of a program's output, which are there after any end."""
+"""What rank processes report: through a queue, or as lines of a program's output, which outlive any end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reported(
     counts: type = object,
     watched: Callable[[], None] = lambda: None,
 ) -> Iterator[Any]:
-    """What ranks put into ``results``, until there were ``expected`` messages of type ``counts`` and all have ended.
+    """Yields the messages in ``results``, until ``expected`` of type ``counts`` have come and all ranks have ended.
 
     ``expected`` None: until all have ended. ``watched`` is called every now and then; what it raises ends the run.
 
@@ -57,7 +57,7 @@ def send(message: Mapping[str, Any]) -> None:
 
 
 def received(output: str) -> list[dict[str, Any]]:
-    """The messages in what a program wrote."""
+    """Returns the messages in a program's output."""
     return [json.loads(line.removeprefix(MARK)) for line in output.splitlines() if line.startswith(MARK)]
 
 

@@ -80,7 +80,7 @@ class Forked:
 
     @property
     def running(self) -> list[int]:
-        """The processes of which :meth:`wait` has not said that they ended."""
+        """The processes whose end :meth:`wait` has not reported."""
         return list(self._files.values())
 
     def wait(self, seconds: float) -> list[int]:
@@ -142,7 +142,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def queue() -> Any:
-    """A queue for what ranks report."""
+    """Returns a queue for the reports of ranks."""
     import torch.multiprocessing as mp
 
     return mp.get_context("spawn").Queue()

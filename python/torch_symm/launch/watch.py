@@ -85,7 +85,7 @@ def stopped(processes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def state(pid: int) -> str:
-    """The letter that Linux has for what a process does; empty if it is not there."""
+    """Returns Linux's letter for the state of a process; empty if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
