@@ -14,7 +14,7 @@ use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::p2p::Message;
+use symm::messages::Message;
 use symm::rank::Rank;
 
 const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];

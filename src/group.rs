@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 use crate::mem::layout::{Layout, MAX_RANKS};
 use crate::mem::shm::Segment;
-use crate::p2p::{self, Message, Transfers};
+use crate::messages::{self, Message, Messages};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::symm_mem::peers::Linked;
@@ -74,7 +74,7 @@ impl Default for Tuning {
 pub struct Group {
     control: Arc<ControlBlock>,
     engine: Arc<Engine>,
-    transfers: Arc<Transfers>,
+    messages: Arc<Messages>,
     refusals: Arc<Refusals>,
     recorder: Arc<Recorder>,
     timeout_ms: AtomicU64,
@@ -193,11 +193,11 @@ impl Group {
         let linked = Arc::<Linked>::default();
         let runner = Runner::new(Arc::clone(&control), tuning.thresholds, Arc::clone(&linked)).reading(direct);
         let engine = Engine::new(runner, Arc::clone(&recorder));
-        let transfers = Transfers::new(Arc::clone(&control), direct);
+        let messages = Messages::new(Arc::clone(&control), direct);
         Ok(Self {
-            refusals: Refusals::new(&control, &engine, &transfers),
+            refusals: Refusals::new(&control, &engine, &messages),
             engine,
-            transfers,
+            messages,
             control,
             recorder,
             timeout_ms: AtomicU64::new(timeout.as_millis() as u64),
@@ -228,17 +228,17 @@ impl Group {
 
     /// Starts a send.
     pub fn send(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(true, &message, false, completion, |timeout, completion| self.transfers.send(message, timeout, completion))
+        self.recorded(true, &message, false, completion, |timeout, completion| self.messages.send(message, timeout, completion))
     }
 
     /// Starts a receive.
     pub fn recv(&self, message: Message, completion: Completion) -> Result<u64> {
-        self.recorded(false, &message, false, completion, |timeout, completion| self.transfers.recv(message, timeout, completion))
+        self.recorded(false, &message, false, completion, |timeout, completion| self.messages.recv(message, timeout, completion))
     }
 
     /// Sends and receives between the ranks of this group.
-    pub fn transfers(&self) -> &Arc<Transfers> {
-        &self.transfers
+    pub fn messages(&self) -> &Arc<Messages> {
+        &self.messages
     }
 
     /// Starts a message as `start` does, if the group lives, and keeps it in the record. `far`: the peer may be on another host, and is a
@@ -265,7 +265,7 @@ impl Group {
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         self.check_process()?;
-        if ticket & p2p::TICKET_BIT != 0 { self.transfers.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
+        if ticket & messages::TICKET_BIT != 0 { self.messages.wait(ticket, timeout) } else { self.engine.wait(ticket, timeout) }
     }
 
     /// A collective was refused on this rank, because of `text`, before anything was exchanged. If peers wait for it, and this rank makes
@@ -295,7 +295,7 @@ impl Group {
     pub fn progress(&self) {
         if self.check_process().is_ok() {
             self.engine.hurry();
-            let _ = self.transfers.progress();
+            let _ = self.messages.progress();
         }
     }
 
@@ -306,7 +306,7 @@ impl Group {
             return error;
         }
         let stands = self.control.fail(error);
-        self.transfers.close(&stands);
+        self.messages.close(&stands);
         stands
     }
 
@@ -317,7 +317,7 @@ impl Group {
         }
         let me = self.control.describe(self.control.rank());
         let error = self.control.fail(Error::aborted(format!("{me} aborted group \"{}\"", self.control.name())));
-        self.transfers.close(&error);
+        self.messages.close(&error);
     }
 
     /// Leaves the group once what was submitted is done, at the latest after the timeout. Idempotent.
@@ -339,8 +339,8 @@ impl Group {
             let (me, seconds) = (self.control.describe(self.control.rank()), since.elapsed().as_secs_f32());
             self.control.fail(Error::aborted(format!("{me} left group \"{name}\" with calls under way after {seconds:.1} s")));
         }
-        self.transfers.leave(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
-        self.transfers.stop();
+        self.messages.leave(&Error::aborted(format!("group \"{name}\" was destroyed before this transfer was complete")), farewell);
+        self.messages.stop();
         self.engine.stop();
         // Whoever is blocked in a rendezvous has been released by now.
         self.domains.drain(limit.saturating_sub(since.elapsed()));

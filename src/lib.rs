@@ -6,7 +6,7 @@
 //! - [`group`][]: a group of ranks and everything one can ask of it
 //! - [`engine`][]: the queue of a group's collectives on the host, and who runs them
 //! - [`window`][]: symmetric memory that programs use themselves, with signals beside it
-//! - [`fused`][]: matrix products fused with collectives; [`p2p`][]: send and receive; [`trace`][]: the last calls, for when something fails
+//! - [`fused`][]: matrix products fused with collectives; [`messages`][]: send and receive; [`trace`][]: the last calls, for when something fails
 //! - [`coll`][]: collectives: what was asked, what will run, how long it takes, on the host and on GPUs
 //! - [`symm_mem`][]: every rank's heap, mapped by all its peers; [`boot`][]: how ranks find each other and come to share memory;
 //!   [`watch`][]: noticing that one has died
@@ -38,9 +38,10 @@ pub mod hosts;
 pub mod kernels;
 pub mod lock;
 pub mod mem;
+pub mod messages;
 pub mod norm;
 pub mod op;
-pub mod p2p;
+
 pub mod rank;
 pub mod store;
 pub mod symm_mem;

@@ -14,7 +14,7 @@ fn height(module: &str) -> u32 {
         "control" => 4,
         "boot" | "watch" | "symm_mem" => 5,
         "coll" => 6,
-        "p2p" | "trace" | "fused" | "window" => 7,
+        "messages" | "trace" | "fused" | "window" => 7,
         "engine" => 8,
         "group" => 9,
         "hosts" => 10,

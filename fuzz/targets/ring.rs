@@ -13,7 +13,7 @@ use symm::coll::call::Span;
 use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
-use symm::p2p::{Message, Transfers};
+use symm::messages::{Message, Messages};
 
 /// Bytes of the receive: a message in one part, or one that is shown in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
@@ -37,7 +37,7 @@ fuzz_target!(|data: &[u8]| {
         segment.ptr(start + capacity - 8192, 8192).write_bytes(0, 8192);
         segment.ptr(start + begin, bytes).copy_from_nonoverlapping(frames.as_ptr(), bytes);
     }
-    let transfers = Transfers::new(Arc::clone(&control), false);
+    let messages = Messages::new(Arc::clone(&control), false);
     let mut memory = vec![CANARY; 3 * wanted];
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
     let message = Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None };
@@ -49,9 +49,9 @@ fuzz_target!(|data: &[u8]| {
     };
     let quiet = || Completion::new(|_, _| {});
     if flags & 1 != 0 {
-        let _ = transfers.send(source, Duration::from_secs(60), quiet());
+        let _ = messages.send(source, Duration::from_secs(60), quiet());
     }
-    let _ = transfers.recv(message, Duration::from_secs(60), quiet());
+    let _ = messages.recv(message, Duration::from_secs(60), quiet());
     // A right tail, or none that a producer can have.
     let tail = if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
     if flags & 4 != 0 {
@@ -59,11 +59,11 @@ fuzz_target!(|data: &[u8]| {
     }
     counter(0).store(tail, Ordering::Release);
     for _ in 0..64 {
-        if !transfers.progress() {
+        if !messages.progress() {
             break;
         }
     }
-    transfers.stop();
-    drop(transfers);
+    messages.stop();
+    drop(messages);
     assert!(memory[..wanted].iter().chain(&memory[2 * wanted..]).all(|&byte| byte == CANARY), "written outside the receive");
 });

@@ -17,7 +17,7 @@ use crate::hosts::HostsGroup;
 use crate::hosts::finding::{self, Place};
 use crate::hosts::joining::Between;
 use crate::hosts::partials::Partials;
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::worker::Worker;

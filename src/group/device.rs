@@ -8,7 +8,7 @@ use crate::coll::cuda::communicator::{Communicator, Stage};
 use crate::error::{Error, Result};
 use crate::kernels::cuda::driver::Stream;
 use crate::lock::{lock, unpoisoned};
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use crate::sys::thread;

@@ -10,7 +10,7 @@ use crate::control::{Barriers, ControlBlock};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::lock::lock;
-use crate::p2p::Transfers;
+use crate::messages::Messages;
 use crate::rank::{Rank, name_ranks};
 use crate::watch::{self, Subscription};
 use std::sync::{Arc, Mutex};
@@ -26,7 +26,7 @@ const NEXT_LOOK: Duration = Duration::from_millis(50);
 pub(super) struct Refusals {
     control: Arc<ControlBlock>,
     engine: Arc<Engine>,
-    transfers: Arc<Transfers>,
+    messages: Arc<Messages>,
     note: Mutex<Option<Note>>,
 }
 
@@ -60,9 +60,9 @@ struct Waiting {
 }
 
 impl Refusals {
-    pub(super) fn new(control: &Arc<ControlBlock>, engine: &Arc<Engine>, transfers: &Arc<Transfers>) -> Arc<Self> {
-        let (control, engine, transfers) = (Arc::clone(control), Arc::clone(engine), Arc::clone(transfers));
-        Arc::new(Self { control, engine, transfers, note: Mutex::new(None) })
+    pub(super) fn new(control: &Arc<ControlBlock>, engine: &Arc<Engine>, messages: &Arc<Messages>) -> Arc<Self> {
+        let (control, engine, messages) = (Arc::clone(control), Arc::clone(engine), Arc::clone(messages));
+        Arc::new(Self { control, engine, messages, note: Mutex::new(None) })
     }
 
     /// Notes that a call was refused because of `text`. The last refusal counts.
@@ -86,7 +86,7 @@ impl Refusals {
         match refused {
             Refused::Collective { .. } => (collectives, None),
             Refused::Operator => (collectives, Some(self.control.barriers(self.control.rank()))),
-            Refused::Message { .. } => (collectives + self.transfers.requested(), None),
+            Refused::Message { .. } => (collectives + self.messages.requested(), None),
         }
     }
 
@@ -143,7 +143,7 @@ impl Refusals {
             Refused::Message { send, peer, tag } => {
                 let peers = self.control.peers().filter(|&rank| peer.is_none_or(|peer| peer == rank));
                 let call = || format!("{}, tag {tag},", if send { "recv" } else { "send" });
-                self.transfers.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
+                self.messages.awaited_by(peers, !send, tag).map(|rank| Waiting { rank, call: call() }).into_iter().collect()
             }
         };
         if let Refused::Collective { .. } | Refused::Operator = refused {
@@ -189,7 +189,7 @@ mod tests {
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::p2p::Message;
+    use crate::messages::Message;
     use crate::trace::Recorder;
     use std::time::Instant;
 
@@ -199,7 +199,7 @@ mod tests {
             let control = Arc::new(control);
             let recorder = Recorder::new(&control, Duration::from_secs(1));
             let engine = Engine::new(Runner::new(Arc::clone(&control), Thresholds::default(), Arc::default()), recorder);
-            Refusals::new(&control, &engine, &Transfers::new(Arc::clone(&control), false))
+            Refusals::new(&control, &engine, &Messages::new(Arc::clone(&control), false))
         };
         controls(3).into_iter().map(rank).collect()
     }
@@ -332,7 +332,7 @@ mod tests {
             (Refused::Message { send: false, peer: None, tag: 7 }, Rank(1), false),
         ] {
             let ranks = ranks();
-            let first = &ranks[0].transfers;
+            let first = &ranks[0].messages;
             std::thread::scope(|scope| {
                 let ticket = first.recv(message(peer), PATIENCE, Completion::new(|_, _| {})).expect("begun");
                 let waiting = scope.spawn(move || first.wait(ticket, None));
@@ -348,7 +348,7 @@ mod tests {
                 }
                 ranks[0].control.fail(Error::aborted("over"));
                 waiting.join().expect("no panic").expect("its completion was called");
-                ranks.iter().for_each(|rank| rank.transfers.stop());
+                ranks.iter().for_each(|rank| rank.messages.stop());
             });
         }
     }
@@ -357,7 +357,7 @@ mod tests {
     fn a_message_does_not_make_up_for_a_refused_collective() {
         let ranks = ranks();
         ranks[1].add("no such dtype".into(), ON_HOST);
-        ranks[1].transfers.send(message(Rank(0)), PATIENCE, Completion::new(|_, _| {})).expect("sent");
+        ranks[1].messages.send(message(Rank(0)), PATIENCE, Completion::new(|_, _| {})).expect("sent");
         ranks[0].control.begin(1, Op::AllGather);
         let failure = failure_within(&ranks[0], PATIENCE).expect("reported");
         assert!(failure.message.contains("rank 0 waits for it in all_gather, collective #1"), "{failure}");
@@ -367,18 +367,18 @@ mod tests {
     fn a_refused_message_that_is_made_up_for_disturbs_nobody() {
         let ranks = ranks();
         let quiet = || Completion::new(|_, _| {});
-        let transfers = &ranks[0].transfers;
+        let messages = &ranks[0].messages;
         std::thread::scope(|scope| {
             ranks[1].add("too short".into(), Refused::Message { send: true, peer: Some(Rank(0)), tag: 7 });
-            ranks[1].transfers.send(message(Rank(0)), PATIENCE, quiet()).expect("sent");
-            let receive = |_| transfers.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
+            ranks[1].messages.send(message(Rank(0)), PATIENCE, quiet()).expect("sent");
+            let receive = |_| messages.recv(message(Rank(1)), PATIENCE, quiet()).expect("begun");
             let [first, second] = [(); 2].map(receive);
-            transfers.wait(first, None).expect("it came");
-            let waiting = scope.spawn(move || transfers.wait(second, None));
+            messages.wait(first, None).expect("it came");
+            let waiting = scope.spawn(move || messages.wait(second, None));
             assert_eq!(failure_within(&ranks[0], QUIET), None);
             ranks[0].control.fail(Error::aborted("over"));
             waiting.join().expect("no panic").expect("its completion was called");
-            ranks.iter().for_each(|rank| rank.transfers.stop());
+            ranks.iter().for_each(|rank| rank.messages.stop());
         });
     }
 }

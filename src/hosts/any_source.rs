@@ -9,7 +9,7 @@ use super::messages::Messages;
 use crate::completion::Completion;
 use crate::error::Result;
 use crate::lock::lock;
-use crate::p2p::{Claim, Message, Transfers};
+use crate::messages::{Claim, Message, Messages as Near};
 use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -32,7 +32,7 @@ struct Receive {
     completion: Completion,
     tickets: Mutex<Tickets>,
     twofold: Twofold,
-    transfers: Arc<Transfers>,
+    transfers: Arc<Near>,
     messages: Arc<Messages>,
 }
 
@@ -79,7 +79,7 @@ impl HostsGroup {
         let member = move |global: Rank| names.iter().position(|&other| other == global).map(|place| Rank(place as u32));
         let completion = Completion::new(move |outcome, source| completion.call(outcome, source.and_then(&member)));
         self.inner.recorded(false, &message, true, completion, |timeout, completion| {
-            let transfers = Arc::clone(self.inner.transfers());
+            let transfers = Arc::clone(self.inner.messages());
             let (tickets, twofold, messages) = (Mutex::default(), Arc::clone(&self.twofold), Arc::clone(messages));
             let receive = Arc::new(Receive { completion, tickets, twofold, transfers, messages });
             let [within, between] = Claim::pair();

@@ -45,7 +45,7 @@ use crate::engine::{Engine, Run};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::host_map::HostMap;
-use crate::p2p::{self, Message};
+use crate::messages::{self as near, Message};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::limit::Limit;
@@ -247,7 +247,7 @@ impl HostsGroup {
     pub fn wait(&self, ticket: u64, timeout: Option<Duration>) -> Result<()> {
         self.inner.check_process()?;
         match self.messages.get() {
-            _ if ticket & p2p::TICKET_BIT != 0 => {
+            _ if ticket & near::TICKET_BIT != 0 => {
                 let since = Instant::now();
                 self.inner.wait(ticket, timeout)?;
                 self.wait_away(ticket, timeout.map(|limit| limit.saturating_sub(since.elapsed())))

@@ -4,7 +4,7 @@ use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Kind, Result};
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 
 /// Operation of the call.

@@ -21,7 +21,7 @@ use crate::config::Config;
 use crate::control::ControlBlock;
 use crate::error::{Error, Kind, Result};
 use crate::lock::lock;
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use crate::sys::fork::{self, PerProcess};
 use entry::{Entry, State, What};

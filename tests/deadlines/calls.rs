@@ -10,7 +10,7 @@ use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::error::{Error, Kind};
 use symm::group::Group;
-use symm::p2p::Message;
+use symm::messages::Message;
 use symm::rank::Rank;
 
 const RUNS: usize = 11;

@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import messages
 import pytest
 import ranks
 import torch
@@ -20,6 +19,8 @@ import torch.distributed as dist
 import torch_symm
 from machines import run_hosts
 from torch_symm import _engines
+
+import messages
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import messages
 import pytest
 import torch
 import torch.distributed as dist
 import torch_symm
-from messages import numbers
 from ranks import meet, run_ranks
 from sandbox import deny, needs_seccomp
+
+import messages
+from messages import numbers
 
 DIRECT = pytest.mark.parametrize("direct", ("1", "0"), ids=("direct", "staged"))
 

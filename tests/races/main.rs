@@ -14,7 +14,7 @@ use symm::error::{Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::p2p::Message;
+use symm::messages::Message;
 use symm::rank::Rank;
 use symm::window::signal_host::SignalPads;
 

@@ -14,7 +14,7 @@ use symm::error::{Error, Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
 use symm::mem::shm::Segment;
-use symm::p2p::Message;
+use symm::messages::Message;
 use symm::rank::Rank;
 
 const PATIENCE: Duration = Duration::from_secs(20);

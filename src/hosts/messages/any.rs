@@ -9,7 +9,7 @@ use super::{Messages, PAUSE, State};
 use crate::completion::Completion;
 use crate::error::{Error, Result};
 use crate::lock::unpoisoned;
-use crate::p2p::{Claim, Message};
+use crate::messages::{Claim, Message};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Frame: what one rank says to another between hosts, with a short message in it. None is longer than its reader has room for.
 
 use super::links::Traffic;
-use crate::p2p::Message;
+use crate::messages::Message;
 
 /// Kind of a frame.
 #[repr(u8)]

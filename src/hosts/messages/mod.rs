@@ -19,7 +19,7 @@ use super::shared::aside;
 use crate::completion::{Completion, Finished};
 use crate::error::{Error, Kind, Result};
 use crate::lock::{lock, unpoisoned};
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::sync::limit::Limit;

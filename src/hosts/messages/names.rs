@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::host_map::HostMap;
 use crate::hosts::rail::Life;
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use std::sync::Arc;
 

@@ -3,7 +3,7 @@
 use super::Finished;
 use crate::completion::Completion;
 use crate::error::{Error, Result};
-use crate::p2p::{Claim, Message};
+use crate::messages::{Claim, Message};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::time::Duration;

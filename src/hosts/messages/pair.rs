@@ -8,7 +8,7 @@ use super::{Finished, LOOK, Names};
 use crate::coll::call::Span;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::p2p::Message;
+use crate::messages::Message;
 use crate::rank::Rank;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

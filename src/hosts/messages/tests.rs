@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::host_map::{HostMap, Placement};
 use crate::lock::{lock, unpoisoned};
-use crate::p2p::{Claim, Message};
+use crate::messages::{Claim, Message};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};

@@ -12,8 +12,8 @@ pub(super) enum Kind {
     Eager = 1,
     /// A message waits at `value`, an address in the sender's memory.
     Offer = 2,
-    /// Send the offered message in frames, from offset `value` on.
-    Ask = 3,
+    /// Send the offered message, of `bytes` bytes, in frames from offset `value` on.
+    Request = 3,
     /// The bytes at offset `value` of an asked-for message follow.
     Data = 4,
     /// The offered message was read; its memory is the sender's again.
@@ -49,7 +49,7 @@ impl Frame {
         match self.kind {
             Kind::Eager => self.bytes as usize,
             Kind::Data => (self.bytes - self.value).min(DATA_BYTES as u64) as usize,
-            Kind::Padding | Kind::Offer | Kind::Ask | Kind::Taken => 0,
+            Kind::Padding | Kind::Offer | Kind::Request | Kind::Taken => 0,
         }
     }
 
@@ -57,7 +57,7 @@ impl Frame {
     pub(super) fn part_bytes(&self) -> usize {
         match self.kind {
             Kind::Eager => PART_BYTES,
-            Kind::Padding | Kind::Offer | Kind::Ask | Kind::Data | Kind::Taken => DATA_BYTES,
+            Kind::Padding | Kind::Offer | Kind::Request | Kind::Data | Kind::Taken => DATA_BYTES,
         }
     }
 
@@ -65,7 +65,7 @@ impl Frame {
     pub(super) fn begins_message(&self) -> bool {
         match self.kind {
             Kind::Eager | Kind::Offer => true,
-            Kind::Padding | Kind::Ask | Kind::Data | Kind::Taken => false,
+            Kind::Padding | Kind::Request | Kind::Data | Kind::Taken => false,
         }
     }
 
@@ -80,13 +80,13 @@ impl Frame {
 
     /// `None` for words that no sender writes.
     pub(super) fn decode(words: [u64; 4]) -> Option<Self> {
-        const KINDS: [Kind; 6] = [Kind::Padding, Kind::Eager, Kind::Offer, Kind::Ask, Kind::Data, Kind::Taken];
+        const KINDS: [Kind; 6] = [Kind::Padding, Kind::Eager, Kind::Offer, Kind::Request, Kind::Data, Kind::Taken];
         let kind = *KINDS.get(usize::from(words[0] as u8))?;
         let frame = Self { kind, tag: (words[0] >> 32) as i32, id: words[1], bytes: words[2], value: words[3] };
         let sound = match kind {
             Kind::Eager => frame.bytes <= EAGER_BYTES as u64,
             Kind::Data => frame.value < frame.bytes,
-            Kind::Padding | Kind::Offer | Kind::Ask | Kind::Taken => true,
+            Kind::Padding | Kind::Offer | Kind::Request | Kind::Taken => true,
         };
         sound.then_some(frame)
     }

@@ -1,14 +1,15 @@
-//! State of the transfers between this rank and its peers, and what each frame does to it.
+//! State of the messages between this rank and its peers, and what each frame does to it.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
+use super::frame::{EAGER_BYTES, Frame, Kind};
+use super::link::Link;
+use super::matching::{Content, Matching, Posted, Unexpected};
+use super::ring::{EAGER_WINDOW, Ring};
 use super::{Begun, Finished, STREAM_BYTES, Sending, Source, State, Stream, reading};
 use crate::completion::Completion;
 use crate::control::{Awaited, ControlBlock};
 use crate::error::{Error, Result};
 use crate::kernels::cpu::{self, Store};
-use crate::p2p::connection::{Connection, EAGER_WINDOW, Outgoing};
-use crate::p2p::frame::{EAGER_BYTES, Frame, Kind};
-use crate::p2p::matching::{Content, Matching, Posted, Unexpected};
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::BTreeMap;
@@ -98,10 +99,15 @@ impl State {
         ticket
     }
 
+    /// The link with `peer`.
+    pub(super) fn link(&mut self, peer: Rank) -> &mut dyn Link {
+        &mut self.rings[peer.index()]
+    }
+
     pub(super) fn stirs(&self, control: &ControlBlock) -> bool {
         control.peers().any(|peer| {
-            let connection = &self.connections[peer.index()];
-            connection.has_room(control) || (connection.has_come(control) && self.listens(peer))
+            let ring = &self.rings[peer.index()];
+            ring.has_room() || (ring.has_come() && self.listens(peer))
         })
     }
 
@@ -159,7 +165,7 @@ impl State {
     pub(super) fn is_awaited(&self, control: &ControlBlock, peer: Rank, send: bool, tag: i32) -> bool {
         let open = || self.pending().any(|pending| pending.peer.is_none_or(|other| other == peer));
         // In this order: see `await_message`.
-        !open() && self.connections[peer.index()].is_drained(control) && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
+        !open() && self.rings[peer.index()].is_drained() && control.awaits(peer, Awaited { send, peer: control.rank(), tag })
     }
 
     pub(super) fn advance(&mut self, control: &ControlBlock, direct: bool) -> Result<bool> {
@@ -168,7 +174,7 @@ impl State {
         for peer in control.peers() {
             while self.listens(peer) {
                 let mut incoming = None;
-                let took = self.connections[peer.index()].receive(control, |frame, payload| {
+                let took = self.rings[peer.index()].receive(|frame, payload| {
                     let begun = &mut self.begun[peer.index()];
                     if payload.len() < frame.payload() {
                         begun.go_on(&self.matching, peer, frame, payload);
@@ -184,7 +190,7 @@ impl State {
                 self.react(control, direct, peer, frame, posted)?;
             }
             let mut sent = Vec::new();
-            moved |= self.connections[peer.index()].flush(control, |ticket| sent.push(ticket))?;
+            moved |= self.rings[peer.index()].flush(|ticket| sent.push(ticket))?;
             for ticket in sent {
                 self.finish_send(ticket);
             }
@@ -197,7 +203,7 @@ impl State {
         match (frame.kind, posted) {
             (Kind::Eager, Some(posted)) => {
                 let posted = self.check_size(control, peer, frame.bytes, posted)?;
-                self.connections[peer.index()].count_match(control);
+                self.link(peer).matched(posted.span.bytes)?;
                 self.finish(posted.ticket, posted.completion, Ok(()), Some(peer));
             }
             (Kind::Offer, Some(posted)) => {
@@ -206,13 +212,14 @@ impl State {
                 self.deliver(control, direct, posted, message)?;
             }
             (Kind::Data, Some(posted)) => self.finish(posted.ticket, posted.completion, Ok(()), Some(peer)),
-            (Kind::Ask, _) => {
+            (Kind::Request, _) => {
                 if let Some(send) = self.offered(control, peer, frame)? {
                     send.requested = true;
-                    let bytes = send.span.bytes as u64;
+                    let (span, bytes) = (send.span, send.span.bytes as u64);
                     let head = Frame { kind: Kind::Data, tag: send.tag, id: frame.id, bytes, value: frame.value.min(bytes) };
-                    let stream = Outgoing::Stream(head, send.span);
-                    self.connections[peer.index()].enqueue(stream);
+                    if self.link(peer).serve(head, span)? {
+                        self.finish_send(frame.id);
+                    }
                 }
             }
             (Kind::Taken, _) => {
@@ -242,16 +249,16 @@ impl State {
             Content::Eager(bytes) => {
                 // SAFETY: sizes are equal (checked above); the span is the receiver's.
                 unsafe { cpu::copy(posted.span.ptr(), bytes.as_ptr(), bytes.len(), Store::Cached) }
-                self.connections[from.index()].count_match(control);
+                self.link(from).matched(posted.span.bytes)?;
                 self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
             }
             Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
             Content::Offer { id, addr } => {
-                let direct = direct && posted.span.bytes > 0 && self.connections[from.index()].is_readable();
+                let direct = direct && posted.span.bytes > 0 && self.rings[from.index()].is_readable();
                 let source = if direct { Source::Memory(addr) } else { Source::Frames };
                 let stream = Stream { posted, got: 0, source };
                 if !direct || !reading::is_quicker(control, from, stream.posted.span.bytes) {
-                    self.ask(from, id, stream);
+                    self.ask(from, id, stream)?;
                 } else {
                     self.streams.insert((from, id), stream);
                 }
@@ -261,9 +268,10 @@ impl State {
     }
 
     /// Has the sender write what is missing of a message.
-    pub(super) fn ask(&mut self, from: Rank, id: u64, stream: Stream) {
-        self.connections[from.index()].enqueue(Outgoing::Control(Frame::control(Kind::Ask, id, stream.got)));
+    pub(super) fn ask(&mut self, from: Rank, id: u64, stream: Stream) -> Result<()> {
+        let frame = Frame { bytes: stream.posted.span.bytes as u64, ..Frame::control(Kind::Request, id, stream.got) };
         self.streams.insert((from, id), Stream { source: Source::Frames, ..stream });
+        self.link(from).request(frame)
     }
 
     /// Gives a rank's message to itself.
@@ -319,7 +327,7 @@ impl State {
         for (ticket, send) in std::mem::take(&mut self.sends) {
             self.finish(ticket, send.completion, Err(error.clone()), None);
         }
-        self.connections.iter_mut().for_each(Connection::let_go);
+        self.rings.iter_mut().for_each(Ring::let_go);
     }
 }
 
@@ -348,7 +356,7 @@ fn place(
                 None => {
                     let content = match frame.kind {
                         Kind::Eager => Content::Eager(payload.into()),
-                        Kind::Offer | Kind::Padding | Kind::Ask | Kind::Data | Kind::Taken => {
+                        Kind::Offer | Kind::Padding | Kind::Request | Kind::Data | Kind::Taken => {
                             Content::Offer { id: frame.id, addr: frame.value }
                         }
                     };
@@ -374,7 +382,7 @@ fn place(
             }
             streams.remove(&(from, frame.id)).map(|stream| stream.posted)
         }
-        Kind::Padding | Kind::Ask | Kind::Taken => None,
+        Kind::Padding | Kind::Request | Kind::Taken => None,
     };
     Some(completed)
 }

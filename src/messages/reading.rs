@@ -1,13 +1,12 @@
-//! Reading long messages from their senders' memory, a step at a time and without the lock of the transfers.
+//! Reading long messages from their senders' memory, a step at a time and without the lock of the messages.
 #![allow(unsafe_code, reason = "copies into the bytes of tensors")]
 
-use super::{Source, State, Transfers};
+use super::frame::{Frame, Kind};
+use super::{Messages, Source, State};
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::control::patience::{PATIENCE, now};
 use crate::error::Result;
-use crate::p2p::connection::Outgoing;
-use crate::p2p::frame::{Frame, Kind};
 use crate::rank::Rank;
 use crate::sys::remote::read_memory;
 use std::sync::MutexGuard;
@@ -52,7 +51,7 @@ impl Step {
     }
 }
 
-impl Transfers {
+impl Messages {
     /// Calls the completions that are due, without the lock. If none is, reads a step of a message from its sender's memory, also without the
     /// lock; returns whether it did.
     pub(super) fn settle(&self, mut state: MutexGuard<'_, State>) -> bool {
@@ -64,7 +63,8 @@ impl Transfers {
         drop(state);
         let read = step.read(&self.control);
         let mut state = self.lock();
-        state.end_step(&self.control, step, read);
+        let ended = state.end_step(&self.control, step, read);
+        self.absorb(&mut state, ended.map(|()| true));
         // The other transfers have deadlines and peers as well, and a long message is read for seconds.
         self.fail_hopeless(&mut state);
         self.complete(state);
@@ -90,9 +90,9 @@ impl State {
 
     /// Takes note of a step. A receive whose bytes have all arrived succeeds only if the offer still stands: a send fails after its group, or
     /// once its rank has departed, and both are looked at after the last byte was read.
-    pub(super) fn end_step(&mut self, control: &ControlBlock, step: Step, (got, read): (usize, Result<()>)) {
+    pub(super) fn end_step(&mut self, control: &ControlBlock, step: Step, (got, read): (usize, Result<()>)) -> Result<()> {
         let Step { from, id, addr, .. } = step;
-        let Some(mut stream) = self.streams.remove(&(from, id)) else { return };
+        let Some(mut stream) = self.streams.remove(&(from, id)) else { return Ok(()) };
         stream.got = got as u64;
         let departed = control.departure(from).is_some();
         if let Some(failure) = control.failure().or_else(|| self.closed.clone()) {
@@ -100,15 +100,16 @@ impl State {
         } else if departed || read.is_err() || (got < step.span.bytes && !is_quicker(control, from, step.span.bytes)) {
             // A rank that has departed may free its memory and never answers: the receive ends as any other of its messages.
             if let (Err(error), false) = (&read, departed) {
-                self.connections[from.index()].give_up_reading(control, error);
+                self.rings[from.index()].give_up_reading(error);
             }
-            self.ask(from, id, stream);
+            return self.ask(from, id, stream);
         } else if got < step.span.bytes {
             stream.source = Source::Memory(addr);
             self.streams.insert((from, id), stream);
         } else {
-            self.connections[from.index()].enqueue(Outgoing::Control(Frame::control(Kind::Taken, id, got as u64)));
+            self.rings[from.index()].say(Frame::control(Kind::Taken, id, got as u64));
             self.finish(stream.posted.ticket, stream.posted.completion, Ok(()), Some(from));
         }
+        Ok(())
     }
 }

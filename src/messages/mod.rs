@@ -1,35 +1,47 @@
-//! Transfers: all sends and receives of one rank, and the threads that move them along.
+//! Messages: sends and receives between the ranks of a group, matched by tag.
+//!
+//! Frames travel by a [`link`](mod@link) to each peer; within a host it is a [`ring`](mod@ring) in each direction. A short message travels in
+//! its frame. A long one is offered first; the receiver then reads it straight out of the sender's memory and acknowledges, or, where that is
+//! not permitted, requests it and receives it in frames. A thread that waits for a message moves all of them along; a progress thread does
+//! while no thread waits.
 
+mod claim;
 mod ending;
+mod frame;
+mod link;
+mod matching;
+mod message;
+mod peer;
 mod reading;
-mod state;
+mod ring;
+mod waiting;
 
-use super::connection::{Connection, Outgoing};
-use super::frame::{EAGER_BYTES, Frame, Kind};
-use super::matching::{Content, Matching, Posted, Unexpected};
+pub use claim::Claim;
+pub use message::Message;
+
+use self::frame::{Frame, Kind};
+use self::link::Link;
+use self::matching::{Content, Matching, Posted, Unexpected};
+use self::ring::Ring;
 use crate::coll::call::Span;
 use crate::completion::{Completion, Finished};
-use crate::control::{ControlBlock, YIELDS, patience};
+use crate::control::ControlBlock;
 use crate::error::{Error, Result};
-use crate::lock::{lock, unpoisoned};
-use crate::p2p::claim::Claim;
-use crate::p2p::message::Message;
+use crate::lock::lock;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
-use crate::sys::interrupt::Interrupts;
 use crate::sys::thread;
-use ending::gave_up;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Tickets of transfers have this bit, those of collectives do not.
+/// Tickets of messages have this bit, those of collectives do not.
 pub const TICKET_BIT: u64 = 1 << 63;
 
 /// A rank's sends and receives.
-pub struct Transfers {
+pub struct Messages {
     control: Arc<ControlBlock>,
     direct: bool,
     state: Mutex<State>,
@@ -40,7 +52,8 @@ pub struct Transfers {
 }
 
 struct State {
-    connections: Vec<Connection>,
+    /// Links, by rank; the one of this rank is idle.
+    rings: Vec<Ring>,
     matching: Matching,
     sends: BTreeMap<u64, Sending>,
     streams: BTreeMap<(Rank, u64), Stream>,
@@ -96,39 +109,13 @@ struct Begun {
     bytes: usize,
 }
 
-/// A thread that moves transfers along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
-/// ends.
-struct Attending<'a>(&'a Transfers);
-
-impl<'a> Attending<'a> {
-    fn new(transfers: &'a Transfers) -> Self {
-        transfers.attend(1);
-        Self(transfers)
-    }
-}
-
-impl Drop for Attending<'_> {
-    fn drop(&mut self) {
-        self.0.attend(-1);
-    }
-}
-
-/// Turns of spinning before a receive waits in earnest.
-const GLANCES: u32 = 100;
-/// Turns of spinning between two moments of giving the core away.
-const SPINS_BETWEEN: u32 = 8;
 /// Messages from this size on are written past the receiver's cache.
 const STREAM_BYTES: usize = 8 << 20;
-/// Time that the progress thread polls after the last transfer before it parks.
-const LINGER: Duration = Duration::from_millis(200);
-/// Pause of the progress thread between looks while transfers are open and another thread may be moving them.
-const PAUSE: Duration = Duration::from_millis(1);
-
-impl Transfers {
+impl Messages {
     /// Makes a table without transfers. `direct` says that every rank may read every other's memory.
     pub fn new(control: Arc<ControlBlock>, direct: bool) -> Arc<Self> {
         let state = State {
-            connections: control.ranks().map(Connection::new).collect(),
+            rings: control.ranks().map(|rank| Ring::new(Arc::clone(&control), rank)).collect(),
             matching: Matching::new(control.size()),
             sends: BTreeMap::new(),
             streams: BTreeMap::new(),
@@ -154,17 +141,15 @@ impl Transfers {
         self.check_peer(peer)?;
         // A short one would be done before anybody looks; a receive may still find what had come.
         if let Some((dead, how)) = self.control.dead_rank() {
-            let what = state::about(&self.control, "send", message.span.bytes, message.tag);
+            let what = peer::about(&self.control, "send", message.span.bytes, message.tag);
             let (dead, me, peer) = (self.control.describe(dead), self.control.describe(self.control.rank()), self.control.describe(peer));
             return Err(self.control.fail(Error::peer(format!("{dead} {how}; {me} began {what} to {peer} after that"))));
         }
         let mut state = self.lock_open()?;
         let (ticket, own) = (state.number(), peer == self.control.rank());
         let (span, tag, bytes) = (message.span, message.tag, message.span.bytes as u64);
-        let short = !own && span.bytes <= EAGER_BYTES;
-        let frame = |kind, value| Frame { kind, tag, id: ticket, bytes, value };
-        let eager = frame(Kind::Eager, 0);
-        let sent = if short { state.connections[peer.index()].send_now(&self.control, eager, span) } else { Ok(false) };
+        let frame = Frame { kind: Kind::Eager, tag, id: ticket, bytes, value: 0 };
+        let sent = if own { Ok(false) } else { state.rings[peer.index()].send_now(frame, span) };
         if sent == Ok(true) {
             drop(state);
             completion.call(Ok(()), None);
@@ -173,24 +158,18 @@ impl Transfers {
         self.start_worker()?;
         state.open.insert(ticket);
         state.sends.insert(ticket, Sending { peer, tag, span, limit: Limit::from(Instant::now(), timeout), completion, requested: false });
-        if sent.is_err() {
-            self.absorb(&mut state, sent);
-        } else if own {
-            match state.matching.take_receive(peer, tag) {
-                Some(posted) => {
-                    let delivered = state.deliver_own(&self.control, posted, ticket);
-                    self.absorb(&mut state, delivered.map(|()| true));
+        let begun = match sent {
+            Err(error) => Err(error),
+            Ok(_) if !own => state.link(peer).send(frame, span).map(|_| ()),
+            Ok(_) => match state.matching.take_receive(peer, tag) {
+                Some(posted) => state.deliver_own(&self.control, posted, ticket),
+                None => {
+                    state.matching.keep(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } });
+                    Ok(())
                 }
-                None => state.matching.keep(Unexpected { from: peer, tag, bytes, content: Content::Own { ticket } }),
-            }
-        } else {
-            let connection = &mut state.connections[peer.index()];
-            connection.enqueue(if short && connection.may_send_eagerly(&self.control) {
-                Outgoing::Eager(eager, span)
-            } else {
-                Outgoing::Control(frame(Kind::Offer, span.addr as u64))
-            });
-        }
+            },
+        };
+        self.absorb(&mut state, begun.map(|()| true));
         self.begin(state);
         Ok(ticket)
     }
@@ -267,100 +246,6 @@ impl Transfers {
         self.settle(state) || moved
     }
 
-    /// Returns once the completion of `ticket` has been called.
-    pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
-        if self.glance(ticket) {
-            return Ok(());
-        }
-        let since = Instant::now();
-        let _attending = Attending::new(self);
-        let (mut turns, mut interrupts) = (0, None::<Interrupts>);
-        loop {
-            let mut state = self.lock();
-            if !state.open.contains(&ticket) {
-                return Ok(());
-            }
-            // However much keeps arriving for other transfers.
-            if limit.is_some_and(|limit| since.elapsed() >= limit) {
-                return Err(gave_up(since));
-            }
-            let mut stirred = self.advance(&mut state);
-            let finished = !state.finished.is_empty();
-            if !stirred && !finished && !state.is_reading_due() {
-                let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
-                let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
-                stirred = (0..spins).any(|_| {
-                    std::hint::spin_loop();
-                    state.stirs(&self.control)
-                });
-            }
-            if self.settle(state) || stirred || finished {
-                turns = 0;
-                continue;
-            }
-            turns += 1;
-            if turns <= YIELDS && !patience::PATIENCE.is_short(patience::now) {
-                patience::yield_core();
-                continue;
-            }
-            self.fail_if_lost();
-            if interrupts.get_or_insert_default().check().is_err() {
-                self.close(&self.control.interrupted(&format!("a send or receive of group {:?}", self.control.name())));
-                continue;
-            }
-            let left = limit.map_or(Duration::MAX, |limit| limit.saturating_sub(since.elapsed()));
-            if left.is_zero() {
-                return Err(gave_up(since));
-            }
-            let left = left.min(self.soonest_deadline());
-            self.control.sleep(left, || {
-                let mut state = self.lock();
-                state.announce(&self.control, ticket);
-                !state.open.contains(&ticket) || state.stirs(&self.control) || state.is_reading_due() || self.control.failure().is_some()
-            });
-        }
-    }
-
-    /// Whether the completion of `ticket` has been called, now or some turns of spinning later. Peers do not learn of a wait that is so
-    /// short: what they read of it costs both sides more than the message does.
-    fn glance(&self, ticket: u64) -> bool {
-        let mut state = self.lock();
-        if !state.open.contains(&ticket) {
-            return true;
-        }
-        // Who receives from this rank asks whether it attends.
-        if !state.sends.is_empty() || self.control.spins() < GLANCES {
-            return false;
-        }
-        for _ in 0..GLANCES {
-            self.advance(&mut state);
-            if state.finished.is_empty() && !state.is_reading_due() {
-                if !state.stirs(&self.control) {
-                    std::hint::spin_loop();
-                }
-                continue;
-            }
-            let read = self.settle(state);
-            state = self.lock();
-            if !state.open.contains(&ticket) {
-                return true;
-            }
-            // The rest of a long message takes a while, for which only a wait has a limit.
-            if read {
-                return false;
-            }
-        }
-        false
-    }
-
-    /// Counts the threads that move transfers along, and lets peers know whether there is one.
-    fn attend(&self, change: isize) {
-        let mut state = self.lock();
-        state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
-        state.take_back(&self.control);
-        self.control.attend(state.waiting_threads > 0);
-    }
-
     /// Number of sends and receives asked for.
     pub fn requested(&self) -> u64 {
         self.requested.load(Ordering::Relaxed)
@@ -398,11 +283,6 @@ impl Transfers {
         self.absorb(state, moved)
     }
 
-    fn soonest_deadline(&self) -> Duration {
-        let state = self.lock();
-        state.limits().filter_map(Limit::left).min().unwrap_or(PAUSE)
-    }
-
     /// Starts the worker before anything is posted. What is posted is read or written until its completion, and so must have a thread to
     /// complete it, or the memory of a transfer that raised would be used after its tensor.
     fn start_worker(self: &Arc<Self>) -> Result<()> {
@@ -413,46 +293,6 @@ impl Transfers {
             *worker = Some(thread.map_err(|e| Error::internal(format!("starting a group's progress thread: {e}")))?);
         }
         Ok(())
-    }
-
-    fn work(&self) {
-        let moved = self.control.contain(|| {
-            self.move_along();
-            Ok(())
-        });
-        if let Err(error) = moved {
-            self.close(&error);
-        }
-    }
-
-    fn move_along(&self) {
-        let (mut idle_since, mut steps) = (Instant::now(), 0);
-        loop {
-            let mut state = self.lock();
-            if state.stopping {
-                return;
-            }
-            if !state.open.is_empty() {
-                idle_since = Instant::now();
-            } else if idle_since.elapsed() > LINGER {
-                state.parked = true;
-                state = unpoisoned(self.begun.wait(state));
-                state.parked = false;
-                idle_since = Instant::now();
-            }
-            // A thread that read a step of a message may have returned since, while others sleep; one that waits for it reads the next at once.
-            let left = state.is_reading_due() && state.steps == steps;
-            steps = state.steps;
-            let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
-            drop(state);
-            if !attended {
-                if self.progress() {
-                    continue;
-                }
-                self.fail_if_lost();
-            }
-            std::thread::sleep(PAUSE);
-        }
     }
 }
 

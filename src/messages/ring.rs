@@ -1,7 +1,8 @@
-//! The two rings between this rank and one peer.
+//! The two rings between this rank and one peer: the link within a host.
 #![allow(unsafe_code, reason = "copies between rings and the bytes of tensors")]
 
-use super::frame::{Frame, Kind};
+use super::frame::{EAGER_BYTES, Frame, Kind};
+use super::link::Link;
 use crate::coll::call::Span;
 use crate::control::ControlBlock;
 use crate::error::{Error, Kind as ErrorKind, Result};
@@ -9,13 +10,14 @@ use crate::kernels::cpu::{self, Store};
 use crate::mem::layout::{LEAST_RING_BYTES, LINE_PAIR, RING_HEAD};
 use crate::rank::Rank;
 use crate::sync::flag::Flag;
-use crate::sync::ring::{Ring, UNIT};
+use crate::sync::ring::{self, UNIT};
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 /// Something that waits for space in the outgoing ring.
 #[derive(Debug)]
-pub(super) enum Outgoing {
+enum Outgoing {
     /// A frame without payload.
     Control(Frame),
     /// A whole message; send `id` is complete once it is written.
@@ -24,9 +26,9 @@ pub(super) enum Outgoing {
     Stream(Frame, Span),
 }
 
-/// Side of this rank in the connection to `peer`.
-#[derive(Debug)]
-pub(super) struct Connection {
+/// Side of this rank in the link with `peer`.
+pub(super) struct Ring {
+    control: Arc<ControlBlock>,
     peer: Rank,
     tail: u64,
     head: u64,
@@ -50,7 +52,7 @@ pub(super) struct Connection {
 pub(super) const EAGER_WINDOW: u64 = 1024;
 
 struct Side<'a> {
-    ring: Ring<'a, AtomicU64>,
+    ring: ring::Ring<'a, AtomicU64>,
     matched: &'a AtomicU64,
     data: *mut u8,
 }
@@ -60,13 +62,14 @@ fn side(control: &ControlBlock, from: Rank, to: Rank) -> Side<'_> {
     // SAFETY: three counters on line pairs of their own at the head of each ring.
     let word = |index: usize| unsafe { segment.at::<AtomicU64>(offset + index * LINE_PAIR) };
     let bytes = control.layout().ring_data_bytes();
-    let ring = Ring { tail: word(0), head: word(1), capacity: bytes as u64 };
+    let ring = ring::Ring { tail: word(0), head: word(1), capacity: bytes as u64 };
     Side { ring, matched: word(2), data: segment.ptr(offset + RING_HEAD, bytes) }
 }
 
-impl Connection {
-    pub(super) fn new(peer: Rank) -> Self {
+impl Ring {
+    pub(super) fn new(control: Arc<ControlBlock>, peer: Rank) -> Self {
         Self {
+            control,
             peer,
             tail: 0,
             head: 0,
@@ -81,41 +84,35 @@ impl Connection {
         }
     }
 
-    /// Whether another short message may go without being asked for.
-    pub(super) fn may_send_eagerly(&self, control: &ControlBlock) -> bool {
+    fn incoming(&self) -> Side<'_> {
+        side(&self.control, self.peer, self.control.rank())
+    }
+
+    fn outgoing(&self) -> Side<'_> {
+        side(&self.control, self.control.rank(), self.peer)
+    }
+
+    /// Whether another short message may go unasked.
+    fn may_send_eagerly(&self) -> bool {
         // Wrapping here and below: a count that no peer can have means that nothing more goes unasked, not a panic.
-        self.eager.wrapping_sub(side(control, control.rank(), self.peer).matched.observe()) < EAGER_WINDOW
+        self.eager.wrapping_sub(self.outgoing().matched.observe()) < EAGER_WINDOW
     }
 
-    /// Sends a short message if nothing waits for space and it may go unasked; whether it has left `span`.
-    pub(super) fn send_now(&mut self, control: &ControlBlock, frame: Frame, span: Span) -> Result<bool> {
-        if !self.outbox.is_empty() || !self.may_send_eagerly(control) {
-            return Ok(false);
-        }
-        self.enqueue(Outgoing::Eager(frame, span));
-        let sent = self.flush(control, |_| ());
-        if self.outbox.pop_back().is_some() {
-            self.eager -= 1;
-        }
-        sent
-    }
-
-    pub(super) fn enqueue(&mut self, item: Outgoing) {
+    fn enqueue(&mut self, item: Outgoing) {
         if matches!(item, Outgoing::Eager(..)) {
             self.eager += 1;
         }
         self.outbox.push_back(item);
     }
 
+    /// Says a frame without payload as soon as there is room.
+    pub(super) fn say(&mut self, frame: Frame) {
+        self.enqueue(Outgoing::Control(frame));
+    }
+
     /// Forgets what waits for space, but for frames without payload: the memory that it would be read from is its sender's again.
     pub(super) fn let_go(&mut self) {
         self.outbox.retain(|item| matches!(item, Outgoing::Control(_)));
-    }
-
-    /// Tells the peer that one of its short messages found its receive.
-    pub(super) fn count_match(&mut self, control: &ControlBlock) {
-        self.matched += 1;
-        side(control, self.peer, control.rank()).matched.publish(self.matched);
     }
 
     /// Whether reading the peer's memory directly is worth a try.
@@ -125,41 +122,40 @@ impl Connection {
 
     /// Reads the peer's memory no more, because of `error`: its long messages come in frames from now on. The system may take back what it
     /// allowed when the group was joined; frames need no leave. A peer that has died (an error of kind `Peer`) is found out elsewhere: no warning.
-    pub(super) fn give_up_reading(&mut self, control: &ControlBlock, error: &Error) {
+    pub(super) fn give_up_reading(&mut self, error: &Error) {
         if !std::mem::replace(&mut self.unreadable, true) && error.kind != ErrorKind::Peer {
-            log::warn!("long messages from {} come in pieces from now on: {error}", control.describe(self.peer));
+            log::warn!("long messages from {} come in pieces from now on: {error}", self.control.describe(self.peer));
         }
     }
 
     /// Whether the peer has sent something.
-    pub(super) fn has_come(&self, control: &ControlBlock) -> bool {
-        side(control, self.peer, control.rank()).ring.tail.observe() != self.seen
+    pub(super) fn has_come(&self) -> bool {
+        self.incoming().ring.tail.observe() != self.seen
     }
 
     /// Whether the peer has freed space for what waits here.
-    pub(super) fn has_room(&self, control: &ControlBlock) -> bool {
-        let reserved =
-            |item: &Outgoing| side(control, control.rank(), self.peer).ring.reserve(self.tail, next_frame(item).footprint()).is_some();
+    pub(super) fn has_room(&self) -> bool {
+        let reserved = |item: &Outgoing| self.outgoing().ring.reserve(self.tail, next_frame(item).footprint()).is_some();
         self.outbox.front().is_some_and(reserved)
     }
 
     /// Whether the peer has read all that was to be sent to it.
-    pub(super) fn is_drained(&self, control: &ControlBlock) -> bool {
-        self.outbox.is_empty() && side(control, control.rank(), self.peer).ring.head.observe() == self.tail
+    pub(super) fn is_drained(&self) -> bool {
+        self.outbox.is_empty() && self.outgoing().ring.head.observe() == self.tail
     }
 
     /// Writes what fits; `sent` gets the ids of messages that need their memory no longer. Returns whether anything was written.
-    pub(super) fn flush(&mut self, control: &ControlBlock, mut sent: impl FnMut(u64)) -> Result<bool> {
+    pub(super) fn flush(&mut self, mut sent: impl FnMut(u64)) -> Result<bool> {
         if self.outbox.is_empty() {
             return Ok(false);
         }
-        let side = side(control, control.rank(), self.peer);
+        let side = side(&self.control, self.control.rank(), self.peer);
         let before = self.tail;
         while let Some(frame) = self.outbox.front().map(next_frame) {
             let Some(reserved) = side.ring.reserve(self.tail, frame.footprint()) else { break };
             // Padding ends the ring.
             let end = reserved.padding.map_or(reserved.place + frame.footprint(), |_| side.ring.capacity);
-            self.have_memory(control, RING_HEAD + end as usize)?;
+            have_memory(&self.control, self.peer, &mut self.reserved, RING_HEAD + end as usize)?;
             let Some(item) = self.outbox.front_mut() else { break };
             if let Some(place) = reserved.padding {
                 write_head(&side, place, Frame::control(Kind::Padding, 0, 0));
@@ -188,7 +184,7 @@ impl Connection {
             match item {
                 Outgoing::Stream(head, _) if frame.value + (frame.payload() as u64) < frame.bytes => {
                     head.value += frame.payload() as u64;
-                    control.wake(self.peer);
+                    self.control.wake(self.peer);
                     continue;
                 }
                 Outgoing::Eager(..) | Outgoing::Stream(..) => sent(frame.id),
@@ -197,27 +193,15 @@ impl Connection {
             self.outbox.pop_front();
         }
         if self.tail != before {
-            control.wake(self.peer);
+            self.control.wake(self.peer);
         }
         Ok(self.tail != before)
     }
 
-    /// Sees to it that the outgoing ring has memory up to `end`. It gets it as it is filled for the first time.
-    fn have_memory(&mut self, control: &ControlBlock, end: usize) -> Result<()> {
-        while self.reserved < end {
-            let ring = control.layout().ring(control.rank(), self.peer);
-            let bytes = if self.reserved == 0 { RING_HEAD + LEAST_RING_BYTES } else { LEAST_RING_BYTES };
-            let purpose = format_args!("messages from rank {} to rank {}", control.rank(), self.peer);
-            control.segment().reserve(ring + self.reserved, bytes, purpose)?;
-            self.reserved += bytes;
-        }
-        Ok(())
-    }
-
     /// Hands the oldest incoming frame and its payload to `take`; false if there is none. One that is still being written is handed over
     /// with what has come of its payload, and again later.
-    pub(super) fn receive(&mut self, control: &ControlBlock, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
-        let side = side(control, self.peer, control.rank());
+    pub(super) fn receive(&mut self, take: impl FnOnce(Frame, &[u8]) -> Result<()>) -> Result<bool> {
+        let side = side(&self.control, self.peer, self.control.rank());
         loop {
             let Some(place) = side.ring.oldest(self.head) else { return Ok(false) };
             // SAFETY: frames begin at multiples of UNIT, so four words fit; the producer published them.
@@ -236,7 +220,7 @@ impl Connection {
             // end.
             let fresh = |frame: &Frame| !frame.begins_message() || frame.id > self.latest;
             let Some(frame) = frame.filter(|frame| fits(frame) && allowed(frame) && fresh(frame) && ahead <= capacity) else {
-                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", control.describe(self.peer))));
+                return Err(Error::internal(format!("{} sent a frame that makes no sense: {words:x?}", self.control.describe(self.peer))));
             };
             if frame.kind == Kind::Padding {
                 self.head += capacity - place;
@@ -260,11 +244,63 @@ impl Connection {
             side.ring.release(self.head);
             // Only a producer that ran out of space waits for this.
             if side.ring.tail.observe().wrapping_sub(self.head) > capacity / 2 {
-                control.wake(self.peer);
+                self.control.wake(self.peer);
             }
             return Ok(true);
         }
     }
+}
+
+impl Link for Ring {
+    fn send_now(&mut self, frame: Frame, span: Span) -> Result<bool> {
+        if span.bytes > EAGER_BYTES || !self.outbox.is_empty() || !self.may_send_eagerly() {
+            return Ok(false);
+        }
+        self.enqueue(Outgoing::Eager(frame, span));
+        let sent = self.flush(|_| ());
+        if self.outbox.pop_back().is_some() {
+            self.eager -= 1;
+        }
+        sent
+    }
+
+    fn send(&mut self, frame: Frame, span: Span) -> Result<usize> {
+        self.enqueue(if span.bytes <= EAGER_BYTES && self.may_send_eagerly() {
+            Outgoing::Eager(frame, span)
+        } else {
+            Outgoing::Control(Frame { kind: Kind::Offer, value: span.addr as u64, ..frame })
+        });
+        Ok(0)
+    }
+
+    fn matched(&mut self, _bytes: usize) -> Result<()> {
+        self.matched += 1;
+        self.incoming().matched.publish(self.matched);
+        Ok(())
+    }
+
+    fn request(&mut self, frame: Frame) -> Result<()> {
+        self.say(frame);
+        Ok(())
+    }
+
+    fn serve(&mut self, frame: Frame, span: Span) -> Result<bool> {
+        self.enqueue(Outgoing::Stream(frame, span));
+        Ok(false)
+    }
+}
+
+/// Makes sure that the ring to `peer`, which has memory up to `reserved`, has it up to `end`. It gets memory as it is filled for the first
+/// time.
+fn have_memory(control: &ControlBlock, peer: Rank, reserved: &mut usize, end: usize) -> Result<()> {
+    while *reserved < end {
+        let ring = control.layout().ring(control.rank(), peer);
+        let bytes = if *reserved == 0 { RING_HEAD + LEAST_RING_BYTES } else { LEAST_RING_BYTES };
+        let purpose = format_args!("messages from rank {} to rank {peer}", control.rank());
+        control.segment().reserve(ring + *reserved, bytes, purpose)?;
+        *reserved += bytes;
+    }
+    Ok(())
 }
 
 fn next_frame(item: &Outgoing) -> Frame {
@@ -287,11 +323,13 @@ mod tests {
 
     const PEER: Rank = Rank(1);
 
-    fn control() -> ControlBlock {
+    /// The link of rank 0 with `PEER`, and its control block.
+    fn connected() -> (Arc<ControlBlock>, Ring) {
         let bytes = Layout::new(2).total_bytes();
         let segment = Segment::map(Segment::create(bytes).expect("memfd"), bytes).expect("map");
         let members = (0..2).map(|global| Identity { pid: std::process::id(), global }).collect();
-        ControlBlock::new(segment, Rank(0), "test".into(), members, 0)
+        let control = Arc::new(ControlBlock::new(segment, Rank(0), "test".into(), members, 0));
+        (Arc::clone(&control), Ring::new(control, PEER))
     }
 
     #[test]
@@ -303,16 +341,16 @@ mod tests {
         let parts = Frame { bytes: 40 << 10, ..long };
         let beyond = Layout::new(2).ring_data_bytes() as u64 + 32;
         for (frame, tail) in [(None, u64::MAX), (None, 32), (Some(offer), beyond), (Some(long), 64), (Some(parts), 32)] {
-            let (control, mut connection) = (control(), Connection::new(PEER));
+            let (control, mut connection) = connected();
             let ring = side(&control, PEER, Rank(0));
             if let Some(frame) = frame {
                 write_head(&ring, 0, frame);
             }
             ring.ring.publish(tail);
-            let error = connection.receive(&control, |_, _| Ok(())).expect_err("it makes no sense");
+            let error = connection.receive(|_, _| Ok(())).expect_err("it makes no sense");
             assert!(error.kind == ErrorKind::Internal && error.message.contains("rank 1"), "{error}");
         }
-        let (control, mut connection) = (control(), Connection::new(PEER));
+        let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));
         write_head(&ring, 0, offer);
         ring.ring.publish(32);
@@ -321,28 +359,28 @@ mod tests {
             came = Some(frame);
             Ok(())
         };
-        assert_eq!(connection.receive(&control, take), Ok(true));
+        assert_eq!(connection.receive(take), Ok(true));
         assert_eq!(came, Some(offer));
-        assert_eq!(connection.receive(&control, |_, _| Ok(())), Ok(false));
+        assert_eq!(connection.receive(|_, _| Ok(())), Ok(false));
     }
 
     #[test]
     fn a_message_that_is_being_written_is_shown_in_parts_and_does_not_stir_without_more() {
-        let (control, mut connection) = (control(), Connection::new(PEER));
+        let (control, mut connection) = connected();
         let ring = side(&control, PEER, Rank(0));
         let frame = Frame { kind: Kind::Eager, tag: 0, id: 1, bytes: 40 << 10, value: 0 };
         write_head(&ring, 0, frame);
         for (bytes, whole) in [(16 << 10, false), (32 << 10, false), (40 << 10, true)] {
             ring.ring.publish(UNIT + bytes);
-            assert!(connection.has_come(&control));
+            assert!(connection.has_come());
             let mut shown = 0;
             let take = |_: Frame, payload: &[u8]| {
                 shown = payload.len() as u64;
                 Ok(())
             };
-            assert_eq!(connection.receive(&control, take), Ok(whole));
+            assert_eq!(connection.receive(take), Ok(whole));
             assert_eq!(shown, bytes);
-            assert!(!connection.has_come(&control), "nothing new");
+            assert!(!connection.has_come(), "nothing new");
         }
         assert_eq!(ring.ring.head.observe(), frame.footprint());
     }

@@ -1,5 +1,6 @@
-//! What one connection learns, others do not.
+//! Links that fail, reads that end early, and deadlines.
 
+use super::frame::EAGER_BYTES;
 use super::reading::QUICK_BYTES;
 use super::*;
 use crate::control::Identity;
@@ -12,14 +13,14 @@ const NOBODY: u32 = i32::MAX as u32;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Three ranks of this process, of which rank 0 takes rank 1 for one whose memory it cannot read.
-fn ranks() -> Vec<Arc<Transfers>> {
+fn ranks() -> Vec<Arc<Messages>> {
     let bytes = Layout::new(3).total_bytes();
     let file = Segment::create(bytes).expect("memfd");
     let rank = |rank| {
         let segment = Segment::map(file.try_clone().expect("dup"), bytes).expect("map");
         let pid = |peer| if rank == 0 && peer == 1 { NOBODY } else { std::process::id() };
         let members = (0..3).map(|global| Identity { pid: pid(global), global }).collect();
-        Transfers::new(Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)), true)
+        Messages::new(Arc::new(ControlBlock::new(segment, Rank(rank), "test".into(), members, 1)), true)
     };
     (0..3).map(rank).collect()
 }
@@ -31,7 +32,7 @@ fn message(peer: Rank, span: Span) -> Message {
 #[test]
 fn a_peer_that_cannot_be_read_is_not_tried_again_and_others_are_read() {
     let ranks = ranks();
-    let readable = || [1, 2].map(|peer: usize| ranks[0].lock().connections[peer].is_readable());
+    let readable = || [1, 2].map(|peer: usize| ranks[0].lock().rings[peer].is_readable());
     for (peer, value, expected) in [(2, 7u8, [true, true]), (1, 8, [false, true]), (2, 9, [false, true]), (1, 10, [false, true])] {
         let (mut from, mut to) = (vec![value; EAGER_BYTES + 1], vec![0u8; EAGER_BYTES + 1]);
         let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
@@ -74,7 +75,7 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
 #[test]
 fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
     // What happens between the last byte and the end of the read; by (receiver, sender).
-    type Event = fn(&Transfers, &Transfers);
+    type Event = fn(&Messages, &Messages);
     let nothing: Event = |_, _| ();
     let fails: Event = |receiver, sender| receiver.close(&sender.control.fail(Error::timeout("the send's time is up")));
     let departs: Event = |_, sender| sender.leave(&Error::aborted("the sender leaves"), "");
@@ -124,10 +125,10 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
                 assert!(told.try_recv().is_err(), "{what}");
             }
             state = ranks[0].lock();
-            state.end_step(&ranks[0].control, step, read);
+            state.end_step(&ranks[0].control, step, read).expect("no link is lost");
             assert_eq!(state.is_reading_due(), !last, "{what}");
         }
-        assert!(state.connections[2].is_readable(), "{what}: no warning that messages come in pieces");
+        assert!(state.rings[2].is_readable(), "{what}: no warning that messages come in pieces");
         ranks[0].settle(state);
         let outcome = told.try_recv().ok();
         match what {

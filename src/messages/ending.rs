@@ -1,7 +1,7 @@
-//! How transfers end: completions, failures, and the end of all at once.
+//! How messages end: completions, failures, and the end of all at once.
 
-use super::state::Lost;
-use super::{State, Transfers};
+use super::peer::Lost;
+use super::{Messages, State};
 use crate::completion::Finished;
 use crate::error::{Error, Result};
 use std::sync::MutexGuard;
@@ -12,7 +12,7 @@ pub(super) fn gave_up(since: Instant) -> Error {
     Error::wait_timeout(format!("wait() gave up after {:.1} s; the transfer itself goes on", since.elapsed().as_secs_f32()))
 }
 
-impl Transfers {
+impl Messages {
     /// Completes everything that is open with `error`.
     pub fn close(&self, error: &Error) {
         let mut state = self.lock();

@@ -2,7 +2,7 @@
 
 use crate::coll::call::Span;
 use crate::completion::Completion;
-use crate::p2p::claim::Claim;
+use crate::messages::claim::Claim;
 use crate::rank::Rank;
 use crate::sync::limit::Limit;
 use std::collections::VecDeque;

@@ -1,0 +1,178 @@
+//! Who moves messages along: a thread that waits for one, and a progress thread while none waits.
+
+use super::Messages;
+use super::ending::gave_up;
+use crate::control::{YIELDS, patience};
+use crate::error::Result;
+use crate::lock::unpoisoned;
+use crate::sync::limit::Limit;
+use crate::sys::interrupt::Interrupts;
+use std::time::{Duration, Instant};
+
+/// A thread that moves messages along while it waits; the progress thread stands back meanwhile. It takes over again however the wait
+/// ends.
+struct Attending<'a>(&'a Messages);
+
+impl<'a> Attending<'a> {
+    fn new(messages: &'a Messages) -> Self {
+        messages.attend(1);
+        Self(messages)
+    }
+}
+
+impl Drop for Attending<'_> {
+    fn drop(&mut self) {
+        self.0.attend(-1);
+    }
+}
+
+/// Turns of spinning before a receive waits in earnest.
+const GLANCES: u32 = 100;
+/// Turns of spinning between two moments of giving the core away.
+const SPINS_BETWEEN: u32 = 8;
+/// Time that the progress thread polls after the last transfer before it parks.
+const LINGER: Duration = Duration::from_millis(200);
+/// Pause of the progress thread between looks while transfers are open and another thread may be moving them.
+const PAUSE: Duration = Duration::from_millis(1);
+
+impl Messages {
+    /// Returns once the completion of `ticket` has been called.
+    pub fn wait(&self, ticket: u64, limit: Option<Duration>) -> Result<()> {
+        if self.glance(ticket) {
+            return Ok(());
+        }
+        let since = Instant::now();
+        let _attending = Attending::new(self);
+        let (mut turns, mut interrupts) = (0, None::<Interrupts>);
+        loop {
+            let mut state = self.lock();
+            if !state.open.contains(&ticket) {
+                return Ok(());
+            }
+            // However much keeps arriving for other transfers.
+            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+                return Err(gave_up(since));
+            }
+            let mut stirred = self.advance(&mut state);
+            let finished = !state.finished.is_empty();
+            if !stirred && !finished && !state.is_reading_due() {
+                let crowded = || self.control.in_the_way(self.control.peers().filter(|&peer| self.control.attends(peer)));
+                let spins = if turns == 0 && !crowded() { self.control.spins() } else { SPINS_BETWEEN };
+                stirred = (0..spins).any(|_| {
+                    std::hint::spin_loop();
+                    state.stirs(&self.control)
+                });
+            }
+            if self.settle(state) || stirred || finished {
+                turns = 0;
+                continue;
+            }
+            turns += 1;
+            if turns <= YIELDS && !patience::PATIENCE.is_short(patience::now) {
+                patience::yield_core();
+                continue;
+            }
+            self.fail_if_lost();
+            if interrupts.get_or_insert_default().check().is_err() {
+                self.close(&self.control.interrupted(&format!("a send or receive of group {:?}", self.control.name())));
+                continue;
+            }
+            let left = limit.map_or(Duration::MAX, |limit| limit.saturating_sub(since.elapsed()));
+            if left.is_zero() {
+                return Err(gave_up(since));
+            }
+            let left = left.min(self.soonest_deadline());
+            self.control.sleep(left, || {
+                let mut state = self.lock();
+                state.announce(&self.control, ticket);
+                !state.open.contains(&ticket) || state.stirs(&self.control) || state.is_reading_due() || self.control.failure().is_some()
+            });
+        }
+    }
+
+    /// Whether the completion of `ticket` has been called, now or some turns of spinning later. Peers do not learn of a wait that is so
+    /// short: what they read of it costs both sides more than the message does.
+    fn glance(&self, ticket: u64) -> bool {
+        let mut state = self.lock();
+        if !state.open.contains(&ticket) {
+            return true;
+        }
+        // Who receives from this rank asks whether it attends.
+        if !state.sends.is_empty() || self.control.spins() < GLANCES {
+            return false;
+        }
+        for _ in 0..GLANCES {
+            self.advance(&mut state);
+            if state.finished.is_empty() && !state.is_reading_due() {
+                if !state.stirs(&self.control) {
+                    std::hint::spin_loop();
+                }
+                continue;
+            }
+            let read = self.settle(state);
+            state = self.lock();
+            if !state.open.contains(&ticket) {
+                return true;
+            }
+            // The rest of a long message takes a while, for which only a wait has a limit.
+            if read {
+                return false;
+            }
+        }
+        false
+    }
+
+    /// Counts the threads that move transfers along, and lets peers know whether there is one.
+    fn attend(&self, change: isize) {
+        let mut state = self.lock();
+        state.waiting_threads = state.waiting_threads.saturating_add_signed(change);
+        state.take_back(&self.control);
+        self.control.attend(state.waiting_threads > 0);
+    }
+
+    fn soonest_deadline(&self) -> Duration {
+        let state = self.lock();
+        state.limits().filter_map(Limit::left).min().unwrap_or(PAUSE)
+    }
+
+    /// The progress thread.
+    pub(super) fn work(&self) {
+        let moved = self.control.contain(|| {
+            self.move_along();
+            Ok(())
+        });
+        if let Err(error) = moved {
+            self.close(&error);
+        }
+    }
+
+    fn move_along(&self) {
+        let (mut idle_since, mut steps) = (Instant::now(), 0);
+        loop {
+            let mut state = self.lock();
+            if state.stopping {
+                return;
+            }
+            if !state.open.is_empty() {
+                idle_since = Instant::now();
+            } else if idle_since.elapsed() > LINGER {
+                state.parked = true;
+                state = unpoisoned(self.begun.wait(state));
+                state.parked = false;
+                idle_since = Instant::now();
+            }
+            // A thread that read a step of a message may have returned since, while others sleep; one that waits for it reads the next at once.
+            let left = state.is_reading_due() && state.steps == steps;
+            steps = state.steps;
+            let attended = (state.waiting_threads > 0 && !left) || state.open.is_empty();
+            drop(state);
+            if !attended {
+                if self.progress() {
+                    continue;
+                }
+                self.fail_if_lost();
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
