@@ -9,6 +9,7 @@ use crate::control::patience::{PATIENCE, now};
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::sys::remote::read_memory;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::MutexGuard;
 
 /// Bytes read directly between two looks at whether the sender attends.
@@ -61,14 +62,20 @@ impl Messages {
             return false;
         };
         drop(state);
-        let read = step.read(&self.control);
+        self.carry_out(step, Step::read);
+        true
+    }
+
+    /// Ends `step` as `read` does. A panic there fails the group, and the receive with it.
+    pub(super) fn carry_out(&self, step: Step, read: impl FnOnce(&Step, &ControlBlock) -> (usize, Result<()>)) {
+        let read = catch_unwind(AssertUnwindSafe(|| read(&step, &self.control)));
+        let read = read.unwrap_or_else(|panic| (step.got, Err(self.control.panicked(&*panic))));
         let mut state = self.lock();
         let ended = state.end_step(&self.control, step, read);
         self.absorb(&mut state, ended.map(|()| true));
         // The other transfers have deadlines and peers as well, and a long message is read for seconds.
         self.fail_hopeless(&mut state);
         self.complete(state);
-        true
     }
 }
 

@@ -145,6 +145,28 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
 }
 
 #[test]
+fn a_panic_in_a_read_fails_the_group_and_the_receive() {
+    let ranks = ranks();
+    let [mut from, mut to] = [7u8, 0].map(|value| vec![value; QUICK_BYTES + 1]);
+    let [source, target] = [&mut from, &mut to].map(|bytes| Span { addr: bytes.as_mut_ptr() as usize, bytes: bytes.len() });
+    let (tell, told) = std::sync::mpsc::channel();
+    ranks[2].send(message(Rank(0), source), PATIENCE, Completion::new(|_, _| ())).expect("begun");
+    let mut state = ranks[0].lock();
+    let done = Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"));
+    let limit = Limit::from(Instant::now(), PATIENCE);
+    let ticket = state.ticket();
+    state.matching.posted.push_back(Posted { ticket, peer: Some(Rank(2)), tag: 3, span: target, limit, completion: done, claim: None });
+    assert!(ranks[0].advance(&mut state), "an offer");
+    let step = state.next_step().expect("a step");
+    drop(state);
+    ranks[0].carry_out(step, |_, _| panic!("in the middle of it"));
+    let error = told.try_recv().expect("the receive has ended").expect_err("it is not complete");
+    assert!(error.message.contains("in the middle of it"), "{error}");
+    assert_eq!((ranks[2].control.failure(), ranks[0].wait(ticket, None)), (Some(error), Ok(())));
+    ranks.iter().for_each(|rank| rank.stop());
+}
+
+#[test]
 fn a_read_that_no_thread_waits_for_goes_on_while_others_sleep() {
     let ranks = ranks();
     let (from, mut to, mut missing) = (vec![7u8; 8 * QUICK_BYTES], vec![0u8; 8 * QUICK_BYTES], [0u8]);
