@@ -253,6 +253,11 @@ impl State {
                 self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
             }
             Content::Own { ticket } => self.deliver_own(control, posted, ticket)?,
+            // Nothing is to be read or asked for.
+            Content::Offer { id, .. } if message.bytes == 0 => {
+                self.rings[from.index()].say(Frame::control(Kind::Taken, id, 0));
+                self.finish(posted.ticket, posted.completion, Ok(()), Some(from));
+            }
             Content::Offer { id, addr } => {
                 let direct = direct && posted.span.bytes > 0 && self.rings[from.index()].is_readable();
                 let source = if direct { Source::Memory(addr) } else { Source::Frames };

@@ -145,6 +145,20 @@ fn a_read_succeeds_only_if_its_offer_stands_after_the_last_byte() {
 }
 
 #[test]
+fn more_empty_messages_than_may_go_unasked_arrive() {
+    let ranks = ranks();
+    let empty = |peer| message(Rank(peer), Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 });
+    let quiet = || Completion::new(|outcome, _| outcome.expect("delivered"));
+    let sent: Vec<u64> = (0..1030).map(|_| ranks[2].send(empty(0), PATIENCE, quiet()).expect("begun")).collect();
+    for _ in 0..sent.len() {
+        let received = ranks[0].recv(empty(2), PATIENCE, quiet()).expect("begun");
+        ranks[0].wait(received, None).expect("within its time");
+    }
+    sent.into_iter().for_each(|sent| ranks[2].wait(sent, None).expect("within its time"));
+    ranks.iter().for_each(|rank| rank.stop());
+}
+
+#[test]
 fn a_panic_in_a_read_fails_the_group_and_the_receive() {
     let ranks = ranks();
     let [mut from, mut to] = [7u8, 0].map(|value| vec![value; QUICK_BYTES + 1]);
