@@ -14,7 +14,7 @@ use symm::dtype::{DType, ReduceOp};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::messages::Message;
+use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const OPS: &[&str] = &["barrier", "broadcast", "all_reduce", "all_reduce_bf16", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
@@ -114,7 +114,9 @@ fn time(group: &Group, op: &str, rank: u32, n: u32, bytes: usize) -> f64 {
         if op == "send_recv" {
             // Half of a ping-pong between ranks 0 and 1.
             let transfer = |send: bool, peer, span| {
-                let message = Message { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
+                let spec = MessageSpec { peer: Some(Rank(peer)), tag: 0, dtype: DType::F32, span, timeout: None };
+                // SAFETY: the tensors are this rank's own, and outlive the wait for the message.
+                let message = unsafe { Message::new(spec) };
                 let done = Completion::new(|outcome, _| outcome.unwrap());
                 let ticket = if send { group.send(message, done) } else { group.recv(message, done) };
                 group.wait(ticket.unwrap(), None).unwrap();

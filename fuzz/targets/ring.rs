@@ -13,7 +13,7 @@ use symm::coll::call::Span;
 use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::mem::layout::{HEADER_BYTES, LINE_PAIR, RING_HEAD};
-use symm::messages::{Message, Messages};
+use symm::messages::{Message, MessageSpec, Messages};
 
 /// Bytes of the receive: a message in one part, or one that is shown in parts.
 const WANTED: [usize; 2] = [64, 20 << 10];
@@ -40,18 +40,20 @@ fuzz_target!(|data: &[u8]| {
     let messages = Messages::new(Arc::clone(&control), false);
     let mut memory = vec![CANARY; 3 * wanted];
     let span = Span { addr: memory.as_mut_ptr() as usize + wanted, bytes: wanted };
-    let message = Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None };
-    let source =
-        Message { peer: Some(PEER), tag: 0, dtype: DType::U8, span: Span { addr: frames.as_ptr() as usize, bytes }, timeout: None };
+    let message = |span| {
+        // SAFETY: `memory` and `frames` outlive `messages`, which ends whatever is open.
+        unsafe { Message::new(MessageSpec { peer: Some(PEER), tag: 0, dtype: DType::U8, span, timeout: None }) }
+    };
+    let source = Span { addr: frames.as_ptr() as usize, bytes };
     let counter = |index: usize| {
         // SAFETY: the counters at the head of the ring are atomics.
         unsafe { segment.at::<AtomicU64>(ring + index * LINE_PAIR) }
     };
     let quiet = || Completion::new(|_, _| {});
     if flags & 1 != 0 {
-        let _ = messages.send(source, Duration::from_secs(60), quiet());
+        let _ = messages.send(message(source), Duration::from_secs(60), quiet());
     }
-    let _ = messages.recv(message, Duration::from_secs(60), quiet());
+    let _ = messages.recv(message(span), Duration::from_secs(60), quiet());
     // A right tail, or none that a producer can have.
     let tail = if flags & 2 != 0 { u64::from(tail) << 56 | u64::from(tail) } else { 32 * u64::from(tail) };
     if flags & 4 != 0 {

@@ -17,7 +17,7 @@ use crate::hosts::HostsGroup;
 use crate::hosts::finding::{self, Place};
 use crate::hosts::joining::Between;
 use crate::hosts::partials::Partials;
-use crate::messages::Message;
+use crate::messages::{Message, MessageSpec};
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::store::worker::Worker;
@@ -345,11 +345,14 @@ pub(super) fn with_calls<T>(specs: &[Spec<'_>], (me, n): (Rank, usize), body: im
 }
 
 pub(super) fn message(transfer: &ffi::Transfer) -> Result<Message> {
-    Ok(Message {
+    let spec = MessageSpec {
         peer: u32::try_from(transfer.peer).ok().map(Rank),
         tag: transfer.tag,
         dtype: DType::copied(transfer.dtype)?,
         span: Span { addr: transfer.span.addr, bytes: transfer.span.bytes },
         timeout: milliseconds(transfer.timeout_ms),
-    })
+    };
+    // SAFETY: the span is that of a tensor which its work in C++ owns until the completion is called, or until the stream has passed the
+    // transfer; torch's users leave it alone until then.
+    Ok(unsafe { Message::new(spec) })
 }

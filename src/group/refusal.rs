@@ -189,7 +189,7 @@ mod tests {
     use crate::control::tests::controls;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Kind;
-    use crate::messages::Message;
+    use crate::messages::{Message, MessageSpec};
     use crate::trace::Recorder;
     use std::time::Instant;
 
@@ -315,7 +315,7 @@ mod tests {
 
     fn message(peer: Rank) -> Message {
         let span = Span { addr: std::ptr::dangling::<u8>() as usize, bytes: 0 };
-        Message { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None }
+        Message::of(MessageSpec { peer: Some(peer), tag: 7, dtype: DType::U8, span, timeout: None })
     }
 
     const PATIENCE: Duration = Duration::from_secs(5);

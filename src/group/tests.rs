@@ -3,6 +3,7 @@
 use super::*;
 use crate::coll::call::{Op, Span, Spec};
 use crate::dtype::DType;
+use crate::messages::MessageSpec;
 
 /// Runs `body` on `n` ranks in threads of this process.
 fn with_ranks(n: u32, body: impl Fn(Group, u32) + Sync) {
@@ -46,7 +47,7 @@ fn all_to_all_and_messages_of_every_plan() {
             }
             let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
             let mut got = vec![0i32; count];
-            let message = |peer, span| Message { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None };
+            let message = |peer, span| Message::of(MessageSpec { peer: Some(Rank(peer)), tag: 3, dtype: DType::I32, span, timeout: None });
             let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
             let send = group.send(message(next, span(&mut inputs[next as usize])), done()).expect("send");
             let recv = group.recv(message(last, span(&mut got)), done()).expect("recv");
@@ -111,7 +112,8 @@ fn a_rank_that_leaves_is_named() {
 fn a_rank_that_has_left_moves_no_messages() {
     with_ranks(2, |group, rank| {
         let mut data = [rank; 2];
-        let mut message = || Message { peer: Some(Rank(1 - rank)), tag: 3, dtype: DType::I32, span: span(&mut data), timeout: None };
+        let mut message =
+            || Message::of(MessageSpec { peer: Some(Rank(1 - rank)), tag: 3, dtype: DType::I32, span: span(&mut data), timeout: None });
         let done = || Completion::new(|outcome, _| outcome.expect("transfer"));
         let ticket = if rank == 0 { group.send(message(), done()) } else { group.recv(message(), done()) }.expect("begun");
         group.wait(ticket, None).expect("within its time");

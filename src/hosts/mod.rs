@@ -200,7 +200,7 @@ impl HostsGroup {
         if let Some((peer, messages)) = self.far(&message) {
             let global = messages.global(peer);
             self.shared.traffic.message(Path::Link(global));
-            let shown = Message { peer: Some(global), ..message };
+            let shown = message.with_peer(Some(global));
             return self.inner.recorded(send, &shown, true, completion, |timeout, completion| {
                 if send { messages.send(peer, message, timeout, completion) } else { messages.recv(peer, message, timeout, completion) }
             });
@@ -240,7 +240,7 @@ impl HostsGroup {
         let layout = Arc::clone(&self.layout);
         let member = move |local: Rank| layout.members(host)[local.index()];
         let completion = Completion::new(move |outcome, source| completion.call(outcome, source.map(member)));
-        Ok((Message { peer, ..message }, completion))
+        Ok((message.with_peer(peer), completion))
     }
 
     /// Returns once the completion of `ticket` has been called; fails with `WaitTimeout` after `timeout`.

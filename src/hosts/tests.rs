@@ -458,7 +458,15 @@ fn messages_stay_on_a_host() {
         );
         let mut byte = [rank as u8];
         let span = Span { addr: byte.as_mut_ptr().addr(), bytes: 1 };
-        let message = |peer: u32| crate::messages::Message { peer: Some(Rank(peer)), tag: 0, dtype: DType::U8, span, timeout: None };
+        let message = |peer: u32| {
+            crate::messages::Message::of(crate::messages::MessageSpec {
+                peer: Some(Rank(peer)),
+                tag: 0,
+                dtype: DType::U8,
+                span,
+                timeout: None,
+            })
+        };
         let (said, heard) = std::sync::mpsc::channel();
         let completion = || {
             let said = said.clone();

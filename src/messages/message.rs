@@ -1,13 +1,15 @@
-//! Description of one send or receive in plain values.
+//! One send or receive in plain values, and the promise about its memory.
+#![allow(unsafe_code, reason = "the constructor by which callers promise memory")]
 
 use crate::coll::call::Span;
 use crate::dtype::DType;
 use crate::rank::Rank;
+use std::ops::Deref;
 use std::time::Duration;
 
-/// Send or receive of one rank.
+/// Arguments of a send or receive on one rank. To record or describe it touches no memory.
 #[derive(Clone, Copy, Debug)]
-pub struct Message {
+pub struct MessageSpec {
     /// The other rank; `None` receives from any.
     pub peer: Option<Rank>,
     /// Matches the other side's.
@@ -18,4 +20,53 @@ pub struct Message {
     pub span: Span,
     /// Limit of the call; `None`: the group's.
     pub timeout: Option<Duration>,
+}
+
+/// A send or receive, whose memory the caller has promised: a send of it may read the span, and a receive may write it.
+///
+/// ```
+/// use symm::coll::call::Span;
+/// use symm::dtype::DType;
+/// use symm::messages::{Message, MessageSpec};
+/// use symm::rank::Rank;
+///
+/// let mut data = [1i32, 2, 3];
+/// let span = Span { addr: data.as_mut_ptr().addr(), bytes: size_of_val(&data) };
+/// let spec = MessageSpec { peer: Some(Rank(1)), tag: 7, dtype: DType::I32, span, timeout: None };
+/// // SAFETY: `data` outlives the message, and no other thread uses it meanwhile.
+/// let message = unsafe { Message::new(spec) };
+/// assert_eq!(message.span.bytes, 12);
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub struct Message(MessageSpec);
+
+impl Message {
+    /// A message of these arguments.
+    ///
+    /// # Safety
+    /// The caller promises as long as the message or a copy of it exists, and until each send and receive of it has ended: the span may be
+    /// read by a send and written by a receive, and no other code writes it. A send or receive ends when its completion is called, or when
+    /// the stream has passed it.
+    pub const unsafe fn new(spec: MessageSpec) -> Self {
+        Self(spec)
+    }
+
+    /// The same message, of which `peer` is the number of the other rank elsewhere.
+    pub(crate) const fn with_peer(self, peer: Option<Rank>) -> Self {
+        Self(MessageSpec { peer, ..self.0 })
+    }
+
+    /// A message of a test, which keeps the promise.
+    #[cfg(test)]
+    pub(crate) const fn of(spec: MessageSpec) -> Self {
+        Self(spec)
+    }
+}
+
+impl Deref for Message {
+    type Target = MessageSpec;
+
+    fn deref(&self) -> &MessageSpec {
+        &self.0
+    }
 }

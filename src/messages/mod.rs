@@ -17,7 +17,7 @@ mod ring;
 mod waiting;
 
 pub use claim::Claim;
-pub use message::Message;
+pub use message::{Message, MessageSpec};
 
 use self::frame::{Frame, Kind};
 use self::link::Link;
@@ -194,7 +194,7 @@ impl Messages {
         self.start_worker()?;
         let mut state = self.lock_open()?;
         let ticket = state.ticket();
-        let Message { peer, tag, span, .. } = message;
+        let MessageSpec { peer, tag, span, .. } = *message;
         let posted = Posted { ticket, peer, tag, span, limit: Limit::from_first_wait(timeout), completion, claim };
         let found = state.matching.take_message(peer, tag);
         // Nobody need look at the clock meanwhile: the progress thread may be in a completion. One that is complete at once reads none.

@@ -26,7 +26,7 @@ fn ranks() -> Vec<Arc<Messages>> {
 }
 
 fn message(peer: Rank, span: Span) -> Message {
-    Message { peer: Some(peer), tag: 3, dtype: DType::U8, span, timeout: None }
+    Message::of(MessageSpec { peer: Some(peer), tag: 3, dtype: DType::U8, span, timeout: None })
 }
 
 #[test]
@@ -64,7 +64,7 @@ fn a_receive_has_its_time_from_when_it_was_begun_whatever_the_progress_thread_do
     inside.recv_timeout(PATIENCE).expect("a thread completes it");
     let (tell, told) = std::sync::mpsc::channel();
     let begun = Instant::now();
-    let tag = Message { tag: 4, ..message(Rank(2), missing) };
+    let tag = Message::of(MessageSpec { tag: 4, ..*message(Rank(2), missing) });
     ranks[0].recv(tag, limit, Completion::new(move |outcome, _| tell.send(outcome).expect("waited for"))).expect("begun");
     let error = told.recv_timeout(PATIENCE).expect("completed").expect_err("nobody sends it");
     let waited = begun.elapsed();

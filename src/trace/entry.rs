@@ -4,7 +4,7 @@ use crate::coll::call::{Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Kind, Result};
-use crate::messages::Message;
+use crate::messages::{Message, MessageSpec};
 use crate::rank::Rank;
 
 /// Operation of the call.
@@ -144,7 +144,7 @@ impl Entry {
 
     /// Entry of a message when it is asked for.
     pub(super) fn of_message(send: bool, message: &Message) -> Self {
-        let Message { peer, tag, dtype, span, .. } = *message;
+        let MessageSpec { peer, tag, dtype, span, .. } = **message;
         let bytes = span.bytes as u64;
         let (what, bytes_in, bytes_out) = if send { (What::Send { peer, tag }, bytes, 0) } else { (What::Receive { peer, tag }, 0, bytes) };
         Self { what, dtype, bytes_in, bytes_out, ..Self::EMPTY }

@@ -4,6 +4,7 @@ use crate::control::Identity;
 use crate::dtype::{DType, ReduceOp};
 use crate::mem::layout::Layout;
 use crate::mem::shm::Segment;
+use crate::messages::MessageSpec;
 use serde_json::Value;
 use std::time::Instant;
 
@@ -49,7 +50,7 @@ fn a_dump_tells_each_calls_story() {
     let launched = recorder.schedule(&[call(Op::Reduce, 4)], LIMIT, true, place, false);
     recorder.start_as(launched, 1, "reduce_staged");
     let span = Span { addr: 0, bytes: 12 };
-    let message = Message { peer: None, tag: 5, dtype: DType::I32, span, timeout: None };
+    let message = Message::of(MessageSpec { peer: None, tag: 5, dtype: DType::I32, span, timeout: None });
     let received = recorder.message(false, &message, LIMIT, Target::Host);
     recorder.ended(received, &Ok(()), Some(Rank(2)));
 
@@ -98,7 +99,7 @@ fn all_calls_are_counted_by_operation_and_size() {
     let place = Target::Cuda { device: 0, stream: 1, background: false };
     recorder.schedule(&[call(Op::AllReduce, 4096)], LIMIT, false, place, false);
     let span = Span { addr: 0, bytes: 12 };
-    let message = Message { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None };
+    let message = Message::of(MessageSpec { peer: Some(Rank(0)), tag: 5, dtype: DType::I32, span, timeout: None });
     recorder.ended(recorder.message(true, &message, LIMIT, Target::Host), &Ok(()), None);
 
     let totals = &rendered(journal)["totals"];

@@ -10,7 +10,7 @@ use symm::completion::Completion;
 use symm::dtype::DType;
 use symm::error::{Error, Kind};
 use symm::group::Group;
-use symm::messages::Message;
+use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const RUNS: usize = 11;
@@ -22,7 +22,9 @@ const TIMEOUT: Duration = Duration::from_millis(60);
 /// A receive from rank 1, who sends nothing.
 fn receive(group: &Group, timeout: Duration) -> Result<(), Error> {
     let mut room = [0u8; 8];
-    let message = Message { peer: Some(Rank(1)), tag: 1, dtype: DType::U8, span: span(&mut room), timeout: Some(timeout) };
+    let spec = MessageSpec { peer: Some(Rank(1)), tag: 1, dtype: DType::U8, span: span(&mut room), timeout: Some(timeout) };
+    // SAFETY: `room` outlives the wait for the message.
+    let message = unsafe { Message::new(spec) };
     let received: &'static Mutex<_> = Box::leak(Box::new(Mutex::new(Ok(()))));
     let ticket = group.recv(message, Completion::new(move |outcome, _| *received.lock().expect("not poisoned") = outcome))?;
     group.wait(ticket, None)?;

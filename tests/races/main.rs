@@ -14,7 +14,7 @@ use symm::error::{Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::Layout;
 use symm::mem::shm::Segment;
-use symm::messages::Message;
+use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 use symm::window::signal_host::SignalPads;
 
@@ -106,7 +106,9 @@ fn messages(group: &Group, rank: u32) {
     for (round, count) in COUNTS.into_iter().chain([30_000]).enumerate() {
         let (next, last) = ((rank + 1) % RANKS, (rank + RANKS - 1) % RANKS);
         let (mut given, mut got) = (vec![rank + 1; count], vec![0; count]);
-        let message = |peer, span| Message { peer: Some(Rank(peer)), tag: round as i32, dtype: DType::I32, span, timeout: None };
+        let spec = |peer, span| MessageSpec { peer: Some(Rank(peer)), tag: round as i32, dtype: DType::I32, span, timeout: None };
+        // SAFETY: each rank's tensors are its own, and live until the messages have ended.
+        let message = |peer, span| unsafe { Message::new(spec(peer, span)) };
         let done = || Completion::new(|outcome, _| outcome.expect("a transfer"));
         let send = group.send(message(next, span(&mut given)), done()).expect("send");
         let receive = group.recv(message(last, span(&mut got)), done()).expect("recv");

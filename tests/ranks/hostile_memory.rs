@@ -14,7 +14,7 @@ use symm::error::{Error, Kind, Result};
 use symm::group::{Group, Tuning};
 use symm::mem::layout::{INLINE_BYTES, LINE_PAIR, Layout, POST_HEAD, RING_HEAD};
 use symm::mem::shm::Segment;
-use symm::messages::Message;
+use symm::messages::{Message, MessageSpec};
 use symm::rank::Rank;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -45,7 +45,8 @@ fn pair(file: &OwnedFd, timeout: Duration, direct: bool) -> [Group; 2] {
 }
 
 fn message(peer: u32, tag: i32, span: Span) -> Message {
-    Message { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }
+    // SAFETY: tests keep the memory until the message has ended.
+    unsafe { Message::new(MessageSpec { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None }) }
 }
 
 /// Where the outcome of a send or receive will stand.

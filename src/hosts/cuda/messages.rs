@@ -30,7 +30,7 @@ impl HostsGroup {
             let peer = peer.ok_or_else(|| Error::value("a transfer between GPUs needs a rank of the group as its other end"))?;
             if self.layout.host(peer) == host {
                 let mut transfer = *transfer;
-                transfer.message.peer = Some(Rank(self.layout.local(peer) as u32));
+                transfer.message = transfer.message.with_peer(Some(Rank(self.layout.local(peer) as u32)));
                 near.push(transfer);
             } else {
                 far.push((peer, transfer.send, transfer.message.span));

@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::error::Error;
 use crate::host_map::HostMap;
 use crate::hosts::rail::Life;
-use crate::messages::Message;
+use crate::messages::MessageSpec;
 use crate::rank::Rank;
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub(in crate::hosts) struct Names {
 impl Messages {
     /// Name of a message.
     pub(super) fn about(&self, name: &str, open: &Open) -> String {
-        let Message { span, tag, dtype, .. } = open.message;
+        let MessageSpec { span, tag, dtype, .. } = *open.message;
         self.described(name, span.bytes as u64, Some(dtype), tag)
     }
 

@@ -8,7 +8,7 @@ use super::{Finished, LOOK, Names};
 use crate::coll::call::Span;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::messages::Message;
+use crate::messages::MessageSpec;
 use crate::rank::Rank;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -242,7 +242,7 @@ impl Pair {
     fn start(&mut self, id: u64, links: &dyn Links, finished: &mut Vec<Finished>) -> Result<()> {
         let Some(send) = self.sends.get_mut(&id).filter(|send| !send.started) else { return Ok(()) };
         send.started = true;
-        let Message { tag, dtype, span, .. } = send.open.message;
+        let MessageSpec { tag, dtype, span, .. } = *send.open.message;
         let (cost, room) = (span.bytes as u64 + FOOTPRINT, BACKLOG.saturating_sub(self.short - self.short_matched));
         // There is nothing to ask for in an empty one.
         let short = span.bytes <= SHORT && (span.bytes == 0 || cost <= room);
@@ -299,7 +299,7 @@ impl Pair {
         names: &Names,
         finished: &mut Vec<Finished>,
     ) -> Result<()> {
-        let Message { span, dtype, tag, .. } = open.message;
+        let MessageSpec { span, dtype, tag, .. } = *open.message;
         if message.bytes != span.bytes as u64 {
             let sent = DType::from_torch(i32::from(message.dtype)).map_or("unknown", DType::name);
             let (peer, me, group) = (names.layout.describe(self.peer), names.layout.describe(names.me), &names.group);

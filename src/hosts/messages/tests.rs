@@ -10,7 +10,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::host_map::{HostMap, Placement};
 use crate::lock::{lock, unpoisoned};
-use crate::messages::{Claim, Message};
+use crate::messages::{Claim, Message, MessageSpec};
 use crate::rank::Rank;
 use crate::store::memory::MemoryStore;
 use std::collections::{HashMap, VecDeque};
@@ -177,7 +177,7 @@ impl Member {
         let (told, outcome) = channel();
         let completion = Completion::new(move |outcome, source| told.send((outcome, source)).expect("somebody waits"));
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
-        let message = Message { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None };
+        let message = Message::of(MessageSpec { peer: Some(Rank(peer)), tag, dtype: DType::U8, span, timeout: None });
         let (timeout, peer) = (Duration::from_secs_f64(seconds), Rank(peer));
         let ticket = if send {
             self.messages.send(peer, message, timeout, completion)
@@ -192,7 +192,7 @@ impl Member {
         let (told, outcome) = channel();
         let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
-        let message = Message { peer: None, tag: 0, dtype: DType::U8, span, timeout: None };
+        let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
         (self.messages.recv_any(message, Duration::from_secs(60), completion, claim).expect("starts"), outcome)
     }
 

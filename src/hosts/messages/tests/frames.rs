@@ -86,7 +86,7 @@ impl Alone {
     /// The receive `ticket`, into `data`.
     fn open(ticket: u64, data: &mut [u8]) -> Open {
         let span = Span { addr: data.as_mut_ptr().addr(), bytes: data.len() };
-        let message = Message { peer: None, tag: 0, dtype: DType::U8, span, timeout: None };
+        let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
         let completion = Completion::new(|_, _| {});
         Open { ticket, message, limit: Limit::from(Instant::now(), Duration::from_secs(60)), completion }
     }
@@ -185,7 +185,7 @@ fn a_receive_that_this_host_has_filled_is_not_waited_for() {
             let ([within, between], (told, outcome)) = (Claim::pair(), channel());
             let completion = Completion::new(move |outcome, source| drop(told.send((outcome, source))));
             let span = Span { addr: never.as_mut_ptr().addr(), bytes: 4 };
-            let message = Message { peer: None, tag: 0, dtype: DType::U8, span, timeout: None };
+            let message = Message::of(MessageSpec { peer: None, tag: 0, dtype: DType::U8, span, timeout: None });
             assert!(!before || within.take());
             let ticket = member.messages.recv_any(message, Duration::from_millis(50), completion, between).expect("begins");
             assert!(before || within.take());
