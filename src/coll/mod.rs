@@ -1,4 +1,5 @@
-//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), and how long it takes ([`cost`]).
+//! Collectives: what was asked ([`call`], [`alias`]), what will run ([`plan`]), how ([`cpu`], [`cuda`]), on several hosts ([`two_level`]),
+//! and how long it takes ([`cost`]).
 
 pub mod alias;
 pub mod call;
@@ -8,3 +9,4 @@ pub mod cuda;
 pub mod describe;
 pub mod norm;
 pub mod plan;
+pub mod two_level;

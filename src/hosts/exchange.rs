@@ -1,9 +1,10 @@
 //! gather, scatter and all_to_all on several hosts: every rank has something of its own for every other.
 
 use super::rail::Transfer;
-use super::slices::{LAG, Turns, part, rails};
-use super::step::{Between, NOTHING, Scratch, Step, copy};
+use super::step::{Between, Scratch, Step, copy};
 use crate::coll::call::{Op, Span};
+use crate::coll::two_level::slices::{LAG, Turns, part, rails};
+use crate::coll::two_level::step::NOTHING;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use std::collections::BTreeMap;

@@ -1,9 +1,10 @@
 //! Broadcast and all_gather on several hosts.
 
 use super::rail::Transfer;
-use super::slices::{LAG, Turns, part, rails, slices};
-use super::step::{NOTHING, Scratch, Step, contiguous, copy, spread};
+use super::step::{Scratch, Step, contiguous, copy, spread};
 use crate::coll::call::{Op, Span, Spec};
+use crate::coll::two_level::slices::{LAG, Turns, part, rails, slices};
+use crate::coll::two_level::step::NOTHING;
 use crate::error::Result;
 use crate::rank::Rank;
 use std::ops::Range;

@@ -3,7 +3,7 @@
 //! Inside a host it is a [`Group`]. Between hosts there are [`rail`]s, one for each local index that every host has, which move bytes and
 //! nothing else: what is exchanged, in which order, and every sum is decided here. `docs/design/several-hosts.md` shows the steps.
 //!
-//! - [`rail`]: what a backend does; [`slices`](mod@slices): what goes by which rail; [`header`](mod@header): what ranks compare
+//! - [`rail`]: what a backend does; [`header`](mod@header): what ranks compare
 //! - [`partials`](mod@partials): the type in which sums travel; [`chosen`](mod@chosen): what all ranks go by alike
 //! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
@@ -32,7 +32,6 @@ mod reduce;
 mod refusal;
 mod shared;
 mod short;
-mod slices;
 mod step;
 #[cfg(test)]
 mod tests;

@@ -2,9 +2,9 @@
 
 use super::header::Header;
 use super::rail::Transfer;
-use super::slices::part;
 use super::step::{Between, Scratch, Step, copy};
 use crate::coll::call::{Call, Op, Span};
+use crate::coll::two_level::slices::part;
 use crate::error::Result;
 use crate::rank::Rank;
 use crate::trace::Phase;

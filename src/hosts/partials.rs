@@ -1,24 +1,15 @@
-//! Partials: the type in which hosts give each other what their ranks have reduced.
+//! Which type of partial results a group chooses, and copies in it.
 #![allow(unsafe_code, reason = "loops over the bytes of tensors and scratch memory")]
 
 use super::step::{Scratch, Step};
 use crate::coll::call::Span;
-use crate::dtype::{DType, ReduceOp};
+pub use crate::coll::two_level::levels::Partials;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::kernels::cpu;
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
-
-/// Type of partial results; the same on all ranks of a group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Partials {
-    /// That of the tensor: an element is rounded on each host, and once more.
-    #[default]
-    Tensor,
-    /// float32 where the tensor's floats are narrower: an element is rounded once.
-    Fp32,
-}
 
 /// What the default group has chosen.
 static DEFAULT: PerProcess<Mutex<Partials>> = PerProcess::new(Mutex::default);
@@ -41,22 +32,6 @@ impl Partials {
             *default = chosen;
         }
         Ok(chosen)
-    }
-
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Tensor => "tensor",
-            Self::Fp32 => "fp32",
-        }
-    }
-
-    /// Type of partial results of a reduction with `op` of elements of `dtype`.
-    pub(super) fn dtype(self, op: ReduceOp, dtype: DType) -> DType {
-        let rounds = match op {
-            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
-            ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
-        };
-        if self == Self::Fp32 && rounds && cpu::is_narrow(dtype) { DType::F32 } else { dtype }
     }
 }
 
@@ -107,17 +82,6 @@ impl Step<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_what_rounds_travels_wider() {
-        let of = |op, dtype| Partials::Fp32.dtype(op, dtype);
-        assert_eq!(of(ReduceOp::Sum, DType::BF16), DType::F32);
-        assert_eq!(of(ReduceOp::Avg, DType::F8E4M3FN), DType::F32);
-        assert_eq!(of(ReduceOp::Max, DType::F16), DType::F16);
-        assert_eq!(of(ReduceOp::Sum, DType::F64), DType::F64);
-        assert_eq!(of(ReduceOp::Sum, DType::I8), DType::I8);
-        assert_eq!(Partials::Tensor.dtype(ReduceOp::Sum, DType::BF16), DType::BF16);
-    }
 
     #[test]
     fn later_groups_choose_as_the_default_one_did() {

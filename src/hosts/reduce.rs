@@ -7,9 +7,11 @@
 #![allow(unsafe_code, reason = "loops over the bytes of staging")]
 
 use super::rail::Transfer;
-use super::slices::{LAG, Levels, Turns, overlap, part, rails, ranges, shifted, slices};
-use super::step::{Between, NOTHING, Scratch, Step, contiguous, copy};
+use super::step::{Between, Scratch, Step, contiguous, copy};
 use crate::coll::call::{Op, Span, Spec};
+use crate::coll::two_level::levels::Levels;
+use crate::coll::two_level::slices::{LAG, Turns, overlap, part, rails, ranges, shifted, slices};
+use crate::coll::two_level::step::NOTHING;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source};
 use std::ops::Range;

@@ -2,9 +2,10 @@
 #![allow(unsafe_code, reason = "loops over the bytes of slots")]
 
 use super::opening::Slots;
-use super::slices::{Levels, part};
 use super::step::{Scratch, Step, copy};
 use crate::coll::call::{Op, Span};
+use crate::coll::two_level::levels::Levels;
+use crate::coll::two_level::slices::part;
 use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;

@@ -1,13 +1,14 @@
 //! Step: one collective that is under way on several hosts, and what every collective is made of.
 #![allow(unsafe_code, reason = "copies between staging and the bytes of tensors")]
 
+use super::Shared;
 use super::held::Held;
 use super::rail::Transfer;
 use super::traffic::Path;
-use super::{Shared, slices};
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::cost::wire::Thresholds;
 use crate::coll::describe::Description;
+use crate::coll::two_level::slices;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -59,9 +60,6 @@ impl Scratch {
         &self.0
     }
 }
-
-/// The empty span.
-pub(super) const NOTHING: Span = Span { addr: 0, bytes: 0 };
 
 /// Copies `from` to `to`, which is as long.
 pub(super) fn copy(from: Span, to: Span) {

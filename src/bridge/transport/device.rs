@@ -2,8 +2,9 @@
 
 use super::ffi::{Manner, PendingHandle, Seat, TransportHandle};
 use super::{Buffer, GivenUp, Maker, begun, outcome, span, there};
+use crate::coll::two_level::step::Transfer;
 use crate::error::{Error, Result};
-use crate::hosts::cuda::backends::{Backends, Transfer, Which};
+use crate::hosts::cuda::backends::{Backends, Which};
 use crate::lock::lock;
 use crate::mem::span::Span;
 use cxx::SharedPtr;
@@ -72,14 +73,14 @@ impl Backends for DeviceBackends {
         followed
     }
 
-    fn start(&self, device: i32, transfer: &Transfer, beside: bool) -> Result<()> {
+    fn start(&self, device: i32, transfer: &Transfer<Span>, beside: bool) -> Result<()> {
         let (transport, size) = self.made(Which::Rail)?;
         let (transport, keep, manner) = (there(&transport)?, SharedPtr::null(), Manner { timeout_ms: 0, beside, device });
         let work = begun(match transfer {
             Transfer::AllGather { from, to } => {
-                transport.all_gather(&span(from.addr, from.bytes), &span(*to, size * from.bytes), &keep, &manner)
+                transport.all_gather(&span(from.addr, from.bytes), &span(to.addr, size * from.bytes), &keep, &manner)
             }
-            Transfer::AllToAll { from, sent, to, received } => transport.all_to_all(*from, sent, *to, received, &keep, &manner),
+            Transfer::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, &keep, &manner),
             Transfer::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), &keep, &manner),
         })?;
         if beside {

@@ -1,7 +1,7 @@
 //! Backends of torch, such as NCCL, between GPUs of different hosts, and memory of torch's.
 
+use crate::coll::two_level::step::Transfer;
 use crate::error::Result;
-use crate::hosts::rail;
 use crate::hosts::shared::aside;
 use crate::lock::lock;
 use crate::mem::span::Span;
@@ -31,48 +31,6 @@ impl Which {
     }
 }
 
-/// Transfer of bytes between the ranks of a rail; hosts in their order. Addresses are those of the GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Transfer {
-    /// What is at `from` on every host reaches `to`, one behind the other.
-    AllGather {
-        /// The own bytes.
-        from: Span,
-        /// Address of everybody's.
-        to: usize,
-    },
-    /// `sent[h]` bytes of those at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`.
-    AllToAll {
-        /// Address of what is sent.
-        from: usize,
-        /// Lengths of what is sent.
-        sent: Vec<usize>,
-        /// Address of what is received.
-        to: usize,
-        /// Lengths of what is received.
-        received: Vec<usize>,
-    },
-    /// What is at `at` on host `root` reaches `at` on all hosts.
-    Broadcast {
-        /// Host that has the bytes.
-        root: usize,
-        /// Place of the bytes, on this rank.
-        at: Span,
-    },
-}
-
-impl Transfer {
-    /// Bytes that the rank of `host`, of `hosts`, sends to others and receives from them.
-    pub(super) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
-        match self {
-            Self::AllGather { from, to } => rail::Transfer::AllGather { from: 0, each: from.bytes, to: *to },
-            Self::AllToAll { from, sent, to, received } => rail::Transfer::AllToAll { from: *from, sent, to: *to, received },
-            Self::Broadcast { root, at } => rail::Transfer::Broadcast { root: *root, at: at.addr, bytes: at.bytes },
-        }
-        .bytes(host, hosts)
-    }
-}
-
 /// Backends of one rank, and memory. Everything is enqueued on the calling thread's stream of the device, which records a graph or not;
 /// nothing waits for a GPU. One thread at a time calls all but `abort` and `close`.
 pub trait Backends: Send + Sync {
@@ -85,8 +43,8 @@ pub trait Backends: Send + Sync {
     /// Makes the stream wait for all that goes beside it, and gives back all memory, which what was enqueued may still use.
     fn finish(&self) -> Result<()>;
 
-    /// Enqueues a transfer on the rail: in the stream's order, or behind what the stream holds now and `beside` what follows.
-    fn start(&self, device: i32, transfer: &Transfer, beside: bool) -> Result<()>;
+    /// Enqueues a transfer of the GPU's memory on the rail: in the stream's order, or behind what the stream holds now and `beside` what follows.
+    fn start(&self, device: i32, transfer: &Transfer<Span>, beside: bool) -> Result<()>;
 
     /// Makes the stream wait for the oldest transfer beside it.
     fn follow(&self) -> Result<()>;

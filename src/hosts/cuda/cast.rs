@@ -1,8 +1,9 @@
 //! Copies of floats as float32, and back, on a GPU: `src/kernels/cuda/hosts/cast.cu`.
 
-use super::sum::{BLOCKS, THREADS, UNIT};
+use super::sum::{BLOCKS, THREADS};
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
+use crate::coll::two_level::rules::UNIT;
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::kernels::cuda::compile::Variant;

@@ -1,20 +1,16 @@
 //! CUDA tensors of a group on several hosts: kernels of the group inside each host, a backend of torch's, NCCL, between them.
 //!
 //! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. Where a call of CPU tensors
-//! is run step by step, a call here is a [`plan`](mod@plan) whose steps follow each other on the caller's stream.
+//! is run step by step, a call here is a program ([`two_level`](crate::coll::two_level)) whose steps follow each other on the caller's stream.
 //!
-//! - [`backends`]: what torch does; [`plan`](mod@plan): the steps of a collective; [`steps`]: their order in a long one
+//! - [`backends`]: what torch does
 //! - [`sum`]: the kernel that adds up partial results; [`cast`]: those that widen and round
 //! - [`messages`](mod@messages): sends and receives; [`watch`](mod@watch): deadlines, and the end of what waits for a host that has failed
 
 pub mod backends;
 pub mod cast;
 mod messages;
-mod plan;
-mod steps;
 pub mod sum;
-#[cfg(test)]
-mod tests;
 mod watch;
 
 use super::HostsGroup;
@@ -24,6 +20,9 @@ use super::traffic::Path;
 use crate::coll::call::{Call, Op, Span, Spec};
 use crate::coll::describe::Description;
 use crate::coll::norm;
+use crate::coll::two_level::Planning;
+use crate::coll::two_level::rules::Rules;
+use crate::coll::two_level::step::{Bases, Place, Program, Step, Transfer};
 use crate::config::Config;
 use crate::error::{Error, Kind, Result};
 use crate::group::device::CudaTarget;
@@ -36,13 +35,11 @@ use crate::sys::fork;
 use crate::trace::{self, Phase};
 use backends::{Backends, Connections, Which};
 use cast::Cast;
-use plan::Plan;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
-use steps::Step;
-use sum::MOST_HOSTS;
+use sum::{MOST_HOSTS, Sum};
 use watch::{Open, Watch, Watched};
 
 /// Time past the deadline in which kernels inside a host go on: who waits for another host knows more, and fails the group first.
@@ -131,7 +128,7 @@ impl HostsGroup {
         let cuda = self.cuda(&calls.first().map_or_else(String::new, |call| Description::of(call).to_string()))?;
         let timeout = timeout.unwrap_or_else(|| self.inner.timeout());
         self.inner.failure().map_or(Ok(()), Err)?;
-        let needed = if calls.iter().any(|call| plan::exchanges(call.op)) { Which::All } else { Which::Rail };
+        let needed = if calls.iter().any(|call| exchanges(call.op)) { Which::All } else { Which::Rail };
         let mut state = cuda.state();
         self.connected(cuda, &mut state, target, needed, timeout)?;
         let headers = (state.collectives + 1..).zip(calls).map(|(number, call)| Header::of(call, number));
@@ -343,34 +340,54 @@ impl HostsGroup {
     fn enqueue(&self, cuda: &Cuda, call: &Call, device: &Device, stream: Stream, target: CudaTarget, timeout: Duration) -> Result<()> {
         let (layout, ordinal, backends) = (&*self.layout, target.device, &cuda.connections.backends);
         let (traffic, rail) = (&self.shared.traffic, Path::CudaRail(layout.local(self.rank)));
-        let Plan { mut steps, memory } = plan::of(call, layout, *self.shared.chosen(), self.rank, 0);
-        if memory > 0 {
-            steps = plan::of(call, layout, *self.shared.chosen(), self.rank, backends.memory(ordinal, memory)?).steps;
-        }
+        let chosen = self.shared.chosen();
+        let (me, partials, thresholds) = (self.rank, chosen.partials, chosen.cuda);
+        let program = Planning { map: layout, me, partials, thresholds, rules: &Rules::CUDA }.plan(call, None);
+        let temp = if program.temp > 0 { backends.memory(ordinal, program.temp)? } else { 0 };
+        let bases = Bases { temp, aside: 0 };
         // Before anything waits for another host there, for which loading would wait in turn.
-        let kernels = Kernels::load(&steps, device, layout);
-        let enqueue = |step: &Step, kernels: &Kernels| match step {
-            Step::Inside(calls) => self.inner.launch(calls, target, Some(timeout + GRACE)),
-            Step::Rail { transfer, beside } => {
-                traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
-                backends.start(ordinal, transfer, *beside)
-            }
-            Step::Follow => backends.follow(),
-            Step::Exchange { give, take } => {
-                traffic.add(Path::CudaAll, (total(give), total(take)));
-                backends.exchange(Which::All, ordinal, give, take)
-            }
-            Step::Sum(sum) => sum.launch(loaded(kernels.sum)?, stream, layout),
-            Step::Cast(cast) => cast.launch(loaded(if cast.widens { kernels.widen } else { kernels.round })?, stream),
-            Step::Copy { from, to } => stream.copy(to.addr as u64, from.addr as u64, from.bytes),
+        let kernels = Kernels::load(&program, call, device, layout);
+        let start = |transfer: &Transfer<Place>, beside: bool| {
+            let transfer = transfer.map(|place| place.at(&bases));
+            traffic.add(rail, transfer.bytes(layout.host(self.rank), layout.hosts()));
+            backends.start(ordinal, &transfer, beside)
         };
-        let outcome = kernels.and_then(|kernels| steps.iter().try_for_each(|step| enqueue(step, &kernels)));
+        let spans = |places: &[Place]| -> Vec<Span> { places.iter().map(|place| place.at(&bases)).collect() };
+        let enqueue = |step: &Step, kernels: &Kernels| match step {
+            Step::Local(calls) => {
+                let calls: Vec<Call> = calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
+                self.inner.launch(&calls, target, Some(timeout + GRACE))
+            }
+            // Ranks compare calls late (`note_launches`).
+            Step::Agree => Ok(()),
+            Step::Start(transfer) => start(transfer, true),
+            Step::Run(transfer) => start(transfer, false),
+            Step::Wait => backends.follow(),
+            Step::Exchange { give, take } => {
+                let (give, take) = (spans(give), spans(take));
+                traffic.add(Path::CudaAll, (total(&give), total(&take)));
+                backends.exchange(Which::All, ordinal, &give, &take)
+            }
+            Step::Combine { from, to } => {
+                let sum = Sum::of(&spans(from), to.at(&bases), program.partial, call.reduce_op);
+                sum.launch(loaded(kernels.sum)?, stream, layout)
+            }
+            Step::Cast { from, to, widens } => {
+                let cast = Cast { from: from.at(&bases), to: to.at(&bases), dtype: call.dtype, widens: *widens };
+                cast.launch(loaded(if *widens { kernels.widen } else { kernels.round })?, stream)
+            }
+            Step::Copy { from, to } => {
+                let [from, to] = [from, to].map(|place| place.at(&bases));
+                stream.copy(to.addr as u64, from.addr as u64, from.bytes)
+            }
+        };
+        let outcome = kernels.and_then(|kernels| program.steps.iter().try_for_each(|step| enqueue(step, &kernels)));
         traffic.ended(&[rail, Path::CudaAll]);
         backends.finish().and(outcome)
     }
 }
 
-/// Kernels of a plan: its sums have one type and operation, and its copies one type.
+/// Kernels of a program: its sums have one type and operation, and its copies one type.
 #[derive(Default)]
 struct Kernels {
     sum: Option<Kernel>,
@@ -379,31 +396,30 @@ struct Kernels {
 }
 
 impl Kernels {
-    /// Those that `steps` need, on `device`.
-    fn load(steps: &[Step], device: &Device, layout: &HostMap) -> Result<Self> {
-        let mut kernels = Self::default();
-        for step in steps {
-            match step {
-                Step::Sum(sum) if kernels.sum.is_none() => kernels.sum = Some(sum.kernel(device, layout)?),
-                Step::Cast(cast) if cast.widens && kernels.widen.is_none() => kernels.widen = Some(Cast::kernel(device, cast.dtype, true)?),
-                Step::Cast(cast) if !cast.widens && kernels.round.is_none() => {
-                    kernels.round = Some(Cast::kernel(device, cast.dtype, false)?)
-                }
-                Step::Sum(_)
-                | Step::Cast(_)
-                | Step::Inside(_)
-                | Step::Rail { .. }
-                | Step::Follow
-                | Step::Exchange { .. }
-                | Step::Copy { .. } => {}
-            }
-        }
-        Ok(kernels)
+    /// The kernels that `program` for `call` needs, on `device`.
+    fn load(program: &Program, call: &Spec, device: &Device, layout: &HostMap) -> Result<Self> {
+        let has = |what: fn(&Step) -> bool| program.steps.iter().any(what);
+        let sum = || Sum::kernel(device, program.partial, call.reduce_op, layout);
+        let cast = |widens| Cast::kernel(device, call.dtype, widens);
+        Ok(Self {
+            sum: has(|step| matches!(step, Step::Combine { .. })).then(sum).transpose()?,
+            widen: has(|step| matches!(step, Step::Cast { widens: true, .. })).then(|| cast(true)).transpose()?,
+            round: has(|step| matches!(step, Step::Cast { widens: false, .. })).then(|| cast(false)).transpose()?,
+        })
+    }
+}
+
+/// Whether a call needs the backend of all ranks; the same on all of them.
+fn exchanges(op: Op) -> bool {
+    match op {
+        Op::Gather | Op::Scatter | Op::AllToAll => true,
+        Op::Barrier | Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::ReduceScatter => false,
+        Op::AllReduceAddRmsNorm => false,
     }
 }
 
 fn loaded(kernel: Option<Kernel>) -> Result<Kernel> {
-    kernel.ok_or_else(|| Error::internal("a kernel of the plan was not loaded"))
+    kernel.ok_or_else(|| Error::internal("a kernel of the program was not loaded"))
 }
 
 /// Bytes of all `spans`.

@@ -2,10 +2,11 @@
 
 use crate::coll::cuda::arguments::bytes_of;
 use crate::coll::cuda::kernels::load;
+use crate::coll::two_level::levels::Levels;
+use crate::coll::two_level::rules::UNIT;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::{Error, Result};
 use crate::host_map::HostMap;
-use crate::hosts::slices::Levels;
 use crate::kernels::cuda::compile::Variant;
 use crate::kernels::cuda::driver::{Device, Grid, Kernel, Stream};
 use crate::mem::span::Span;
@@ -14,8 +15,6 @@ use crate::mem::span::Span;
 pub(super) const THREADS: u32 = 256;
 /// Blocks, at most.
 pub(super) const BLOCKS: usize = 512;
-/// Bytes that a thread loads at a time.
-pub(super) const UNIT: usize = 16;
 /// Most hosts that a group with CUDA tensors may have: `MOST_HOSTS`.
 pub const MOST_HOSTS: usize = 128;
 /// Program and kernel.
@@ -57,6 +56,12 @@ pub struct Sum {
 }
 
 impl Sum {
+    /// The sum of `from`, which are one of each host and evenly spaced.
+    pub fn of(from: &[Span], to: Span, dtype: DType, op: ReduceOp) -> Self {
+        let (first, second) = (from[0].addr, from.get(1).unwrap_or(&from[0]).addr);
+        Self { from: first, stride: second - first, to, dtype, op }
+    }
+
     /// Operation that the kernel is compiled for, and its arguments.
     ///
     /// # Errors
@@ -73,14 +78,12 @@ impl Sum {
         Ok((levels.outer, SumPartials { from, stride, to, bytes, hosts, divisor, factor }))
     }
 
-    fn variant(&self, op: ReduceOp) -> Variant {
+    /// The kernel of sums of `dtype` with the operation `op` of a call, loaded on `device`, whose context is current: the first time that may
+    /// wait for what runs there.
+    pub(super) fn kernel(device: &Device, dtype: DType, op: ReduceOp, layout: &HostMap) -> Result<Kernel> {
         // The number of hosts is an argument: one kernel serves all.
-        Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(self.dtype), op: Some(op), zero_copy: false }
-    }
-
-    /// Its kernel, loaded on `device`, whose context is current: the first time that may wait for what runs there.
-    pub(super) fn kernel(&self, device: &Device, layout: &HostMap) -> Result<Kernel> {
-        load(device, &self.variant(Levels::of(self.op, self.dtype, layout).outer), NAMES.1)
+        let op = Some(Levels::of(op, dtype, layout).outer);
+        load(device, &Variant { program: NAMES.0, world: 2, rank: 0, dtype: Some(dtype), op, zero_copy: false }, NAMES.1)
     }
 
     /// Enqueues it as `kernel` on `stream`.
@@ -91,5 +94,31 @@ impl Sum {
         let (_, args) = self.args(layout)?;
         let blocks = self.to.bytes.div_ceil(UNIT * THREADS as usize).min(BLOCKS);
         kernel.launch(stream, Grid::new(blocks as u32, THREADS), false, bytes_of(&args))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host_map::Placement;
+
+    #[test]
+    fn sums_over_integers_divide_by_all_ranks_and_weigh_uneven_hosts() {
+        let layout = HostMap::of(&["a", "a", "a", "b"].map(Placement::on));
+        let sum = |dtype, op| Sum { from: 32, stride: 48, to: Span { addr: 5, bytes: 40 }, dtype, op };
+        let (op, args) = sum(DType::I32, ReduceOp::Avg).args(&layout).expect("aligned");
+        assert_eq!((op, args.divisor, args.hosts, args.bytes, args.to), (ReduceOp::Avg, 4, 2, 40, 5));
+        let (op, args) = sum(DType::F32, ReduceOp::Avg).args(&layout).expect("aligned");
+        assert_eq!((op, &args.factor[..3]), (ReduceOp::PremulSum, &[0.75, 0.25, 1.0][..]));
+        assert_eq!(size_of::<SumPartials>(), 40 + 8 * MOST_HOSTS);
+        let unaligned = Sum { from: 33, ..sum(DType::F32, ReduceOp::Sum) };
+        assert!(unaligned.args(&layout).is_err());
+    }
+
+    #[test]
+    fn sums_of_places_know_the_distance_between_them() {
+        let span = |addr| Span { addr, bytes: 40 };
+        let sum = Sum::of(&[span(32), span(80), span(128)], span(5), DType::F32, ReduceOp::Sum);
+        assert_eq!((sum.from, sum.stride, sum.to), (32, 48, span(5)));
     }
 }

@@ -1,0 +1,218 @@
+//! gather, scatter and all_to_all by rails: the ranks of each rail carry what ranks of two hosts have for each other. Pure.
+
+use super::planner::Planner;
+use super::slices::{Turns, rails};
+use super::step::{NOWHERE, Place, Transfer};
+use crate::coll::call::{Op, Spec};
+use crate::host_map::HostMap;
+use crate::rank::Rank;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Bytes that each rank sends to each other.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Lengths {
+    /// The same for all pairs.
+    Even(usize),
+    /// Those of one rank's messages to all others are equal, or those of all others' to it; there are no more.
+    Rooted {
+        /// The one rank.
+        root: Rank,
+        /// True if it receives.
+        gathers: bool,
+        /// Bytes of a message.
+        bytes: usize,
+    },
+    /// `sent[from * n + to]`.
+    Each {
+        /// Bytes of each message.
+        sent: Vec<usize>,
+        /// Number of ranks.
+        n: usize,
+    },
+}
+
+impl Lengths {
+    /// Those of a gather or scatter.
+    fn rooted(call: &Spec) -> Self {
+        Self::Rooted { root: call.root, gathers: call.op == Op::Gather, bytes: call.agreed_bytes() as usize }
+    }
+
+    fn of(&self, from: Rank, to: Rank) -> usize {
+        match self {
+            Self::Even(bytes) => *bytes,
+            Self::Rooted { root, gathers, bytes } => {
+                if (if *gathers { to } else { from }) == *root {
+                    *bytes
+                } else {
+                    0
+                }
+            }
+            Self::Each { sent, n } => sent[from.index() * n + to.index()],
+        }
+    }
+}
+
+/// Way of the messages between hosts: which rank carries each, in how many turns.
+struct Ways<'a> {
+    layout: &'a HostMap,
+    host: usize,
+    local: usize,
+    lengths: &'a Lengths,
+    rails: usize,
+    turns: Turns,
+    /// Messages that this rank carries to each host, and from each.
+    sent: Vec<Vec<(Rank, Rank)>>,
+    received: Vec<Vec<(Rank, Rank)>>,
+    /// Length of the longest message on this rank's rail, between whichever hosts.
+    longest: usize,
+}
+
+impl<'a> Ways<'a> {
+    fn new(planner: &Planner<'a>, lengths: &'a Lengths, turns: Turns) -> Self {
+        let (layout, host, local, rails) = (planner.layout, planner.host(), planner.local(), planner.rails);
+        let mut ways = Self { layout, host, local, lengths, rails, turns, sent: Vec::new(), received: Vec::new(), longest: 0 };
+        let hosts = || 0..layout.hosts();
+        ways.sent = hosts().map(|to| ways.carried(host, to)).collect();
+        ways.received = hosts().map(|from| ways.carried(from, host)).collect();
+        let all = hosts().flat_map(|from| hosts().map(move |to| (from, to))).flat_map(|(from, to)| ways.carried(from, to));
+        ways.longest = all.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
+        ways
+    }
+
+    /// Local index that carries what `from` sends to `to` on another host: the same receives it there. Sums spread it whether one rank
+    /// sends, one receives, or all do both.
+    fn carrier(&self, from: Rank, to: Rank) -> usize {
+        (self.layout.local(from) + self.layout.local(to)) % self.rails
+    }
+
+    /// The rank of `host` whose messages with local index `local` here are carried by `carrier`, one in each block of as many ranks as there
+    /// are rails; `None` where there is none.
+    fn partner(&self, carrier: usize, local: usize, host: usize, block: usize) -> Option<Rank> {
+        let index = block * self.rails + (carrier + self.rails - local % self.rails) % self.rails;
+        if carrier < self.rails { self.layout.members(host).get(index).copied() } else { None }
+    }
+
+    /// Blocks of ranks of the other hosts: host and number.
+    fn blocks(&self) -> impl Iterator<Item = (usize, usize)> {
+        let (layout, here, rails) = (self.layout, self.host, self.rails);
+        let blocks = move |host: usize| (0..layout.members(host).len().div_ceil(rails)).map(move |block| (host, block));
+        (0..layout.hosts()).filter(move |&host| host != here).flat_map(blocks)
+    }
+
+    /// Messages that this rank carries from `from` to `to`.
+    fn carried(&self, from: usize, to: usize) -> Vec<(Rank, Rank)> {
+        if from == to {
+            return vec![];
+        }
+        let members = |host: usize| self.layout.members(host).iter().copied();
+        let pairs = members(from).flat_map(|from| members(to).map(move |to| (from, to)));
+        pairs.filter(|&(from, to)| self.carrier(from, to) == self.local).collect()
+    }
+
+    /// The part of a message from `from` to `to` that moves in the turn `turn`.
+    fn piece(&self, from: Rank, to: Rank, turn: usize) -> Range<usize> {
+        self.turns.piece(&(0..self.lengths.of(from, to)), turn)
+    }
+
+    /// Whether any rank of this rank's rail sends in the turn `turn`: all of them know.
+    fn is_busy(&self, turn: usize) -> bool {
+        !self.turns.piece(&(0..self.longest), turn).is_empty()
+    }
+
+    /// Lengths for each other host of `carried`, which are `sent` or `received`, in the turn `turn`.
+    fn lengths(&self, carried: &[Vec<(Rank, Rank)>], turn: usize) -> Vec<usize> {
+        carried.iter().map(|pairs| pairs.iter().map(|&(from, to)| self.piece(from, to, turn).len()).sum()).collect()
+    }
+
+    /// Places of `carried` in the turn `turn`, which follow each other in `whole`.
+    fn places(&self, carried: &[Vec<(Rank, Rank)>], turn: usize, whole: Place) -> BTreeMap<(Rank, Rank), Place> {
+        let mut end = 0;
+        let mut next = |&(from, to): &(Rank, Rank)| {
+            let start = end;
+            end += self.piece(from, to, turn).len();
+            ((from, to), whole.part(&(start..end)))
+        };
+        carried.iter().flatten().map(&mut next).collect()
+    }
+}
+
+impl Planner<'_> {
+    /// In each turn: 1. Inside: pieces for other hosts go to their carriers. 2. Between: carriers exchange. 3. Inside: pieces reach their
+    /// ranks. What stays on the host, `near`, moves while the first pieces are on the wire.
+    pub(super) fn carry(&mut self, told: Option<&Lengths>, give: &[Place], take: &[Place], near: Option<(Vec<Place>, Vec<Place>)>) {
+        let (layout, hosts, rooted) = (self.layout, self.layout.hosts(), Lengths::rooted(self.call));
+        let lengths = told.unwrap_or(&rooted);
+        self.rails = match lengths {
+            Lengths::Even(bytes) => rails(bytes * layout.size(), layout, &self.thresholds),
+            Lengths::Rooted { .. } | Lengths::Each { .. } => layout.rails(),
+        };
+        // Ranks of an all_to_all agree before they tell each other its lengths.
+        if self.call.op != Op::AllToAll {
+            self.agree();
+        }
+        let ranks = || (0..layout.size() as u32).map(Rank);
+        let pairs = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
+        let far = pairs.filter(|&(from, to)| layout.host(from) != layout.host(to));
+        let longest = far.map(|(from, to)| lengths.of(from, to)).max().unwrap_or(0);
+        let parts = |from: usize, to: usize| (layout.members(from).len() * layout.members(to).len()).div_ceil(self.rails);
+        let most = (0..hosts).flat_map(|from| (0..hosts).map(move |to| (from, to))).filter(|(from, to)| from != to);
+        let most = most.map(|(from, to)| parts(from, to)).max().unwrap_or(1);
+        let ways = Ways::new(self, lengths, Turns::of_messages(longest, most, &self.thresholds));
+        self.in_chunks(ways.turns.count, |planner, turn| {
+            let received = planner.give_to_carriers(&ways, turn, give);
+            if let Some((give, take)) = near.clone().filter(|_| turn == 0) {
+                planner.move_inside(Op::AllToAll, 0, give, take);
+            }
+            planner.next_stage();
+            planner.take_from_carriers(&ways, turn, received, take);
+        });
+    }
+
+    /// Brings the pieces of the turn `turn` to their carriers, which begin to exchange them; returns where those for this host come.
+    fn give_to_carriers(&mut self, ways: &Ways<'_>, turn: usize, give: &[Place]) -> Place {
+        let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
+        let (sent, received) = (ways.lengths(&ways.sent, turn), ways.lengths(&ways.received, turn));
+        let (from, to) = (self.take(sent.iter().sum()), self.take(received.iter().sum()));
+        let places = ways.places(&ways.sent, turn, from);
+        let mut calls = Vec::new();
+        for (host, block) in ways.blocks() {
+            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+            let moves =
+                |from: usize| (0..ways.rails).filter_map(move |c| partner(c, from)).any(|to| !ways.piece(here[from], to, turn).is_empty());
+            if !(0..here.len()).any(moves) {
+                continue;
+            }
+            let given = |to: Rank| give[to.index()].part(&ways.piece(rank, to, turn));
+            let inputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOWHERE, given)).collect();
+            let brought = |(from, &rank): (usize, &Rank)| partner(local, from).map_or(NOWHERE, |to| places[&(rank, to)]);
+            calls.push((inputs, here.iter().enumerate().map(brought).collect()));
+        }
+        self.all_inside(Op::AllToAll, 0, calls);
+        if ways.is_busy(turn) {
+            self.start(Transfer::AllToAll { from, sent, to, received });
+        }
+        to
+    }
+
+    /// Brings the pieces of the turn `turn`, which have come to `received`, to their ranks.
+    fn take_from_carriers(&mut self, ways: &Ways<'_>, turn: usize, received: Place, take: &[Place]) {
+        let (rank, local, here) = (self.rank, self.local(), self.layout.members(self.host()));
+        let places = ways.places(&ways.received, turn, received);
+        let mut calls = Vec::new();
+        for (host, block) in ways.blocks() {
+            let partner = |carrier, local| ways.partner(carrier, local, host, block);
+            let moves =
+                |to: usize| (0..ways.rails).filter_map(move |c| partner(c, to)).any(|from| !ways.piece(from, here[to], turn).is_empty());
+            if !(0..here.len()).any(moves) {
+                continue;
+            }
+            let came = |(to, &rank): (usize, &Rank)| partner(local, to).map_or(NOWHERE, |from| places[&(from, rank)]);
+            let inputs = here.iter().enumerate().map(came).collect();
+            let taken = |from: Rank| take[from.index()].part(&ways.piece(from, rank, turn));
+            let outputs = (0..here.len()).map(|carrier| partner(carrier, local).map_or(NOWHERE, taken)).collect();
+            calls.push((inputs, outputs));
+        }
+        self.all_inside(Op::AllToAll, 0, calls);
+    }
+}

@@ -1,0 +1,100 @@
+//! Levels: the operation inside a host and the one between hosts, and the type of partial results. Pure.
+
+use crate::dtype::{DType, ReduceOp};
+use crate::host_map::HostMap;
+use crate::kernels::cpu;
+
+/// Type of partial results; the same on all ranks of a group.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Partials {
+    /// That of the tensor: an element is rounded on each host, and once more.
+    #[default]
+    Tensor,
+    /// float32 where the tensor's floats are narrower: an element is rounded once.
+    Fp32,
+}
+
+impl Partials {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Tensor => "tensor",
+            Self::Fp32 => "fp32",
+        }
+    }
+
+    /// Type of partial results of a reduction with `op` of elements of `dtype`.
+    pub(crate) fn dtype(self, op: ReduceOp, dtype: DType) -> DType {
+        let rounds = match op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::Product | ReduceOp::PremulSum => true,
+            ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => false,
+        };
+        if self == Self::Fp32 && rounds && cpu::is_narrow(dtype) { DType::F32 } else { dtype }
+    }
+}
+
+/// The two levels of a reduction: the ranks of a host in their order, rounded once, then the hosts in theirs, rounded once.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Levels {
+    /// Operation inside a host.
+    pub(crate) inner: ReduceOp,
+    /// Operation between hosts.
+    pub(crate) outer: ReduceOp,
+    /// Number by which an outer AVG divides.
+    pub(crate) divisor: usize,
+    /// Whether an outer PREMUL_SUM weighs each host by its share of the ranks.
+    weighted: bool,
+}
+
+impl Levels {
+    pub(crate) fn of(op: ReduceOp, dtype: DType, layout: &HostMap) -> Self {
+        let same = |op| Self { inner: op, outer: op, divisor: layout.hosts(), weighted: false };
+        match op {
+            ReduceOp::Sum | ReduceOp::Product | ReduceOp::Min | ReduceOp::Max | ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
+                same(op)
+            }
+            ReduceOp::PremulSum => Self { inner: op, ..same(ReduceOp::Sum) },
+            // Integers wrap: the sum is that of one host, and is divided once.
+            ReduceOp::Avg if is_integer(dtype) => Self { inner: ReduceOp::Sum, outer: op, divisor: layout.size(), weighted: false },
+            // Averages of averages, which do not overflow where the sum of a host's ranks would.
+            ReduceOp::Avg if (0..layout.hosts()).all(|host| layout.members(host).len() == layout.members(0).len()) => same(op),
+            ReduceOp::Avg => Self { inner: op, outer: ReduceOp::PremulSum, divisor: layout.hosts(), weighted: true },
+        }
+    }
+
+    /// Factor of `host` under an outer PREMUL_SUM.
+    pub(crate) fn factor(&self, host: usize, layout: &HostMap) -> f64 {
+        if self.weighted { layout.members(host).len() as f64 / layout.size() as f64 } else { 1.0 }
+    }
+}
+
+fn is_integer(dtype: DType) -> bool {
+    match dtype {
+        DType::U8 | DType::I8 | DType::I16 | DType::I32 | DType::I64 | DType::Bool | DType::U16 | DType::U32 | DType::U64 => true,
+        DType::F16
+        | DType::F32
+        | DType::F64
+        | DType::C64
+        | DType::C128
+        | DType::BF16
+        | DType::F8E5M2
+        | DType::F8E4M3FN
+        | DType::F8E5M2FNUZ
+        | DType::F8E4M3FNUZ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_rounds_travels_wider() {
+        let of = |op, dtype| Partials::Fp32.dtype(op, dtype);
+        assert_eq!(of(ReduceOp::Sum, DType::BF16), DType::F32);
+        assert_eq!(of(ReduceOp::Avg, DType::F8E4M3FN), DType::F32);
+        assert_eq!(of(ReduceOp::Max, DType::F16), DType::F16);
+        assert_eq!(of(ReduceOp::Sum, DType::F64), DType::F64);
+        assert_eq!(of(ReduceOp::Sum, DType::I8), DType::I8);
+        assert_eq!(Partials::Tensor.dtype(ReduceOp::Sum, DType::BF16), DType::BF16);
+    }
+}

@@ -1,0 +1,66 @@
+//! Collectives over several hosts, as programs: a list of steps for each rank. Pure; for CPU and for CUDA tensors.
+//!
+//! An element is combined over the ranks of each host in their order and rounded once, then over the hosts in theirs and rounded once.
+//! Where partial results are float32, inputs are widened before, and the sum is rounded once. Which rail carries which part, and in which
+//! piece, decides only which rank does the work, so the bits are the same on CPUs and GPUs and at every length.
+//!
+//! - [`step`]: steps, and where their bytes are; [`check`](mod@check): what holds for every program
+//! - [`rules`]: the differences between CPU and CUDA; [`planner`]: memory, slices and collectives inside a host
+//! - [`pipeline`]: the order of a long call; [`reductions`], [`movements`], [`carriers`]: the collectives
+//! - [`slices`](mod@slices): the part of a message on each rail; [`levels`]: the operation inside a host and the one between hosts
+
+mod carriers;
+pub mod check;
+pub mod levels;
+mod movements;
+mod pipeline;
+mod planner;
+mod reductions;
+pub mod rules;
+pub(crate) mod slices;
+pub mod step;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use super::call::{Op, Spec};
+use super::cost::wire::Thresholds;
+use crate::host_map::HostMap;
+use crate::rank::Rank;
+pub use carriers::Lengths;
+use levels::Partials;
+use planner::Planner;
+use rules::Rules;
+use step::Program;
+
+/// What the programs of one rank have in common.
+#[derive(Clone, Copy, Debug)]
+pub struct Planning<'a> {
+    /// The hosts of the group's ranks.
+    pub map: &'a HostMap,
+    /// This rank.
+    pub me: Rank,
+    /// Choice of all ranks for partial results.
+    pub partials: Partials,
+    /// Lengths that all ranks share.
+    pub thresholds: Thresholds,
+    /// Rules of the tensors' device.
+    pub rules: &'static Rules,
+}
+
+impl Planning<'_> {
+    /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU tensors, which all ranks know by then.
+    pub fn plan(&self, call: &Spec, told: Option<&Lengths>) -> Program {
+        let mut planner = Planner::new(*self, call);
+        match call.op {
+            Op::Barrier => planner.barrier(),
+            Op::Broadcast => planner.broadcast(),
+            Op::AllReduce | Op::Reduce => planner.all_reduce(),
+            Op::AllGather => planner.all_gather(),
+            Op::ReduceScatter => planner.reduce_scatter(),
+            Op::Gather | Op::Scatter | Op::AllToAll => planner.exchange(told),
+            // On CPUs an all_reduce and a norm; between GPUs of several hosts refused (`refuse_between_hosts`).
+            Op::AllReduceAddRmsNorm => {}
+        }
+        planner.program()
+    }
+}

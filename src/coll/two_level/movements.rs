@@ -1,0 +1,170 @@
+//! Programs of calls that move bytes. Pure.
+
+use super::carriers::Lengths;
+use super::planner::Planner;
+use super::step::{NOWHERE, Place, Step, Transfer};
+use crate::coll::call::{Op, Span};
+use std::ops::Range;
+
+impl Planner<'_> {
+    /// 1. Inside: everybody has come. 2. Between: one rank of each host says so. 3. Inside: it has heard of all.
+    pub(super) fn barrier(&mut self) {
+        self.move_inside(Op::Barrier, 0, vec![], vec![]);
+        if self.local() == 0 {
+            let (from, to) = (self.take(self.rules.align), self.take(self.rules.align * self.layout.hosts()));
+            self.steps.push(Step::Run(Transfer::AllGather { from, to }));
+        }
+        self.move_inside(Op::Barrier, 0, vec![], vec![]);
+    }
+
+    /// Chunk by chunk: 1. Inside, on the root's host: everybody gets all. 2. Between: each rail brings its slice to the other hosts.
+    /// 3. Inside, on those: everybody gets all slices.
+    pub(super) fn broadcast(&mut self) {
+        self.agree();
+        let whole = Place::given(if self.rank == self.call.root { self.call.inputs[0] } else { self.call.outputs[0] });
+        let growth = if self.all_alone() { None } else { Some(1) };
+        let chunks = self.cut(whole.bytes(), growth).chunks;
+        self.in_chunks(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
+    }
+
+    /// One chunk: `pieces[r]` of `whole` goes by rail `r`.
+    fn broadcast_chunk(&mut self, whole: Place, pieces: &[Range<usize>]) {
+        let root = self.layout.host(self.call.root);
+        let here = root == self.host();
+        let pieces: Vec<Place> = pieces.iter().map(|piece| whole.part(piece)).collect();
+        let piece = pieces.get(self.local()).copied().unwrap_or(NOWHERE);
+        let at = if self.rules.any_memory { piece } else { self.take(piece.bytes()) };
+        // The root's own piece is on the wire while the ranks of its host get theirs.
+        let last = here && self.rules.root_first && self.rank == self.call.root;
+        if here && !last {
+            self.broadcast_inside(&pieces);
+        }
+        if at.bytes() > 0 {
+            if here {
+                self.copy(piece, at);
+            }
+            self.start(Transfer::Broadcast { root, at });
+        }
+        if last {
+            self.broadcast_inside(&pieces);
+        }
+        self.next_stage();
+        if !here {
+            let take = self.for_locals(pieces);
+            self.move_inside(Op::AllGather, 0, vec![at], take);
+        }
+    }
+
+    /// On the root's host: everybody gets `pieces`.
+    fn broadcast_inside(&mut self, pieces: &[Place]) {
+        let pieces = Place::joined(pieces).map_or_else(|| pieces.to_vec(), |whole| vec![whole]);
+        let own = self.rank == self.call.root;
+        let call = |piece| if own { (vec![piece], vec![]) } else { (vec![], vec![piece]) };
+        self.all_inside(Op::Broadcast, self.layout.local(self.call.root), pieces.into_iter().map(call).collect());
+    }
+
+    /// Inside, everybody gets what the ranks of the own host give. Then, chunk by chunk: 1. Between: each rail brings its slice of that to
+    /// the other hosts. 2. Inside: everybody gets the slices of each other host.
+    pub(super) fn all_gather(&mut self) {
+        let (host, hosts) = (self.host(), self.layout.hosts());
+        let outputs: Vec<Vec<Place>> = (0..hosts).map(|host| self.of_host(&self.call.outputs, host)).collect();
+        let equal = outputs.iter().all(|places| places[0].bytes() == outputs[0][0].bytes());
+        if self.rules.any_memory && self.all_alone() && equal {
+            return self.all_gather_alone(&outputs.concat());
+        }
+        let lengths: Vec<usize> = outputs.iter().map(|places| places.iter().map(Place::bytes).sum()).collect();
+        self.choose_rails(lengths.iter().sum());
+        let mut apart: Vec<(Place, usize)> = Vec::new();
+        let mut whole = |(other, places): (usize, &Vec<Place>)| {
+            Place::joined(places).unwrap_or_else(|| {
+                // Of the own host nothing comes by the wire.
+                let whole = if other == host { NOWHERE } else { self.take_aside(lengths[other]) };
+                apart.push((whole, other));
+                whole
+            })
+        };
+        let wholes: Vec<Place> = outputs.iter().enumerate().map(&mut whole).collect();
+        let chunks = self.cut_each(&lengths, 1);
+        self.agree();
+        let own = self.call.inputs.iter().map(|&span| Place::given(span)).collect();
+        self.move_inside(Op::AllGather, 0, own, outputs[host].clone());
+        self.in_chunks(chunks.len(), |planner, chunk| planner.all_gather_chunk(&outputs[host], &wholes, &chunks[chunk]));
+        for (whole, other) in apart.into_iter().filter(|&(_, other)| other != host) {
+            self.spread(whole, &outputs[other]);
+        }
+    }
+
+    /// Where each host has one rank and all give as much, the rail alone; `outputs`: one of each.
+    fn all_gather_alone(&mut self, outputs: &[Place]) {
+        let from = Place::given(self.call.inputs[0]);
+        if from.bytes() == 0 {
+            return;
+        }
+        // Whether this rank's outputs follow each other nobody else knows: the transfer is the same.
+        let to = Place::joined(outputs).unwrap_or_else(|| self.take(outputs.len() * from.bytes()));
+        self.steps.push(Step::Run(Transfer::AllGather { from, to }));
+        self.spread(to, outputs);
+    }
+
+    /// One chunk: `pieces[h][r]` of what the ranks of host `h` give goes by rail `r`, to `wholes[h]` on the other hosts. `own`: what this one's
+    /// give.
+    fn all_gather_chunk(&mut self, own: &[Place], wholes: &[Place], pieces: &[Vec<Range<usize>>]) {
+        let (host, local, hosts) = (self.host(), self.local(), self.layout.hosts());
+        let lengths: Vec<usize> = pieces.iter().map(|pieces| pieces.get(local).map_or(0, Range::len)).collect();
+        let received = self.take(self.shared_bytes(&lengths));
+        let mut shared = vec![NOWHERE; hosts];
+        if lengths.iter().any(|&bytes| bytes > 0) {
+            let from = self.on_the_wire(own, &pieces[host][local], self.given_bytes(&lengths));
+            shared = self.share(from, &lengths, received);
+        }
+        self.next_stage();
+        for other in (0..hosts).filter(|&other| other != host) {
+            let take = self.for_locals(pieces[other].iter().map(|piece| wholes[other].part(piece)).collect());
+            self.move_inside(Op::AllGather, 0, vec![shared[other]], take);
+        }
+    }
+
+    /// gather, scatter and all_to_all: what ranks of one host have for each other goes inside, everything else between ranks of two hosts.
+    pub(super) fn exchange(&mut self, told: Option<&Lengths>) {
+        let (n, root, host) = (self.layout.size(), self.call.root, self.host());
+        let places = |spans: &[Span]| -> Vec<Place> {
+            if spans.is_empty() { vec![NOWHERE; n] } else { spans.iter().map(|&span| Place::given(span)).collect() }
+        };
+        let of_root = |spans: &[Span]| {
+            let mut all = vec![NOWHERE; n];
+            all[root.index()] = Place::given(spans[0]);
+            all
+        };
+        let (inputs, outputs) = (&self.call.inputs, &self.call.outputs);
+        let (mut give, mut take) = match self.call.op {
+            Op::Gather => (of_root(inputs), places(outputs)),
+            Op::Scatter => (places(inputs), of_root(outputs)),
+            Op::AllToAll
+            | Op::Barrier
+            | Op::Broadcast
+            | Op::AllReduce
+            | Op::Reduce
+            | Op::AllGather
+            | Op::ReduceScatter
+            | Op::AllReduceAddRmsNorm => (places(inputs), places(outputs)),
+        };
+        let me = self.rank.index();
+        if give[me] == take[me] {
+            (give[me], take[me]) = (NOWHERE, NOWHERE);
+        }
+        let here = |places: &mut Vec<Place>| -> Vec<Place> {
+            self.layout.members(host).iter().map(|rank| std::mem::replace(&mut places[rank.index()], NOWHERE)).collect()
+        };
+        let (near_give, near_take) = (here(&mut give), here(&mut take));
+        let near = (self.call.op == Op::AllToAll || self.layout.host(root) == host).then_some((near_give, near_take));
+        if self.rules.carriers {
+            return self.carry(told, &give, &take, near);
+        }
+        if let Some((give, take)) = near {
+            self.move_inside(Op::AllToAll, 0, give, take);
+        }
+        if give.iter().chain(&take).any(|place| place.bytes() > 0) {
+            self.steps.push(Step::Exchange { give, take });
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Order of the steps of a long call, which goes in chunks: while the transfers of one are on the wire, the rank works on its neighbours.
+//!
+//! A chunk has stages: the steps up to a transfer, then those that need what it brings, up to the next transfer, and so on.
+
+use super::planner::{Planner, Room};
+use super::step::{Memory, Step};
+
+/// Stages of one chunk, and memory that they need.
+struct Chunk {
+    stages: Vec<Vec<Step>>,
+    needs: Room,
+}
+
+impl Planner<'_> {
+    /// Ends a stage of a chunk. The next one begins when the transfers that this one has started have ended.
+    pub(super) fn next_stage(&mut self) {
+        let stage = std::mem::take(&mut self.steps);
+        let started = stage.iter().filter(|step| matches!(step, Step::Start(_))).count();
+        self.steps.resize(started, Step::Wait);
+        self.stages.push(stage);
+    }
+
+    /// Plans a call of `count` chunks by `chunk` of each; all have as many stages. As many chunks as there are stages are under way at a
+    /// time, each in memory of its own.
+    pub(super) fn in_chunks(&mut self, count: usize, chunk: impl Fn(&mut Self, usize)) {
+        let (mut steps, start) = (std::mem::take(&mut self.steps), self.used);
+        let mut one = |number: usize| {
+            self.used = start;
+            chunk(self, number);
+            self.next_stage();
+            Chunk { stages: std::mem::take(&mut self.stages), needs: self.used.each(start, |used, start| used - start) }
+        };
+        let mut chunks: Vec<Chunk> = (0..count).map(&mut one).collect();
+        // What each stage starts the next waits for, so nothing is left to wait for behind the last.
+        self.steps.clear();
+        let stages = chunks.iter().map(|chunk| chunk.stages.len()).max().unwrap_or(1);
+        let apart = chunks.iter().fold(Room::default(), |most, chunk| most.most(chunk.needs));
+        for (number, chunk) in chunks.iter_mut().enumerate() {
+            let by = apart.each(start, |apart, _| number % stages * apart);
+            chunk.stages.iter_mut().flatten().for_each(|step| shift(step, start, by));
+            let end = by.each(chunk.needs, |by, needs| by + needs).each(start, |end, start| start + end);
+            self.most = self.most.most(end);
+        }
+        self.used = self.most;
+        steps.extend(pipeline(chunks.into_iter().map(|chunk| chunk.stages).collect()));
+        self.steps = steps;
+    }
+}
+
+/// Moves the places of `step` in memory that begins at `start` by `by` bytes.
+fn shift(step: &mut Step, start: Room, by: Room) {
+    for place in step.places_mut() {
+        let (start, by) = match place.memory {
+            Memory::Given => continue,
+            Memory::Temp => (start.temp, by.temp),
+            Memory::Aside => (start.aside, by.aside),
+        };
+        if place.span.addr >= start {
+            place.span.addr += by;
+        }
+    }
+}
+
+/// The steps of all `chunks`, each of which is a list of stages: stage `s` of chunk `c` comes at time `c + s`, and within a time those of
+/// newer chunks come first. So transfers end in the order in which they were started.
+fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
+    let stages = chunks.iter().map(Vec::len).max().unwrap_or(0);
+    let (count, mut steps) = (chunks.len(), Vec::new());
+    for time in 0..count + stages {
+        for stage in 0..stages {
+            let chunk = time.checked_sub(stage).and_then(|chunk| chunks.get_mut(chunk));
+            if let Some(stage) = chunk.and_then(|chunk| chunk.get_mut(stage)) {
+                steps.append(stage);
+            }
+        }
+    }
+    if count == 1 { together(steps) } else { steps }
+}
+
+/// `steps` with transfers that are waited for at once as one step.
+fn together(steps: Vec<Step>) -> Vec<Step> {
+    let mut joined: Vec<Step> = Vec::new();
+    for step in steps {
+        match (joined.pop(), step) {
+            (Some(Step::Start(transfer)), Step::Wait) => joined.push(Step::Run(transfer)),
+            (before, step) => joined.extend(before.into_iter().chain([step])),
+        }
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::step::{NOWHERE, Transfer};
+    use super::*;
+
+    /// A copy that stands for stage `stage` of chunk `chunk`.
+    fn work(chunk: usize, stage: usize) -> Step {
+        Step::Copy { from: NOWHERE.sized(chunk), to: NOWHERE.sized(stage) }
+    }
+
+    fn start(root: usize) -> Step {
+        Step::Start(Transfer::Broadcast { root, at: NOWHERE })
+    }
+
+    #[test]
+    fn newer_chunks_come_first_and_transfers_end_in_their_order() {
+        let chunk = |c: usize| vec![vec![work(c, 0), start(c)], vec![Step::Wait, work(c, 1), start(10 + c)], vec![Step::Wait, work(c, 2)]];
+        let steps = pipeline((0..4).map(chunk).collect());
+        let order: Vec<(usize, usize)> = steps
+            .iter()
+            .filter_map(|step| if let Step::Copy { from, to } = step { Some((from.bytes(), to.bytes())) } else { None })
+            .collect();
+        let wanted = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (2, 1), (1, 2), (3, 1), (2, 2), (3, 2)];
+        assert_eq!(order, wanted);
+        // Each wait is for the transfer that its chunk has started in the stage before.
+        let mut open = std::collections::VecDeque::new();
+        let mut ended = Vec::new();
+        for step in &steps {
+            if let Step::Start(Transfer::Broadcast { root, .. }) = step {
+                open.push_back(*root);
+            }
+            if *step == Step::Wait {
+                ended.push(open.pop_front().expect("started"));
+            }
+        }
+        assert_eq!((ended, open.len()), (vec![0, 1, 10, 2, 11, 3, 12, 13], 0));
+    }
+
+    #[test]
+    fn a_lone_chunk_waits_at_once_unless_it_has_something_to_do() {
+        let lone = |between: Vec<Step>| pipeline(vec![vec![[vec![start(1)], between].concat(), vec![Step::Wait, work(0, 1)]]]);
+        assert_eq!(lone(vec![]), [Step::Run(Transfer::Broadcast { root: 1, at: NOWHERE }), work(0, 1)]);
+        assert_eq!(lone(vec![work(0, 0)]), [start(1), work(0, 0), Step::Wait, work(0, 1)]);
+    }
+}

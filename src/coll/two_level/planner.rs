@@ -1,0 +1,307 @@
+//! Planner: what the programs of all collectives are made of. Pure.
+
+use super::Planning;
+use super::levels::Levels;
+use super::rules::Rules;
+use super::slices::{self, Turns, overlap, rails, ranges};
+use super::step::{InnerCall, Memory, NOWHERE, Place, Program, Step, Transfer};
+use crate::coll::call::{Op, Span, Spec};
+use crate::coll::cost::wire::Thresholds;
+use crate::dtype::{DType, ReduceOp};
+use crate::host_map::HostMap;
+use crate::rank::Rank;
+use std::ops::Range;
+
+/// Bytes of the program's memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Room {
+    pub(super) temp: usize,
+    pub(super) aside: usize,
+}
+
+impl Room {
+    pub(super) fn each(self, other: Self, of: impl Fn(usize, usize) -> usize) -> Self {
+        Self { temp: of(self.temp, other.temp), aside: of(self.aside, other.aside) }
+    }
+
+    pub(super) fn most(self, other: Self) -> Self {
+        self.each(other, usize::max)
+    }
+}
+
+pub(super) struct Planner<'a> {
+    pub(super) call: &'a Spec<'a>,
+    pub(super) layout: &'a HostMap,
+    pub(super) thresholds: Thresholds,
+    pub(super) rules: &'static Rules,
+    /// Type of partial results.
+    pub(super) partial: DType,
+    pub(super) rank: Rank,
+    /// Memory in use, and most of it that was.
+    pub(super) used: Room,
+    pub(super) most: Room,
+    /// Stages of the chunk that is being planned, up to the one whose steps are `steps`.
+    pub(super) stages: Vec<Vec<Step>>,
+    pub(super) steps: Vec<Step>,
+    pub(super) rails: usize,
+    agreed: bool,
+}
+
+/// How the bytes of a tensor go.
+pub(super) struct Cut {
+    /// For each chunk, the piece of each rail.
+    pub(super) chunks: Vec<Vec<Range<usize>>>,
+    /// Length of the longest slice of a rail, where slices go in pieces.
+    pub(super) longest: usize,
+}
+
+impl<'a> Planner<'a> {
+    pub(super) fn new(planning: Planning<'a>, call: &'a Spec<'a>) -> Self {
+        let Planning { map: layout, me: rank, partials, thresholds, rules } = planning;
+        let partial = if call.op.reduces() { partials.dtype(call.reduce_op, call.dtype) } else { call.dtype };
+        let (used, most, stages, steps) = (Room::default(), Room::default(), Vec::new(), Vec::new());
+        Self { call, layout, thresholds, rules, partial, rank, used, most, stages, steps, rails: 1, agreed: false }
+    }
+
+    pub(super) fn program(self) -> Program {
+        let Self { steps, most, rails, partial, .. } = self;
+        Program { steps, temp: most.temp, aside: most.aside, rails, partial }
+    }
+}
+
+impl Planner<'_> {
+    pub(super) fn host(&self) -> usize {
+        self.layout.host(self.rank)
+    }
+
+    pub(super) fn local(&self) -> usize {
+        self.layout.local(self.rank)
+    }
+
+    pub(super) fn locals(&self) -> usize {
+        self.layout.members(self.host()).len()
+    }
+
+    /// The spans of `host`'s ranks among `spans`, of which there is one for each rank.
+    pub(super) fn of_host(&self, spans: &[Span], host: usize) -> Vec<Place> {
+        self.layout.members(host).iter().map(|rank| Place::given(spans[rank.index()])).collect()
+    }
+
+    /// Memory for `bytes` bytes that transfers may use.
+    pub(super) fn take(&mut self, bytes: usize) -> Place {
+        let addr = self.used.temp;
+        self.used.temp += bytes.next_multiple_of(self.rules.align);
+        self.most = self.most.most(self.used);
+        Place { memory: Memory::Temp, span: Span { addr, bytes } }
+    }
+
+    /// Memory for `bytes` bytes that no transfer uses.
+    pub(super) fn take_aside(&mut self, bytes: usize) -> Place {
+        if self.rules.any_memory {
+            return self.take(bytes);
+        }
+        let addr = self.used.aside;
+        self.used.aside += bytes.next_multiple_of(self.rules.align);
+        self.most = self.most.most(self.used);
+        Place { memory: Memory::Aside, span: Span { addr, bytes } }
+    }
+
+    /// Memory for a partial result of elements that take `bytes` bytes in a tensor.
+    pub(super) fn take_partial(&mut self, bytes: usize) -> Place {
+        let growth = self.growth();
+        self.take(self.padded(bytes) * growth).sized(bytes * growth)
+    }
+
+    /// Length on the wire of `bytes` bytes.
+    pub(super) fn padded(&self, bytes: usize) -> usize {
+        self.rules.unit.map_or(bytes, |unit| bytes.next_multiple_of(unit))
+    }
+
+    /// `bytes` bytes in `parts` parts, as even as they can be where each begins at a multiple of an element, or of the rules' unit, in order.
+    pub(super) fn slices(&self, bytes: usize, parts: usize) -> Vec<Range<usize>> {
+        let unit = self.rules.unit.unwrap_or(self.call.dtype.size());
+        slices::slices(self.padded(bytes), unit, parts).into_iter().map(|slice| slice.start.min(bytes)..slice.end.min(bytes)).collect()
+    }
+
+    /// Number of rails for a call of `bytes` bytes, which the program says.
+    pub(super) fn choose_rails(&mut self, bytes: usize) -> usize {
+        self.rails = rails(bytes, self.layout, &self.thresholds);
+        self.rails
+    }
+
+    /// Bytes of a tensor that go in a chunk, where they become `growth` times as many on the wire.
+    fn chunk(&self, growth: usize) -> usize {
+        (self.thresholds.piece / growth).next_multiple_of(self.rules.align).max(self.rules.align)
+    }
+
+    /// The turns of slices of up to `longest` bytes, which become `growth` times as many on the wire, for all hosts together.
+    fn turns(&self, longest: usize, growth: usize) -> Turns {
+        if self.rules.slices_first { Turns::of(longest, &self.thresholds) } else { Turns::at_most(longest, self.chunk(growth)) }
+    }
+
+    /// How `bytes` bytes go by the rails of the call; `growth`: as many times more they are on the wire, `None` where they go in one chunk.
+    pub(super) fn cut(&mut self, bytes: usize, growth: Option<usize>) -> Cut {
+        let rails = self.choose_rails(bytes);
+        if self.rules.slices_first {
+            let slices = self.slices(bytes, rails);
+            let turns = Turns::of(slices[0].len(), &self.thresholds);
+            let chunks = (0..turns.count).map(|turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect()).collect();
+            return Cut { chunks, longest: slices[0].len() };
+        }
+        let turns = Turns::at_most(bytes, growth.map_or(usize::MAX, |growth| self.chunk(growth) * rails));
+        let chunk = |turn: usize| {
+            let within = turns.piece(&(0..bytes), turn);
+            self.slices(within.len(), rails).iter().map(|slice| slice.start + within.start..slice.end + within.start).collect()
+        };
+        Cut { chunks: (0..turns.count).map(chunk).collect(), longest: 0 }
+    }
+
+    /// How `lengths[h]` bytes of each host go by the rails: for each chunk and host, the piece of each rail.
+    pub(super) fn cut_each(&mut self, lengths: &[usize], growth: usize) -> Vec<Vec<Vec<Range<usize>>>> {
+        let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| self.slices(bytes, self.rails)).collect();
+        let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
+        let turns = self.turns(longest, growth * lengths.len());
+        let pieces = |slices: &Vec<Range<usize>>, turn| slices.iter().map(|slice| turns.piece(slice, turn)).collect();
+        (0..turns.count).map(|turn| slices.iter().map(|slices| pieces(slices, turn)).collect()).collect()
+    }
+
+    /// Whether no host has two ranks: then there is nothing inside to overlap with.
+    pub(super) fn all_alone(&self) -> bool {
+        self.layout.size() == self.layout.hosts()
+    }
+
+    /// Number by which the bytes of a partial result are more than those of its elements in a tensor.
+    pub(super) fn growth(&self) -> usize {
+        self.partial.size() / self.call.dtype.size()
+    }
+
+    /// The two levels of the call's reduction.
+    pub(super) fn levels(&self) -> Levels {
+        Levels::of(self.call.reduce_op, self.call.dtype, self.layout)
+    }
+
+    /// All hosts are found to run this call, unless that was so before.
+    pub(super) fn agree(&mut self) {
+        if self.rules.agrees && !std::mem::replace(&mut self.agreed, true) {
+            self.steps.push(Step::Agree);
+        }
+    }
+
+    pub(super) fn start(&mut self, transfer: Transfer<Place>) {
+        self.steps.push(Step::Start(transfer));
+    }
+
+    /// Bytes that a [`Self::share`] of `lengths` brings.
+    pub(super) fn shared_bytes(&self, lengths: &[usize]) -> usize {
+        if self.sends_to_other() { lengths[1 - self.host()] } else { lengths.len() * self.longest(lengths) }
+    }
+
+    fn sends_to_other(&self) -> bool {
+        self.layout.hosts() == 2 && !self.rules.pair_gathers
+    }
+
+    /// Length on the wire of the longest of `lengths`.
+    pub(super) fn longest(&self, lengths: &[usize]) -> usize {
+        self.padded(lengths.iter().copied().max().unwrap_or(0))
+    }
+
+    /// Begins to bring `lengths[h]` bytes of each host `h` to all others, this host's from `from`, to `to`; returns the places of all. `from`
+    /// has as many bytes as [`Self::given_bytes`] says.
+    pub(super) fn share(&mut self, from: Place, lengths: &[usize], to: Place) -> Vec<Place> {
+        let host = self.host();
+        if self.sends_to_other() {
+            // Nothing goes to this host, as it would in an all_gather.
+            let (mut sent, mut received, mut places) = (vec![0; 2], vec![0; 2], vec![to; 2]);
+            (sent[1 - host], received[1 - host], places[host]) = (lengths[host], lengths[1 - host], from);
+            self.start(Transfer::AllToAll { from, sent, to, received });
+            return places;
+        }
+        let each = self.longest(lengths);
+        self.start(Transfer::AllGather { from, to });
+        lengths.iter().enumerate().map(|(host, length)| to.part(&(host * each..host * each + length))).collect()
+    }
+
+    /// Bytes at this host's place in a [`Self::share`] of `lengths`.
+    pub(super) fn given_bytes(&self, lengths: &[usize]) -> usize {
+        if self.sends_to_other() { lengths[self.host()] } else { self.longest(lengths) }
+    }
+
+    pub(super) fn cast(&mut self, from: Place, to: Place, widens: bool) {
+        if from.bytes() > 0 {
+            self.steps.push(Step::Cast { from, to, widens });
+        }
+    }
+
+    pub(super) fn copy(&mut self, from: Place, to: Place) {
+        if from.bytes() > 0 && from != to {
+            self.steps.push(Step::Copy { from, to });
+        }
+    }
+
+    /// `parts`, one behind the other, copied to the first bytes of `to`.
+    pub(super) fn copy_all(&mut self, parts: &[Place], to: Place) {
+        let places = ranges(parts.iter().map(Place::bytes));
+        parts.iter().zip(places).for_each(|(&part, place)| self.copy(part, to.part(&place)));
+    }
+
+    /// `from`, which is as long as all `parts`, copied to them.
+    pub(super) fn spread(&mut self, from: Place, parts: &[Place]) {
+        let places = ranges(parts.iter().map(Place::bytes));
+        parts.iter().zip(places).for_each(|(&part, place)| self.copy(from.part(&place), part));
+    }
+
+    /// The bytes `range` of `places`, which count as one behind the other: where they do not follow each other, a copy of them.
+    pub(super) fn contiguous(&mut self, places: &[Place], range: &Range<usize>) -> Place {
+        let parts = parts(places, range);
+        Place::joined(&parts).unwrap_or_else(|| {
+            let whole = self.take_aside(range.len());
+            self.copy_all(&parts, whole);
+            whole
+        })
+    }
+
+    /// The bytes `range` of `places`, which count as one behind the other, where a transfer may send `bytes` bytes.
+    pub(super) fn on_the_wire(&mut self, places: &[Place], range: &Range<usize>, bytes: usize) -> Place {
+        if !self.rules.any_memory {
+            let from = self.take(bytes);
+            self.copy_all(&parts(places, range), from);
+            return from;
+        }
+        let slice = self.contiguous(places, range);
+        let from = if slice.bytes() == bytes { slice } else { self.take(bytes) };
+        self.copy(slice, from.sized(slice.bytes()));
+        from
+    }
+
+    /// One place for each rank of this host: `places`, and nothing for the others.
+    pub(super) fn for_locals(&self, mut places: Vec<Place>) -> Vec<Place> {
+        places.resize(self.locals(), NOWHERE);
+        places
+    }
+
+    /// A collective of the ranks of this host that moves bytes.
+    pub(super) fn move_inside(&mut self, op: Op, root: usize, inputs: Vec<Place>, outputs: Vec<Place>) {
+        self.all_inside(op, root, vec![(inputs, outputs)]);
+    }
+
+    /// Collectives of the ranks of this host that move bytes, one for each pair of inputs and outputs; those of a lone rank are copies.
+    pub(super) fn all_inside(&mut self, op: Op, root: usize, calls: Vec<(Vec<Place>, Vec<Place>)>) {
+        if self.locals() == 1 {
+            return calls.iter().for_each(|call| {
+                if let ([from], [to]) = (&*call.0, &*call.1) {
+                    self.copy(*from, *to);
+                }
+            });
+        }
+        if !calls.is_empty() {
+            let call = |(inputs, outputs)| InnerCall { op, dtype: DType::U8, reduce_op: ReduceOp::Sum, root, inputs, outputs };
+            self.steps.push(Step::Local(calls.into_iter().map(call).collect()));
+        }
+    }
+}
+
+/// The parts of `places`, which count as one behind the other, that have the bytes `range`.
+fn parts(places: &[Place], range: &Range<usize>) -> Vec<Place> {
+    let whole = ranges(places.iter().map(Place::bytes));
+    places.iter().zip(whole).map(|(&place, within)| place.shifted(&overlap(range, &within), within.start)).collect()
+}
