@@ -5,12 +5,14 @@ pub(super) mod device;
 pub(super) mod links;
 pub(super) mod rail;
 
+use crate::coll::two_level::step::Transfer;
 use crate::config::Engines;
 use crate::error::{Error, Kind, Result};
+use crate::mem;
 use crate::sys::polled::apart_from_children;
 use cxx::SharedPtr;
 use cxx::memory::SharedPtrTarget;
-use ffi::{BufferHandle, PendingHandle, Seat, Span, Started, Status, TransportHandle, TransportsHandle};
+use ffi::{BufferHandle, Manner, PendingHandle, Seat, Span, Started, Status, TransportHandle, TransportsHandle};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -160,6 +162,23 @@ fn connected(transport: &Option<SharedPtr<TransportHandle>>) -> Result<&Transpor
 
 fn begun(started: Started) -> Result<SharedPtr<PendingHandle>> {
     outcome(started.status).map(|()| started.work)
+}
+
+/// Begins `transfer` on `transport`, which connects `size` ranks.
+fn start(
+    transport: &TransportHandle,
+    transfer: &Transfer<mem::span::Span>,
+    size: usize,
+    keep: &SharedPtr<BufferHandle>,
+    manner: &Manner,
+) -> Result<SharedPtr<PendingHandle>> {
+    begun(match transfer {
+        Transfer::AllGather { from, to } => {
+            transport.all_gather(&span(from.addr, from.bytes), &span(to.addr, size * from.bytes), keep, manner)
+        }
+        Transfer::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, keep, manner),
+        Transfer::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), keep, manner),
+    })
 }
 
 /// Whether `work` has ended, after at most `limit`.

@@ -6,6 +6,7 @@
 
 use super::chosen::{self, Chosen};
 use super::cuda::{Cuda, backends::Backends};
+use super::executor::{GRACE, HEAR};
 use super::finding::Several;
 use super::messages::links::Links;
 use super::news::{Meeting, News, Times, Told};
@@ -13,7 +14,6 @@ use super::partials::Partials;
 use super::rail::{self, Life, Rail};
 use super::refusal::Refusals;
 use super::shared::{Current, Inner, Shared};
-use super::step::{GRACE, HEAR};
 use super::traffic::{Counted, Traffic};
 use super::{HostsGroup, Runner, Twofold};
 use crate::boot;

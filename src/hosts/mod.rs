@@ -5,8 +5,8 @@
 //!
 //! - [`rail`]: what a backend does; [`header`](mod@header): what ranks compare
 //! - [`partials`](mod@partials): the type in which sums travel; [`chosen`](mod@chosen): what all ranks go by alike
-//! - [`step`](mod@step): a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
-//! - [`reduce`](mod@reduce), [`gather`](mod@gather), [`exchange`](mod@exchange): the collectives
+//! - [`cpu`](mod@cpu): carries out the programs of [`two_level`](crate::coll::two_level) for CPU tensors; [`executor`](mod@executor):
+//!   such a call under way; [`opening`](mod@opening): how it begins; [`short`](mod@short): all of it, if it is short
 //! - [`cuda`](mod@cuda): CUDA tensors; [`finding`](mod@finding): whether a group is on several hosts; [`joining`](mod@joining): how it forms
 //! - [`messages`](mod@messages): sends and receives between hosts; [`any_source`](mod@any_source): receives from any rank
 //! - [`traffic`](mod@traffic): bytes by rail and peer
@@ -14,25 +14,22 @@
 
 mod any_source;
 pub mod chosen;
+mod cpu;
 pub mod cuda;
-mod exchange;
+mod executor;
 pub mod finding;
-mod gather;
 mod header;
 mod held;
 pub mod joining;
 pub mod messages;
 mod monitored;
 mod news;
-mod norm;
 mod opening;
 pub mod partials;
 pub mod rail;
-mod reduce;
 mod refusal;
 mod shared;
 mod short;
-mod step;
 #[cfg(test)]
 mod tests;
 pub mod traffic;
@@ -50,6 +47,7 @@ use crate::store::Store;
 use crate::sync::limit::Limit;
 use any_source::Twofold;
 use cuda::Cuda;
+use executor::Executor;
 use messages::links::Links;
 use messages::{Around, Messages, Names};
 use news::Waiting;
@@ -59,7 +57,6 @@ use shared::Shared;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
-use step::Step;
 use traffic::Path;
 
 /// A joined group on several hosts.
@@ -139,12 +136,12 @@ impl Run for Runner {
         self.sequence += 1;
         limit.start();
         let Self { inner, layout, shared, .. } = &*self;
-        let step = Step { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
-        inner.control().run_for(step.about());
+        let executor = Executor { inner, layout, shared, rank: self.rank, call, asked: call, limit, sequence: self.sequence, entry };
+        inner.control().run_for(executor.about());
         let since = Instant::now();
         let waiting = Waiting { number: self.sequence, name: call.op.name(), since, phase_since: since, on_rail: false };
         shared.current.set(Some(waiting));
-        let outcome = step.run();
+        let outcome = executor.run();
         shared.current.set(None);
         shared.traffic.ended(&[Path::Rail(layout.local(self.rank))]);
         outcome.map_err(|error| shared.fail(inner, error))

@@ -1,11 +1,12 @@
 //! Opening: how every call begins. Ranks show each other what they were called for, and with it whatever is short enough.
 
+use super::executor::{Between, Executor, Scratch, copy};
 use super::header::Header;
-use super::rail::Transfer;
-use super::step::{Between, Scratch, Step, copy};
-use crate::coll::call::{Call, Op, Span};
+use crate::coll::call::{Op, Span};
+use crate::coll::two_level::Lengths;
 use crate::coll::two_level::slices::part;
-use crate::error::Result;
+use crate::coll::two_level::step::Transfer;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::trace::Phase;
 use std::sync::Arc;
@@ -19,13 +20,13 @@ const FACTOR: usize = 8;
 
 /// What the ranks of this host have shown each other, and the slots of all hosts, once rail 0 has brought them.
 pub(super) struct Opening<'a> {
-    step: &'a Step<'a>,
+    executor: &'a Executor<'a>,
     /// Rail of this rank, if the call uses it.
     pub(super) between: Option<Between<'a>>,
     slots: Scratch,
 }
 
-impl Step<'_> {
+impl Executor<'_> {
     /// Bytes that `rank` gives in this call, where all ranks know that. In an all_to_all: as if everybody gave as much as this rank.
     pub(super) fn given(&self, rank: Rank) -> usize {
         let (n, agreed) = (self.layout.size(), self.call.agreed_bytes() as usize);
@@ -74,13 +75,13 @@ impl Step<'_> {
             let own = Span { addr: own.as_mut_ptr().addr(), bytes: SLOT };
             self.begin(Phase::Inside);
             // Who does not come now is missing: nobody knows more.
-            let show = Call::inner(self.inner_bytes(Op::AllGather, vec![own], outputs));
+            let show = self.inner_bytes(Op::AllGather, vec![own], outputs);
             self.inner.run(&[show], Some(self.limit.left().unwrap_or_default()))?;
         }
         let here = self.layout.members(self.host());
         let even = Header::agree(shown.bytes(), SLOT, here, self.layout, self.inner.control().name())?;
-        let between = if self.local() < rails { Some(self.between(bytes)?) } else { None };
-        if let Some(between) = between.as_ref().filter(|_| self.local() == 0) {
+        let opening = self.opened(rails, bytes)?;
+        if let Some(between) = opening.between.as_ref().filter(|_| self.local() == 0) {
             let mut slot = [0; SLOT];
             slot[..Header::BYTES].copy_from_slice(&Header::of(self.asked, self.sequence).to_bytes(even));
             let mut end = Header::BYTES;
@@ -94,16 +95,67 @@ impl Step<'_> {
                 end += record;
             }
             copy(Span { addr: slot.as_ptr().addr(), bytes: SLOT }, between.staged(0, SLOT));
-            between.start(&Transfer::AllGather { from: 0, each: SLOT, to: SLOT })?;
+            let whole = Span { addr: SLOT, bytes: self.layout.hosts() * SLOT };
+            between.start(&Transfer::AllGather { from: Span { addr: 0, bytes: SLOT }, to: whole })?;
         }
-        Ok(Opening { step: self, between, slots: Scratch::new(self.layout.hosts() * SLOT) })
+        Ok(opening)
+    }
+
+    /// What [`Self::open`] returns, for a call that all hosts were found to run.
+    pub(super) fn opened(&self, rails: usize, bytes: usize) -> Result<Opening<'_>> {
+        let between = if self.local() < rails { Some(self.between(bytes)?) } else { None };
+        Ok(Opening { executor: self, between, slots: Scratch::new(self.layout.hosts() * SLOT) })
     }
 
     /// This rank's rail, with `bytes` bytes of staging.
-    pub(super) fn between(&self, bytes: usize) -> Result<Between<'_>> {
+    fn between(&self, bytes: usize) -> Result<Between<'_>> {
         let begin = (self.layout.hosts() + 1) * SLOT;
         let rail = self.shared.rail()?;
         Ok(Between::new(self, rail.staging(begin + bytes)?, begin, Arc::clone(&rail)))
+    }
+
+    /// Lengths that all ranks have told each other and that fit.
+    pub(super) fn told_lengths(&self) -> Result<Lengths> {
+        let n = self.layout.size();
+        let words = self.tell_all(self.call.inputs.iter().chain(&*self.call.outputs).map(|span| span.bytes as u64).collect())?;
+        let sent: Vec<usize> = words.chunks_exact(2 * n).flat_map(|row| row[..n].iter().map(|&bytes| bytes as usize)).collect();
+        for (from, to) in (0..n).flat_map(|from| (0..n).map(move |to| (from, to))) {
+            let (gives, takes) = (words[from * 2 * n + to], words[to * 2 * n + n + from]);
+            if gives != takes {
+                let [from, to] = [from, to].map(|rank| self.layout.describe(Rank(rank as u32)));
+                let (group, sequence) = (self.inner.control().name(), self.sequence);
+                return Err(Error::mismatch(format!(
+                    "ranks of group \"{group}\" do not agree: {from} sends {gives} bytes to {to} in all_to_all #{sequence}, which expects \
+                     {takes}"
+                )));
+            }
+        }
+        Ok(Lengths::Each { sent, n })
+    }
+
+    /// The words of all ranks, in their order; all have as many.
+    fn tell_all(&self, mut words: Vec<u64>) -> Result<Vec<u64>> {
+        let (host, hosts, row) = (self.host(), self.layout.hosts(), words.len() * 8);
+        let most = (0..hosts).map(|host| self.layout.members(host).len()).max().unwrap_or(0) * row;
+        let mut all = Scratch::new(hosts * most);
+        let whole = all.span();
+        let mine = part(whole, &(host * most..host * most + self.locals() * row));
+        let own = Span { addr: words.as_mut_ptr().addr(), bytes: row };
+        let rows = (0..self.locals()).map(|local| part(mine, &(local * row..(local + 1) * row))).collect();
+        self.inside(&[self.inner_bytes(Op::AllGather, vec![own], rows)])?;
+        if self.local() == 0 {
+            let between = self.between((hosts + 1) * most)?;
+            let (from, to) = (Span { addr: between.begin, bytes: most }, Span { addr: between.begin + most, ..whole });
+            copy(mine, between.staged(from.addr, mine.bytes));
+            between.start(&Transfer::AllGather { from, to })?;
+            between.finish()?;
+            copy(between.staged(to.addr, whole.bytes), whole);
+        }
+        let (inputs, outputs) = if self.local() == 0 { (vec![whole], vec![]) } else { (vec![], vec![whole]) };
+        self.inside(&[self.inner_bytes(Op::Broadcast, inputs, outputs)])?;
+        let at = |rank: Rank| self.layout.host(rank) * most + self.layout.local(rank) * row;
+        let rows = (0..self.layout.size() as u32).map(Rank).flat_map(|rank| all.bytes()[at(rank)..at(rank) + row].chunks_exact(8));
+        Ok(rows.map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default())).collect())
     }
 
     /// Writes this rank's record: its factor, then all that it gives.
@@ -128,9 +180,9 @@ impl Opening<'_> {
     /// ranks need not know before they meet local index 0 inside.
     pub(super) fn agree(&mut self, rails: usize) -> Result<()> {
         self.compare()?;
-        let step = self.step;
-        if rails > 1 && step.locals() > 1 {
-            step.inside(vec![step.inner_bytes(Op::Barrier, vec![], vec![])])?;
+        let executor = self.executor;
+        if rails > 1 && executor.locals() > 1 {
+            executor.inside(&[executor.inner_bytes(Op::Barrier, vec![], vec![])])?;
         }
         Ok(())
     }
@@ -138,24 +190,24 @@ impl Opening<'_> {
     /// The slots of all hosts on every rank, once all hosts were found to run the same call.
     pub(super) fn told(mut self) -> Result<Slots> {
         self.compare()?;
-        let Self { step, mut slots, .. } = self;
-        if step.locals() > 1 {
+        let Self { executor, mut slots, .. } = self;
+        if executor.locals() > 1 {
             let spans = vec![slots.span()];
-            let (inputs, outputs) = if step.local() == 0 { (spans, vec![]) } else { (vec![], spans) };
-            step.inside(vec![step.inner_bytes(Op::Broadcast, inputs, outputs)])?;
+            let (inputs, outputs) = if executor.local() == 0 { (spans, vec![]) } else { (vec![], spans) };
+            executor.inside(&[executor.inner_bytes(Op::Broadcast, inputs, outputs)])?;
         }
         Ok(Slots { even: Header::common(slots.bytes(), SLOT), bytes: slots })
     }
 
     /// On local index 0: waits for the slots of all hosts and compares them.
     fn compare(&mut self) -> Result<()> {
-        let step = self.step;
-        let Some(between) = self.between.as_ref().filter(|_| step.local() == 0) else { return Ok(()) };
+        let executor = self.executor;
+        let Some(between) = self.between.as_ref().filter(|_| executor.local() == 0) else { return Ok(()) };
         between.finish()?;
         let whole = self.slots.span();
         copy(between.staged(SLOT, whole.bytes), whole);
-        let ranks: Vec<Rank> = (0..step.layout.hosts()).map(|host| step.layout.members(host)[0]).collect();
-        Header::agree(self.slots.bytes(), SLOT, &ranks, step.layout, step.inner.control().name()).map(drop)
+        let ranks: Vec<Rank> = (0..executor.layout.hosts()).map(|host| executor.layout.members(host)[0]).collect();
+        Header::agree(self.slots.bytes(), SLOT, &ranks, executor.layout, executor.inner.control().name()).map(drop)
     }
 }
 
@@ -168,16 +220,16 @@ pub(super) struct Slots {
 
 impl Slots {
     /// Factor of each rank and what it gives, host by host in the order of their ranks, in a short call.
-    pub(super) fn records<'a>(&'a self, step: &'a Step<'_>) -> Vec<Vec<(f64, &'a [u8])>> {
+    pub(super) fn records<'a>(&'a self, executor: &'a Executor<'_>) -> Vec<Vec<(f64, &'a [u8])>> {
         let of_host = |(host, slot): (usize, &'a [u8])| {
             let mut rest = &slot[Header::BYTES..];
             let mut next = |&rank: &Rank| {
-                let (record, others) = rest.split_at(step.record_bytes(rank));
+                let (record, others) = rest.split_at(executor.record_bytes(rank));
                 rest = others;
                 let (factor, given) = record.split_at(FACTOR.min(record.len()));
                 (f64::from_bits(u64::from_le_bytes(factor.try_into().unwrap_or_default())), given)
             };
-            step.layout.members(host).iter().map(&mut next).collect()
+            executor.layout.members(host).iter().map(&mut next).collect()
         };
         self.bytes.bytes().chunks_exact(SLOT).enumerate().map(of_host).collect()
     }

@@ -1,12 +1,7 @@
-//! Which type of partial results a group chooses, and copies in it.
-#![allow(unsafe_code, reason = "loops over the bytes of tensors and scratch memory")]
+//! Which type of partial results a group chooses.
 
-use super::step::{Scratch, Step};
-use crate::coll::call::Span;
 pub use crate::coll::two_level::levels::Partials;
-use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::kernels::cpu;
 use crate::lock::lock;
 use crate::sys::fork::PerProcess;
 use std::sync::Mutex;
@@ -32,50 +27,6 @@ impl Partials {
             *default = chosen;
         }
         Ok(chosen)
-    }
-}
-
-impl Step<'_> {
-    /// Type of partial results of this call.
-    pub(super) fn partial_type(&self) -> DType {
-        self.shared.partials().dtype(self.call.reduce_op, self.call.dtype)
-    }
-
-    /// Number by which the bytes of a partial result are more than those of its elements in a tensor.
-    pub(super) fn growth(&self) -> usize {
-        self.partial_type().size() / self.call.dtype.size()
-    }
-
-    /// `spans` of tensors as partial results have them: copies in `kept` where that is another type.
-    pub(super) fn widened(&self, spans: Vec<Span>, kept: &mut Vec<Scratch>) -> Vec<Span> {
-        if self.growth() == 1 {
-            return spans;
-        }
-        let widen = |span: Span| {
-            let mut wide = Scratch::new(span.bytes * self.growth());
-            let to = wide.span();
-            let count = span.bytes / self.call.dtype.size();
-            if count > 0 {
-                // SAFETY: `span` is one of a tensor or slot, `to` of scratch memory, of `count` elements each.
-                unsafe { cpu::widen(self.call.dtype, to.ptr(), span.ptr(), count) }
-            }
-            kept.push(wide);
-            to
-        };
-        spans.into_iter().map(widen).collect()
-    }
-
-    /// Rounds `wide`, a combined partial result, to the call's type; the result is at its begin.
-    pub(super) fn rounded(&self, wide: Span) -> Span {
-        if self.growth() == 1 {
-            return wide;
-        }
-        let count = wide.bytes / self.partial_type().size();
-        if count > 0 {
-            // SAFETY: `wide` is one of staging or scratch memory, of `count` float32.
-            unsafe { cpu::narrow(self.call.dtype, wide.ptr(), wide.ptr(), count) }
-        }
-        Span { bytes: wide.bytes / self.growth(), ..wide }
     }
 }
 

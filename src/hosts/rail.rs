@@ -1,59 +1,13 @@
 //! Rail: a backend of torch, between ranks of one local index on all hosts.
 
+use crate::coll::call::Span;
+use crate::coll::two_level::step::Transfer;
 use crate::config::Config;
 use crate::error::Result;
 use crate::sys::random;
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
 use std::time::Duration;
-
-/// Transfer of bytes between the ranks of a rail. Places are offsets in the rail's staging.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Transfer<'a> {
-    /// `each` bytes at `from` of every host, one behind the other, reach `to`.
-    AllGather {
-        /// Place of the own bytes.
-        from: usize,
-        /// Length of one host's.
-        each: usize,
-        /// Place of everybody's.
-        to: usize,
-    },
-    /// `sent[h]` bytes of those at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`; each in the order of hosts.
-    AllToAll {
-        /// Place of what is sent.
-        from: usize,
-        /// Lengths of what is sent.
-        sent: &'a [usize],
-        /// Place of what is received.
-        to: usize,
-        /// Lengths of what is received.
-        received: &'a [usize],
-    },
-    /// `bytes` bytes at `at` of host `root` reach the same place on all hosts.
-    Broadcast {
-        /// Host that has them.
-        root: usize,
-        /// Place of the bytes.
-        at: usize,
-        /// Number of the bytes.
-        bytes: usize,
-    },
-}
-
-impl Transfer<'_> {
-    /// Bytes that the rank of `host`, of `hosts`, sends to others and receives from them.
-    pub(super) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
-        let others = hosts.saturating_sub(1);
-        let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(host).copied().unwrap_or(0);
-        match *self {
-            Self::AllGather { each, .. } => (others * each, others * each),
-            Self::AllToAll { sent, received, .. } => (without(sent), without(received)),
-            Self::Broadcast { root, bytes, .. } if root == host => (others * bytes, 0),
-            Self::Broadcast { bytes, .. } => (0, bytes),
-        }
-    }
-}
 
 /// A random id that all ranks of a group share. Keys by which its backends meet contain it, so no rank reads what an earlier group of the
 /// same name has left in the store.
@@ -105,22 +59,9 @@ pub trait Rail: Send + Sync {
     /// a transfer that was given up still finds it. To be called while no transfer is under way.
     fn staging(&self, bytes: usize) -> Result<usize>;
 
-    /// Begins `transfer`, whose bytes no other that is under way writes.
-    fn start(&self, transfer: &Transfer<'_>, timeout: Duration) -> Result<()>;
+    /// Begins `transfer`, whose bytes no other that is under way writes; addresses count from the staging's first byte.
+    fn start(&self, transfer: &Transfer<Span>, timeout: Duration) -> Result<()>;
 
     /// Whether the oldest transfer that is under way has ended, after at most `limit`; then it is no longer. The error is the backend's.
     fn wait(&self, limit: Duration) -> Result<bool>;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_stays_on_the_host_is_not_counted() {
-        assert_eq!(Transfer::AllGather { from: 0, each: 8, to: 8 }.bytes(1, 3), (16, 16));
-        assert_eq!(Transfer::AllToAll { from: 0, sent: &[1, 2, 4], to: 8, received: &[8, 16, 32] }.bytes(1, 3), (5, 40));
-        assert_eq!(Transfer::Broadcast { root: 1, at: 0, bytes: 8 }.bytes(1, 3), (16, 0));
-        assert_eq!(Transfer::Broadcast { root: 1, at: 0, bytes: 8 }.bytes(2, 3), (0, 8));
-    }
 }

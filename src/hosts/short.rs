@@ -1,8 +1,8 @@
 //! Short calls: everything that all ranks give has come with the opening, and each rank takes what it wants of it.
 #![allow(unsafe_code, reason = "loops over the bytes of slots")]
 
+use super::executor::{Executor, Scratch, copy};
 use super::opening::Slots;
-use super::step::{Scratch, Step, copy};
 use crate::coll::call::{Op, Span};
 use crate::coll::two_level::levels::Levels;
 use crate::coll::two_level::slices::part;
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::kernels::cpu::{self, Source, Store};
 use crate::rank::Rank;
 
-impl Step<'_> {
+impl Executor<'_> {
     /// 1. Inside: ranks show each other what they give. 2. Between: rail 0 brings each host what the others give. 3. Inside: everybody gets
     ///    that, and takes what it wants.
     pub(super) fn short(&self) -> Result<()> {
@@ -34,7 +34,7 @@ impl Step<'_> {
             Op::Broadcast => outputs.iter().for_each(|&output| copy(given(root), output)),
             Op::Scatter => copy(nth(given(root), me, outputs[0].bytes), outputs[0]),
             Op::AllGather | Op::Gather => self.each(|from, output| copy(given(from), output)),
-            Op::AllReduceAddRmsNorm => unreachable!("its step is an all_reduce"),
+            Op::AllReduceAddRmsNorm => unreachable!("what runs is its all_reduce"),
             Op::AllToAll => self.each(|from, output| copy(nth(given(from), me, output.bytes), output)),
         }
     }
@@ -47,26 +47,34 @@ impl Step<'_> {
     /// What all ranks give from place `skipped` on, combined in two levels into `output`.
     fn combine_records(&self, records: &[Vec<(f64, &[u8])>], skipped: usize, output: Span) {
         let (levels, dtype) = (Levels::of(self.call.reduce_op, self.call.dtype, self.layout), self.call.dtype);
-        let (wide, bytes) = (self.partial_type(), output.bytes * self.growth());
+        let wide = self.shared.partials().dtype(self.call.reduce_op, dtype);
+        let bytes = output.bytes / dtype.size() * wide.size();
         let mut partials = Scratch::new((records.len() + 1) * bytes);
         let whole = partials.span();
         let partial = |(host, given): (usize, &Vec<(f64, &[u8])>)| {
             let to = nth(whole, host, bytes);
-            let mut kept = Vec::new();
-            let spans = given.iter().map(|(_, given)| span(&given[skipped..skipped + output.bytes])).collect();
-            let spans = self.widened(spans, &mut kept);
-            let sources: Vec<Source> =
-                given.iter().zip(&spans).map(|((factor, _), from)| Source { ptr: from.ptr(), factor: *factor }).collect();
+            let mut widened = Scratch::new(if wide == dtype { 0 } else { given.len() * bytes });
+            let copies = widened.span();
+            let source = |(at, (factor, given)): (usize, &(f64, &[u8]))| {
+                let mut from = span(&given[skipped..skipped + output.bytes]);
+                if wide != dtype {
+                    self.cast(from, nth(copies, at, bytes), true);
+                    from = nth(copies, at, bytes);
+                }
+                Source { ptr: from.ptr(), factor: *factor }
+            };
+            let sources: Vec<Source> = given.iter().enumerate().map(source).collect();
             // SAFETY: `to` and all sources have `bytes` bytes, of the slices above or of copies; `to` overlaps none of them.
             unsafe { cpu::reduce(levels.inner, wide, to.ptr(), &sources, to.bytes / wide.size(), Store::Cached) }
             to
         };
         let partials: Vec<Span> = records.iter().enumerate().map(partial).collect();
         if wide == dtype {
-            self.combine(&partials, output);
-        } else {
-            copy(self.combine(&partials, nth(whole, records.len(), bytes)), output);
+            return self.combine(&partials, output, dtype);
         }
+        let sum = nth(whole, records.len(), bytes);
+        self.combine(&partials, sum, wide);
+        self.cast(sum, output, false);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Backends of one GPU, and memory of torch's allocator.
 
 use super::ffi::{Manner, PendingHandle, Seat, TransportHandle};
-use super::{Buffer, GivenUp, Maker, begun, outcome, span, there};
+use super::{Buffer, GivenUp, Maker, begun, outcome, span, start, there};
 use crate::coll::two_level::step::Transfer;
 use crate::error::{Error, Result};
 use crate::hosts::cuda::backends::{Backends, Which};
@@ -75,14 +75,8 @@ impl Backends for DeviceBackends {
 
     fn start(&self, device: i32, transfer: &Transfer<Span>, beside: bool) -> Result<()> {
         let (transport, size) = self.made(Which::Rail)?;
-        let (transport, keep, manner) = (there(&transport)?, SharedPtr::null(), Manner { timeout_ms: 0, beside, device });
-        let work = begun(match transfer {
-            Transfer::AllGather { from, to } => {
-                transport.all_gather(&span(from.addr, from.bytes), &span(to.addr, size * from.bytes), &keep, &manner)
-            }
-            Transfer::AllToAll { from, sent, to, received } => transport.all_to_all(from.addr, sent, to.addr, received, &keep, &manner),
-            Transfer::Broadcast { root, at } => transport.broadcast(*root, &span(at.addr, at.bytes), &keep, &manner),
-        })?;
+        let manner = Manner { timeout_ms: 0, beside, device };
+        let work = start(there(&transport)?, transfer, size, &SharedPtr::null(), &manner)?;
         if beside {
             lock(&self.enqueued).beside.push_back(work);
             return Ok(());

@@ -1,10 +1,12 @@
 //! A backend of CPU tensors as a rail.
 
 use super::ffi::{Manner, PendingHandle, Seat, TransportHandle};
-use super::{Buffer, GivenUp, HOST, Maker, begun, connected, ended, milliseconds, span};
+use super::{Buffer, GivenUp, HOST, Maker, connected, ended, milliseconds, start};
+use crate::coll::two_level::step::Transfer;
 use crate::error::{Error, Result};
-use crate::hosts::rail::{self, Rail};
+use crate::hosts::rail::Rail;
 use crate::lock::lock;
+use crate::mem::span::Span;
 use cxx::SharedPtr;
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -52,21 +54,13 @@ impl Rail for BackendRail {
         Ok(state.staging.as_ref().map_or(0, |staging| staging.address))
     }
 
-    fn start(&self, transfer: &rail::Transfer<'_>, timeout: Duration) -> Result<()> {
+    fn start(&self, transfer: &Transfer<Span>, timeout: Duration) -> Result<()> {
         let mut state = lock(&self.state);
-        let (transport, manner) = (connected(&state.transport)?, Manner { timeout_ms: milliseconds(timeout), beside: true, device: HOST });
+        let transport = connected(&state.transport)?;
         let Buffer { handle, address, .. } = state.staging.as_ref().ok_or_else(|| Error::internal("there is no staging"))?;
-        let at = |offset: usize, bytes: usize| span(address + offset, bytes);
-        let started = match *transfer {
-            rail::Transfer::AllGather { from, each, to } => {
-                transport.all_gather(&at(from, each), &at(to, state.hosts * each), handle, &manner)
-            }
-            rail::Transfer::AllToAll { from, sent, to, received } => {
-                transport.all_to_all(address + from, sent, address + to, received, handle, &manner)
-            }
-            rail::Transfer::Broadcast { root, at: place, bytes } => transport.broadcast(root, &at(place, bytes), handle, &manner),
-        };
-        let work = begun(started)?;
+        let manner = Manner { timeout_ms: milliseconds(timeout), beside: true, device: HOST };
+        let placed = transfer.map(|place| Span { addr: address + place.addr, ..*place });
+        let work = start(transport, &placed, state.hosts, handle, &manner)?;
         state.works.push_back(work);
         Ok(())
     }

@@ -9,12 +9,12 @@ use crate::rank::Rank;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Bytes that each rank sends to each other.
+/// The bytes that each rank sends to each other rank.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Lengths {
     /// The same for all pairs.
     Even(usize),
-    /// Those of one rank's messages to all others are equal, or those of all others' to it; there are no more.
+    /// One length for all messages of one rank to the others, or of the others to it; there are no other messages.
     Rooted {
         /// The one rank.
         root: Rank,
@@ -33,7 +33,7 @@ pub enum Lengths {
 }
 
 impl Lengths {
-    /// Those of a gather or scatter.
+    /// The lengths of a gather or scatter.
     fn rooted(call: &Spec) -> Self {
         Self::Rooted { root: call.root, gathers: call.op == Op::Gather, bytes: call.agreed_bytes() as usize }
     }

@@ -1,19 +1,22 @@
-//! What holds for every program, and what executors rely on when they touch memory.
+//! The rules that every program keeps, and that executors rely on when they touch memory.
 
 use super::step::{Memory, Place, Program, Step, Transfer};
 use crate::coll::call::Spec;
 use std::collections::VecDeque;
 
-/// Places that a step reads, and those that it writes.
+/// The places that a step reads and the places that it writes.
 #[derive(Default)]
 struct Touched {
     reads: Vec<Place>,
     writes: Vec<Place>,
 }
 
-/// Checks that the program of a rank of host `host` for `call` keeps within its memory, which includes the tensors: every place lies in its
-/// memory, inputs are only read, no step writes what it reads except in place, no step reads what an unfinished transfer writes or writes
-/// what one uses, and each transfer that is started is waited for once.
+/// Checks the program of a rank of host `host` for `call`:
+///
+/// - Every place lies in the program's memory or in a tensor, and no step writes an input.
+/// - No step writes what it reads, except in place.
+/// - No step reads what an unfinished transfer writes, and no step writes what an unfinished transfer uses.
+/// - Each started transfer has one wait.
 ///
 /// # Errors
 /// The first step that breaks a rule, and which.
@@ -47,7 +50,7 @@ pub fn check(program: &Program, call: &Spec, host: usize) -> Result<(), String> 
             }
         }
     }
-    if open.is_empty() { Ok(()) } else { Err(format!("{} transfers are not waited for", open.len())) }
+    if open.is_empty() { Ok(()) } else { Err(format!("{} transfers have no wait", open.len())) }
 }
 
 /// What `step` touches, call by call.
@@ -134,6 +137,6 @@ mod tests {
         says(vec![start.clone(), copy(temp(64), given(2000))], "uses what a transfer does");
         says(vec![start.clone(), copy(given(1000), temp(0))], "uses what a transfer does");
         says(vec![Step::Wait], "no transfer was started");
-        says(vec![start], "1 transfers are not waited for");
+        says(vec![start], "1 transfers have no wait");
     }
 }

@@ -32,23 +32,23 @@ use planner::Planner;
 use rules::Rules;
 use step::Program;
 
-/// What the programs of one rank have in common.
+/// The values that all programs of one rank share.
 #[derive(Clone, Copy, Debug)]
 pub struct Planning<'a> {
     /// The hosts of the group's ranks.
     pub map: &'a HostMap,
     /// This rank.
     pub me: Rank,
-    /// Choice of all ranks for partial results.
+    /// The type of partial results, the same on all ranks.
     pub partials: Partials,
-    /// Lengths that all ranks share.
+    /// The thresholds, the same on all ranks.
     pub thresholds: Thresholds,
-    /// Rules of the tensors' device.
+    /// The rules of the tensors' device.
     pub rules: &'static Rules,
 }
 
 impl Planning<'_> {
-    /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU tensors, which all ranks know by then.
+    /// Returns the program of this rank for `call`. `told`: the lengths of an all_to_all of CPU tensors.
     pub fn plan(&self, call: &Spec, told: Option<&Lengths>) -> Program {
         let mut planner = Planner::new(*self, call);
         match call.op {

@@ -27,7 +27,7 @@ impl Planner<'_> {
         self.in_chunks(chunks.len(), |planner, chunk| planner.broadcast_chunk(whole, &chunks[chunk]));
     }
 
-    /// One chunk: `pieces[r]` of `whole` goes by rail `r`.
+    /// One chunk: `pieces[r]` of `whole` travels over rail `r`.
     fn broadcast_chunk(&mut self, whole: Place, pieces: &[Range<usize>]) {
         let root = self.layout.host(self.call.root);
         let here = root == self.host();
@@ -55,7 +55,7 @@ impl Planner<'_> {
         }
     }
 
-    /// On the root's host: everybody gets `pieces`.
+    /// On the root's host: every rank gets `pieces`.
     fn broadcast_inside(&mut self, pieces: &[Place]) {
         let pieces = Place::joined(pieces).map_or_else(|| pieces.to_vec(), |whole| vec![whole]);
         let own = self.rank == self.call.root;

@@ -31,7 +31,7 @@ impl Planner<'_> {
             Chunk { stages: std::mem::take(&mut self.stages), needs: self.used.each(start, |used, start| used - start) }
         };
         let mut chunks: Vec<Chunk> = (0..count).map(&mut one).collect();
-        // What each stage starts the next waits for, so nothing is left to wait for behind the last.
+        // The last stage starts no transfer, so no wait is left behind it.
         self.steps.clear();
         let stages = chunks.iter().map(|chunk| chunk.stages.len()).max().unwrap_or(1);
         let apart = chunks.iter().fold(Room::default(), |most, chunk| most.most(chunk.needs));
@@ -61,8 +61,8 @@ fn shift(step: &mut Step, start: Room, by: Room) {
     }
 }
 
-/// The steps of all `chunks`, each of which is a list of stages: stage `s` of chunk `c` comes at time `c + s`, and within a time those of
-/// newer chunks come first. So transfers end in the order in which they were started.
+/// Returns the steps of all `chunks`, which are lists of stages. Stage `s` of chunk `c` comes at time `c + s`; within a time, newer chunks
+/// come first. So waits come in the order of the transfers' starts.
 fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
     let stages = chunks.iter().map(Vec::len).max().unwrap_or(0);
     let (count, mut steps) = (chunks.len(), Vec::new());
@@ -77,7 +77,7 @@ fn pipeline(mut chunks: Vec<Vec<Vec<Step>>>) -> Vec<Step> {
     if count == 1 { together(steps) } else { steps }
 }
 
-/// `steps` with transfers that are waited for at once as one step.
+/// Returns `steps`, where a transfer and the wait right behind it are one step.
 fn together(steps: Vec<Step>) -> Vec<Step> {
     let mut joined: Vec<Step> = Vec::new();
     for step in steps {

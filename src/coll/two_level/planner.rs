@@ -47,7 +47,7 @@ pub(super) struct Planner<'a> {
     agreed: bool,
 }
 
-/// How the bytes of a tensor go.
+/// The pieces of a tensor.
 pub(super) struct Cut {
     /// For each chunk, the piece of each rail.
     pub(super) chunks: Vec<Vec<Range<usize>>>,
@@ -82,7 +82,7 @@ impl Planner<'_> {
         self.layout.members(self.host()).len()
     }
 
-    /// The spans of `host`'s ranks among `spans`, of which there is one for each rank.
+    /// The spans of `host`'s ranks among `spans`, which are one for each rank.
     pub(super) fn of_host(&self, spans: &[Span], host: usize) -> Vec<Place> {
         self.layout.members(host).iter().map(|rank| Place::given(spans[rank.index()])).collect()
     }
@@ -139,7 +139,7 @@ impl Planner<'_> {
         if self.rules.slices_first { Turns::of(longest, &self.thresholds) } else { Turns::at_most(longest, self.chunk(growth)) }
     }
 
-    /// How `bytes` bytes go by the rails of the call; `growth`: as many times more they are on the wire, `None` where they go in one chunk.
+    /// Cuts `bytes` bytes into chunks and these into the rails' pieces. `growth`: length on the wire by length in a tensor; `None`: one chunk.
     pub(super) fn cut(&mut self, bytes: usize, growth: Option<usize>) -> Cut {
         let rails = self.choose_rails(bytes);
         if self.rules.slices_first {
@@ -156,7 +156,7 @@ impl Planner<'_> {
         Cut { chunks: (0..turns.count).map(chunk).collect(), longest: 0 }
     }
 
-    /// How `lengths[h]` bytes of each host go by the rails: for each chunk and host, the piece of each rail.
+    /// Cuts `lengths[h]` bytes of each host: returns, for each chunk and host, the piece of each rail.
     pub(super) fn cut_each(&mut self, lengths: &[usize], growth: usize) -> Vec<Vec<Vec<Range<usize>>>> {
         let slices: Vec<Vec<Range<usize>>> = lengths.iter().map(|&bytes| self.slices(bytes, self.rails)).collect();
         let longest = slices.iter().map(|slices| slices[0].len()).max().unwrap_or(0);
@@ -191,7 +191,7 @@ impl Planner<'_> {
         self.steps.push(Step::Start(transfer));
     }
 
-    /// Bytes that a [`Self::share`] of `lengths` brings.
+    /// Returns how many bytes a [`Self::share`] of `lengths` brings.
     pub(super) fn shared_bytes(&self, lengths: &[usize]) -> usize {
         if self.sends_to_other() { lengths[1 - self.host()] } else { lengths.len() * self.longest(lengths) }
     }

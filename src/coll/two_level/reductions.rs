@@ -9,10 +9,10 @@ use std::ops::Range;
 
 /// A transfer of partial results.
 struct Swap {
-    /// Places of this host's, for each host.
+    /// The places of this host's partial results, for each host.
     places: Vec<Place>,
     transfer: Option<Transfer<Place>>,
-    /// Places of those of each host that this one is to add up.
+    /// The places of the partial results that this host adds up, one of each host.
     from: Vec<Place>,
 }
 
@@ -74,7 +74,7 @@ impl Planner<'_> {
         }
     }
 
-    /// One chunk: `pieces[r]` goes by rail `r`; `longest`: the longest slice, where slices go in pieces.
+    /// One chunk: `pieces[r]` travels over rail `r`; `longest`: the length of the longest slice, where slices are cut into pieces.
     fn all_reduce_chunk(&mut self, pieces: &[Range<usize>], longest: usize) {
         let place = |whole: Place| -> Vec<Place> { pieces.iter().map(|piece| whole.part(piece)).collect() };
         let (alone, own) = (self.locals() == 1, pieces.get(self.local()).map_or(0, Range::len));
@@ -113,7 +113,7 @@ impl Planner<'_> {
         // In a tensor; a partial result has room for as many elements.
         let own = own.sized(own.bytes() / growth);
         let bytes = self.padded(own.bytes());
-        // Pieces of one call go alike: its chunks have as many stages.
+        // All chunks of a call have equally many stages.
         let length = if self.rules.sums_overlap { longest } else { bytes };
         let gathers = hosts == 2 || length * growth <= self.thresholds.gathered;
         if own.bytes() == 0 {

@@ -1,33 +1,33 @@
-//! What differs between programs for CPU tensors and for CUDA tensors. Each value was measured, or is what the backends between hosts need.
+//! The differences between programs for CPU tensors and for CUDA tensors. Each value was measured, or the backends between hosts need it.
 
-/// Bytes at whose multiples slices of CUDA tensors begin: their kernels load as many at a time.
+/// The unit of slices of CUDA tensors in bytes: their kernels load so many at a time.
 pub const UNIT: usize = 16;
 
-/// How a program is planned.
+/// The rules by which a program is planned.
 #[derive(Debug)]
 pub struct Rules {
-    /// Bytes of which lengths on the wire are multiples; `None`: of an element.
+    /// The unit in bytes of lengths on the wire; `None`: an element.
     pub unit: Option<usize>,
-    /// Alignment of the program's memory.
+    /// The alignment of the program's memory.
     pub align: usize,
     /// True if each rail's slice of a tensor goes in pieces of adaptive length; otherwise each chunk of a tensor is cut into rails' slices.
     pub slices_first: bool,
     /// True if all hosts compare their calls before the first transfer of data.
     pub agrees: bool,
-    /// True if transfers may use tensors, where they are aligned, and any memory of the program; otherwise only memory of their own.
+    /// True if transfers may use aligned tensors and any memory of the program; otherwise they use only [`Memory::Temp`](super::step::Memory).
     pub any_memory: bool,
-    /// True if two hosts gather in place, with their own part; otherwise each sends the other what it has for it.
+    /// True if two hosts gather in place, with their own part; otherwise each sends only the other's part.
     pub pair_gathers: bool,
-    /// True if the sums of more than two hosts travel while neighbouring chunks are worked on; otherwise in the order of the steps.
+    /// True if the sums of three hosts or more travel while the ranks work on neighbouring chunks; otherwise a rank waits for them.
     pub sums_overlap: bool,
     /// True if the root's piece leaves before the ranks of its host get theirs.
     pub root_first: bool,
-    /// True if ranks of each rail carry what ranks of two hosts have for each other; otherwise one backend connects all ranks.
+    /// True if the ranks of rails carry messages between ranks of two hosts; otherwise one backend connects all ranks.
     pub carriers: bool,
 }
 
 impl Rules {
-    /// Those of CPU tensors.
+    /// The rules of CPU tensors.
     pub const CPU: Self = Self {
         unit: None,
         align: 64,
@@ -40,7 +40,7 @@ impl Rules {
         carriers: true,
     };
 
-    /// Those of CUDA tensors.
+    /// The rules of CUDA tensors.
     pub const CUDA: Self = Self {
         unit: Some(UNIT),
         align: UNIT,

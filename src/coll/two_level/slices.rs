@@ -11,9 +11,6 @@ const LEAST_PIECE: usize = 4;
 /// Turns that a long slice has at least: the first of them passes before anything is on the wire.
 const TURNS: usize = 4;
 
-/// Turns by which what is inside comes before, and after, what is between: so many pieces are on the wire meanwhile.
-pub(crate) const LAG: usize = 1;
-
 /// Number of rails that carry a call of `bytes` bytes; the same on all ranks.
 pub(crate) fn rails(bytes: usize, layout: &HostMap, thresholds: &Thresholds) -> usize {
     if bytes <= thresholds.one_rail { 1 } else { layout.rails() }
@@ -80,11 +77,6 @@ pub(crate) fn overlap(a: &Range<usize>, b: &Range<usize>) -> Range<usize> {
 /// The part `range` of `span`.
 pub(crate) fn part(span: Span, range: &Range<usize>) -> Span {
     Span { addr: span.addr + range.start, bytes: range.len() }
-}
-
-/// The part of `span` at `range`, which counts from `begin` before the span.
-pub(crate) fn shifted(span: Span, range: &Range<usize>, begin: usize) -> Span {
-    part(span, &(range.start - begin..range.end - begin))
 }
 
 #[cfg(test)]

@@ -9,11 +9,11 @@ use std::ops::Range;
 /// The memory that a place is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Memory {
-    /// That of the call's tensors.
+    /// The memory of the call's tensors.
     Given,
-    /// The program's, which transfers may use.
+    /// Memory of the program that transfers may use.
     Temp,
-    /// The program's, which no transfer uses. Programs for CUDA tensors have none of it.
+    /// Memory of the program that no transfer uses. Programs for CUDA tensors have only the other.
     Aside,
 }
 
@@ -123,13 +123,13 @@ pub enum Transfer<P> {
     },
     /// The first `sent[h]` bytes behind those for earlier hosts at `from` go to host `h`; `received[h]` bytes of host `h` come to `to`.
     AllToAll {
-        /// Place of what is sent.
+        /// The place of the sent bytes.
         from: P,
-        /// Lengths of what is sent.
+        /// Number of bytes for each host.
         sent: Vec<usize>,
-        /// Place of what is received.
+        /// The place of the received bytes.
         to: P,
-        /// Lengths of what is received.
+        /// Number of bytes from each host.
         received: Vec<usize>,
     },
     /// What is at `at` on host `root` reaches `at` on all hosts.
@@ -163,7 +163,7 @@ impl<P> Transfer<P> {
 }
 
 impl Transfer<Span> {
-    /// Bytes that the rank of `host`, of `hosts`, sends to others and receives from them.
+    /// Returns how many bytes the rank of `host`, of `hosts`, sends to others and receives from them.
     pub(crate) fn bytes(&self, host: usize, hosts: usize) -> (usize, usize) {
         let others = hosts.saturating_sub(1);
         let without = |lengths: &[usize]| lengths.iter().sum::<usize>() - lengths.get(host).copied().unwrap_or(0);
@@ -191,14 +191,14 @@ pub enum Step {
     Run(Transfer<Place>),
     /// Messages with ranks of other hosts, by rank.
     Exchange {
-        /// What each rank gets.
+        /// The bytes for each rank.
         give: Vec<Place>,
-        /// Where the bytes of each rank come.
+        /// The places for the bytes of each rank.
         take: Vec<Place>,
     },
     /// Sum of the hosts' partial results, in their order.
     Combine {
-        /// Those of each host; on CUDA evenly spaced.
+        /// The partial result of each host; on CUDA they are evenly spaced.
         from: Vec<Place>,
         /// Place of the sum.
         to: Place,

@@ -1,7 +1,7 @@
 //! CUDA tensors of a group on several hosts: kernels of the group inside each host, a backend of torch's, NCCL, between them.
 //!
-//! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. Where a call of CPU tensors
-//! is run step by step, a call here is a program ([`two_level`](crate::coll::two_level)) whose steps follow each other on the caller's stream.
+//! Everything is enqueued in stream order and nothing waits for a GPU, but for the first call, which connects. A call is
+//! a program ([`two_level`](crate::coll::two_level)), whose steps follow each other on the caller's stream.
 //!
 //! - [`backends`]: what torch does
 //! - [`sum`]: the kernel that adds up partial results; [`cast`]: those that widen and round
@@ -358,7 +358,7 @@ impl HostsGroup {
                 let calls: Vec<Call> = calls.iter().map(|inner| inner.call(call.factor, &bases)).collect();
                 self.inner.launch(&calls, target, Some(timeout + GRACE))
             }
-            // Ranks compare calls late (`note_launches`).
+            // Programs for CUDA tensors do not have it: hosts compare their calls while they run.
             Step::Agree => Ok(()),
             Step::Start(transfer) => start(transfer, true),
             Step::Run(transfer) => start(transfer, false),

@@ -1,0 +1,117 @@
+//! Programs for CPU tensors: the steps inside a host are collectives of the inner group, and transfers use the rank's rail.
+#![allow(unsafe_code, reason = "loops over the bytes of tensors and of a program's memory")]
+
+use super::executor::{Executor, Scratch, copy};
+use super::opening::Opening;
+use crate::coll::call::{Call, Op, Span, Spec};
+use crate::coll::cpu::norm_alone;
+use crate::coll::norm::{Norm, Normed};
+use crate::coll::two_level::levels::Levels;
+use crate::coll::two_level::rules::Rules;
+use crate::coll::two_level::step::{Bases, Place, Program, Step};
+use crate::coll::two_level::{Lengths, Planning};
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::kernels::cpu::{self, Source};
+
+impl Executor<'_> {
+    /// Runs the call.
+    pub(super) fn run(&self) -> Result<()> {
+        match self.call.op {
+            Op::AllToAll => self.all_to_all(),
+            Op::AllReduceAddRmsNorm => self.norm(),
+            Op::Barrier => self.short(),
+            Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter
+                if self.is_short() =>
+            {
+                self.short()
+            }
+            Op::Broadcast | Op::AllReduce | Op::Reduce | Op::AllGather | Op::Gather | Op::Scatter | Op::ReduceScatter => {
+                let program = self.planning().plan(self.call, None);
+                self.walk(&program, self.open(program.rails, program.temp)?)
+            }
+        }
+    }
+
+    /// all_to_all: where not all lengths are equal every rank first tells all others what it sends and expects.
+    fn all_to_all(&self) -> Result<()> {
+        let slots = self.open(1, 0)?.told()?;
+        let lengths = match slots.even {
+            Some(_) if self.is_short() => {
+                self.take_short(&slots);
+                return Ok(());
+            }
+            Some(bytes) => Lengths::Even(bytes),
+            None => self.told_lengths()?,
+        };
+        let program = self.planning().plan(self.call, Some(&lengths));
+        self.walk(&program, self.opened(program.rails, program.temp)?)
+    }
+
+    /// All-reduce, residual and RMSNorm: 1. An all_reduce into the place of the normed rows, or beside where those are shorter. 2. Each rank
+    /// norms all rows.
+    fn norm(&self) -> Result<()> {
+        let (Some(norm), input) = (Norm::of(self.call), self.call.inputs[0]) else { return Ok(()) };
+        let mut beside = Scratch::new(if norm.normed == Normed::Same { 0 } else { input.bytes });
+        let summed = if norm.normed == Normed::Same { self.call.outputs[0] } else { beside.span() };
+        let reduce =
+            Spec { op: Op::AllReduce, factor: 1.0, inputs: vec![input].into(), outputs: vec![summed].into(), ..(**self.call).clone() };
+        Executor { call: &Call::inner(reduce), ..*self }.run()?;
+        let mut inputs = self.call.inputs.to_vec();
+        inputs[0] = summed;
+        norm_alone(&Spec { inputs: inputs.into(), ..(**self.call).clone() });
+        Ok(())
+    }
+
+    fn planning(&self) -> Planning<'_> {
+        let (map, me, partials, thresholds) = (self.layout, self.rank, self.shared.partials(), *self.shared.thresholds());
+        Planning { map, me, partials, thresholds, rules: &Rules::CPU }
+    }
+
+    /// Runs the steps of `program`, whose memory for transfers is the staging of the rail that `opening` has.
+    fn walk(&self, program: &Program, mut opening: Opening<'_>) -> Result<()> {
+        let mut aside = Scratch::new(program.aside);
+        let temp = opening.between.as_ref().map_or(0, |between| between.staged(between.begin, 0).addr);
+        let bases = Bases { temp, aside: aside.span().addr };
+        let at = |place: &Place| place.at(&bases);
+        for step in &program.steps {
+            let rail = || opening.between.as_ref().ok_or_else(|| Error::internal("a transfer of a rank without a rail"));
+            match step {
+                Step::Local(calls) => self.inside(&calls.iter().map(|inner| inner.call(self.call.factor, &bases)).collect::<Vec<_>>())?,
+                Step::Agree => opening.agree(program.rails)?,
+                Step::Start(transfer) => rail()?.start_at(transfer)?,
+                Step::Wait => rail()?.finish()?,
+                Step::Run(transfer) => {
+                    rail()?.start_at(transfer)?;
+                    rail()?.finish()?;
+                }
+                Step::Exchange { .. } => return Err(Error::internal("a step that only programs for CUDA tensors have")),
+                Step::Combine { from, to } => self.combine(&from.iter().map(at).collect::<Vec<_>>(), at(to), program.partial),
+                Step::Cast { from, to, widens } => self.cast(at(from), at(to), *widens),
+                Step::Copy { from, to } => copy(at(from), at(to)),
+            }
+        }
+        Ok(())
+    }
+
+    /// `partials`, which are one of each host in their order and of type `dtype`, combined at `to`.
+    pub(super) fn combine(&self, partials: &[Span], to: Span, dtype: DType) {
+        let levels = Levels::of(self.call.reduce_op, self.call.dtype, self.layout);
+        let source = |(host, span): (usize, &Span)| Source { ptr: span.ptr(), factor: levels.factor(host, self.layout) };
+        let sources: Vec<Source> = partials.iter().enumerate().map(source).collect();
+        // SAFETY: all have `to.bytes` bytes and are those of a `Combine` (`two_level::check`: `to` overlaps none of them), or scratch memory;
+        // the call promises its tensors (`Call::new`).
+        unsafe { cpu::reduce_partials(levels.outer, dtype, to.ptr(), &sources, to.bytes / dtype.size(), levels.divisor) }
+    }
+
+    /// Copies elements of the call's type as those of partial results, or the reverse, where these are float32.
+    pub(super) fn cast(&self, from: Span, to: Span, widens: bool) {
+        let (kernel, narrow): (unsafe fn(DType, *mut u8, *const u8, usize), _) =
+            if widens { (cpu::widen, from) } else { (cpu::narrow, to) };
+        let count = narrow.bytes / self.call.dtype.size();
+        if count > 0 {
+            // SAFETY: as in `copy`; both have `count` elements.
+            unsafe { kernel(self.call.dtype, to.ptr(), from.ptr(), count) }
+        }
+    }
+}
