@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from limits import ends_after  # noqa: E402 - found by the line above
 
 # Forked ranks must not inherit a pool of threads.
 torch.set_num_threads(1)
+
+# Groups fail on purpose here: their dumps go where nobody else looks for any.
+dumps = tempfile.TemporaryDirectory(prefix="symm-dumps-")
+os.environ["SYMM_TRACE_DIR"] = dumps.name
 
 
 @pytest.fixture(autouse=True)
