@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -46,6 +47,9 @@ def fork(main: Callable[[], object]) -> int:
 
 
 def _live(main: Callable[[], object]) -> NoReturn:
+    # Garbage of the parent, such as a store or backend of torch, may join a thread that only the parent has: that ends
+    # the process which collects it.
+    gc.freeze()
     status = 1
     try:
         main()
