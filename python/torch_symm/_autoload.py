@@ -1,6 +1,6 @@
 """Makes the name ``symm`` and the schemes ``symm://`` and ``symm+file://`` known to torch.
 
-Runs at every ``import torch``: imports nothing but torch, this file and `_devices`, writes nothing and never raises.
+Runs at every ``import torch``: imports nothing but torch and this file, writes nothing and never raises.
 """
 
 from __future__ import annotations
@@ -11,16 +11,30 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch_symm._devices import devices
-
 if TYPE_CHECKING:
     from torch_symm._C import ProcessGroupSymm
 
 
+#: What the drivers of NVIDIA's GPUs make: on Linux, under Windows' subsystem for it, on Tegra.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-gpu")
 #: Schemes of rendezvous, and the functions of ``_rendezvous`` that serve them.
 _SCHEMES = {"symm": "by_tcp", "symm+file": "by_file"}
 #: Why the last :func:`autoload` could not register everything; ``python -m torch_symm doctor`` shows it.
 failure: str | None = None
+
+
+def devices() -> list[str]:
+    """What ``init_process_group("symm")`` serves here: ``"cpu"``, and ``"cuda"`` where this process can have a GPU.
+
+    torch's clients take a backend that names CUDA to have GPUs (``ShardedTensor.gather`` then makes its tensors there).
+    Opens nothing: looks for a torch built for CUDA, the driver's device file, and a ``CUDA_VISIBLE_DEVICES`` that hides
+    all GPUs. ``"cuda:symm"`` asks for GPUs wherever it is written.
+    """
+    import torch
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    usable = torch.version.cuda is not None and not hidden and any(map(os.path.exists, _DRIVERS))
+    return ["cpu", "cuda"] if usable else ["cpu"]
 
 
 def autoload() -> None:

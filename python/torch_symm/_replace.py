@@ -139,7 +139,8 @@ class _Exchange:
 
 
 def _able(options: Any) -> str:
-    from torch_symm._devices import devices
+    from torch import distributed as dist
+
     from torch_symm._native import load
 
     if getattr(options, "enable_reconfigure", False):
@@ -148,7 +149,7 @@ def _able(options: Any) -> str:
         load()
     except (ImportError, OSError) as error:
         return f"{_UNABLE}{error}"
-    return _CUDA if "cuda" in devices() else _CPU
+    return _CUDA if "cuda" in dist.Backend.backend_capability["symm"] else _CPU
 
 
 def _first(words: list[str], kind: str) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ranks import init, run_ranks
 from torch.distributed.distributed_c10d import BackendConfig
 from torch_symm import _autoload
-from torch_symm._devices import devices
+from torch_symm._autoload import devices
 from torch_symm._version import TORCH_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -190,10 +190,10 @@ def test_torch_alone_registers_and_loads_nothing_native() -> None:
         """
 import sys, torch, torch.distributed as dist
 assert "symm" in dist.Backend.backend_list
-from torch_symm._devices import devices
+from torch_symm._autoload import devices
 assert dist.Backend.backend_capability["symm"] == devices()
 ours = {name for name in sys.modules if name.partition(".")[0] == "torch_symm"}
-assert ours == {"torch_symm", "torch_symm._autoload", "torch_symm._devices"}, ours
+assert ours == {"torch_symm", "torch_symm._autoload"}, ours
 import torch.distributed.tensor._collective_utils as costs
 before = costs.redistribute_cost, costs.MeshTopoInfo
 import torch_symm.tensor

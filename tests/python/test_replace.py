@@ -21,7 +21,7 @@ import torch_symm
 from ranks import file_store, init, meet, run_ranks
 from sandbox import deny, mask, needs_seccomp
 from torch.nn.parallel import DistributedDataParallel
-from torch_symm import _devices, _native, testing
+from torch_symm import _native, testing
 
 CPU = torch.device("cpu")
 
@@ -147,7 +147,7 @@ def beside_gloo(rank: int, world: int) -> None:
     torch_symm.replace("gloo")
     if rank == 0:
         # One rank that might have a GPU is enough.
-        _devices.devices = lambda: ["cpu", "cuda"]
+        dist.Backend.backend_capability["symm"] = ["cpu", "cuda"]
     init(rank, world, "gloo")
     assert served_by() == "symm"
     sums()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch_symm
 from ranks import init, meet, run_ranks
-from torch_symm._devices import devices
+from torch_symm._autoload import devices
 
 CPU = torch.device("cpu")
 
