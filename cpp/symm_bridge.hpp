@@ -36,7 +36,7 @@ class StoreHandle {
   virtual rust::String name() const = 0;
 };
 
-// Memory for what is on its way between hosts. The guarantees of this and the next three classes stand in src/bridge.rs.
+// Memory for transfers between hosts. src/bridge/transport.rs says what this and the next three classes guarantee.
 class BufferHandle {
  public:
   virtual ~BufferHandle() = default;

@@ -317,11 +317,11 @@ pub mod ffi {
         /// Joins a group through `store`, and the others where it is on several hosts. On failure `status` says why and `group` is dead.
         fn join(store: UniquePtr<StoreHandle>, transports: SharedPtr<TransportsHandle>, spec: &JoinSpec) -> Joined;
         /// Runs `calls` in order and returns when they are done: inline if the group is idle. One failed call fails the group. `profiled`:
-        /// the flight recorder is to note who was waited for.
+        /// the flight recorder notes which ranks this one waits for.
         fn run(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool) -> Outcome;
         /// Queues `calls` behind everything submitted before. `done` is called only if the status is 0 and there are no asides.
         fn submit(self: &GroupHandle, calls: &[CallSpec], timeout_ms: i64, profiled: bool, done: UniquePtr<Completion>) -> Outcome;
-        /// Checks `calls`, which are to be launched, and begins none.
+        /// Checks `calls`, which `launch` gets later, and begins none: calls of a coalesced block are launched at its end.
         fn examine(self: &GroupHandle, calls: &[CallSpec]) -> Outcome;
         /// Starts a send; the returned ticket is for `wait`.
         fn send(self: &GroupHandle, transfer: &Transfer, done: UniquePtr<Completion>) -> u64;

@@ -60,7 +60,7 @@ pub mod ffi {
         include!("symm/src/bridge.rs.h");
         type Span = crate::bridge::ffi::Span;
         type Status = crate::bridge::ffi::Status;
-        /// Memory of torch's allocators. It stays as long as a transfer uses it, also one that was given up.
+        /// Memory of torch's allocators. It stays as long as a transfer uses it, even after this rank has abandoned the transfer.
         type BufferHandle;
         fn address(self: &BufferHandle) -> usize;
         /// A transfer between hosts that has begun. None of its functions throws.
@@ -102,7 +102,7 @@ pub mod ffi {
     }
 
     extern "Rust" {
-        /// Set once nobody needs a transport any more that is being made.
+        /// Tells a transport that is being made whether this rank still needs it.
         type GivenUp;
         fn is_set(self: &GivenUp) -> bool;
     }
@@ -120,7 +120,7 @@ unsafe impl Send for PendingHandle {}
 unsafe impl Sync for PendingHandle {}
 // SAFETY: a c10d::Backend may be used from any thread.
 unsafe impl Send for TransportHandle {}
-// SAFETY: each adapter below asks a backend for one transfer after another; `abort` may come at any time.
+// SAFETY: each adapter below starts one transfer after another; a backend accepts `abort` at any time.
 unsafe impl Sync for TransportHandle {}
 // SAFETY: it has a store, which may be used from any thread, and a name.
 unsafe impl Send for TransportsHandle {}
@@ -130,7 +130,7 @@ unsafe impl Sync for TransportsHandle {}
 /// Device number of the host.
 const HOST: i32 = -1;
 
-/// Flag that is set once nobody needs a transport any more.
+/// True once this rank no longer needs a transport, so that making it ends.
 #[derive(Clone, Debug, Default)]
 pub struct GivenUp(Arc<AtomicBool>);
 

@@ -14,8 +14,8 @@ pub struct Aside {
     pub input: usize,
 }
 
-/// The inputs of `calls`, which rank `me` makes in this order, that share memory with an output of the same call or of an earlier one.
-/// Those that an output of their call replaces in place are none. Outputs must not share memory with each other.
+/// The inputs of `calls`, which rank `me` makes in this order, that share memory with an output of the same call or of an earlier one;
+/// without those that an output of their call replaces in place. Outputs must not share memory with each other.
 pub fn overwritten(calls: &[Spec<'_>], me: Rank) -> Vec<Aside> {
     let all = || calls.iter().flat_map(|call| &*call.outputs).filter(|span| span.bytes > 0);
     let Some(start) = all().map(|span| span.addr).min() else { return Vec::new() };

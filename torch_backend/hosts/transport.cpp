@@ -46,7 +46,7 @@ at::Tensor bytes_at(const Span& span, int32_t device, const Keep& keep) {
   return maker.options(options).target_device(options.device()).make_tensor();
 }
 
-// A part of tensors, the bytes of several ranks one behind the other.
+// The bytes of several ranks, `lengths` of them, one behind the other from `address` on.
 at::Tensor all_at(size_t address, rust::Slice<const size_t> lengths, int32_t device, const Keep& keep) {
   return bytes_at(Span{address, std::accumulate(lengths.begin(), lengths.end(), size_t{0})}, device, keep);
 }

@@ -98,7 +98,7 @@ impl LinkState {
         let staging = self.staged(maker, bytes)?;
         let mut to = staging.address;
         for part in parts {
-            // SAFETY: the staging has room for all parts, and nobody else uses it.
+            // SAFETY: the staging has room for all parts, and only this call uses it.
             unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to as *mut u8, part.len()) };
             to += part.len();
         }
@@ -194,7 +194,7 @@ impl Links for BackendLinks {
         {
             transport.abort();
         }
-        // The connection closes once a thread that waits for it has let go, too.
+        // The connection closes once a thread that waits for it has released it, too.
         drop(transport);
         drop((listening, sends));
     }

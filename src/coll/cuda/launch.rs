@@ -49,7 +49,7 @@ impl Kernel {
 
 /// Bytes from everybody to everybody.
 pub static EXCHANGE: Kernel = Kernel::new("exchange/exchange", "exchange").untyped().zero_copy();
-/// The same of short messages alone.
+/// As [`EXCHANGE`], for short messages only.
 pub static EXCHANGE_LOW_LATENCY: Kernel = Kernel::new("exchange/low_latency", "exchange_low_latency").untyped();
 /// Sends and receives.
 pub static TRANSFERS: Kernel = Kernel::new("exchange/transfers", "transfers").untyped();
